@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.records.json_lines import rank_file
@@ -18,9 +18,22 @@ KINDS = {
     "loss_not_finite": "non-finite loss",
     "gradient_not_finite": "non-finite gradient",
     "spike": "gradient norm spike",
+    "loss_spike": "loss spike",
+    "local_norm_spike": "gradient norm spike",
+    "zero_gradient": "gradient of zero",
+    "update_spike": "update too large",
+    "learning_rate_spike": "learning rate spike",
+    "state_spike": "training state changed",
+    "attention_logits": "attention logits spike",
+    "expert_load": "uneven load of experts",
     "replicas_differ": "replicas differ",
 }
 """Kinds of anomalies, each with its name in the log."""
+
+NON_FINITE = frozenset({"loss_not_finite", "gradient_not_finite"})
+"""Kinds of anomalies with a non-finite number."""
+
+UNKNOWN_CAUSE = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +46,7 @@ class GroupNorm:
     rank: int
     norm: float
     usual_norm: float
-    """Running mean before the step; NaN before the first applied update."""
+    """Norm that was expected; NaN before the first applied update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +56,25 @@ class WeightNorm:
     name: str
     norm: float
     norm_before: float
-    """Norm when it was last recorded: at the start of training, a save, an evaluation, or the end
-    of an epoch."""
+    """Norm in the last sample of the weights before the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateNorm:
+    """Norm of a tensor of the training state beside an earlier one."""
+
+    kind: str
+    """``"weight"``, ``"buffer"``, or the name of an optimizer's state, such as ``"exp_avg"``."""
+
+    name: str
+    """Name of the parameter or of the buffer."""
+
+    norm: float
+    norm_before: float
+    """Norm in the last sample before the step."""
+
+    rise: float
+    """Ratio of the two, the earlier one at least what is typical of the kind; ``inf`` for a NaN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +124,25 @@ class Anomaly:
 
     step: int
     kind: str
-    """``"loss_not_finite"``, ``"gradient_not_finite"``, ``"spike"`` or ``"replicas_differ"``."""
+    """``"loss_not_finite"``, ``"gradient_not_finite"``, ``"spike"`` (of the global norm),
+    ``"loss_spike"``, ``"local_norm_spike"`` (of a group's norm), ``"zero_gradient"``,
+    ``"update_spike"``, ``"learning_rate_spike"``, ``"state_spike"`` (of a weight, a buffer or an
+    optimizer's state), ``"attention_logits"``, ``"expert_load"`` or ``"replicas_differ"``."""
 
     ranks: tuple[int, ...]
-    """Ranks on which the fault arose."""
+    """Ranks on which the fault arose; ``()`` if it is the same on all ranks."""
 
     layer: str | None
     """Layer in which the fault arose."""
+
+    cause: str = UNKNOWN_CAUSE
+    """Cause, see `Cause`."""
+
+    explanation: str | None = None
+    """A clause that says what happened, with its numbers."""
+
+    suggestion: str | None = None
+    """What to do, in a clause."""
 
     where: str | None = None
     """``"input"``, ``"targets"`` (a micro-batch without targets), ``"weight"``, ``"weights"`` (most
@@ -152,6 +194,13 @@ class Anomaly:
     weights: tuple[WeightNorm, ...] = ()
     """Weights whose norm is non-finite or has risen, the worst first."""
 
+    states: tuple[StateNorm, ...] = ()
+    """Optimizer states and buffers whose norm is non-finite, has risen, or has fallen (optimizer
+    states), the worst first."""
+
+    moved: tuple[str, ...] = ()
+    """Weights whose update is an anomaly, the worst first."""
+
     buffers: tuple[str, ...] = ()
     """Names of the buffers that have become non-finite since the previous anomaly. A skipped update
     leaves them non-finite."""
@@ -159,6 +208,10 @@ class Anomaly:
     losses: tuple[float, ...] = ()
     """Loss of each rank."""
 
+    usual_loss: float | None = None
+    """Loss that was expected on the first of `ranks`."""
+
+    learning_rate: float | None = None
     global_norm: float | None = None
     usual_global_norm: float | None = None
     loss_scale: float | None = None
@@ -182,6 +235,8 @@ class Anomaly:
         if self.micro_batch is not None:
             place += f", micro-batch {self.micro_batch}"
         findings = self._findings()
+        if self.explanation is not None:
+            findings.append(self.explanation)
         detail = f": {', '.join(findings)}" if findings else ""
         if self.skipped is not None:
             detail += "; update skipped" if self.skipped else "; update applied"
@@ -276,6 +331,13 @@ def _counted(noun: str, items: Sequence[int] | Sequence[str]) -> str:
     return f"{noun}{'s' if items[1:] else ''} {', '.join(map(str, items))}"
 
 
+class Recordable(Protocol):
+    """What is written to ``anomalies.jsonl``; its text is the line in the log."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the known fields, ready for JSON."""
+
+
 @final
 class AnomalyLog:
     """Write anomalies to ``anomalies.jsonl`` in the run folder and to the log.
@@ -294,9 +356,9 @@ class AnomalyLog:
         if folder is not None:
             self._lines = open_records(rank_file(folder, "anomalies", rank), first_step)
 
-    def write(self, anomaly: Anomaly) -> None:
-        """Append an anomaly to the file, and log it in one line."""
+    def write(self, found: Recordable) -> None:
+        """Append an anomaly, or the end of an episode, to the file, and log it in one line."""
         if self._lines is not None:
-            self._lines.append(anomaly.as_record())
+            self._lines.append(found.as_record())
         file = "" if self._lines is None else f"; see {self._lines.path}"
-        run_logger(__package__).warning("%s%s", anomaly, file)
+        run_logger(__package__).warning("%s%s", found, file)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, WeightNorm
+from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm, WeightNorm
 
 _HEADROOM = 64.0
 """Largest plausible ratio of a gradient's element to the usual norm of its group. The ratio also
@@ -27,13 +27,58 @@ class RankEvidence:
     """Local norm of each group."""
 
     usual_norms: tuple[float, ...]
-    """Running mean of each group's norm before the step; NaN for a group without a norm so far."""
+    """Norm that was expected of each group; NaN for a group without a norm so far."""
 
-    weights: tuple[WeightNorm, ...]
-    """Weights whose norm is non-finite or has risen, the worst first."""
+    scores: tuple[float, ...] = ()
+    """Score of each group's norm; NaN if unknown, and far below the global norm."""
+
+    dead: tuple[str, ...] = ()
+    """Groups whose norm is zero now and in the step before, although they had gradients."""
+
+    loss_score: float = math.nan
+    usual_loss: float = math.nan
+    moved: tuple[str, ...] = ()
+    """Weights whose update is an anomaly."""
+
+    changed: tuple[str, ...] = ()
+    """Weights that have changed between the step before and this one."""
+
+    states: tuple[StateNorm, ...] = ()
+    """Weights, optimizer states and buffers whose norm is non-finite or has risen, worst first."""
+
+    num_weights: int = 0
+    """Number of weights that `states` was chosen from."""
+
+    micro_losses: tuple[float, ...] = ()
+    """Loss of each micro-batch as the network returned it; empty without a recorder."""
+
+    factors: tuple[float, ...] = ()
+    """Gradient that the backward of each micro-batch passed to its loss; empty if unknown."""
+
+    earlier_loss: tuple[float, float] | None = None
+    """Loss of the step before, then and with the present weights; ``None`` if unknown."""
 
     buffers: tuple[str, ...] = ()
     """Names of the buffers that have become non-finite since the previous bad step."""
+
+    @property
+    def weights(self) -> tuple[WeightNorm, ...]:
+        """Weights whose norm is non-finite or has risen, worst first; empty if most have.
+
+        A change of most weights is a consequence of the fault, not its cause.
+        """
+        risen = [each for each in self.states if each.kind == "weight"]
+        if len(risen) > max(1, self.num_weights // 2):
+            return ()
+        return tuple(
+            WeightNorm(name=one.name, norm=one.norm, norm_before=one.norm_before) for one in risen
+        )
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether most weights are non-finite or have risen."""
+        risen = [each for each in self.states if each.kind == "weight"]
+        return len(risen) > max(1, self.num_weights // 2)
 
     @property
     def bad_groups(self) -> list[int]:
@@ -48,6 +93,10 @@ class RankEvidence:
             norm=self.norms[number],
             usual_norm=self.usual_norms[number],
         )
+
+    def is_judged(self, number: int) -> bool:
+        """Return whether a group's norm has a score; it has none far below the global norm."""
+        return number < len(self.scores) and not math.isnan(self.scores[number])
 
     def rise(self, number: int) -> float:
         """Return the ratio of a group's norm to its usual norm; 0 if the usual norm is unknown."""

@@ -1,60 +1,68 @@
 """Find the layer, rank and micro-batch at fault when a step goes wrong."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, WeightNorm
+from mfwrap import StepReport
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.cause_evidence import CauseEvidence, StepTrace
+from mfwrap.callbacks.culprit.causes import LARGE_RATIO, RATE_RISE, cause_of
+from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
-from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory, RunningNorms, WeightWatch
+from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
+from mfwrap.callbacks.culprit.judges import Judgement, Judges, Scores
+from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
 from mfwrap.callbacks.culprit.recorder import StepRecorder, indices_of
 from mfwrap.callbacks.culprit.replay import Origin, origin_of_loss
+from mfwrap.callbacks.culprit.state_judge import LIMIT as STATE_LIMIT
+from mfwrap.callbacks.culprit.state_judge import no_denominator
+from mfwrap.callbacks.culprit.step_judge import LIMITS
 from mfwrap.callbacks.culprit.verdict import Verdict, verdict_of
-from mfwrap.callbacks.shared.non_finite import BufferWatch
 from mfwrap.callbacks.shared.step_values import StepNumbers
-from mfwrap.collectives import gather_objects, this_rank
-from mfwrap.tensors.norm_groups import layer_of, layer_of_module
-from mfwrap.tensors.wrappers import plain_name, unwrapped_network
+from mfwrap.collectives import gather_objects, num_ranks
 
 _MOST_GROUPS = 8
-"""Largest number of groups, of weights, and of each rank's buffers in a record."""
+"""Largest number of groups, and of weights, in a record."""
 
+_TRACE = 8
+"""Number of steps whose scores are kept."""
+
+_FEWEST_STEPS = 5
+"""Number of steps before a rise of the learning rate counts as an anomaly by itself: a warm-up may
+begin with a rate of almost zero."""
+
+_FEW_UPDATES = 2
+"""Number of updates in a row that must be too large, wherever their size comes from."""
 
 _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
 """Places at which a weight that has grown may show; ``None`` without a replay."""
 
-
-class StepEvidence(NamedTuple):
-    """Tensors of a step, kept on the device until the step has been judged."""
-
-    names: tuple[str, ...]
-    """Names of the ``G`` groups; empty without local norms."""
-
-    local_norm: Tensor | None
-    """Local norms, shape ``(G,)``, float32; ``None`` if the step has none."""
-
-    usual_norm: Tensor | None
-    """Running mean of each group's norm before the step, shape ``(G,)``, float32; NaN for a group
-    without a norm so far."""
+SHARED_KINDS = frozenset({"spike", "learning_rate_spike"})
+"""Kinds of anomalies, beside overflows, that all ranks find together."""
 
 
 @final
 class CulpritFinder:
     """Decide for each step whether it is good or bad, and find where a bad step went wrong.
 
-    A good step costs a few operations on tensors with one element per group of gradients. After a
-    bad step, the finder reads local norms, weights and buffers, and replays the step if it has a
-    recorder.
+    The judges look at each step on the device; `judge` reads their summary on the host. After a bad
+    step, the finder reads local norms, weights, buffers and optimizer state, and replays the step
+    if it has a recorder.
     Overflow and global norm are the same on all ranks. So all ranks detect an overflow or a spike
-    together, and then exchange their evidence.
+    of the global norm together, and then exchange their evidence. Everything else is one rank's
+    own: it is recorded by this rank, without a message.
 
     Args:
         network: Network whose weights and buffers are watched; ``None`` if the loop does not pass
             it.
-        spike_factor: Smallest ratio of a spike to the usual global norm, see `GlobalNormHistory`.
+        spike_factor: Smallest ratio of a spike to what is usual.
         limit: Largest finite number that a gradient can hold.
+        state_interval: Steps from one sample of weights, optimizer state and buffers to the next.
+        step: Finished steps.
         recorder: Records the inputs of steps for a replay; ``None`` turns the replay off.
     """
 
@@ -64,46 +72,48 @@ class CulpritFinder:
         *,
         spike_factor: float,
         limit: float,
+        state_interval: int = 10,
+        step: int = 0,
         recorder: StepRecorder | None = None,
     ) -> None:
-        self.weights = None if network is None else WeightWatch(network)
-        self.buffers = None if network is None else BufferWatch(network)
         self.recorder = recorder
+        self.episodes = Episodes(state_interval)
         self.num_scale_overflows = 0
         """Number of overflows so far that happened only because the loss scale was too high."""
-        self._network = network
+        self._judges = Judges(network, state_interval, step)
+        self._gatherer = EvidenceGatherer(network, self._judges.states, recorder)
+        self._layers = LayerNames(network)
         self._spike_factor = spike_factor
         self._limit = limit
-        self._history = GlobalNormHistory(spike_factor)
-        self._running: RunningNorms | None = None
-        self._saved_running: Mapping[str, Any] | None = None
-        self._last_overflow: int | None = None
+        self._trace: deque[StepTrace] = deque(maxlen=_TRACE)
+        self._num_steps = 0
 
-    def end_step(self, output: Any, names: Sequence[str], applied: Tensor | None) -> StepEvidence:
-        """Update the usual norms with a step's local norms, and return the evidence for `judge`.
+    def begin_step(self) -> None:
+        """Tell changes of the weights before a step from its update, without synchronizing."""
+        self._judges.begin_step()
 
-        No host-device synchronization.
-
-        Args:
-            output: Output of the step: a named tuple or a loss.
-            names: Names of the groups of gradients, one per local norm.
-            applied: Whether the update was applied, shape ``()``, bool; ``None`` if unknown.
-        """
-        norms = getattr(output, "local_norm", None)
-        if norms is None or applied is None:
-            return StepEvidence((), None, None)
-        running = self._running
-        if running is None or running.names != tuple(names):
-            saved = self._saved_running if running is None else running.state_dict()
-            running = self._running = RunningNorms(names, norms.device)
-            if saved is not None:
-                running.load_state_dict(saved)
-        evidence = StepEvidence(running.names, norms, running.usual)
-        running.add(norms, applied)
-        return evidence
+    def end_step(
+        self,
+        step: int,
+        output: Any,
+        report: StepReport | None,
+        applied: Tensor | None,
+        optimizer: Any = None,
+        *,
+        measures_updates: bool = True,
+    ) -> Judgement:
+        """Judge a step on the device, without host-device synchronization; see `Judges`."""
+        return self._judges.end_step(
+            step, output, report, applied, optimizer, measures_updates=measures_updates
+        )
 
     def judge(
-        self, numbers: StepNumbers, evidence: StepEvidence, *, weights_have_moved: bool
+        self,
+        numbers: StepNumbers,
+        judgement: Judgement,
+        scores: Scores,
+        *,
+        weights_have_moved: bool,
     ) -> Anomaly | None:
         """Return the anomaly of a step, or ``None`` if the step was good.
 
@@ -112,40 +122,81 @@ class CulpritFinder:
 
         Args:
             numbers: Loss, norm and other numbers of the step, on the host.
-            evidence: Evidence that `end_step` returned for the step.
+            judgement: What `end_step` returned for the step.
+            scores: Its summary, on the host.
             weights_have_moved: Whether a later update has already changed the weights.
         """
+        applied = not (numbers.overflow or numbers.skipped)
+        self._trace.append(StepTrace(numbers.step, numbers.loss, applied, scores.step))
+        self._num_steps += applied
         if numbers.overflow:
-            return self._overflow(numbers, evidence, weights_have_moved=weights_have_moved)
-        norm, usual = numbers.global_norm, self._history.usual
-        is_spike = norm is not None and self._history.is_spike(norm)
-        # Add the norm even if this rank's loss is non-finite. The loss differs between ranks, but
-        # the history must be the same on all of them, so that they detect the same spikes.
-        if norm is not None and not numbers.skipped:
-            self._history.add(norm)
-        if is_spike:
-            return self._spike(numbers, evidence, usual)
-        return None if math.isfinite(numbers.loss) else self._lone_loss(numbers, evidence)
+            return self._overflow(numbers, judgement, weights_have_moved=weights_have_moved)
+        if self._is_above(scores.step.global_norm, numbers.global_norm, scores, "global_norm"):
+            return self._of_all_ranks("spike", numbers, judgement)
+        if not math.isfinite(numbers.loss):
+            return self._lone_loss(numbers, judgement)
+        kind = self._own_kind(numbers, scores)
+        if kind is None:
+            return None
+        if kind in SHARED_KINDS:
+            return self._of_all_ranks(kind, numbers, judgement)
+        return self._of_this_rank(kind, numbers, judgement)
+
+    def _is_above(self, score: float, value: float | None, scores: Scores, name: str) -> bool:
+        usual = getattr(scores.step, f"usual_{name}")
+        if value is None or not score > LIMITS[name]:
+            return False
+        return name == "loss" or value > self._spike_factor * usual
+
+    def _own_kind(self, numbers: StepNumbers, scores: Scores) -> str | None:
+        """Return the kind of an anomaly that all ranks need not share, or do share by nature."""
+        step, state = scores
+        is_rate = RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS
+        kinds = {
+            "learning_rate_spike": is_rate,
+            "state_spike": step.num_changed > 0,
+            "loss_spike": self._is_above(step.loss, numbers.loss, scores, "loss"),
+            "local_norm_spike": step.num_risen > 0,
+            "update_spike": step.num_moved > 0 or self._moves_too_far(),
+            "zero_gradient": step.num_dead > 0,
+        }
+        if state.highest > STATE_LIMIT or state.num_bad > 0:
+            kinds["state_spike"] = True
+        return next((kind for kind, is_found in kinds.items() if is_found), None)
+
+    def _moves_too_far(self) -> bool:
+        """Tell whether the last updates were as large as the weights, from the first step on."""
+        ratios = [each.scores.update_ratio for each in list(self._trace)[-_FEW_UPDATES:]]
+        return len(ratios) == _FEW_UPDATES and min(ratios) > LARGE_RATIO
+
+    def _is_first(self, kind: str, *, is_shared: bool) -> bool:
+        """Tell whether the last step begins an episode.
+
+        Only the first of several bad steps is replayed: a diverged run would otherwise replay every
+        step.
+        """
+        return not self.episodes.goes_on(self._trace[-1].step, kind, is_shared=is_shared)
 
     def _overflow(
-        self, numbers: StepNumbers, evidence: StepEvidence, *, weights_have_moved: bool
+        self, numbers: StepNumbers, judgement: Judgement, *, weights_have_moved: bool
     ) -> Anomaly | None:
-        own = self._own_evidence(numbers, evidence)
+        is_first = self._is_first("gradient_not_finite", is_shared=True)
+        own = self._own_evidence(numbers, judgement, is_first=is_first)
         ranks = gather_objects(own)
-        usual = self._history.usual
+        usual = _known(self._trace[-1].scores.usual_global_norm)
         if is_explained_by_scale(ranks, numbers.loss_scale, usual, self._limit):
             self.num_scale_overflows += 1
             return None
         verdicts: list[Verdict | None] = [None] * len(ranks)
         is_exact = None
-        # Replay only the first of several overflows in a row: a diverged run would otherwise
-        # replay every step.
-        if self.recorder is not None and self._last_overflow != numbers.step - 1:
+        if self.recorder is not None:
             is_exact = not weights_have_moved
+            # `is_first` may differ between ranks: a rank may have had an anomaly of its own.
             verdicts = gather_objects(
-                self._replayed(self.recorder, numbers, is_exact=is_exact) if own.has_fault else None
+                self._replayed(self.recorder, numbers, is_exact=is_exact)
+                if own.has_fault and is_first
+                else None
             )
-        self._last_overflow = numbers.step
         found = [
             rank
             for rank, verdict in enumerate(verdicts)
@@ -169,11 +220,18 @@ class CulpritFinder:
         if by_weight:
             # A weight that has grown makes values overflow in a later module. The weight is the
             # cause, the module is where it shows.
-            where, name = "weight", first.weights[0].name
-        return Anomaly(
-            kind="loss_not_finite" if bad_losses else "gradient_not_finite",
-            ranks=tuple(blamed),
-            layer=self._layer(first, None if by_weight else origin, loss_is_finite=not bad_losses),
+            where, name, origin_of_layer = "weight", first.weights[0].name, None
+        else:
+            origin_of_layer = origin
+        return self._anomaly(
+            "loss_not_finite" if bad_losses else "gradient_not_finite",
+            numbers,
+            judgement,
+            ranks,
+            blamed=tuple(blamed),
+            layer=self._layer(first, origin_of_layer, loss_is_finite=not bad_losses),
+            origin=None if by_weight else origin,
+            verdict=verdict,
             where=where,
             name=name,
             micro_batch=None if origin is None else origin.micro_batch,
@@ -185,19 +243,20 @@ class CulpritFinder:
             num_clean_replays=None if verdict is None else verdict.num_clean,
             gradients=tuple(bad[:_MOST_GROUPS]),
             num_groups=len(bad),
-            **_common(numbers, ranks, usual, first.weights),
         )
 
-    def _lone_loss(self, numbers: StepNumbers, evidence: StepEvidence) -> Anomaly:
+    def _lone_loss(self, numbers: StepNumbers, judgement: Judgement) -> Anomaly:
         """Return the anomaly of a step with a non-finite loss and finite gradients.
 
         The other ranks do not know about this loss, so this method must not start a collective.
         The step is not replayed: its update was applied, and a replay would need the weights from
         before the update. But the recorder has kept the loss of each micro-batch.
         """
-        own = self._own_evidence(numbers, evidence)
+        is_first = self._is_first("loss_not_finite", is_shared=False)
+        own = self._own_evidence(numbers, judgement, is_first=is_first)
         bad = None if self.recorder is None else self.recorder.bad_micro_batch()
         known: dict[str, Any] = {}
+        origin = None
         if bad is not None and self.recorder is not None:
             number, call = bad
             network = self.recorder.network
@@ -205,55 +264,132 @@ class CulpritFinder:
             known = {"micro_batch": number, "indices": indices_of(network, call)}
             if origin.where == "targets":
                 known |= {"where": origin.where, "name": origin.name}
-        return Anomaly(
-            kind="loss_not_finite",
-            ranks=(own.rank,),
+        return self._anomaly(
+            "loss_not_finite",
+            numbers,
+            judgement,
+            [own],
+            blamed=(own.rank,),
             layer=None,
+            origin=origin,
             **known,
-            **_common(numbers, [own], self._history.usual, own.weights),
         )
 
-    def _spike(
-        self, numbers: StepNumbers, evidence: StepEvidence, usual: float | None
+    def _of_all_ranks(self, kind: str, numbers: StepNumbers, judgement: Judgement) -> Anomaly:
+        """Return the anomaly that all ranks find together."""
+        is_first = self._is_first(kind, is_shared=True)
+        own = self._own_evidence(numbers, judgement, is_first=is_first)
+        # Whether an episode goes on may differ between ranks, so they always exchange evidence.
+        return self._finite(kind, numbers, judgement, gather_objects(own))
+
+    def _of_this_rank(
+        self, kind: str, numbers: StepNumbers, judgement: Judgement
     ) -> Anomaly | None:
-        ranks = gather_objects(self._own_evidence(numbers, evidence))
+        """Return an anomaly that the other ranks may not have found; starts no collective."""
+        is_first = self._is_first(kind, is_shared=False)
+        own = self._own_evidence(numbers, judgement, is_first=is_first)
+        if kind == "state_spike" and not (own.states or own.buffers or own.changed):
+            return None
+        return self._finite(kind, numbers, judgement, [own])
+
+    def _finite(
+        self, kind: str, numbers: StepNumbers, judgement: Judgement, ranks: Sequence[RankEvidence]
+    ) -> Anomaly:
         rises = sorted(
             (
                 (each.rise(number), each, number)
                 for each in ranks
                 for number in range(len(each.norms))
+                if each.is_judged(number)
             ),
             key=lambda entry: -entry[0],
         )
         highest = rises[0][0] if rises else 0.0
-        weights = next((each.weights for each in ranks if each.weights), ())
-        blamed = [each.rank for each in ranks if each.weights] or sorted(
-            {each.rank for rise, each, _ in rises if rise >= highest / 2}
-        )
+        weights = [each.rank for each in ranks if each.weights]
+        losses = [each.rank for each in ranks if each.loss_score > LIMITS["loss"]]
+        risen = sorted({each.rank for rise, each, _ in rises if rise >= highest / 2})
+        blamed = weights or (losses if len(losses) < len(ranks) else []) or risen
+        if kind == "learning_rate_spike":
+            blamed = []
+        first = next((each for each in ranks if each.rank in blamed), ranks[0])
         groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
-        blamed_name = weights[0].name if weights else groups[0].name if groups else None
-        return Anomaly(
-            kind="spike",
-            ranks=tuple(blamed),
-            layer=None if blamed_name is None else self._layer_of(blamed_name),
-            where="weight" if weights else None,
-            name=weights[0].name if weights else None,
+        return self._anomaly(
+            kind,
+            numbers,
+            judgement,
+            ranks,
+            blamed=tuple(blamed) if num_ranks() > 1 or blamed else (first.rank,),
+            layer=self._layers.common(first.dead) or layer_of_rise(self._layers, first),
             gradients=groups,
             num_groups=sum(rise >= self._spike_factor for rise, _, _ in rises),
-            **_common(numbers, ranks, usual, weights),
         )
 
-    def _own_evidence(self, numbers: StepNumbers, evidence: StepEvidence) -> RankEvidence:
-        norms, usual = evidence.local_norm, evidence.usual_norm
-        return RankEvidence(
-            rank=this_rank(),
-            loss=numbers.loss,
-            names=evidence.names,
-            norms=() if norms is None else tuple(norms.tolist()),
-            usual_norms=() if usual is None else tuple(usual.tolist()),
-            weights=() if self.weights is None else tuple(self.weights.changed()[:_MOST_GROUPS]),
-            buffers=() if self.buffers is None else self.buffers.newly_bad()[:_MOST_GROUPS],
+    def _anomaly(
+        self,
+        kind: str,
+        numbers: StepNumbers,
+        judgement: Judgement,
+        ranks: Sequence[RankEvidence],
+        *,
+        blamed: tuple[int, ...],
+        layer: str | None,
+        origin: Origin | None = None,
+        verdict: Verdict | None = None,
+        **known: Any,
+    ) -> Anomaly:
+        """Return an anomaly with its cause, and with the fields that all kinds have."""
+        first = next((each for each in ranks if each.rank in blamed), ranks[0])
+        scores = self._trace[-1].scores
+        cause = cause_of(
+            CauseEvidence(
+                kind=kind,
+                trace=tuple(self._trace),
+                ranks=ranks,
+                blamed=first,
+                knows_optimizer=judgement.optimizer is not None,
+                layer=layer,
+                origin=origin,
+                verdict=None if verdict is None else verdict.result,
+                verdict_detail=None if verdict is None else verdict.detail,
+                no_denominator=no_denominator(judgement.optimizer),
+            )
         )
+        if cause.tensors:
+            # The place of the cause, not that of its first consequence.
+            layer = self._layers.common(cause.tensors)
+            known |= {"where": cause.where, "name": cause.tensors[0] if cause.where else None}
+        elif not cause.is_in_layer:
+            layer = None
+        if known.get("micro_batch") is None:
+            known["micro_batch"] = cause.micro_batch
+        return Anomaly(
+            kind=kind,
+            step=numbers.step,
+            ranks=blamed,
+            layer=layer,
+            cause=cause.name,
+            explanation=cause.explanation or None,
+            suggestion=cause.suggestion or None,
+            weights=first.weights[:_MOST_GROUPS],
+            states=tuple(one for one in first.states if one.kind != "weight")[:_MOST_GROUPS],
+            moved=first.moved[:_MOST_GROUPS],
+            buffers=tuple(dict.fromkeys(name for each in ranks for name in each.buffers)),
+            losses=tuple(each.loss for each in ranks),
+            usual_loss=_known(first.usual_loss),
+            learning_rate=_known(scores.learning_rate),
+            global_norm=numbers.global_norm,
+            usual_global_norm=_known(scores.usual_global_norm),
+            loss_scale=numbers.loss_scale,
+            skipped=numbers.skipped,
+            consecutive_skips=numbers.consecutive_skips,
+            **known,
+        )
+
+    def _own_evidence(
+        self, numbers: StepNumbers, judgement: Judgement, *, is_first: bool
+    ) -> RankEvidence:
+        scores = self._trace[-1].scores
+        return self._gatherer.gather(numbers, judgement, scores, is_first=is_first)
 
     def _replayed(self, recorder: StepRecorder, numbers: StepNumbers, *, is_exact: bool) -> Verdict:
         return verdict_of(
@@ -268,9 +404,9 @@ class CulpritFinder:
     ) -> str | None:
         if origin is not None:
             is_of_batch = origin.where in {"input", "targets"}
-            return self._layer_of(origin.name) if origin.name and not is_of_batch else None
+            return self._layers.of(origin.name) if origin.name and not is_of_batch else None
         if evidence.weights:
-            return self._layer_of(evidence.weights[0].name)
+            return self._layers.of(evidence.weights[0].name)
         bad = evidence.bad_groups
         if not bad or (len(bad) == len(evidence.norms) and not loss_is_finite):
             # A non-finite loss makes all gradients non-finite, wherever the forward went wrong. So
@@ -278,64 +414,39 @@ class CulpritFinder:
             return None
         # Backward computes the gradients in reverse order, and a non-finite gradient spreads to the
         # gradients computed after it. So the fault began in the bad group with the highest index.
-        return self._layer_of(evidence.names[bad[-1]])
-
-    def _layer_of(self, name: str) -> str:
-        """Return the layer of a parameter, a module or a group of gradients."""
-        if self._network is None:
-            # The loop does not pass its network. Assume that `name` is the name of a parameter: by
-            # default each group of gradients has only one parameter.
-            return layer_of(name)
-        named = unwrapped_network(self._network).named_parameters(remove_duplicate=False)
-        is_parameter = any(name == plain_name(parameter) for parameter, _ in named)
-        return layer_of(name) if is_parameter else layer_of_module(name)
+        return self._layers.of(evidence.names[bad[-1]])
 
     def gather(self) -> None:
-        """Gather the usual norms of all ranks, so that `state_dict` has them.
+        """Gather what is usual on all ranks, so that `state_dict` has it.
 
         Call it on every rank.
         """
-        if self._running is not None:
-            self._running.gather()
+        self._judges.gather()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the usual norms, `num_scale_overflows` and the last overflow, ready for JSON.
+        """Return what is usual, `num_scale_overflows` and the last episode, ready for JSON.
 
-        Synchronizes with the device. If `gather` was called since the last step, the state has the
-        usual local norms of all ranks, otherwise only those of this rank.
+        Synchronizes with the device. If `gather` was called since the last step, the state has what
+        is usual on all ranks, otherwise only on this rank.
         """
-        running = self._saved_running if self._running is None else self._running.state_dict()
         return {
-            "global_norm": self._history.state_dict(),
-            "local_norms": running,
+            "judges": self._judges.state_dict(),
             "num_scale_overflows": self.num_scale_overflows,
-            "last_overflow": self._last_overflow,
+            "num_steps": self._num_steps,
+            "episode": self.episodes.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned."""
-        self._history.load_state_dict(state["global_norm"])
-        self._saved_running = state["local_norms"]
-        self._running = None
+        """Continue from a state that `state_dict` returned.
+
+        A state of an older version has only the count of overflows; what is usual starts anew.
+        """
         self.num_scale_overflows = state["num_scale_overflows"]
-        self._last_overflow = state.get("last_overflow")
+        if "judges" in state:
+            self._judges.load_state_dict(state["judges"])
+            self._num_steps = state["num_steps"]
+            self.episodes.load_state_dict(state["episode"])
 
 
-def _common(
-    numbers: StepNumbers,
-    ranks: Sequence[RankEvidence],
-    usual: float | None,
-    weights: tuple[WeightNorm, ...],
-) -> dict[str, Any]:
-    """Return the fields that anomalies of every kind have."""
-    return {
-        "step": numbers.step,
-        "weights": weights,
-        "buffers": tuple(dict.fromkeys(name for each in ranks for name in each.buffers)),
-        "losses": tuple(each.loss for each in ranks),
-        "global_norm": numbers.global_norm,
-        "usual_global_norm": usual,
-        "loss_scale": numbers.loss_scale,
-        "skipped": numbers.skipped,
-        "consecutive_skips": numbers.consecutive_skips,
-    }
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

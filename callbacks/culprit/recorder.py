@@ -70,7 +70,7 @@ class NetworkCall:
 
 @final
 class StepRecorder:
-    """Keep inputs and loss of each call of a network, for the current and the previous step.
+    """Keep inputs and loss of each call of a network, for the current and the last two steps.
 
     Costs one copy of a scalar for each call, and no host-device synchronization.
 
@@ -84,6 +84,8 @@ class StepRecorder:
         self._this_step: list[NetworkCall] = []
         self.last_step: list[NetworkCall] = []
         """Calls of the last completed step, in their order."""
+        self.earlier_step: list[NetworkCall] = []
+        """Calls of the step before the last completed one."""
         self.is_on = True
         """Whether calls are recorded."""
         self._handles = (
@@ -93,13 +95,14 @@ class StepRecorder:
 
     def end_step(self) -> None:
         """Make the current step the last completed step; release the inputs of earlier steps."""
-        self.last_step, self._this_step = self._this_step, []
+        self.earlier_step, self.last_step = self.last_step, self._this_step
+        self._this_step = []
 
     def close(self) -> None:
         """Stop recording and release all inputs."""
         for handle in self._handles:
             handle.remove()
-        self.last_step, self._this_step = [], []
+        self.earlier_step, self.last_step, self._this_step = [], [], []
 
     def _record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]

@@ -4,16 +4,14 @@ import dataclasses
 import math
 from typing import Any, final
 
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, Anomaly, BadRow
 from mfwrap.callbacks.culprit.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.culprit.rows import RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import gather_objects, this_rank
 
-_NON_FINITE = frozenset({"loss_not_finite", "gradient_not_finite"})
-
-_OF_DATA = _NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
+_OF_DATA = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
 """Kinds of anomalies that a sample may have caused."""
 
 _NOT_OF_DATA = frozenset({"weight", "weights", "targets"})
@@ -75,7 +73,7 @@ class SampleSearch:
                 1.0 if numbers.loss_scale is None else numbers.loss_scale,
                 rank=this_rank(),
                 loss_is_finite=math.isfinite(numbers.loss),
-                is_finite=anomaly.kind not in _NON_FINITE,
+                is_finite=anomaly.kind not in NON_FINITE,
                 is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
             )
             if self._shows_texts:

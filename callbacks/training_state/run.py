@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, StepReport
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
-from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
-from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.episode_log import EpisodeLog
+from mfwrap.callbacks.culprit.episodes import Episodes
+from mfwrap.callbacks.culprit.finder import SHARED_KINDS
+from mfwrap.callbacks.culprit.judges import Judgement, Scores
 from mfwrap.callbacks.culprit.samples import SampleSearch
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
-from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import (
     PackedValues,
     StepNumbers,
@@ -30,6 +31,7 @@ from mfwrap.callbacks.shared.step_values import (
     values_of_logs,
 )
 from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard, check_finite
+from mfwrap.callbacks.training_state.culprit_finder import is_compiled, new_finder
 from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
 from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
@@ -40,11 +42,7 @@ from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.tensors.wrappers import unwrapped_network
 from mfwrap.trainer import BadSteps
 
-_NO_EVIDENCE = StepEvidence((), None, None)
 _MOST_BAD_STEPS = 1000
-_LARGEST_FLOAT16 = 65504.0
-_LARGEST_NORM: float = torch.finfo(torch.float32).max ** 0.5
-"""Largest norm whose square float32 can hold. A step with a larger norm overflows."""
 
 
 class _Step(NamedTuple):
@@ -59,7 +57,16 @@ class _Step(NamedTuple):
     """Metrics whose values are on the device."""
 
     linearity: float | None
-    evidence: StepEvidence
+    judgement: Judgement | None
+    """What the judges found; ``None`` if steps are not judged, or without an output."""
+
+
+class _Logged(NamedTuple):
+    """Numbers that a loop logs, in the place of a step's output."""
+
+    loss: Tensor
+    global_norm: Tensor | None
+    learning_rate: Tensor | None
 
 
 @final
@@ -99,7 +106,9 @@ class TrainingStateRun:
         is_main = state.is_world_process_zero
         threshold = settings.global_norm_spike_threshold
         self.clock = StepClock(settings.clock)
-        self.finder = _finder(settings, args, model) if settings.find_culprit else None
+        self.finder = (
+            new_finder(settings, args, model, global_step) if settings.find_culprit else None
+        )
         self.last_step = global_step
         self.bad_steps: deque[BadSteps] = deque(maxlen=_MOST_BAD_STEPS)
         """Last steps with an anomaly, for a rollback; the monitor empties it."""
@@ -118,7 +127,7 @@ class TrainingStateRun:
         self._watches = forward_watches(
             settings,
             None if model is None else unwrapped_network(model),
-            is_compiled=_is_compiled(model, args),
+            is_compiled=is_compiled(model, args),
         )
         self._is_watched = False
         recorder = None if self.finder is None else self.finder.recorder
@@ -128,9 +137,15 @@ class TrainingStateRun:
             else SampleSearch(recorder, shows_texts=settings.show_samples, tokenizer=tokenizer)
         )
         self.fingerprints = FingerprintRecorder(
-            settings, args, folder, (global_step, first_step), model, _is_compiled(model, args)
+            settings, args, folder, (global_step, first_step), model, is_compiled(model, args)
         )
-        self._anomalies = AnomalyLog(folder, this_rank(), first_step=global_step)
+        self._log = EpisodeLog(
+            Episodes(settings.state_interval) if self.finder is None else self.finder.episodes,
+            folder,
+            this_rank(),
+            first_step=global_step,
+            is_main=is_main,
+        )
         self._spike_guard = (
             SpikeGuard(threshold, folder, writes=is_main)
             if settings.check_for_global_norm
@@ -154,6 +169,8 @@ class TrainingStateRun:
         self._is_watched = self._watches is not None and self._metrics.is_due(global_step)
         if self._watches is not None and self._is_watched:
             self._watches.begin()
+        if self.finder is not None:
+            self.finder.begin_step()
 
     def end_step(
         self,
@@ -197,10 +214,7 @@ class TrainingStateRun:
             noise_scale=noise_scale,
         )
         skipped = skip_flag(output, report)
-        evidence = _NO_EVIDENCE
-        if self.finder is not None:
-            applied = None if skipped is None else ~skipped
-            evidence = self.finder.end_step(output, names, applied)
+        judgement = None
         packed = None
         if output is not None:
             self.has_outputs = True
@@ -210,13 +224,16 @@ class TrainingStateRun:
                 consecutive_skips=None if report is None else report.consecutive_skips,
                 scale_before=scale_before,
             )
+            if self.finder is not None:
+                applied = None if skipped is None else ~skipped
+                judgement = self.finder.end_step(global_step, output, report, applied, optimizer)
         step = _Step(
             number=global_step,
             position=self._length.position(global_step),
             packed=packed,
             metrics=shown.metrics,
             linearity=self._linearity() if self._metrics.is_due(global_step) else None,
-            evidence=evidence,
+            judgement=judgement,
         )
         self._submit(step, shown.values)
 
@@ -236,13 +253,11 @@ class TrainingStateRun:
             self._reads.flush()
 
     def pause(self) -> None:
-        """Write and judge the last step, record the norms of the weights, and restart the clock.
+        """Write and judge the last step, and restart the clock.
 
         Call this where training pauses: for an evaluation, a checkpoint, the end of an epoch.
         """
         self.flush()
-        if self.finder is not None and self.finder.weights is not None:
-            self.finder.weights.look()
         self.clock.restart()
 
     def before_save(self) -> None:
@@ -267,8 +282,17 @@ class TrainingStateRun:
         norm = values.global_norm
         overflow = norm is not None and not math.isfinite(norm)
         values = dataclasses.replace(values, overflow=overflow)
+        judgement = None
+        if self.finder is not None:
+            rate = _tensor(values.learning_rate)
+            logged = _Logged(torch.tensor(values.loss), _tensor(norm), rate)
+            judgement = self.finder.end_step(
+                global_step, logged, None, torch.tensor(not overflow), measures_updates=False
+            )
         # The loop logs after the update, and does not say whether the update was skipped.
-        self._judge(numbers_of(global_step, values), _NO_EVIDENCE, weights_have_moved=True)
+        host_values = [] if judgement is None else judgement.summary.tolist()
+        numbers = numbers_of(global_step, values)
+        self._judge(numbers, judgement, host_values, weights_have_moved=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, ready for JSON. Call `before_save` first."""
@@ -300,6 +324,7 @@ class TrainingStateRun:
 
     def close(self) -> None:
         """Close all files, and remove all hooks from the network."""
+        self._log.close()
         self.writers.close()
         self.fingerprints.close()
         if self._watches is not None:
@@ -325,6 +350,8 @@ class TrainingStateRun:
         values = [] if step.packed is None else [step.packed.tensor]
         if shown is not None:
             values.append(shown)
+        if step.judgement is not None:
+            values.append(step.judgement.summary)
         if not values:
             self._write(step, [], None)
             return
@@ -338,12 +365,18 @@ class TrainingStateRun:
         if step.packed is None:
             self._write(step, host_values, None)
             return
-        num_values = len(step.packed.names)
+        num_values, num_metrics = len(step.packed.names), len(step.metrics)
         values = step.packed.unpack(host_values[:num_values])
-        self._write(step, host_values[num_values:], values)
+        rest = host_values[num_values:]
+        self._write(step, rest[:num_metrics], values)
         numbers = numbers_of(step.number, values, last_scale=self._last_scale)
         self._last_scale = values.loss_scale
-        self._judge(numbers, step.evidence, weights_have_moved=self._weights_have_moved)
+        self._judge(
+            numbers,
+            step.judgement,
+            rest[num_metrics:],
+            weights_have_moved=self._weights_have_moved,
+        )
 
     def _write(self, step: _Step, host_values: Sequence[float], values: StepValues | None) -> None:
         metrics, shown = list(step.metrics), list(host_values)
@@ -355,14 +388,22 @@ class TrainingStateRun:
             self.writers.write(step.position, metrics, shown, numbers)
 
     def _judge(
-        self, numbers: StepNumbers, evidence: StepEvidence, *, weights_have_moved: bool
+        self,
+        numbers: StepNumbers,
+        judgement: Judgement | None,
+        host_values: Sequence[float],
+        *,
+        weights_have_moved: bool,
     ) -> None:
         anomaly = None
-        if self.finder is not None:
-            anomaly = self.finder.judge(numbers, evidence, weights_have_moved=weights_have_moved)
-            # All ranks find the same overflow or spike, so the main process alone writes it. A
-            # non-finite loss without an overflow is known to one rank only, which writes it.
-            is_shared = numbers.overflow or (anomaly is not None and anomaly.kind == "spike")
+        if self.finder is not None and judgement is not None:
+            anomaly = self.finder.judge(
+                numbers,
+                judgement,
+                Scores.of(host_values),
+                weights_have_moved=weights_have_moved,
+            )
+            is_shared = numbers.overflow or (anomaly is not None and anomaly.kind in SHARED_KINDS)
             if anomaly is not None and self._samples is not None:
                 anomaly = self._samples.added_to(
                     anomaly,
@@ -370,8 +411,7 @@ class TrainingStateRun:
                     is_shared=is_shared,
                     weights_have_moved=weights_have_moved,
                 )
-            if anomaly is not None and (self._is_main or not is_shared):
-                self._anomalies.write(anomaly)
+            self._log.add(anomaly, numbers.step, is_shared=is_shared)
             if anomaly is not None:
                 self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None
@@ -416,42 +456,5 @@ def _noise_scale(settings: TrainingStateSettings, batch_size: int) -> NoiseScale
     return NoiseScale(batch_size, num_ranks(), settings.noise_scale_steps)
 
 
-def _finder(
-    settings: TrainingStateSettings, args: TrainingArguments | None, model: nn.Module | None
-) -> CulpritFinder:
-    return CulpritFinder(
-        None if model is None else unwrapped_network(model),
-        spike_factor=settings.spike_factor,
-        limit=_largest_gradient(model, args),
-        recorder=_recorder(model, args) if settings.replay else None,
-    )
-
-
-def _recorder(model: nn.Module | None, args: TrainingArguments | None) -> StepRecorder | None:
-    if model is None:
-        return None
-    network = None if _is_compiled(model, args) else inner_network(model)
-    if network is None:
-        run_logger(__package__).warning(
-            "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded, or "
-            "that holds a SyncBatchNorm"
-        )
-        return None
-    return StepRecorder(network)
-
-
-def _is_compiled(model: nn.Module | None, args: TrainingArguments | None) -> bool:
-    modules = () if model is None else model.modules()
-    by_trainer = args is not None and bool(args.torch_compile)
-    return by_trainer or any(hasattr(module, "_orig_mod") for module in modules)
-
-
-def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -> float:
-    """Return the largest number that a gradient can hold; assume float16 if it may be in use."""
-    if model is None or (args is not None and args.fp16):
-        return _LARGEST_FLOAT16
-    # If accelerate has wrapped the forward in autocast, the autocast's dtype is unknown here.
-    may_be_float16 = hasattr(model, "_original_forward") and not (args is not None and args.bf16)
-    if may_be_float16 or any(p.dtype == torch.float16 for p in model.parameters()):
-        return _LARGEST_FLOAT16
-    return _LARGEST_NORM
+def _tensor(value: float | None) -> Tensor | None:
+    return None if value is None else torch.tensor(value)

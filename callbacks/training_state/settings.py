@@ -28,8 +28,8 @@ class TrainingStateSettings(RunSettings):
 
     Source: MindFormers, ``monitor_config``. Not in MindFormers: `expert_load_format`,
     `expert_capacity_factor`, `noise_scale_format`, `noise_scale_steps`, `find_culprit`, `replay`,
-    `spike_factor`, `fingerprints`, `folder`, `log_to`, and the formats ``"jsonl"`` and
-    ``"trackers"``.
+    `spike_factor`, `state_interval`, `fingerprints`, `folder`, `log_to`, and the formats
+    ``"jsonl"`` and ``"trackers"``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -140,9 +140,13 @@ class TrainingStateSettings(RunSettings):
     """Also write the texts of the samples that `replay` names, up to 500 characters each. Texts are
     decoded with the Trainer's ``processing_class``; without one, the token ids are written."""
 
-    spike_factor: float = 10.0
-    """A global norm is a spike, and an anomaly, if it is above this multiple of the usual norm and
-    also more than six standard deviations above the usual norm."""
+    spike_factor: float = 2.0
+    """Smallest ratio of a global norm to the usual one that is an anomaly. It must also be nine
+    deviations above the usual norm, see `mfwrap.tensors.robust_window.RobustWindow`."""
+
+    state_interval: int = 10
+    """Steps from one look at weights, optimizer state and buffers to the next, to find those that
+    have changed by themselves. A look reads each of them once."""
 
     fingerprints: bool = False
     """Write ``fingerprints.jsonl``: hashes of each reported step's random states, inputs, gradients
@@ -177,7 +181,8 @@ class TrainingStateSettings(RunSettings):
             object.__setattr__(self, name, value)
         check_bools(self)
         self.check_run()
-        for name in ("step_interval", "noise_scale_steps", "global_norm_spike_count_threshold"):
+        counts = ("step_interval", "noise_scale_steps", "state_interval")
+        for name in (*counts, "global_norm_spike_count_threshold"):
             check_int(name, getattr(self, name), minimum=1)
         for name in ("global_norm_spike_threshold", "spike_factor"):
             check_positive_number(name, getattr(self, name), finite=True)

@@ -271,7 +271,12 @@ _FINITE = {
         **_IN_LAYER,
     ),
     "router": Kind(
-        cause="router", around=collapsed_router, needs=_has_router, sampled=True, **_IN_LAYER
+        cause="router",
+        also=("weight_changed",),
+        around=collapsed_router,
+        needs=_has_router,
+        sampled=True,
+        **_IN_LAYER,
     ),
     "loss times 1000": Kind(cause="loss", data=loss_factor(1), **_IN_BATCH),
     "loss outside times 1000": Kind(cause="loss", outside=1e3, ways=("attach",), **_IN_BATCH),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mfwrap.callbacks import (
     MFLossMonitor,
     TrainingStateMonitor,
 )
-from mfwrap.callbacks.culprit.norm_history import RunningNorms
+from mfwrap.callbacks.culprit.judges import Judges
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
@@ -33,6 +34,7 @@ from support.small_networks import Classifier, LinearProbe, labelled_batches
 __all__ = [
     "estimate_noise",
     "gather_norms",
+    "judged_norms",
     "losses_shown",
     "named_losses_shown",
     "refuse_a_folder",
@@ -302,21 +304,31 @@ def save_usual_norms(rank: int, before: dict[str, Any]) -> dict[str, Any]:
         rank: Rank of this process.
         before: State of another number of ranks.
     """
-    names, device = ("a", "b"), torch.device("cpu")
-    restored, saving, again = (RunningNorms(names, device) for _ in range(3))
+    restored, saving, again = (Judges(None, 10) for _ in range(3))
     restored.load_state_dict(before)
-    saving.add(torch.tensor([1.0 + rank, 10.0 + rank]), torch.tensor(data=True))
+    own = judged_norms(saving, 1.0 + rank, 10.0 + rank)
     alone = saving.state_dict()
     saving.gather()
     together = saving.state_dict()
     again.load_state_dict(together)
     return {
-        "restored": restored.usual.tolist(),
-        "own": saving.usual.tolist(),
-        "again": again.usual.tolist(),
+        "restored": judged_norms(restored, 1.0, 1.0),
+        "own": own,
+        "again": judged_norms(again, 1.0, 1.0),
         "alone": alone,
         "together": together,
     }
+
+
+def judged_norms(judges: Judges, *norms: float) -> list[float]:
+    """Judge a step with these local norms, and return the norms that were usual before it."""
+    values = torch.tensor(norms)
+    output = types.SimpleNamespace(
+        loss=torch.ones(()), global_norm=values.norm(), local_norm=values
+    )
+    names = tuple("abcdefgh"[: len(norms)])
+    report = types.SimpleNamespace(local_norm_names=names, learning_rates=torch.zeros(0))
+    return judges.end_step(1, output, report, None).step.usual_norm.tolist()
 
 
 def refuse_a_folder(rank: int, folder: str) -> str:

@@ -215,6 +215,11 @@ def _blow_up_or_hook(network: Blocks, faults: Sequence[Fault]) -> list[Any]:
 
 
 def records_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the anomalies that a rank has recorded; an empty list if it has written no file."""
+    """Return what a rank has recorded about anomalies; an empty list without a file."""
     path = rank_file(folder, "anomalies", rank)
     return read_json_lines(path) if path.exists() else []
+
+
+def first_records_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Return the records of a rank with which episodes begin."""
+    return [record for record in records_of(folder, rank) if "cause" in record]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, WeightNorm
+from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm, WeightNorm
 from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
 
 INF, NAN = math.inf, math.nan
@@ -19,7 +19,6 @@ def evidence(**fields) -> RankEvidence:
         "names": ("a", "b"),
         "norms": (2.0, INF),
         "usual_norms": (2.0, 3.0),
-        "weights": (),
     }
     return RankEvidence(**{**defaults, **fields})
 
@@ -85,9 +84,23 @@ def test_without_any_usual_norm_every_scale_explains_an_overflow():
     assert is_explained_by_scale([unknown], 2.0, None, FLOAT16)
 
 
+def risen(name: str, kind: str = "weight") -> StateNorm:
+    """Return a norm that is nine times the one before."""
+    return StateNorm(kind=kind, name=name, norm=9.0, norm_before=1.0, rise=9.0)
+
+
+def test_most_weights_are_no_culprits():
+    """A few risen weights are named; if most have risen, that is a consequence of the fault."""
+    few = evidence(states=(risen("a"), risen("a", "exp_avg")), num_weights=4)
+    most = evidence(states=(risen("a"), risen("b"), risen("c")), num_weights=4)
+
+    assert few.weights == (WeightNorm(name="a", norm=9.0, norm_before=1.0),)
+    assert (few.has_moved, most.has_moved, most.weights) == (False, True, ())
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"loss": INF}, {"weights": (WeightNorm(name="a", norm=9.0, norm_before=1.0),)}],
+    [{"loss": INF}, {"states": (risen("a"),), "num_weights": 4}],
     ids=["loss", "weight"],
 )
 def test_a_fault_that_no_scale_explains(fields):

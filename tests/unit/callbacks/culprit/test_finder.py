@@ -17,12 +17,33 @@ from transformers import (
 
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, MFTrainOneStepCell, Model
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.culprit.finder import CulpritFinder, StepEvidence
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.finder import CulpritFinder
+from mfwrap.callbacks.culprit.judges import Scores
 from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.tensors.norm_groups import group_parameters
 from support.planted_faults import KINDS, check_record, random_faults
 from support.spoilt.blocks import Fault, records_of, train_blocks
+
+
+def judged(finder, step=1, *, names=(), norms=None, moved=False, **values) -> Anomaly | None:
+    """Let a finder judge a step with these numbers."""
+    known = {"loss": 1.0, "overflow": False, "global_norm": None, "skipped": False, **values}
+    applied = torch.tensor(not known["skipped"])
+    norm = known["global_norm"]
+    output = types.SimpleNamespace(
+        loss=torch.tensor(known["loss"]),
+        global_norm=None if norm is None else torch.tensor(norm),
+        local_norm=norms,
+    )
+    report = types.SimpleNamespace(local_norm_names=names, learning_rates=torch.zeros(0))
+    judgement = finder.end_step(step, output, report, applied)
+    numbers = StepNumbers(
+        step=step, **{"loss_scale": None, "consecutive_skips": int(known["skipped"]), **known}
+    )
+    scores = Scores.of(judgement.summary.tolist())
+    return finder.judge(numbers, judgement, scores, weights_have_moved=moved)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +102,7 @@ def test_a_fault_while_the_scale_is_high_but_not_too_high(step, tmp_path):
 
 
 def test_a_scale_that_does_not_fall_explains_nothing_in_the_long_run(tmp_path):
-    """Each step of a diverged run is recorded, and only the first is replayed."""
+    """The steps of a diverged run are one episode, and only the first is replayed."""
     faults = [Fault(step, "activation", block=0) for step in range(22, 27)]
     train_blocks(
         TrainingStateMonitor(folder=tmp_path, replay=True),
@@ -90,9 +111,15 @@ def test_a_scale_that_does_not_fall_explains_nothing_in_the_long_run(tmp_path):
     )
     records = records_of(tmp_path)
 
-    assert [record["step"] for record in records] == [22, 23, 24, 25, 26]
-    assert [record["consecutive_skips"] for record in records] == [1, 2, 3, 4, 5]
-    assert ["is_replay_exact" in record for record in records] == [True] + 4 * [False]
+    first, end = records
+    assert (first["step"], first["consecutive_skips"], first["is_replay_exact"]) == (22, 1, True)
+    assert end == {
+        "step": 22,
+        "kind": "loss_not_finite",
+        "last_step": 26,
+        "num_steps": 5,
+        "num_skipped": 5,
+    }
 
 
 def test_a_weight_that_spoils_the_loss(tmp_path):
@@ -126,9 +153,7 @@ def test_usual_norms_go_on_after_a_resume(tmp_path):
     check_record(record, fault, replayed=False)
     known = [group["usual_norm"] for group in record["gradients"]]
     assert all(usual > 0 for usual in known)
-    assert record["usual_global_norm"] == pytest.approx(
-        torch.tensor(state["finder"]["global_norm"]["mean_log"]).exp().item(), rel=0.1
-    )
+    assert 0 < record["usual_global_norm"] < record["global_norm"] / 10
 
 
 def test_overflows_in_a_row_across_a_resume(tmp_path):
@@ -178,20 +203,11 @@ def test_a_loop_without_the_event_before_the_optimizer(tmp_path):
 @pytest.mark.parametrize("loss", [1.0, float("nan")])
 def test_a_loss_of_one_rank(loss):
     """A step with a non-finite loss is recorded, and its finite norm adds to the usual norm."""
-    finder = CulpritFinder(None, spike_factor=10.0, limit=1e19)
-    found = []
-    for step, norm in enumerate([2.0] * 25 + [500.0], start=1):
-        numbers = StepNumbers(
-            step=step,
-            loss=loss,
-            overflow=False,
-            global_norm=norm,
-            loss_scale=None,
-            skipped=False,
-            consecutive_skips=0,
-        )
-        evidence = finder.end_step(torch.tensor(loss), (), None)
-        found.append(finder.judge(numbers, evidence, weights_have_moved=False))
+    finder = CulpritFinder(None, spike_factor=2.0, limit=1e19)
+    found = [
+        judged(finder, step, loss=loss, global_norm=norm)
+        for step, norm in enumerate([2.0] * 25 + [500.0], start=1)
+    ]
     kinds = [None if anomaly is None else anomaly.kind for anomaly in found]
 
     assert kinds == [None if loss == 1.0 else "loss_not_finite"] * 25 + ["spike"]
@@ -241,17 +257,8 @@ def test_a_micro_batch_without_targets_is_named():
         batch = (torch.ones(2, 4), torch.tensor(labels), torch.tensor(indices))
         recorder.network(*batch).backward()
     recorder.end_step()
-    finder = CulpritFinder(recorder.network, spike_factor=10.0, limit=1e19, recorder=recorder)
-    numbers = StepNumbers(
-        step=1,
-        loss=math.nan,
-        overflow=False,
-        global_norm=1.0,
-        loss_scale=None,
-        skipped=False,
-        consecutive_skips=0,
-    )
-    found = finder.judge(numbers, StepEvidence((), None, None), weights_have_moved=True)
+    finder = CulpritFinder(recorder.network, spike_factor=2.0, limit=1e19, recorder=recorder)
+    found = judged(finder, loss=math.nan, global_norm=1.0, moved=True)
 
     assert (found.where, found.name, found.layer) == ("targets", "labels", None)
     assert (found.micro_batch, found.indices) == (1, (4, 7))
@@ -304,21 +311,11 @@ def small_networks() -> dict[str, torch.nn.Module]:
 
 def layer_blamed_for(network, names, bad) -> str | None:
     """Return the layer that a finder names when the gradient norm of one group is NaN."""
-    finder = CulpritFinder(network, spike_factor=10.0, limit=1e19)
+    finder = CulpritFinder(network, spike_factor=2.0, limit=1e19)
     norms = torch.ones(len(names))
     norms[bad] = float("nan")
-    output = types.SimpleNamespace(local_norm=norms)
-    evidence = finder.end_step(output, names, torch.tensor(data=False))
-    numbers = StepNumbers(
-        step=1,
-        loss=1.0,
-        overflow=True,
-        global_norm=float("nan"),
-        loss_scale=None,
-        skipped=True,
-        consecutive_skips=1,
-    )
-    return finder.judge(numbers, evidence, weights_have_moved=False).layer
+    bad = {"overflow": True, "global_norm": math.nan, "skipped": True}
+    return judged(finder, names=names, norms=norms, **bad).layer
 
 
 @pytest.mark.parametrize("kind", ["vit", "gpt2", "llama"])
@@ -353,18 +350,11 @@ def test_a_group_that_is_a_layer_is_its_own_layer(kind):
 def test_a_buffer_that_a_skipped_step_has_ruined():
     """An overflow names the buffers that its forward has made non-finite, once."""
     network = torch.nn.BatchNorm1d(1)
-    finder = CulpritFinder(network, spike_factor=10.0, limit=65504.0)
+    finder = CulpritFinder(network, spike_factor=2.0, limit=65504.0)
     network(torch.tensor([[1.0], [math.nan]]))
     bad = {"overflow": True, "global_norm": math.nan, "loss_scale": 2.0**16, "skipped": True}
 
-    first, second = (
-        finder.judge(
-            StepNumbers(step=step, loss=1.0, consecutive_skips=1, **bad),
-            StepEvidence((), None, None),
-            weights_have_moved=False,
-        )
-        for step in (1, 2)
-    )
+    first, second = (judged(finder, step, **bad) for step in (1, 2))
 
     assert first.buffers == ("running_mean", "running_var")
     # No usual norm is known yet, so the loss scale explains the second overflow.

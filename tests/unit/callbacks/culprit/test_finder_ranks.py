@@ -4,14 +4,14 @@ import pytest
 
 from mfwrap.records.json_lines import read_json_lines
 from support.planted_faults import LASTING, check_record, random_faults
-from support.spoilt.blocks import records_of
+from support.spoilt.blocks import first_records_of, records_of
 from support.spoilt.ranks import NUM_RANKS, RANK_FAULTS, run_planted, run_rank
 
 
 def check_planted(folder, seed):
     """Check that a run has the records of its planted faults, and that a clean run has none."""
     planted = random_faults(seed, NUM_RANKS)
-    records = records_of(folder / f"faults_{seed}")
+    records = first_records_of(folder / f"faults_{seed}")
     last = planted[-1][1]
     # A weight that has blown up or drifted spoils all later steps, so they are not compared.
     end = last.step if last.kind in LASTING else 30

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from mfwrap.callbacks.training_state import TrainingStateSettings
-from mfwrap.callbacks.training_state.run import TrainingStateRun, _largest_gradient
+from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.records.json_lines import read_json_lines
 from support.monitored_loop import Clock, output
 
@@ -162,15 +162,3 @@ def test_a_network_that_cannot_be_replayed(caplog):
             "that holds a SyncBatchNorm"
         )
     ]
-
-
-def test_the_largest_gradient():
-    """The largest gradient is 65504 in float16, and the root of the largest number in float32."""
-    network = nn.Linear(2, 2)
-    half = TrainingArguments(output_dir="unused", report_to=[])
-    half.fp16 = True
-
-    assert _largest_gradient(network, None) ** 2 == pytest.approx(3.4028235e38)
-    assert _largest_gradient(network, half) == torch.finfo(torch.float16).max
-    assert _largest_gradient(nn.Linear(2, 2).half(), None) == torch.finfo(torch.float16).max
-    assert _largest_gradient(None, None) == torch.finfo(torch.float16).max

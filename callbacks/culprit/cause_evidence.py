@@ -1,0 +1,102 @@
+"""Evidence of an anomaly and its cause, as the rules in `causes` take and return them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.replay import Origin
+from mfwrap.callbacks.culprit.step_judge import StepScores
+
+_FEW_STEPS = 3
+"""Number of steps before an anomaly among which an update may be its cause."""
+
+
+class Cause(NamedTuple):
+    """Cause of an anomaly in words."""
+
+    name: str
+    """One of the names in the table of causes in ``docs/monitors.md``."""
+
+    explanation: str
+    """A clause that says what happened, with its numbers."""
+
+    suggestion: str
+    """What to do, one clause; empty if the cause is unknown."""
+
+    is_in_layer: bool = False
+    """Whether the layer where the fault shows is the layer of the cause. A rate that is too high,
+    for example, is in no layer."""
+
+    tensors: tuple[str, ...] = ()
+    """Weights, buffers or modules that are the cause, the worst first. If they are all in one
+    layer, it is the layer of the cause."""
+
+    where: str | None = None
+    """Kind of these tensors, see ``Anomaly.where``."""
+
+    micro_batch: int | None = None
+    """Micro-batch of the cause; ``None`` if it is in several, or unknown."""
+
+
+class StepTrace(NamedTuple):
+    """What is known about one of the last steps."""
+
+    step: int
+    loss: float
+    applied: bool
+    scores: StepScores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CauseEvidence:
+    """What is known about an anomaly."""
+
+    kind: str
+    """Kind of the anomaly, see `Anomaly`."""
+
+    trace: Sequence[StepTrace]
+    """The last steps, the one that went wrong at the end."""
+
+    ranks: Sequence[RankEvidence]
+    """Evidence of the ranks that are known: all of them, or this one."""
+
+    blamed: RankEvidence
+    """The rank with the best evidence."""
+
+    knows_optimizer: bool = False
+    """Whether the optimizer's state could be read."""
+
+    layer: str | None = None
+    """The only layer whose gradients have risen; ``None`` if there are several or none."""
+
+    origin: Origin | None = None
+    """Place of the first non-finite value, from a replay."""
+
+    verdict: str | None = None
+    """Verdict of the replay."""
+
+    verdict_detail: str | None = None
+    no_denominator: str | None = None
+    """Why Adam divides by zero, in a clause; ``None`` if it does not."""
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights whose norms are known."""
+        return self.blamed.num_weights
+
+    @property
+    def now(self) -> StepTrace:
+        """The step that went wrong."""
+        return self.trace[-1]
+
+    @property
+    def before(self) -> list[StepTrace]:
+        """The few applied steps before, the last one first."""
+        return [each for each in reversed(self.trace[:-1]) if each.applied][:_FEW_STEPS]
+
+    @property
+    def buffers(self) -> list[str]:
+        """Buffers that have become non-finite or have risen."""
+        risen = [one.name for one in self.blamed.states if one.kind == "buffer"]
+        return list(dict.fromkeys([*self.blamed.buffers, *risen]))

@@ -1,0 +1,400 @@
+"""Choose the cause of an anomaly from its evidence, by written rules."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm, WeightNorm
+from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence, StepTrace
+from mfwrap.callbacks.culprit.replay import Origin
+from mfwrap.callbacks.culprit.step_judge import LIMITS
+
+RATE_RISE = 5.0
+"""Smallest ratio of a learning rate to all earlier ones that may explain an anomaly."""
+
+LARGE_RATIO = 0.5
+"""Smallest ratio of an update to its weights that is too large, wherever it comes from."""
+
+_ORDINARY_RATIO = 0.05
+"""Largest ratio of an update to its weights that does not explain a rise of the loss."""
+
+
+def cause_of(evidence: CauseEvidence) -> Cause:
+    """Return the cause that the first matching rule finds; ``unknown`` if none does.
+
+    Causes that explain more come first: a rate that was too high also moves the weights, and a
+    weight that has changed also raises the loss.
+    """
+    found = (rule(evidence) for rule in _RULES)
+    return next((cause for cause in found if cause is not None), UNKNOWN)
+
+
+UNKNOWN = Cause(UNKNOWN_CAUSE, "", "")
+
+
+def _learning_rate(evidence: CauseEvidence) -> Cause | None:
+    steps = [evidence.now] if evidence.kind == "learning_rate_spike" else evidence.before
+    for each in steps:
+        if RATE_RISE <= each.scores.rate_rise < math.inf:
+            return Cause(
+                "learning_rate",
+                f"the learning rate of step {each.step} was {each.scores.learning_rate:.3g}, "
+                f"{each.scores.rate_rise:.3g} times the highest rate before it",
+                "correct the schedule, and go back to a checkpoint from before this step",
+            )
+    return None
+
+
+def _epsilon(evidence: CauseEvidence) -> Cause | None:
+    moved = evidence.blamed.has_moved or any(each.scores.num_moved > 0 for each in evidence.before)
+    if evidence.no_denominator is None or not (moved or evidence.kind == "update_spike"):
+        return None
+    return Cause(
+        "optimizer_epsilon",
+        f"the update divided by zero: {evidence.no_denominator}",
+        "keep weights and optimizer state in float32, or raise the optimizer's eps",
+    )
+
+
+def _changed_outside(evidence: CauseEvidence) -> Cause | None:
+    changed = evidence.blamed.changed
+    if not changed or not evidence.now.scores.num_changed > 0:
+        return None
+    rest = f" and {len(changed) - 1} other weights" if len(changed) > 1 else ""
+    return _weight_changed(f"{changed[0]}{rest} changed between two steps", changed)
+
+
+def _grown_weight(evidence: CauseEvidence) -> Cause | None:
+    weights = evidence.blamed.weights
+    if not weights or evidence.blamed.has_moved or _has_moved_far(evidence):
+        return None
+    return _weight_changed(f"{_change(weights[0])}, although no update explains it", weights[:1])
+
+
+def _weight_changed(what: str, names: Sequence[str | WeightNorm]) -> Cause:
+    return Cause(
+        "weight_changed",
+        what,
+        "go back to a checkpoint from before this step; if no code of yours changes weights, "
+        "suspect the memory",
+        tensors=tuple(one if isinstance(one, str) else one.name for one in names),
+        where="weight",
+    )
+
+
+def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
+    blamed = evidence.blamed
+    states = [one for one in blamed.states if one.kind not in {"weight", "buffer"}]
+    fallen = [one for one in states if one.rise < 1]
+    if fallen:
+        return _of_optimizer(f"{_change(fallen[0])}", [one.name for one in fallen])
+    for each in _updates(evidence):
+        scores = each.scores
+        # After a spike of the gradients, a large update is what the gradients ask for.
+        if scores.num_moved < 1 or scores.global_norm > LIMITS["global_norm"] / 2:
+            continue
+        moved = blamed.moved if each is evidence.now else ()
+        number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
+        what = (
+            f"the update of step {each.step} was too large for {number}, although gradients and "
+            "learning rate were ordinary"
+        )
+        if states:
+            names = [one.name for one in states]
+            return _of_optimizer(f"{what}: {_change(states[0])}", names)
+        if moved and evidence.knows_optimizer and scores.num_moved < evidence.num_weights / 2:
+            return _weight_changed(
+                f"{moved[0]} changed within step {each.step} by far more than its usual update, "
+                "although gradients, learning rate and the optimizer's state were ordinary",
+                moved,
+            )
+        return _of_optimizer(what, moved)
+    return None
+
+
+def _of_optimizer(what: str, names: Sequence[str]) -> Cause:
+    return Cause(
+        "optimizer_state",
+        what,
+        "the optimizer's state has changed by itself: go back to a checkpoint from before this "
+        "step",
+        tensors=tuple(names),
+    )
+
+
+def _buffers(evidence: CauseEvidence) -> Cause | None:
+    names = evidence.buffers
+    if not names or (evidence.origin is not None and evidence.origin.where != "input"):
+        return None
+    if not any(name.rpartition(".")[2].startswith("running_") for name in names):
+        return Cause(
+            "buffer_changed",
+            f"the buffer {names[0]} has changed",
+            "look at the code that writes this buffer",
+            tensors=tuple(names),
+        )
+    if evidence.kind in _OF_STEP and not evidence.blamed.buffers:
+        return Cause(
+            "data",
+            f"the batch is far from those before: it changed the running statistics in {names[0]}",
+            "look at the samples of this step, and go back to a checkpoint from before it",
+        )
+    return Cause(
+        "batch_norm",
+        f"the running statistics in {names[0]} were ruined{_by_input(evidence.origin)}",
+        "remove the sample, and go back to a checkpoint from before this step: a skipped "
+        "update leaves the statistics as they are",
+        tensors=() if evidence.origin is not None else tuple(names),
+    )
+
+
+def _non_finite(evidence: CauseEvidence) -> Cause | None:
+    origin = evidence.origin
+    if origin is None:
+        return None
+    name = origin.name
+    causes = {
+        "input": Cause(
+            "data", f"input `{name}` is non-finite", "remove or repair the sample in the data"
+        ),
+        "targets": Cause(
+            "data",
+            f"a micro-batch has no targets, all of `{name}` is ignored",
+            "leave such samples out, or take a loss that is a sum over targets",
+        ),
+        "weights": Cause(
+            UNKNOWN_CAUSE,
+            "an earlier update made most weights non-finite",
+            "look at the steps before",
+        ),
+        "weight": Cause(
+            "weight_changed",
+            f"{name} has non-finite elements",
+            "go back to an earlier checkpoint",
+            is_in_layer=True,
+        ),
+        "loss": Cause(
+            "loss",
+            "the outputs of all modules are finite, the loss is not",
+            "look at the computation of the loss: a logarithm of zero, or a division by a count",
+        ),
+        "activation": Cause(
+            "activation",
+            f"{name} made a non-finite output from finite inputs and weights",
+            "look at the operations in this module, and at its dtype",
+            is_in_layer=True,
+        ),
+        "gradient": Cause(
+            "gradient",
+            f"the backward of {name} made a non-finite gradient from finite values",
+            "look at the operations in this module: a square root or a norm at zero",
+            is_in_layer=True,
+        ),
+    }
+    return causes.get(origin.where)
+
+
+def _replay(evidence: CauseEvidence) -> Cause | None:
+    if evidence.verdict == "not_covered":
+        return Cause(
+            "loss",
+            f"the fault is outside of the network: {evidence.verdict_detail}",
+            "look at the code between the network's output and the backward",
+            micro_batch=_outlier(evidence.blamed.factors),
+        )
+    transient = evidence.verdict_detail == "transient"
+    again = "; the same inputs, weights and random numbers gave finite values three times"
+    if evidence.kind == "gradient_not_finite" and evidence.layer is not None:
+        return Cause(
+            "gradient",
+            f"the loss is finite, and gradients are not from {evidence.layer} on, in the order of "
+            f"the backward{again if transient else ''}",
+            "look at hooks and custom backwards of this layer"
+            + (", or suspect the hardware" if transient else ""),
+            is_in_layer=True,
+        )
+    if transient:
+        return Cause("transient", again.removeprefix("; "), "suspect the hardware")
+    return None
+
+
+def _scaled_loss(evidence: CauseEvidence) -> Cause | None:
+    blamed = evidence.blamed
+    number = _outlier(blamed.factors)
+    if number is not None:
+        return Cause(
+            "loss",
+            f"the loss of micro-batch {number} was multiplied before the backward",
+            "look at the code between the network's output and the backward",
+            micro_batch=number,
+        )
+    judged = (number for number in range(len(blamed.norms)) if blamed.is_judged(number))
+    rises = sorted(map(blamed.rise, judged))
+    rise = evidence.now.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
+    if not rises or not rise >= _MULTIPLIED:
+        return None
+    middle = rises[len(rises) // 2]
+    is_uniform = rises[0] > middle / _UNIFORM and rises[-1] < middle * _UNIFORM
+    if not is_uniform or not 1 / 5 <= middle / rise <= 5:
+        return None
+    return Cause(
+        "loss",
+        f"the loss and the gradients of all layers are about {rise:.3g} times the usual ones",
+        "look for a factor in the loss, such as a wrong reduction or weight",
+        micro_batch=_outlier(blamed.micro_losses),
+    )
+
+
+def _dead_layer(evidence: CauseEvidence) -> Cause | None:
+    if evidence.kind != "zero_gradient":
+        return None
+    dead = evidence.blamed.dead
+    whole = len(dead) == len(evidence.blamed.names)
+    return Cause(
+        "dead_layer",
+        f"the gradients of {'all layers' if whole else evidence.layer or dead[0]} are exactly zero",
+        "look for a detached tensor, frozen inputs, or activations that are all cut off",
+        is_in_layer=not whole,
+    )
+
+
+def _gradient(evidence: CauseEvidence) -> Cause | None:
+    loss_has_risen = evidence.now.scores.loss > LIMITS["loss"] / 2
+    if evidence.layer is None or loss_has_risen or evidence.kind not in _OF_GRADIENTS:
+        return None
+    return Cause(
+        "gradient",
+        f"only the gradients of {evidence.layer} have risen, the loss has not",
+        "look at hooks and custom backwards of this layer",
+        is_in_layer=True,
+    )
+
+
+def _data(evidence: CauseEvidence) -> Cause | None:
+    now, blamed = evidence.now, evidence.blamed
+    if not now.scores.loss > LIMITS["loss"] / 2 or _weights_are_worse(evidence):
+        return None
+    if blamed.earlier_loss is None and not _is_ordinary(evidence):
+        return None
+    others = [each for each in evidence.ranks if each.rank != blamed.rank]
+    if others and not any(each.loss_score > LIMITS["loss"] / 2 for each in others):
+        return Cause(
+            "rank_data",
+            f"only the loss of rank {blamed.rank} has risen, to {blamed.loss:.4g}",
+            "look at the data of this rank",
+        )
+    number = _outlier(blamed.micro_losses)
+    where = "this step" if number is None else f"micro-batch {number}"
+    return Cause(
+        "data",
+        f"the loss rose to {now.loss:.4g} (usually {blamed.usual_loss:.4g}) on the data of {where},"
+        " while weights and updates were ordinary",
+        "look at the samples of this step",
+        micro_batch=number,
+    )
+
+
+def _large_from_the_start(evidence: CauseEvidence) -> Cause | None:
+    """Find updates as large as the weights that began before anything else was unusual."""
+    steps = [each for each in evidence.trace if each.applied]
+    if not steps or steps[0].step > _EARLY or steps[0].scores.num_moved > 0:
+        return None
+    return _large_updates(evidence, steps[:_FEW_LARGE])
+
+
+def _large_updates(
+    evidence: CauseEvidence, steps: Sequence[StepTrace] | None = None
+) -> Cause | None:
+    known = _updates(evidence) if steps is None else steps
+    ratios = [each.scores.update_ratio for each in known]
+    finite = [ratio for ratio in ratios if math.isfinite(ratio)]
+    is_weak = evidence.kind in NON_FINITE and not evidence.blamed.has_moved
+    if is_weak or not finite or max(finite) < LARGE_RATIO:
+        return None
+    return Cause(
+        "learning_rate",
+        f"an update changes the weights by {max(finite):.3g} times their size (0.001 is usual)",
+        "lower the learning rate, or warm it up over more steps",
+    )
+
+
+_EARLY = 2
+"""Last step at which the steps that are known count as the start of the run."""
+
+_FEW_LARGE = 3
+"""Number of first updates that tell whether the rate was too high from the start."""
+
+_MULTIPLIED = 15.0
+"""Smallest rise of a loss that may be a factor in the loss."""
+
+_UNIFORM = 4.0
+"""Largest ratio of the rise of a group to that of the middle one if all were multiplied alike."""
+
+_OF_GRADIENTS = ("spike", "local_norm_spike")
+_OF_STEP = (*_OF_GRADIENTS, "loss_spike")
+
+_RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
+    _learning_rate,
+    _epsilon,
+    _changed_outside,
+    _large_from_the_start,
+    _optimizer_state,
+    _grown_weight,
+    _buffers,
+    _non_finite,
+    _replay,
+    _scaled_loss,
+    _dead_layer,
+    _gradient,
+    _data,
+    _large_updates,
+)
+
+
+def _weights_are_worse(evidence: CauseEvidence) -> bool:
+    """Tell whether the present weights raise the loss of the step before as much as this step's."""
+    blamed = evidence.blamed
+    if blamed.earlier_loss is None:
+        return False
+    then, again = blamed.earlier_loss
+    return not again - then < 0.4 * (blamed.loss - blamed.usual_loss)
+
+
+def _updates(evidence: CauseEvidence) -> list[StepTrace]:
+    """Return the steps whose update may be the cause, the last one first."""
+    with_now = evidence.kind in {"update_spike", "state_spike", "learning_rate_spike"}
+    return [*([evidence.now] if with_now else []), *evidence.before]
+
+
+def _has_moved_far(evidence: CauseEvidence) -> bool:
+    return any(each.scores.num_moved > 0 for each in _updates(evidence))
+
+
+def _is_ordinary(evidence: CauseEvidence) -> bool:
+    """Tell whether the updates before were small, so that the weights cannot explain a rise."""
+    ratios = [each.scores.update_ratio for each in evidence.before]
+    return bool(ratios) and all(ratio < _ORDINARY_RATIO for ratio in ratios)
+
+
+def _outlier(values: Sequence[float]) -> int | None:
+    """Return the number of the only value that is not finite, or five times the others' median."""
+    bad = [number for number, value in enumerate(values) if not math.isfinite(value)]
+    if bad:
+        return bad[0] if len(bad) == 1 else None
+    for number, value in enumerate(values):
+        others = sorted(abs(each) for place, each in enumerate(values) if place != number)
+        if others and abs(value) > 5 * others[len(others) // 2]:
+            return number
+    return None
+
+
+def _change(state: StateNorm | WeightNorm) -> str:
+    what = "norm"
+    if isinstance(state, StateNorm) and state.kind != "weight":
+        what = f"norm of {state.kind}"
+    return f"the {what} of {state.name} went from {state.norm_before:.4g} to {state.norm:.4g}"
+
+
+def _by_input(origin: Origin | None) -> str:
+    if origin is None or origin.where != "input":
+        return ""
+    return f" by non-finite values in input `{origin.name}`"

@@ -1,0 +1,63 @@
+"""Write the episodes of a run: a record when one begins, and one when it ends."""
+
+from pathlib import Path
+from typing import final
+
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
+from mfwrap.callbacks.culprit.episodes import Episode, Episodes
+
+
+@final
+class EpisodeLog:
+    """Write the anomaly that begins an episode, and the end of an episode of several steps.
+
+    Of what all ranks find together, the main process alone writes the records. What one rank has
+    found, this rank writes.
+
+    Args:
+        episodes: Episodes of the run.
+        folder: Run folder; ``None`` writes to the log only.
+        rank: Rank of this process.
+        first_step: Steps finished before this training; 0 for a training from the start.
+        is_main: Whether this is the main process.
+
+    Raises:
+        OSError: If files cannot be written to the run folder.
+    """
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        folder: Path | None,
+        rank: int,
+        *,
+        first_step: int,
+        is_main: bool,
+    ) -> None:
+        self._episodes = episodes
+        self._log = AnomalyLog(folder, rank, first_step=first_step)
+        self._is_main = is_main
+
+    def add(self, anomaly: Anomaly | None, step: int, *, is_shared: bool) -> None:
+        """Add the judgement of a step.
+
+        Args:
+            anomaly: Anomaly of the step; ``None`` if it was good.
+            step: Number of the step.
+            is_shared: Whether all ranks have found the anomaly.
+        """
+        if anomaly is None:
+            self._write_end(self._episodes.pass_over(step))
+            return
+        begins, ended = self._episodes.add(anomaly, is_shared=is_shared)
+        self._write_end(ended)
+        if begins and (self._is_main or not is_shared):
+            self._log.write(anomaly)
+
+    def close(self) -> None:
+        """Write the end of an episode that goes on."""
+        self._write_end(self._episodes.end())
+
+    def _write_end(self, episode: Episode | None) -> None:
+        if episode is not None and (self._is_main or not episode.is_shared):
+            self._log.write(episode)

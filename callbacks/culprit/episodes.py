@@ -1,0 +1,150 @@
+"""Join anomalies of successive steps into episodes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly
+
+_GAP = 3
+"""Largest number of steps from one finite anomaly of an episode to the next."""
+
+_REFINED = ("cause", "explanation", "suggestion", "layer", "where", "name")
+"""Fields of a later anomaly that complete the record of an episode whose cause was unknown."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """Successive anomalies of which the first one has a record."""
+
+    step: int
+    """First step."""
+
+    kind: str
+    """Kind of the first anomaly."""
+
+    is_shared: bool
+    """Whether all ranks have found the first anomaly."""
+
+    cause: str
+    last_step: int
+    num_steps: int = 1
+    """Number of steps that were anomalies."""
+
+    num_skipped: int = 0
+    """Number of these steps whose update was skipped."""
+
+    refined: dict[str, Any] = field(default_factory=dict)
+    """What a later anomaly has told about a cause that was unknown before."""
+
+    is_over: bool = False
+    """Whether the end was returned by `Episodes.add` or `Episodes.end`."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the fields that complete the record of the first anomaly, ready for JSON."""
+        names = ("step", "kind", "last_step", "num_steps", "num_skipped")
+        return {**{name: getattr(self, name) for name in names}, **self.refined}
+
+    def __str__(self) -> str:
+        """Describe the end of the episode in one line."""
+        skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
+        cause = self.refined.get("explanation")
+        said = f"; {cause}" if cause else ""
+        return (
+            f"the episode of step {self.step} ended at step {self.last_step} after "
+            f"{self.num_steps} bad steps{skipped}{said}"
+        )
+
+
+@final
+class Episodes:
+    """Tell whether an anomaly begins an episode or goes on with the last one.
+
+    An anomaly goes on with an episode if the step before was one, too. After a finite anomaly,
+    finite ones up to three steps later do, as well: weights that were ruined raise the loss again
+    and again. A change of the training state that a sample finds is a consequence of an episode
+    since the sample before.
+
+    Args:
+        state_interval: Steps from one sample of the training state to the next.
+    """
+
+    def __init__(self, state_interval: int) -> None:
+        self._state_interval = state_interval
+        self._last: Episode | None = None
+
+    def goes_on(self, step: int, kind: str, *, is_shared: bool) -> bool:
+        """Tell whether an anomaly goes on with the last episode.
+
+        Args:
+            step: Step of the anomaly.
+            kind: Kind of the anomaly.
+            is_shared: Whether all ranks have found the anomaly.
+        """
+        episode = self._last
+        if episode is None:
+            return False
+        gap = step - episode.last_step
+        if kind == "state_spike":
+            return gap <= self._state_interval
+        if kind not in NON_FINITE and episode.kind not in NON_FINITE:
+            return gap <= _GAP
+        # A non-finite loss with finite gradients, which one rank has, is no overflow of all ranks.
+        is_alike = is_shared == episode.is_shared or episode.kind not in NON_FINITE
+        return gap <= 1 and (is_alike or kind not in NON_FINITE)
+
+    def add(self, anomaly: Anomaly, *, is_shared: bool) -> tuple[bool, Episode | None]:
+        """Add an anomaly to the last episode, or begin another one with it.
+
+        Args:
+            anomaly: Anomaly of the last step.
+            is_shared: Whether all ranks have found the anomaly.
+
+        Returns:
+            Whether the anomaly begins an episode, and the episode that this has ended.
+        """
+        skipped = int(bool(anomaly.skipped))
+        episode = self._last
+        goes_on = self.goes_on(anomaly.step, anomaly.kind, is_shared=is_shared)
+        if episode is not None and goes_on:
+            episode.last_step = anomaly.step
+            episode.num_steps += 1
+            episode.num_skipped += skipped
+            episode.is_over = False
+            if episode.cause == UNKNOWN_CAUSE != anomaly.cause:
+                episode.cause = anomaly.cause
+                known = {name: getattr(anomaly, name) for name in _REFINED}
+                episode.refined = {name: v for name, v in known.items() if v is not None}
+            return False, None
+        ended = self.end()
+        self._last = Episode(
+            step=anomaly.step,
+            kind=anomaly.kind,
+            is_shared=is_shared,
+            cause=anomaly.cause,
+            last_step=anomaly.step,
+            num_skipped=skipped,
+        )
+        return True, ended
+
+    def pass_over(self, step: int) -> Episode | None:
+        """Return the last episode if it has ended before a good step."""
+        if self._last is None or step - self._last.last_step <= _GAP:
+            return None
+        return self.end()
+
+    def end(self) -> Episode | None:
+        """End the last episode, and return it if its record is to be completed."""
+        episode = self._last
+        if episode is None or episode.is_over:
+            return None
+        episode.is_over = True
+        return episode if episode.num_steps > 1 else None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the last episode, ready for JSON."""
+        return None if self._last is None else asdict(self._last)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state that `state_dict` returned."""
+        self._last = None if state is None else Episode(**state)

@@ -1,0 +1,77 @@
+"""Gather what this rank knows about a step that went wrong."""
+
+import math
+from typing import final
+
+from torch import Tensor, nn
+
+from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.judges import Judgement
+from mfwrap.callbacks.culprit.micro_batches import factors_of, loss_again, losses_of
+from mfwrap.callbacks.culprit.recorder import StepRecorder
+from mfwrap.callbacks.culprit.state_judge import StateJudge
+from mfwrap.callbacks.culprit.step_judge import StepScores
+from mfwrap.callbacks.shared.non_finite import BufferWatch
+from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.collectives import this_rank
+
+_MOST_BUFFERS = 8
+"""Largest number of buffers of a rank in a record."""
+
+
+@final
+class EvidenceGatherer:
+    """Read norms, weights, buffers, optimizer state and losses of micro-batches after a bad step.
+
+    Args:
+        network: Network whose buffers are watched; ``None`` if unknown.
+        states: Judge of weights and optimizer state; ``None`` without a network.
+        recorder: Recorder of the network's calls; ``None`` without a replay.
+    """
+
+    def __init__(
+        self, network: nn.Module | None, states: StateJudge | None, recorder: StepRecorder | None
+    ) -> None:
+        self._buffers = None if network is None else BufferWatch(network)
+        self._states = states
+        self._recorder = recorder
+
+    def gather(
+        self, numbers: StepNumbers, judgement: Judgement, scores: StepScores, *, is_first: bool
+    ) -> RankEvidence:
+        """Return this rank's evidence. Synchronizes with the device; starts no collective.
+
+        Args:
+            numbers: Loss, norm and other numbers of the step.
+            judgement: What the judges found in the step.
+            scores: Its scores, on the host.
+            is_first: Whether the step before was good. Only then is its loss computed again.
+        """
+        judged, states, recorder = judgement.step, self._states, self._recorder
+        asks_again = recorder is not None and is_first and math.isfinite(numbers.loss)
+        risen = [] if states is None else states.risen(numbers.step, judgement.optimizer)
+        return RankEvidence(
+            rank=this_rank(),
+            loss=numbers.loss,
+            names=judged.names,
+            norms=_listed(judged.local_norm),
+            usual_norms=_listed(judged.usual_norm),
+            scores=_listed(judged.local_norm_scores),
+            dead=judged.dead(),
+            loss_score=scores.loss,
+            usual_loss=scores.usual_loss,
+            moved=judged.moved(),
+            changed=judged.changed(),
+            states=tuple(risen),
+            num_weights=0 if states is None else states.num_weights,
+            micro_losses=() if recorder is None else losses_of(recorder),
+            factors=() if recorder is None else factors_of(recorder),
+            earlier_loss=loss_again(recorder) if asks_again and recorder is not None else None,
+            buffers=()
+            if self._buffers is None
+            else tuple(self._buffers.newly_bad()[:_MOST_BUFFERS]),
+        )
+
+
+def _listed(values: Tensor | None) -> tuple[float, ...]:
+    return () if values is None else tuple(values.tolist())

@@ -1,0 +1,162 @@
+"""Judge each step on the device, and some steps' weights, optimizer state and buffers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from mfwrap import StepReport
+from mfwrap.callbacks.culprit.state_judge import StateJudge, StateScores
+from mfwrap.callbacks.culprit.step_judge import JudgedStep, StepJudge, StepScores
+from mfwrap.callbacks.culprit.update_sample import UpdateSample
+from mfwrap.collectives import gather_objects, this_rank
+from mfwrap.tensors.wrappers import trainable
+
+
+class Scores(NamedTuple):
+    """What the judges found, on the host."""
+
+    step: StepScores
+    state: StateScores
+
+    @classmethod
+    def of(cls, host_values: Sequence[float]) -> "Scores":
+        """Return the scores from the elements of ``Judgement.summary``."""
+        split = len(StepScores._fields)
+        return cls(StepScores(*host_values[:split]), StateScores(*host_values[split:]))
+
+
+class Judgement(NamedTuple):
+    """What the judges found in a step, on the device."""
+
+    step: JudgedStep
+    summary: Tensor
+    """Shape ``(S,)``, float32: the fields of `StepScores` and of `StateScores`."""
+
+    optimizer: Any
+    """Optimizer, for a later look at its state; ``None`` if unknown."""
+
+
+@final
+class Judges:
+    """Judge each step by the steps before, without host-device synchronization.
+
+    Args:
+        network: Network whose weights are judged; ``None`` if unknown.
+        state_interval: Steps from one sample of weights, optimizer state and buffers to the next.
+        step: Finished steps.
+    """
+
+    def __init__(self, network: nn.Module | None, state_interval: int, step: int = 0) -> None:
+        self.states = None if network is None else StateJudge(network, step)
+        self._network = network
+        self._interval = state_interval
+        self._steps: StepJudge | None = None
+        self._names: tuple[str, ...] = ()
+        self._updates: UpdateSample | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._is_first = True
+        self._of_ranks: list[dict[str, Any]] | None = None
+        self._sample_updates()
+
+    def begin_step(self) -> None:
+        """Tell changes of the weights before the step from its update."""
+        if self._updates is not None:
+            self._updates.begin()
+
+    def end_step(
+        self,
+        step: int,
+        output: Any,
+        report: StepReport | None,
+        applied: Tensor | None,
+        optimizer: Any = None,
+        *,
+        measures_updates: bool = True,
+    ) -> Judgement:
+        """Judge a step, and include it in what is usual.
+
+        Args:
+            step: Finished steps, this one included.
+            output: Output of the step: a named tuple, or the loss as a tensor.
+            report: Report of the step; ``None`` if unknown.
+            applied: Whether the update was applied, shape ``()``, bool; ``None`` if unknown.
+            optimizer: Optimizer with or without wrappers; ``None`` if unknown.
+            measures_updates: Whether the weights have changed by one update since the last call.
+        """
+        loss = output if isinstance(output, Tensor) else output.loss
+        norms = getattr(output, "local_norm", None)
+        names = () if report is None or norms is None else tuple(report.local_norm_names)
+        rates = getattr(output, "learning_rate", None)
+        if report is not None:
+            rates = report.learning_rates
+        if applied is None:
+            applied = torch.ones((), dtype=torch.bool, device=loss.device)
+        judged = self._judge_of(names, loss.device).judge(
+            loss,
+            getattr(output, "global_norm", None),
+            norms if names else None,
+            self._updates.measure() if self._updates is not None and measures_updates else None,
+            None if rates is None or not rates.numel() else rates.max(),
+            applied,
+        )
+        unknown = judged.summary.new_full((len(StateScores._fields),), torch.nan)
+        is_first, self._is_first = self._is_first, False
+        if self.states is not None and step % self._interval == 0:
+            sample = self.states.sample(step, optimizer)
+            unknown = sample.summary.to(unknown.device, non_blocking=True)
+            self._sample_updates()
+        elif self.states is not None and is_first:
+            # Now the optimizer has a state.
+            self.states.look(step, optimizer)
+        self._of_ranks = None
+        return Judgement(judged, torch.cat([judged.summary, unknown]), optimizer)
+
+    def _sample_updates(self) -> None:
+        """Follow the weights, if others are trained now or if they have moved to other memory."""
+        if self._network is None:
+            return
+        weights = trainable(self._network)
+        if self._updates is None or not self._updates.is_of(list(weights.values())):
+            self._updates = UpdateSample(list(weights.values()))
+            self._names = tuple(weights)
+
+    def _judge_of(self, names: tuple[str, ...], device: torch.device) -> StepJudge:
+        judge = self._steps
+        if judge is None or (judge.names, judge.weights) != (names, self._names):
+            saved = self._saved if judge is None else judge.state_dict()
+            judge = self._steps = StepJudge(names, self._names, device)
+            if saved is not None:
+                judge.load_state_dict(saved)
+        return judge
+
+    def gather(self) -> None:
+        """Gather what is usual on all ranks, so that `state_dict` has it. Call it on every rank."""
+        self._of_ranks = gather_objects(self._own_state())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is usual, ready for JSON; synchronizes with the device.
+
+        Returns:
+            One state for each rank under ``of_ranks``. If `gather` was not called since the last
+            step, there is only the state of this rank.
+        """
+        return {"of_ranks": self._of_ranks or [self._own_state()]}
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "steps": self._saved if self._steps is None else self._steps.state_dict(),
+            "states": None if self.states is None else self.states.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Each rank loads the state that it saved. If the saved run had only ``n`` ranks, rank ``r``
+        loads the state of rank ``r % n``: another rank's norms are the best estimate.
+        """
+        own = state["of_ranks"][this_rank() % len(state["of_ranks"])]
+        self._steps, self._saved, self._of_ranks = None, own["steps"], None
+        if self.states is not None and own["states"] is not None:
+            self.states.load_state_dict(own["states"])

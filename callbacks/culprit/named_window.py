@@ -1,0 +1,77 @@
+"""A window over series that have names, so that they may change and be saved."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mfwrap.tensors.robust_window import RobustWindow
+
+
+@final
+class NamedWindow:
+    """A `RobustWindow` of named series.
+
+    Args:
+        device: Device of the values.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.names: tuple[str, ...] = ()
+        self._device = device
+        self._window = RobustWindow(0, prior=0.0, device=device)
+        self._saved: Mapping[str, Any] | None = None
+
+    def use(self, names: Sequence[str], priors: Sequence[float]) -> RobustWindow:
+        """Return the window of these series; a series that is already known keeps its values.
+
+        Does not synchronize with the device.
+
+        Args:
+            names: Names of the series, without repetition.
+            priors: Deviation of each series that is assumed before there are values.
+        """
+        if self.names == tuple(names):
+            return self._window
+        before = self._window.state_dict()
+        known_names: Sequence[str] = self.names
+        if self._saved is not None:
+            known_names = self._saved["names"]
+            before = {key: _decoded(self._saved[key], len(known_names)) for key in before}
+        rows = {name: row for row, name in enumerate(known_names)}
+        known = [number for number, name in enumerate(names) if name in rows]
+        self._window = RobustWindow(len(names), prior=torch.tensor(priors), device=self._device)
+        state = self._window.state_dict()
+        if known:
+            taken = torch.tensor([rows[names[number]] for number in known])
+            places = torch.tensor(known).to(self._device)
+            for key, values in before.items():
+                kept = values[taken.to(values.device)].to(self._device)
+                state[key] = state[key].index_copy(0, places, kept)
+            self._window.load_state_dict(state)
+        self.names, self._saved = tuple(names), None
+        return self._window
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return names and windows, ready for JSON; synchronizes with the device."""
+        if self._saved is not None:
+            return dict(self._saved)
+        state = self._window.state_dict()
+        return {"names": list(self.names), **{key: _encoded(one) for key, one in state.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state: the next call of `use` takes its series by their names."""
+        self._saved, self.names = state, ()
+
+
+def _encoded(tensor: Tensor) -> str:
+    """Return the elements of a float32 tensor as base64, a fourth of the size of JSON's numbers."""
+    return base64.b64encode(tensor.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
+
+
+def _decoded(text: str, num_rows: int) -> Tensor:
+    values = np.frombuffer(base64.b64decode(text), dtype="<f4").copy()
+    return torch.from_numpy(values).reshape(num_rows, -1)

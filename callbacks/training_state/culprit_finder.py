@@ -1,0 +1,72 @@
+"""Make the finder and the recorder that the settings of the training state monitor request."""
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from mfwrap.callbacks.culprit.finder import CulpritFinder
+from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.tensors.wrappers import unwrapped_network
+
+_LARGEST_FLOAT16 = 65504.0
+_LARGEST_NORM: float = torch.finfo(torch.float32).max ** 0.5
+"""Largest norm whose square float32 can hold. A step with a larger norm overflows."""
+
+
+def new_finder(
+    settings: TrainingStateSettings,
+    args: TrainingArguments | None,
+    model: nn.Module | None,
+    global_step: int,
+) -> CulpritFinder:
+    """Return the finder of a run.
+
+    Logs a warning if a replay is requested and not possible.
+
+    Args:
+        settings: Settings of the monitor.
+        args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
+        model: Network, with its wrappers; ``None`` if unknown.
+        global_step: Finished steps.
+    """
+    return CulpritFinder(
+        None if model is None else unwrapped_network(model),
+        spike_factor=settings.spike_factor,
+        limit=_largest_gradient(model, args),
+        state_interval=settings.state_interval,
+        step=global_step,
+        recorder=_recorder(model, args) if settings.replay else None,
+    )
+
+
+def _recorder(model: nn.Module | None, args: TrainingArguments | None) -> StepRecorder | None:
+    if model is None:
+        return None
+    network = None if is_compiled(model, args) else inner_network(model)
+    if network is None:
+        run_logger(__package__).warning(
+            "TrainingStateMonitor cannot replay steps of a network that is compiled or sharded, or "
+            "that holds a SyncBatchNorm"
+        )
+        return None
+    return StepRecorder(network)
+
+
+def is_compiled(model: nn.Module | None, args: TrainingArguments | None) -> bool:
+    """Return whether a network is compiled, or will be by the Trainer."""
+    modules = () if model is None else model.modules()
+    by_trainer = args is not None and bool(args.torch_compile)
+    return by_trainer or any(hasattr(module, "_orig_mod") for module in modules)
+
+
+def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -> float:
+    """Return the largest number that a gradient can hold; assume float16 if it may be in use."""
+    if model is None or (args is not None and args.fp16):
+        return _LARGEST_FLOAT16
+    # If accelerate has wrapped the forward in autocast, the autocast's dtype is unknown here.
+    may_be_float16 = hasattr(model, "_original_forward") and not (args is not None and args.bf16)
+    if may_be_float16 or any(p.dtype == torch.float16 for p in model.parameters()):
+        return _LARGEST_FLOAT16
+    return _LARGEST_NORM

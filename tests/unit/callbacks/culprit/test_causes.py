@@ -1,0 +1,249 @@
+"""Each cause is chosen from its evidence, and evidence of several causes names the first."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from mfwrap.callbacks.culprit.anomaly_log import StateNorm
+from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence, StepTrace
+from mfwrap.callbacks.culprit.causes import cause_of
+from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.replay import Origin
+from mfwrap.callbacks.culprit.step_judge import StepScores
+
+NAN = math.nan
+NAMES = ("wte.weight", "h.0.weight", "h.1.weight")
+ORDINARY = StepScores(
+    loss=0.3,
+    usual_loss=3.0,
+    global_norm=0.2,
+    usual_global_norm=1.0,
+    local_norm=0.5,
+    num_risen=0,
+    num_dead=0,
+    update=0.4,
+    num_moved=0,
+    num_changed=0,
+    learning_rate=1e-3,
+    rate_rise=1.0,
+    update_ratio=1e-3,
+)
+RANK = RankEvidence(
+    rank=0,
+    loss=3.0,
+    names=NAMES,
+    norms=(1.0, 1.0, 1.0),
+    usual_norms=(1.0, 1.0, 1.0),
+    scores=(0.0, 0.0, 0.0),
+    usual_loss=3.0,
+    num_weights=8,
+)
+HIGH_LOSS: dict[str, Any] = {"loss": 20.0}
+
+
+def trace(*changes: dict[str, Any], loss: float = 3.0, applied: bool = True) -> tuple:
+    """Return steps of which the last ones differ from ordinary ones, the present one last."""
+    scores = [ORDINARY] * (4 - len(changes)) + [ORDINARY._replace(**each) for each in changes]
+    return tuple(
+        StepTrace(10 + number, loss if number == 3 else 3.0, applied, each)
+        for number, each in enumerate(scores)
+    )
+
+
+def cause(
+    kind: str = "loss_spike",
+    steps: tuple = trace(HIGH_LOSS, loss=6.0),
+    *,
+    others: tuple[RankEvidence, ...] = (),
+    rank: dict[str, Any] | None = None,
+    **known: Any,
+) -> Cause:
+    """Return the cause of an anomaly of rank 0."""
+    blamed = dataclasses.replace(RANK, loss=steps[-1].loss, **(rank or {}))
+    return cause_of(
+        CauseEvidence(kind=kind, trace=steps, ranks=(blamed, *others), blamed=blamed, **known)
+    )
+
+
+def state(kind: str, name: str, rise: float) -> StateNorm:
+    """Return a norm that has risen, or fallen, by a factor."""
+    return StateNorm(kind=kind, name=name, norm=rise, norm_before=1.0, rise=rise)
+
+
+def test_a_rate_far_above_the_rates_before():
+    """The rate is the cause at its own step, and of what follows in the next few steps."""
+    high = {"rate_rise": 300.0, "learning_rate": 0.3}
+    at_once = cause("learning_rate_spike", trace(high))
+    later = cause(steps=trace(high, HIGH_LOSS))
+
+    assert at_once.name == later.name == "learning_rate"
+    assert "step 13 was 0.3, 300 times" in at_once.explanation
+    assert "step 12" in later.explanation
+    assert cause(steps=trace(high, {}, {}, HIGH_LOSS)).name == "learning_rate"
+    assert cause(steps=trace({"rate_rise": math.inf}, HIGH_LOSS)).name != "learning_rate"
+
+
+def test_updates_as_large_as_the_weights():
+    """Without a jump of the rate, updates that are too large mean a rate that is too high."""
+    large = {"update_ratio": 0.9}
+    assert cause("update_spike", trace(large, large)).name == "learning_rate"
+    assert cause(steps=trace(large, HIGH_LOSS)).name == "learning_rate"
+
+
+def test_an_epsilon_that_is_zero():
+    """Adam divides by zero only if its weights have moved."""
+    moved = {"states": tuple(state("weight", str(n), math.inf) for n in range(6))}
+    found = cause("loss_not_finite", rank=moved, no_denominator="eps=1e-08 is zero in float16")
+    assert found.name == "optimizer_epsilon"
+    assert "eps=1e-08 is zero in float16" in found.explanation
+    assert cause(no_denominator="eps=1e-08 is zero in float16").name == "data"
+
+
+def test_weights_that_change_between_steps():
+    """The weights are named, and a rise of the loss in the same step is explained."""
+    found = cause(steps=trace({**HIGH_LOSS, "num_changed": 2}), rank={"changed": NAMES[1:]})
+    assert (found.name, found.tensors, found.where) == ("weight_changed", NAMES[1:], "weight")
+
+
+def test_a_weight_that_has_grown_without_an_update():
+    """One weight is named; if most have risen, or an update explains it, it is not."""
+    one = {"states": (state("weight", "h.0.weight", 900.0),)}
+    most = {"states": tuple(state("weight", str(n), 900.0) for n in range(6))}
+    assert cause(rank=one).name == "weight_changed"
+    assert cause(rank=one).tensors == ("h.0.weight",)
+    assert cause(rank=most).name != "weight_changed"
+    assert cause(steps=trace({"num_moved": 3}, HIGH_LOSS), rank=one).name == "optimizer_state"
+
+
+@pytest.mark.parametrize(("kind", "rise"), [("exp_avg", 1e5), ("exp_avg_sq", 1e-8)])
+def test_an_optimizer_state_that_has_changed(kind, rise):
+    """An update that is too large, with a state that has changed, is the optimizer's."""
+    states = (state(kind, "h.0.weight", rise), state(kind, "h.1.weight", rise))
+    found = cause("update_spike", trace({"num_moved": 8}), rank={"states": states})
+    assert found.name == "optimizer_state"
+    assert found.tensors == NAMES[1:]
+    assert f"norm of {kind} of h.0.weight" in found.explanation
+
+
+def test_large_updates_after_a_spike_of_the_gradients_are_ordinary():
+    """The gradients asked for them."""
+    found = cause(steps=trace({"num_moved": 8, "global_norm": 20.0}, HIGH_LOSS))
+    assert found.name != "optimizer_state"
+
+
+def test_a_weight_that_changes_within_a_step():
+    """Without a change of the optimizer's state, a lone large update is a changed weight."""
+    moved = {"moved": ("h.0.weight",)}
+    steps = trace({"num_moved": 1})
+    assert cause("update_spike", steps, rank=moved, knows_optimizer=True).name == "weight_changed"
+    assert cause("update_spike", steps, rank=moved).name == "optimizer_state"
+
+
+def test_running_statistics():
+    """Non-finite statistics are ruined; a step that only shifts them had an unusual batch."""
+    nan = {"buffers": ("bn.running_mean",)}
+    risen = {"states": (state("buffer", "bn.running_var", 1e6),)}
+    by_input = cause("loss_not_finite", rank=nan, origin=Origin("input", "pixels", 0, rows=(3,)))
+    assert by_input.name == cause("state_spike", rank=risen).name == "batch_norm"
+    assert "non-finite values in input `pixels`" in by_input.explanation
+    assert cause("spike", rank=risen).name == "data"
+    assert cause("state_spike", rank={"buffers": ("mask",)}).name == "buffer_changed"
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("input", "data"),
+        ("targets", "data"),
+        ("weight", "weight_changed"),
+        ("weights", "unknown"),
+        ("activation", "activation"),
+        ("gradient", "gradient"),
+        ("loss", "loss"),
+    ],
+)
+def test_the_place_of_the_first_non_finite_value(where, name):
+    """What a replay has found is the cause."""
+    found = cause("loss_not_finite", origin=Origin(where, "h.0", 1))
+    assert found.name == name
+
+
+def test_verdicts_of_a_replay():
+    """What a replay cannot repeat is outside of the network, in a hook, or transient."""
+    outside = cause(
+        "loss_not_finite",
+        verdict="not_covered",
+        verdict_detail="the loss is computed outside of the network",
+        rank={"factors": (0.5, NAN)},
+    )
+    transient = {"verdict": "not_reproduced", "verdict_detail": "transient"}
+    gradient = cause("gradient_not_finite", layer="h.1", **transient)
+
+    assert (outside.name, outside.micro_batch) == ("loss", 1)
+    assert (gradient.name, gradient.is_in_layer) == ("gradient", True)
+    assert "suspect the hardware" in gradient.suggestion
+    assert cause("loss_not_finite", **transient).name == "transient"
+    assert cause("gradient_not_finite", layer="h.1").suggestion.endswith("of this layer")
+
+
+def test_a_loss_that_was_multiplied():
+    """The factor shows in the backward, or in loss and gradients alike."""
+    factor = cause("spike", rank={"factors": (0.5, 500.0)})
+    alike = {"norms": (900.0, 1000.0, 1100.0), "micro_losses": (3.0, 3000.0)}
+    found = cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=alike)
+    unlike = {**alike, "norms": (1.0, 1000.0, 1e6)}
+
+    assert (factor.name, factor.micro_batch) == (found.name, found.micro_batch) == ("loss", 1)
+    assert cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=unlike).name == "data"
+
+
+def test_a_dead_layer():
+    """A layer is dead, or all of them."""
+    one = cause("zero_gradient", rank={"dead": NAMES[:1]}, layer="wte")
+    whole = cause("zero_gradient", rank={"dead": NAMES})
+    assert one.name == whole.name == "dead_layer"
+    assert (one.is_in_layer, whole.is_in_layer) == (True, False)
+    assert "all layers" in whole.explanation
+
+
+def test_gradients_of_one_layer():
+    """The layer's own backward is at fault if the loss has not risen."""
+    calm = cause("spike", trace({"global_norm": 20.0}), layer="h.1")
+    assert (calm.name, calm.is_in_layer) == ("gradient", True)
+    assert cause("spike", layer="h.1").name == "data"
+
+
+def test_bad_data():
+    """The loss rises on the data of a step; on one rank or micro-batch alone, it says so."""
+    calm, high = dataclasses.replace(RANK, rank=1), dataclasses.replace(RANK, loss_score=20.0)
+    alone = cause(others=(calm,), rank={"loss_score": 20.0})
+    batch = cause(rank={"micro_losses": (3.0, 3.1, 60.0)})
+
+    assert cause().name == cause(others=(dataclasses.replace(high, rank=1),)).name == "data"
+    assert alone.name == "rank_data"
+    assert batch.micro_batch == 2
+
+
+def test_worse_weights_are_no_bad_data():
+    """If the data of the step before have a high loss, too, the weights have become worse."""
+    assert cause(rank={"earlier_loss": (3.0, 3.1)}).name == "data"
+    assert cause(rank={"earlier_loss": (3.0, 5.9)}).name == "unknown"
+    assert cause(rank={"earlier_loss": (3.0, NAN)}).name == "unknown"
+
+
+def test_without_enough_evidence_the_cause_is_unknown():
+    """A spike of all gradients with an ordinary loss, and updates that may explain a high loss."""
+    unknown = cause("spike", trace({"global_norm": 20.0}))
+    assert unknown == Cause("unknown", "", "")
+    assert cause(steps=trace({"update_ratio": 0.2}, HIGH_LOSS)).name == "unknown"
+
+
+def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
+    """The first updates were as large as the weights, before any was unusual."""
+    large = trace({"update_ratio": 2.0})[-1]._replace(step=1)
+    moved = trace({"num_moved": 3.0})[-1]._replace(step=2)
+    assert cause("update_spike", (large, moved)).name == "learning_rate"
+    late = large._replace(step=20)
+    assert cause("update_spike", (late, moved._replace(step=21))).name == "optimizer_state"

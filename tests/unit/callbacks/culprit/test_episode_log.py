@@ -1,0 +1,40 @@
+"""Episodes are written when they begin and when they end, by one rank."""
+
+import pytest
+
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.episode_log import EpisodeLog
+from mfwrap.callbacks.culprit.episodes import Episodes
+from mfwrap.records.json_lines import read_json_lines
+
+
+def written(folder, *, is_main: bool, is_shared: bool) -> list[tuple]:
+    """Return step, last step and number of steps of the records of an episode of 100 steps."""
+    rank = 0 if is_main else 1
+    log = EpisodeLog(Episodes(10), folder, rank, first_step=0, is_main=is_main)
+    log.add(None, 1, is_shared=False)
+    for step in range(2, 102):
+        bad = Anomaly(step=step, kind="gradient_not_finite", ranks=(), layer=None, skipped=True)
+        log.add(bad, step, is_shared=is_shared)
+    log.close()
+    name = "anomalies.jsonl" if is_main else "anomalies_rank1.jsonl"
+    records = read_json_lines(folder / name) if (folder / name).exists() else []
+    return [(one["step"], one.get("last_step"), one.get("num_steps")) for one in records]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_hundred_skips_are_two_records(is_main, is_shared, tmp_path):
+    """What all ranks have found is written by the main process alone."""
+    records = written(tmp_path, is_main=is_main, is_shared=is_shared)
+    assert records == ([(2, None, None), (2, 101, 100)] if is_main or not is_shared else [])
+
+
+def test_an_end_is_written_at_the_next_good_steps(tmp_path, caplog):
+    """A run that goes on does not keep the end back."""
+    log = EpisodeLog(Episodes(10), tmp_path, 0, first_step=0, is_main=True)
+    for step in (1, 2):
+        log.add(Anomaly(step=step, kind="spike", ranks=(), layer=None), step, is_shared=True)
+    for step in range(3, 7):
+        log.add(None, step, is_shared=False)
+    assert "the episode of step 1 ended at step 2 after 2 bad steps; see" in caplog.text

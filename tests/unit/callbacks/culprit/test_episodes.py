@@ -1,0 +1,104 @@
+"""Anomalies of successive steps are one episode."""
+
+import json
+
+import pytest
+
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.episodes import Episodes
+
+
+def anomaly(step: int, kind: str = "loss_spike", **fields) -> Anomaly:
+    """Return an anomaly of a step."""
+    return Anomaly(**{"step": step, "kind": kind, "ranks": (0,), "layer": None, **fields})
+
+
+def begun(*anomalies: Anomaly, is_shared: bool = False) -> list[int]:
+    """Return the steps at which episodes begin."""
+    episodes = Episodes(10)
+    return [one.step for one in anomalies if episodes.add(one, is_shared=is_shared)[0]]
+
+
+def test_bad_steps_in_a_row_are_one_episode():
+    """Whatever their kinds."""
+    kinds = ("learning_rate_spike", "spike", "loss_not_finite", "loss_not_finite", "loss_spike")
+    steps = [anomaly(20 + n, kind) for n, kind in enumerate(kinds)]
+    assert begun(*steps) == [20]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gap", "is_one"),
+    [
+        ("loss_spike", 3, True),
+        ("loss_spike", 4, False),
+        ("loss_not_finite", 1, True),
+        ("loss_not_finite", 2, False),
+        ("state_spike", 10, True),
+        ("state_spike", 11, False),
+    ],
+)
+def test_how_far_an_episode_reaches(kind, gap, is_one):
+    """Finite consequences may come a little later; a sample, as late as its interval."""
+    assert begun(anomaly(20), anomaly(20 + gap, kind)) == ([20] if is_one else [20, 20 + gap])
+
+
+def test_a_lone_loss_does_not_go_on_with_an_overflow_of_all_ranks():
+    """The main process writes the overflow, but another rank may have the loss."""
+    episodes = Episodes(10)
+    assert episodes.add(anomaly(1, "gradient_not_finite"), is_shared=True)[0]
+    assert episodes.add(anomaly(2, "loss_not_finite"), is_shared=False)[0]
+
+
+def test_the_end_has_the_number_of_steps():
+    """A good step some steps later, or another episode, ends an episode of several steps."""
+    episodes = Episodes(10)
+    for step in (20, 21, 23):
+        episodes.add(anomaly(step, skipped=step != 23), is_shared=False)
+    ends = [episodes.pass_over(step) for step in range(24, 30)]
+    (end,) = [each for each in ends if each is not None]
+
+    assert ends.index(end) == 3
+    assert end.as_record() == {
+        "step": 20,
+        "kind": "loss_spike",
+        "last_step": 23,
+        "num_steps": 3,
+        "num_skipped": 2,
+    }
+    assert str(end) == (
+        "the episode of step 20 ended at step 23 after 3 bad steps, 2 updates skipped"
+    )
+    assert episodes.end() is None
+
+
+def test_an_episode_of_one_step_has_no_end():
+    """Its record is whole."""
+    episodes = Episodes(10)
+    episodes.add(anomaly(20), is_shared=False)
+    assert episodes.add(anomaly(40), is_shared=False) == (True, None)
+    assert episodes.end() is None
+
+
+def test_a_cause_that_is_found_later_completes_the_record():
+    """A sample of the weights may name the cause of a rise of the loss."""
+    episodes = Episodes(10)
+    episodes.add(anomaly(20), is_shared=False)
+    later = anomaly(30, "state_spike", cause="weight_changed", explanation="it changed", name="w")
+    episodes.add(later, is_shared=False)
+    episodes.add(anomaly(31, cause="data"), is_shared=False)
+    end = episodes.end()
+
+    assert end.refined == {"cause": "weight_changed", "explanation": "it changed", "name": "w"}
+    assert end.as_record()["cause"] == "weight_changed"
+    assert "after 3 bad steps; it changed" in str(end)
+
+
+def test_an_episode_goes_on_after_a_resume():
+    """The state goes through JSON."""
+    first, later = Episodes(10), Episodes(10)
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert not later.goes_on(1, "loss_spike", is_shared=False)
+    first.add(anomaly(20), is_shared=False)
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert later.add(anomaly(21), is_shared=False) == (False, None)
+    assert later.end().num_steps == 2
