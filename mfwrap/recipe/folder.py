@@ -18,7 +18,8 @@ from mfwrap.checkpoints.folders import (
     whole_file,
 )
 from mfwrap.recipe.document import RecipeDocument
-from mfwrap.trainer.rollback import ROLLBACKS_FILE, SKIP_ROWS_FILE
+from mfwrap.records.rollbacks import ROLLBACKS_FILE
+from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 
 RESULT = "result.json"
 """File with the metrics of a run, written when the run has finished."""

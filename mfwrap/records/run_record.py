@@ -1,4 +1,4 @@
-"""Read the folder of a run as curves, local norms and anomalies."""
+"""Read the folder of a run as curves, local norms, episodes of anomalies and rollbacks."""
 
 import json
 import re
@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
 
 _NORM = "local_norm/"
 _RANK = re.compile(r"_rank(\d+)$")
@@ -44,11 +46,19 @@ class RunRecord:
     local_norms: dict[int, dict[str, Curve]]
     """Curves of local norms by rank, then by name of the parameter group."""
 
-    anomalies: list[dict[str, Any]]
-    """Records of anomalies, ordered by step."""
+    episodes: list[Episode]
+    """Episodes of anomalies, ordered by their first steps."""
+
+    rollbacks: list[RollbackRecord] = field(default_factory=list)
+    """Rollbacks in the order in which they happened. Their bad steps are in no episode."""
 
     max_grad_norm: float | None = None
     """Global norm above which gradients were clipped; ``None`` if the run has not recorded it."""
+
+    @property
+    def anomalies(self) -> list[dict[str, Any]]:
+        """Records of all episodes, ordered by step."""
+        return [record for episode in self.episodes for record in episode.records]
 
     def last_step(self) -> int:
         """Return the last step of any curve; 0 if there is no curve."""
@@ -59,9 +69,9 @@ def read_run(folder: Path) -> RunRecord:
     """Read the numbers and anomalies that a run has recorded in its folder.
 
     Reads every ``*.jsonl`` file of the folder, and the Trainer's log in ``trainer_state.json`` of
-    the folder or of its newest checkpoint. ``*_rank<r>.jsonl`` are the files of other ranks, and
-    ``anomalies*.jsonl`` hold the anomalies. If a step was recorded twice, as happens after a
-    resume, the last record counts.
+    the folder or of its newest checkpoint. ``*_rank<r>.jsonl`` are the files of other ranks,
+    ``anomalies*.jsonl`` hold the anomalies, and ``rollbacks.json`` holds the rollbacks. If a step
+    was recorded twice, as happens after a resume, the last record counts.
 
     Args:
         folder: Run folder.
@@ -74,12 +84,12 @@ def read_run(folder: Path) -> RunRecord:
         msg = f"{folder} is not a run folder: there is no such folder"
         raise FileNotFoundError(msg)
     points = _Points()
-    anomalies = []
+    anomalies: list[tuple[int, list[dict[str, Any]]]] = []
     for path in sorted(folder.glob("*.jsonl")):
         rank = int(match[1]) if (match := _RANK.search(path.stem)) else 0
         records = read_json_lines(path)
         if path.stem.startswith("anomalies"):
-            anomalies += records
+            anomalies.append((rank, records))
         else:
             points.add_all(records, rank)
     # Take from the Trainer's file only what the other files lack. The Trainer logs means over
@@ -98,7 +108,8 @@ def read_run(folder: Path) -> RunRecord:
             rank: {group: _sorted(values) for group, values in groups.items()}
             for rank, groups in sorted(points.local_norms.items())
         },
-        sorted(anomalies, key=lambda anomaly: int(anomaly.get("step", 0))),
+        episodes_of(anomalies),
+        read_rollbacks(folder),
         points.max_grad_norm,
     )
 

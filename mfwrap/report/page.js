@@ -36,13 +36,13 @@
       .finally(() => { moving = false; });
   };
 
-  const show = (step) => {
+  const show = (step, last) => {
     const width = Math.max(10, Math.round(Number(root.dataset.lastStep) * 0.03));
     const mark = { type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1,
                    name: "chosen", line: { color: "#c0392b", width: 1.5, dash: "dot" } };
     moving = true;
     Promise.all(linked.map((plot) => Plotly.relayout(plot, {
-      "xaxis.range": [step - width, step + width],
+      "xaxis.range": [step - width, last + width],
       shapes: (plot.layout.shapes || []).filter((s) => s.name !== "chosen").concat([mark]),
     }))).finally(() => { moving = false; });
   };
@@ -61,6 +61,6 @@
     paint(theme);
   });
   document.querySelectorAll("a[data-step]").forEach((link) => {
-    link.addEventListener("click", () => show(Number(link.dataset.step)));
+    link.addEventListener("click", () => show(Number(link.dataset.step), Number(link.dataset.last)));
   });
 })();

@@ -3,7 +3,7 @@
 import html
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from mfwrap.checkpoints.folders import whole_file
 from mfwrap.records.run_record import Curve, RunRecord, read_run
 from mfwrap.report.curves import NUMBER
 from mfwrap.report.drawing import Panel
+from mfwrap.report.episodes import episode_table, headline
 from mfwrap.report.panels import panels_of
 
 _PAGE = """<!doctype html>
@@ -26,9 +27,10 @@ _PAGE = """<!doctype html>
 </head>
 <body>
 <header><h1>{title}</h1><button id="theme" type="button">Light or dark</button></header>
+{headline}
+{episodes}
 {summary}
 {panels}
-{anomalies}
 <script>{plotly}</script>
 <script id="panels" type="application/json">{data}</script>
 <script>{program}</script>
@@ -38,22 +40,11 @@ _PAGE = """<!doctype html>
 
 _UNKNOWN = "\N{EN DASH}"
 
-_ANOMALY_COLUMNS = (
-    ("kind", "Kind"),
-    ("layer", "Layer"),
-    ("where", "Where"),
-    ("name", "Module or weight"),
-    ("ranks", "Rank"),
-    ("micro_batch", "Micro-batch"),
-    ("samples", "Samples"),
-    ("gradients", "Suspect group: norm"),
-    ("skipped", "Update"),
-)
-
 
 def write_run_page(folders: Sequence[Path], page: Path) -> None:
-    """Write a page with the curves, norms and anomalies of one run, or of several runs compared.
+    """Write a page with the episodes, curves and norms of one run, or of several runs compared.
 
+    The page begins with what went wrong, why, where, in which samples, and what the run did.
     The page works offline, because it contains plotly (5 MB). It uses the system's light or dark
     colors until the reader clicks the button. When the reader zooms a panel whose x-axis is the
     step, all such panels zoom to the same steps.
@@ -75,9 +66,10 @@ def write_run_page(folders: Sequence[Path], page: Path) -> None:
         title=html.escape(", ".join(run.name for run in runs)),
         last_step=max(run.last_step() for run in runs),
         style=_resource("page.css"),
+        headline=headline(runs),
+        episodes=episode_table(runs),
         summary=_summary(runs),
         panels="\n".join(_section(panel) for panel in panels),
-        anomalies=_anomalies(runs),
         plotly=get_plotlyjs(),
         data=_data(panels),
         program=_resource("page.js"),
@@ -141,7 +133,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
     """Return a table with one row per run."""
     columns = (
         *("Run", "Steps", "Last loss", "Best evaluation", "Best with averaged weights"),
-        *("Skipped updates", "Anomalies"),
+        *("Skipped updates", "Episodes"),
     )
     head = "".join(f'<th class="number">{column}</th>' for column in columns[1:])
     rows = "".join(
@@ -167,7 +159,7 @@ def _figures(run: RunRecord) -> list[str]:
         _shown(min(_finite(run, "eval_loss"), default=None)),
         _shown(min(_finite(run, "ema_eval_loss"), default=None)),
         _shown(skipped[0] if skipped else None),
-        str(len(run.anomalies)),
+        str(len(run.episodes)),
     ]
 
 
@@ -177,53 +169,3 @@ def _finite(run: RunRecord, name: str) -> list[float]:
 
 def _shown(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value:{NUMBER}}"
-
-
-def _anomalies(runs: Sequence[RunRecord]) -> str:
-    """Return a table of anomalies. Each step is a link that zooms the curves to this step."""
-    heads = "".join(f"<th>{title}</th>" for _, title in _ANOMALY_COLUMNS)
-    rows = [
-        f'<tr><td>{html.escape(run.name)}</td><td class="number">'
-        f'<a href="#loss" data-step="{int(anomaly["step"])}">{int(anomaly["step"])}</a></td>'
-        + "".join(f'<td class="name">{_cell(key, anomaly)}</td>' for key, _ in _ANOMALY_COLUMNS)
-        + "</tr>"
-        for run in runs
-        for anomaly in run.anomalies
-    ]
-    if not rows:
-        return '<h2 id="anomalies">Anomalies</h2><p class="note">None recorded.</p>'
-    return (
-        '<h2 id="anomalies">Anomalies</h2>'
-        '<p class="note">Click a step to show it in all curves.</p>'
-        '<div class="wide"><table><thead><tr><th>Run</th><th class="number">Step</th>'
-        f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _cell(key: str, anomaly: dict[str, Any]) -> str:
-    value = anomaly.get(key)
-    return html.escape(_UNKNOWN if value in (None, []) else _TEXTS.get(key, str)(value))
-
-
-def _first_group(gradients: Sequence[dict[str, Any]]) -> str:
-    """Return name and norm of the most suspect group, which is listed first."""
-    return f"{gradients[0]['name']}: {float(gradients[0]['norm']):{NUMBER}}"
-
-
-def _places(samples: Sequence[dict[str, Any]]) -> str:
-    """Return the places of samples: the index in the data set if it is known, and the row."""
-    return "; ".join(
-        (f"{sample['index']}: " if "index" in sample else "")
-        + f"rank {sample['rank']}, micro-batch {sample['micro_batch']}, row {sample['row']}"
-        for sample in samples
-    )
-
-
-_TEXTS: dict[str, Callable[[Any], str]] = {
-    "kind": lambda kind: str(kind).replace("_", " "),
-    "ranks": lambda ranks: ", ".join(str(rank) for rank in ranks),
-    "samples": _places,
-    "gradients": _first_group,
-    "skipped": lambda skipped: "skipped" if skipped else "applied",
-}
-"""Functions that return the text of a cell, by the name of the field."""

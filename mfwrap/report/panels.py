@@ -15,9 +15,20 @@ from mfwrap.report.norm_maps import norms_by_rank, norms_by_step
 _THROUGHPUT = ("throughput", "_per_second", "flops", "mfu")
 """Words in curve names: a curve with one of them belongs to the panel of throughput."""
 
+_MAX_SPANS = 200
+"""Largest number of episodes of a run that are marked in the curves; a browser draws more slowly
+with each."""
+
 _OWN_PANEL = {
     *("loss", "eval_loss", "ema_eval_loss", "learning_rate", "loss_scale", "global_norm"),
-    *("overflow", "overflows", "applied_updates", "skipped_updates", "max_grad_norm"),
+    *(
+        "noise_scale",
+        "overflow",
+        "overflows",
+        "applied_updates",
+        "skipped_updates",
+        "max_grad_norm",
+    ),
 }
 
 
@@ -34,6 +45,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         ),
         _loss_scale(runs),
         _global_norm(runs),
+        _noise_scale(runs),
         *norms_by_step(runs),
         *norms_by_rank(runs),
         _choice(
@@ -55,6 +67,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         margin = 0.01 * (max(steps) - min(steps)) + 0.5
         for panel in shown:
             if panel.has_steps:
+                _mark_episodes(panel.figure, runs)
                 panel.figure.update_xaxes(range=[min(steps) - margin, max(steps) + margin])
     return shown
 
@@ -141,11 +154,6 @@ def _global_norm(runs: Sequence[RunRecord]) -> Panel:
         if curve is None:
             continue
         _mark_non_finite(panel.figure, curve, label(run, "norm not finite", runs))
-        spikes = [a for a in run.anomalies if a.get("kind") == "spike" and "global_norm" in a]
-        if spikes:
-            steps, norms = [a["step"] for a in spikes], [float(a["global_norm"]) for a in spikes]
-            mark = {"symbol": "triangle-up", "color": color_of(number), "size": 11}
-            panel.figure.add_trace(points(steps, norms, label(run, "spike", runs), **mark))
         if run.max_grad_norm is not None and math.isfinite(run.max_grad_norm):
             panel.figure.add_hline(
                 run.max_grad_norm,
@@ -162,6 +170,42 @@ def _global_norm(runs: Sequence[RunRecord]) -> Panel:
                 showarrow=False,
             )
     return panel
+
+
+def _noise_scale(runs: Sequence[RunRecord]) -> Panel:
+    note = (
+        "Gradient noise scale in samples, on a logarithmic axis. A batch that is larger than this "
+        "makes the gradient little better."
+    )
+    panel = _lines(runs, "noise_scale", "Gradient noise scale", note)
+    panel.figure.update_yaxes(type="log", dtick="D2", exponentformat="power")
+    return panel
+
+
+def _mark_episodes(figure: go.Figure, runs: Sequence[RunRecord]) -> None:
+    """Shade the steps of episodes, and of rollbacks, in the colors of their runs."""
+    shapes = list(figure.layout.shapes)
+    for number, run in enumerate(runs):
+        color = NOT_FINITE_COLOR if len(runs) == 1 else color_of(number)
+        spans = [(episode.step, episode.last_step) for episode in run.episodes]
+        spans += [(rollback.first_step, rollback.last_step) for rollback in run.rollbacks]
+        shapes += [
+            {
+                "type": "rect",
+                "name": "episode",
+                "x0": first - 0.5,
+                "x1": last + 0.5,
+                "yref": "paper",
+                "y0": 0,
+                "y1": 1,
+                "fillcolor": color,
+                "opacity": 0.25,
+                "line": {"color": color, "width": 1},
+                "layer": "below",
+            }
+            for first, last in spans[:_MAX_SPANS]
+        ]
+    figure.update_layout(shapes=shapes)
 
 
 def _choice(

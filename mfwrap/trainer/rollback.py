@@ -16,6 +16,7 @@ from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.checkpoints.verification import TRAINER_STATE, newest_whole_checkpoint
 from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
+from mfwrap.records.rollbacks import ROLLBACKS_FILE
 from mfwrap.records.skipped_rows import SkippedRow, checked_row
 from mfwrap.trainer.data_skip import DataSkip
 from mfwrap.trainer.events import BadSteps, monitors
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
 _LOG = logging.getLogger(__name__)
-
-ROLLBACKS_FILE = "rollbacks.json"
-"""File in the run folder with all rollbacks of the run."""
 
 SKIP_ROWS_FILE = "skip_rows.jsonl"
 """File in the run folder with all rows that the run has left out."""

@@ -38,10 +38,11 @@ def test_names_are_no_markup(page_file):
 
 
 def test_what_was_first_is_named(page_file):
-    """The table of anomalies names the module where an anomaly began."""
+    """The page begins with the first episode, and names the module where an anomaly began."""
     text = page_file.read_text(encoding="utf-8")
 
-    assert '<td class="name">layers.1.mlp</td>' in text
+    assert text.index("The first began at step") < text.index('<table id="summary">')
+    assert "gradient of layers.1.mlp" in text
 
 
 @pytest.mark.parametrize(
@@ -151,11 +152,11 @@ def test_light_and_dark(opened, scheme, paper):
 
 
 def test_an_anomaly_leads_to_its_place(opened):
-    """A click on an anomaly zooms all panels to its step and marks the step."""
+    """A click on an episode zooms all panels to its steps and marks the first."""
     page = opened()
     page.locator("a[data-step='30']").first.click()
     page.wait_for_function(
-        "document.querySelector('#global_norm .plot').layout.shapes.length === 3"
+        "document.querySelector('#global_norm .plot').layout.shapes.length === 7"
     )
 
     for name in ("loss", "learning_rate", "local-norms"):

@@ -61,15 +61,30 @@ def test_loss_scale(shown, tmp_path):
 
 
 def test_global_norm(shown):
-    """The panel shows the spike, the non-finite step and the clipping limit."""
+    """The panel shows the non-finite step and the clipping limit."""
     norm = traces(shown["global_norm"])
 
-    assert (norm["spike"].x, norm["spike"].y) == ((12,), (40.0,))
     assert norm["norm not finite"].x == (20,)
     layout = shown["global_norm"].figure.layout
     assert layout.shapes[0].y0 == 1.5
     # On a logarithmic axis, plotly positions labels by the logarithm.
     assert 10 ** layout.annotations[0].y == pytest.approx(1.5)
+
+
+def test_episodes_are_spans(shown):
+    """Each episode is a span in every panel with steps, and in no other panel."""
+    for panel in shown.values():
+        spans = [shape for shape in panel.figure.layout.shapes if shape.name == "episode"]
+        expected = [(11.5, 12.5), (29.5, 30.5)] if panel.has_steps else []
+        assert [(span.x0, span.x1) for span in spans] == expected
+
+
+def test_noise_scale(tmp_path):
+    """The gradient noise scale has a panel of its own."""
+    records = [{"step": step, "noise_scale": 64.0} for step in (100, 200)]
+    write_lines(tmp_path / "metrics.jsonl", records)
+
+    assert list(panels(tmp_path)) == ["noise_scale"]
 
 
 def test_several_runs(tmp_path):

@@ -1,0 +1,92 @@
+"""Join the records of anomalies into episodes: bad steps in a row, found by one rank or several."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Episode:
+    """Bad steps in a row that belong together."""
+
+    step: int
+    """First step."""
+
+    kind: str
+    """Kind of the first anomaly, as in ``anomalies.jsonl``."""
+
+    last_step: int
+    num_steps: int
+    """Number of bad steps; a good step may be between two of them."""
+
+    num_skipped: int
+    """Number of bad steps whose update was skipped."""
+
+    records: list[dict[str, Any]]
+    """First record of each rank that has found the episode, with the fields of its last record."""
+
+    @property
+    def cause(self) -> str | None:
+        """Cause as in ``anomalies.jsonl``; ``None`` in files of older versions."""
+        return self.records[0].get("cause")
+
+
+def episodes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> list[Episode]:
+    """Return the episodes of a run, ordered by their first steps.
+
+    An episode of several steps has two records: one when it begins, and one with ``last_step`` when
+    it ends. Files of older versions have a record without ``cause`` for each bad step instead;
+    successive steps of one kind are then an episode. Episodes of several ranks with the same first
+    step, kind and cause are one episode. Records without a step number are left out.
+
+    Args:
+        files: Rank and records of each file of anomalies.
+    """
+    found: dict[tuple[int, str, str | None], Episode] = {}
+    for rank, records in files:
+        for episode in _of_rank(records, rank):
+            known = found.setdefault((episode.step, episode.kind, episode.cause), episode)
+            if known is not episode:
+                known.records += episode.records
+                known.last_step = max(known.last_step, episode.last_step)
+                known.num_steps = max(known.num_steps, episode.num_steps)
+                known.num_skipped = max(known.num_skipped, episode.num_skipped)
+    return sorted(found.values(), key=lambda episode: episode.step)
+
+
+def _of_rank(records: Iterable[Mapping[str, Any]], rank: int) -> list[Episode]:
+    numbered = [record for record in records if type(record.get("step")) is int]
+    found: list[Episode] = []
+    for record in sorted(numbered, key=lambda record: int(record["step"])):
+        step, kind, skipped = record["step"], str(record.get("kind", "anomaly")), _skipped(record)
+        last = found[-1] if found else None
+        if "last_step" in record:
+            begun = (one for one in reversed(found) if (one.step, one.kind) == (step, kind))
+            if (episode := next(begun, None)) is None:
+                # The file has lost the first record, for example because a user has cut it.
+                episode = Episode(step, kind, step, 1, 0, [_of(record, rank)])
+                found.append(episode)
+            episode.last_step = int(record["last_step"])
+            episode.num_steps = int(record.get("num_steps", 1))
+            episode.num_skipped = int(record.get("num_skipped", 0))
+            episode.records = [{**episode.records[0], **record}]
+        elif (
+            "cause" not in record
+            and last is not None
+            and (last.cause, last.kind, last.last_step) == (None, kind, step - 1)
+        ):
+            last.last_step = step
+            last.num_steps += 1
+            last.num_skipped += skipped
+        else:
+            found.append(Episode(step, kind, step, 1, skipped, [_of(record, rank)]))
+    return found
+
+
+def _of(record: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return a record that names its rank. A file of rank 0 may speak for all ranks."""
+    return {"ranks": [rank], **record} if rank else dict(record)
+
+
+def _skipped(record: Mapping[str, Any]) -> int:
+    return int(record.get("skipped") is True)

@@ -1,0 +1,322 @@
+"""Say in words what went wrong in a run, why, where, in which samples, and what the run did."""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mfwrap.callbacks.culprit.anomaly_log import KINDS
+from mfwrap.records.episodes import Episode
+from mfwrap.records.rollbacks import RollbackRecord
+from mfwrap.records.run_record import Curve, RunRecord, to_number
+from mfwrap.report.curves import NUMBER
+
+_UNKNOWN = "\N{EN DASH}"
+_MOST_SAMPLES = 8
+_MOST_NAMES = 3
+
+_COLUMNS = ("Steps", "What happened, and why", "Where", "Samples", "What the run did")
+
+_PLACES = {
+    "input": "input {}",
+    "targets": "targets {}, all of them ignored",
+    "weight": "weight {}",
+    "weights": "most weights, among them {}",
+    "activation": "output of {}",
+    "gradient": "gradient of {}",
+}
+"""What is at fault, by the field ``where``."""
+
+_REPLAYS = {
+    "reproduced": "a second run of the step found the fault again",
+    "not_reproduced": "a second run of the step did not find the fault again",
+    "not_covered": "a second run of the network was finite: the fault is outside of it",
+    "failed": "a second run of the step failed",
+}
+
+
+class _Event(NamedTuple):
+    """An episode or a rollback as text; everything but steps is HTML."""
+
+    run: RunRecord
+    first: int
+    last: int
+    num_steps: int
+    what: str
+    """Kind in words."""
+
+    lines: list[str]
+    """Cause, suggestion and evidence, a clause each."""
+
+    where: list[str]
+    samples: list[str]
+    action: str
+    """What the run did about it."""
+
+
+def headline(runs: Sequence[RunRecord]) -> str:
+    """Return a paragraph for each run: how many episodes, what the first was, and how it ended."""
+    paragraphs = []
+    for run in runs:
+        events = _events(run)
+        name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
+        counts = [_counted(len(run.episodes), "episode")] if run.episodes else []
+        counts += [_counted(len(run.rollbacks), "rollback")] if run.rollbacks else []
+        if not events:
+            text = f"{name}No anomalies were recorded. {_end(run)}"
+        else:
+            first = events[0]
+            where = f" ({', '.join(first.where)})" if first.where else ""
+            began = f"{'The first' if events[1:] else 'It'} began at step"
+            text = (
+                f"<strong>{name}{' and '.join(counts)} in {run.last_step()} steps.</strong> "
+                f"{began} {_link(first, first.first)}: {first.what}{where}. "
+                f"{'. '.join(first.lines[:2])}. What the run did: {first.action}. "
+                f"{_end(run)}"
+            )
+        paragraphs.append(f'<p class="headline">{text}</p>')
+    return "".join(paragraphs)
+
+
+def episode_table(runs: Sequence[RunRecord]) -> str:
+    """Return a table of all episodes and rollbacks, whose steps are links into the curves."""
+    events = [event for run in runs for event in _events(run)]
+    if not events:
+        return ""
+    columns = ("Run", *_COLUMNS) if len(runs) > 1 else _COLUMNS
+    heads = "".join(f"<th>{title}</th>" for title in columns)
+    rows = "".join(_row(event, has_run=len(runs) > 1) for event in events)
+    return (
+        '<h2 id="anomalies">Episodes</h2><p class="note">Bad steps in a row are one episode. Click '
+        "its steps to show them in all curves, where each episode is a shaded span.</p>"
+        '<div class="wide long"><table id="episodes"><thead><tr>'
+        f"{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _row(event: _Event, *, has_run: bool) -> str:
+    run = f'<td class="name">{html.escape(event.run.name)}</td>' if has_run else ""
+    cells = [_listed(event.where, "not in one place"), _listed(event.samples), event.action]
+    return (
+        f'<tr>{run}<td class="steps">{_link(event)}{_duration(event)}</td>'
+        f"<td><strong>{event.what}</strong>{_listed(event.lines, empty='')}</td>"
+        + "".join(f'<td class="name">{cell}</td>' for cell in cells)
+        + "</tr>"
+    )
+
+
+def _link(event: _Event, shown: int | None = None) -> str:
+    """Return a link to the curves; its text is `shown`, by default first and last step."""
+    steps = str(event.first if shown is None else shown)
+    if event.last > event.first and shown is None:
+        steps += f"\N{EN DASH}{event.last}"
+    return f'<a href="#loss" data-step="{event.first}" data-last="{event.last}">{steps}</a>'
+
+
+def _duration(event: _Event) -> str:
+    return f"<div>{event.num_steps} bad steps</div>" if event.num_steps > 1 else ""
+
+
+def _listed(lines: Sequence[str], empty: str = _UNKNOWN) -> str:
+    return "".join(f"<div>{each}</div>" for each in lines) or empty
+
+
+def _events(run: RunRecord) -> list[_Event]:
+    events = [
+        *(_of_rollback(run, rollback) for rollback in run.rollbacks),
+        *(_of_episode(run, episode) for episode in run.episodes),
+    ]
+    return sorted(events, key=lambda event: event.first)
+
+
+def _of_rollback(run: RunRecord, rollback: RollbackRecord) -> _Event:
+    return _Event(
+        run,
+        rollback.first_step,
+        rollback.last_step,
+        rollback.last_step - rollback.first_step + 1,
+        html.escape(kind_words(rollback.kind)),
+        [html.escape(rollback.description)],
+        [],
+        [],
+        f"went back to {html.escape(rollback.checkpoint)} and left out "
+        f"{_counted(rollback.num_rows, 'row')} of the data",
+    )
+
+
+def _of_episode(run: RunRecord, episode: Episode) -> _Event:
+    records = episode.records
+    return _Event(
+        run,
+        episode.step,
+        episode.last_step,
+        episode.num_steps,
+        html.escape(kind_words(episode.kind)),
+        _escaped(line for record in records for line in _lines(record)),
+        _escaped(_where(records)),
+        _samples(records),
+        html.escape(_action(run, episode)),
+    )
+
+
+def kind_words(kind: str) -> str:
+    """Return the name of a kind of anomalies in words."""
+    return KINDS.get(kind, kind.replace("_", " "))
+
+
+def _escaped(lines: Iterable[str]) -> list[str]:
+    """Return different lines as HTML, in their order."""
+    return list(dict.fromkeys(map(html.escape, lines)))
+
+
+def _lines(record: Mapping[str, Any]) -> list[str]:
+    """Return the cause, the suggestion, and the numbers that support them."""
+    explanation, suggestion = record.get("explanation"), record.get("suggestion")
+    lines = [f"Cause: {explanation or 'unknown'}"]
+    if suggestion:
+        lines.append(f"What to do: {suggestion}")
+    loss = _loss_of(record)
+    numbers = [
+        *_compared("loss", loss, record.get("usual_loss")),
+        *_compared("global norm", record.get("global_norm"), record.get("usual_global_norm")),
+        *_compared("learning rate", record.get("learning_rate"), None),
+        *_compared("loss scale", record.get("loss_scale"), None),
+    ]
+    if numbers:
+        lines.append(f"In step {record['step']}: {', '.join(numbers)}")
+    for field, words in _EVIDENCE.items():
+        if found := record.get(field):
+            more = f" and {len(found) - _MOST_NAMES} more" if found[_MOST_NAMES:] else ""
+            lines.append(words + ", ".join(map(_named, found[:_MOST_NAMES])) + more)
+    if replay := _REPLAYS.get(record.get("replay", "")):
+        detail = record.get("replay_detail")
+        lines.append(f"Replay: {replay}" + (f" ({detail})" if detail else ""))
+    return lines
+
+
+_EVIDENCE = {
+    "gradients": "Gradient norms: ",
+    "weights": "Norms of weights: ",
+    "states": "Norms of the training state: ",
+    "moved": "Weights with a large update: ",
+    "buffers": "Buffers that became non-finite: ",
+}
+"""Heading of each list of tensors in a record."""
+
+
+def _named(tensor: Any) -> str:
+    """Return the name of a tensor, with its norm and the norm to compare it with."""
+    if not isinstance(tensor, Mapping):
+        return str(tensor)
+    kind = tensor.get("kind", "")
+    name = f"{kind} of {tensor.get('name')}" if kind not in {"", "buffer"} else tensor.get("name")
+    before = tensor.get("norm_before", tensor.get("usual_norm"))
+    word = "was" if "norm_before" in tensor else "usually"
+    return " ".join(_compared(str(name), tensor.get("norm"), before, word))
+
+
+def _loss_of(record: Mapping[str, Any]) -> Any:
+    """Return the loss of the first rank at fault."""
+    losses, ranks = record.get("losses") or [], record.get("ranks") or [0]
+    return losses[ranks[0]] if ranks[0] < len(losses) else next(iter(losses), None)
+
+
+def _compared(what: str, value: Any, usual: Any, word: str = "usually") -> list[str]:
+    """Return a number with its name and its usual value; nothing if the number is unknown."""
+    number, other = to_number(value), to_number(usual)
+    if number is None:
+        return []
+    known = other is not None and not math.isnan(other)
+    return [f"{what} {number:{NUMBER}}" + (f" ({word} {other:{NUMBER}})" if known else "")]
+
+
+def _where(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return layer, tensor, ranks and micro-batch; those of several ranks one after the other."""
+    ranks = sorted({rank for record in records for rank in record.get("ranks") or ()})
+    places = [_place(record) for record in records]
+    lines = list(dict.fromkeys(line for place in places for line in place))
+    if ranks:
+        lines.append(f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}")
+    numbers = {record["micro_batch"] for record in records if "micro_batch" in record}
+    if numbers:
+        many = "es" if len(numbers) > 1 else ""
+        lines.append(f"micro-batch{many} {', '.join(map(str, sorted(numbers)))}")
+    return lines
+
+
+def _place(record: Mapping[str, Any]) -> list[str]:
+    layer, name, where = record.get("layer"), record.get("name"), record.get("where")
+    lines = [f"layer {layer}"] if layer else []
+    if name:
+        lines.append(_PLACES.get(where or "", "{}").format(name))
+    elif where == "loss":
+        lines.append("the loss, all outputs of modules are finite")
+    return lines
+
+
+def _samples(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the rows that stand out, the worst first; else why none is named."""
+    rows = [row for record in records for row in record.get("samples") or ()]
+    lines = [_sample(row) for row in rows[:_MOST_SAMPLES]]
+    if rows[_MOST_SAMPLES:]:
+        lines.append(f"and {len(rows) - _MOST_SAMPLES} more, in anomalies.jsonl")
+    for record in records:
+        if not rows and record.get("rows"):
+            lines.append(f"rows {', '.join(map(str, record['rows']))} of the input are not finite")
+        if not rows and record.get("indices"):
+            indices = ", ".join(map(str, record["indices"]))
+            lines.append(f"micro-batch of data set indices {html.escape(indices)}")
+        if not rows and record.get("samples_detail"):
+            lines.append(f"none named: {html.escape(str(record['samples_detail']))}")
+    exact = [record.get("are_samples_exact") for record in records]
+    if rows and False in exact:
+        lines.append("numbers of a later run of the rows, not of the step itself")
+    return list(dict.fromkeys(lines))
+
+
+def _sample(row: Mapping[str, Any]) -> str:
+    place = f"rank {row['rank']}, micro-batch {row['micro_batch']}, row {row['row']}"
+    if "index" in row:
+        place = f"<strong>data set index {html.escape(str(row['index']))}</strong> ({place})"
+    numbers = [
+        *_compared("loss", row.get("loss"), None),
+        *_compared("gradient norm", row.get("gradient_norm"), None),
+        *_compared("without it: loss", row.get("loss_without"), None),
+        *_compared("gradient norm without it", row.get("gradient_norm_without"), None),
+    ]
+    text = f"<q>{html.escape(str(row['text']))}</q>" if row.get("text") else ""
+    return place + (f": {', '.join(numbers)}" if numbers else "") + text
+
+
+def _action(run: RunRecord, episode: Episode) -> str:
+    """Say which updates were skipped, clipped and applied."""
+    if not any("skipped" in record for record in episode.records):
+        return _UNKNOWN
+    total, skipped = episode.num_steps, episode.num_skipped
+    updates = "the update" if total == 1 else f"{skipped} of {total} updates"
+    if skipped == total:
+        return "skipped the update" if total == 1 else f"skipped all {total} updates"
+    if skipped:
+        return f"skipped {updates}, applied the others"
+    clip = ""
+    norms = run.curves.get("global_norm", Curve())
+    limit = run.max_grad_norm or math.inf
+    norm = dict(zip(norms.steps, norms.values, strict=True)).get(episode.step, 0.0)
+    if limit < norm < math.inf:
+        clip = f" with the gradients clipped to {limit:{NUMBER}}"
+    return f"applied the update{clip}" if total == 1 else f"applied all {total} updates{clip}"
+
+
+def _end(run: RunRecord) -> str:
+    """Say at which step the records of a run end, and with which loss."""
+    losses = run.curves.get("loss", Curve())
+    if not losses.steps:
+        return f"The records end at step {run.last_step()}."
+    return (
+        f"The records end at step {run.last_step()}, with loss "
+        f"{losses.values[-1]:{NUMBER}} at step {losses.steps[-1]}."
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,139 @@
+"""Episodes are told in words, and what the run did about them."""
+
+import html
+import json
+import re
+
+import pytest
+
+from mfwrap.records.run_record import read_run
+from mfwrap.report.episodes import episode_table, headline
+from support.run_folders import write_lines
+
+RATE = {
+    "step": 2,
+    "kind": "spike",
+    "cause": "learning_rate",
+    "explanation": "the learning rate of step 2 was 3 <times 300>",
+    "suggestion": "correct the schedule",
+    "losses": [5.5],
+    "usual_loss": 3.25,
+    "skipped": False,
+}
+
+
+def run_of(folder, anomalies, **files):
+    """Return a run of ten steps with these anomalies."""
+    write_lines(
+        folder / "metrics.jsonl",
+        [
+            {"step": step, "loss": 2.0, "global_norm": 4.0, "max_grad_norm": 1.0}
+            for step in range(1, 11)
+        ],
+    )
+    write_lines(folder / "anomalies.jsonl", anomalies)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return read_run(folder)
+
+
+def cells(run):
+    """Return the texts of the cells of each row in the table."""
+    rows = re.findall("<tr>(<td.*?)</tr>", episode_table([run]))
+    return [
+        [
+            html.unescape(re.sub("<.*?>", " ", cell)).split()
+            for cell in re.findall("<td.*?</td>", row)
+        ]
+        for row in rows
+    ]
+
+
+def test_a_run_without_anomalies(tmp_path):
+    """The page says so, and has no table."""
+    run = run_of(tmp_path, [])
+
+    assert "No anomalies were recorded. The records end at step 10" in headline([run])
+    assert episode_table([run]) == ""
+
+
+def test_the_headline(tmp_path):
+    """The headline has the number of episodes, the first one with its cause, and the end."""
+    end = {"step": 2, "kind": "spike", "last_step": 6, "num_steps": 4, "num_skipped": 1}
+    run = run_of(tmp_path, [{**RATE, "skipped": True}, end, {**RATE, "step": 9}])
+    text = headline([run])
+
+    assert re.sub("<.*?>", "", html.unescape(text.replace("&lt;", "("))) == (
+        "2 episodes in 10 steps. The first began at step 2: gradient norm spike. Cause: the "
+        "learning rate of step 2 was 3 (times 300>. What to do: correct the schedule. What the run "
+        "did: skipped 1 of 4 updates, applied the others. The records end at step 10, with loss 2 "
+        "at step 10."
+    )
+    assert 'data-step="2" data-last="6"' in text
+
+
+@pytest.mark.parametrize(
+    ("end", "skipped", "said"),
+    [
+        ({}, True, "skipped the update"),
+        ({}, False, "applied the update with the gradients clipped to 1"),
+        ({"last_step": 4, "num_steps": 3, "num_skipped": 3}, True, "skipped all 3 updates"),
+        ({"last_step": 4, "num_steps": 3, "num_skipped": 0}, False, "applied all 3 updates"),
+    ],
+)
+def test_what_the_run_did(tmp_path, end, skipped, said):
+    """The table tells skipped, clipped and applied updates apart."""
+    ends = [{"step": 2, "kind": "spike", **end}] if end else []
+    [row] = cells(run_of(tmp_path, [{**RATE, "skipped": skipped}, *ends]))
+
+    assert " ".join(row[-1]).startswith(said)
+
+
+def test_place_samples_and_evidence(tmp_path):
+    """A row has layer, tensor, rank and micro-batch, the samples, and numbers beside usual ones."""
+    sample = {"rank": 1, "micro_batch": 2, "row": 3, "index": 77, "loss": 22.0, "text": "a <b> c"}
+    record = {
+        "step": 3,
+        "kind": "gradient_not_finite",
+        "cause": "activation",
+        "ranks": [1],
+        "layer": "layers.1",
+        "where": "activation",
+        "name": "layers.1.mlp",
+        "micro_batch": 2,
+        "losses": [2.0, "nan"],
+        "usual_loss": 2.25,
+        "samples": [sample],
+        "states": [{"kind": "exp_avg", "name": "w", "norm": 8.0, "norm_before": 2.0, "rise": 4.0}],
+        "buffers": ["a", "b", "c", "d"],
+        "replay": "reproduced",
+        "skipped": True,
+    }
+    [[_, what, where, samples, _]] = [
+        [" ".join(cell) for cell in row] for row in cells(run_of(tmp_path, [record]))
+    ]
+
+    assert "Cause: unknown In step 3: loss nan (usually 2.25)" in what
+    assert "exp_avg of w 8 (was 2)" in what
+    assert "a, b, c and 1 more" in what
+    assert what.endswith("a second run of the step found the fault again")
+    assert where == "layer layers.1 output of layers.1.mlp rank 1 micro-batch 2"
+    assert samples == "data set index 77 (rank 1, micro-batch 2, row 3): loss 22 a <b> c"
+
+
+def test_rollbacks_are_told(tmp_path):
+    """A rollback is a row, although the records of its bad steps are gone."""
+    done = {
+        "kind": "loss_spike",
+        "first_step": 5,
+        "last_step": 6,
+        "checkpoint": "checkpoint-4",
+        "rows": [[0, 16]],
+        "description": "step 5: loss spike",
+    }
+    run = run_of(tmp_path, [], rollbacks={"rollbacks": [done]})
+    [row] = cells(run)
+
+    assert "1 rollback in 10 steps." in headline([run])
+    assert " ".join(row[0]) == "5\N{EN DASH}6 2 bad steps"
+    assert " ".join(row[-1]) == "went back to checkpoint-4 and left out 1 row of the data"
