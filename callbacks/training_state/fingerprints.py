@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainingArguments
 
@@ -19,6 +20,7 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import PackedValues, pack, skip_flag
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks, this_rank
+from mfwrap.optimizers.chained import parts_of
 from mfwrap.records.fingerprints import (
     NAME,
     Fingerprint,
@@ -37,7 +39,7 @@ from mfwrap.tensors.fingerprints import (
     row_hashes,
 )
 from mfwrap.tensors.shards import is_distributed, local_tensors
-from mfwrap.tensors.wrappers import trainable, unwrapped_network
+from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
 
 _NUM_PIECES = 4
 
@@ -48,6 +50,14 @@ class _MicroBatch(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     hashes: Tensor
     """Shape ``(len(shapes) + rows,)``, int64: one hash per input, then one per row."""
+
+
+class _Gradients(NamedTuple):
+    """Fingerprints of the gradients of a step, on the device."""
+
+    values: Tensor
+    are_unscaled: bool
+    """As in `mfwrap.records.fingerprints.StepFingerprints`."""
 
 
 class _Step(NamedTuple):
@@ -63,6 +73,7 @@ class _Step(NamedTuple):
     """Names of the local norms; empty without local norms."""
 
     num_gradients: int
+    are_unscaled: bool
     num_weights: int
 
 
@@ -103,7 +114,8 @@ class FingerprintRecorder:
         self._facts = _facts(args, model)
         self._random: dict[str, str] = {}
         self._micro_batches: list[_MicroBatch] = []
-        self._gradients: Tensor | None = None
+        self._gradients: _Gradients | None = None
+        self._update_hook: RemovableHandle | None = None
         self._norm_names: tuple[str, ...] = ()
         self._is_watching = False
         self._network = None if model is None else unwrapped_network(model)
@@ -130,32 +142,57 @@ class FingerprintRecorder:
     def _is_due(self, global_step: int) -> bool:
         return self._lines is not None and global_step % self._interval == 0
 
-    def begin_step(self, global_step: int) -> None:
+    def begin_step(self, global_step: int, optimizer: Any = None) -> None:
         """Record the states of the random number generators, and the inputs from now on.
 
         Args:
             global_step: Number of this step: the finished steps plus one.
+            optimizer: Optimizer, with or without wrappers. If the loop does not call
+                `before_update`, its gradients are recorded when its step begins. ``None`` if
+                unknown.
         """
         self._micro_batches, self._gradients = [], None
+        self._remove_update_hook()
         self._is_watching = self._is_due(global_step)
         if self._is_watching:
             device = next(iter(self._parameters()), torch.zeros(())).device
             self._random = _random_states(device)
+            inner = unwrapped_optimizer(optimizer)
+            if self._network is not None and isinstance(inner, Optimizer):
+                self._update_hook = inner.register_step_pre_hook(self._at_update)
 
     def end_forward(self) -> None:
         """Stop recording inputs: a replay of a step, for example, also calls the network."""
         self._is_watching = False
 
     def before_update(self, global_step: int, model: nn.Module | None) -> None:
-        """Record the gradients, if the step is recorded.
+        """Record the gradients, if the step is recorded and there are gradients.
 
         Args:
             global_step: Number of this step: the finished steps plus one.
             model: Network, with or without wrappers; ``None`` if unknown.
         """
         if model is not None and self._is_due(global_step):
-            parameters = list(trainable(model).values())
-            self._gradients = _fingerprints(parameters, gradients=True).reshape(-1)
+            self._record_gradients(model, are_unscaled=False)
+
+    def _at_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Record the gradients with which the optimizer is called, if there are none yet."""
+        if self._gradients is None and self._network is not None:
+            # mfwrap's step and torch's GradScaler leave the division to a fused kernel, and tell it
+            # by attributes. Otherwise, the gradients have been divided and clipped by now.
+            is_folded = any(hasattr(part, "found_inf") for part in parts_of(optimizer))
+            self._record_gradients(self._network, are_unscaled=not is_folded)
+
+    def _record_gradients(self, model: nn.Module, *, are_unscaled: bool) -> None:
+        parameters = list(trainable(model).values())
+        if any(parameter.grad is not None for parameter in parameters):
+            values = _fingerprints(parameters, gradients=True).reshape(-1)
+            self._gradients = _Gradients(values, are_unscaled)
+
+    def _remove_update_hook(self) -> None:
+        handle, self._update_hook = self._update_hook, None
+        if handle is not None:
+            handle.remove()
 
     def end_step(
         self, global_step: int, model: nn.Module | None, output: Any, report: StepReport | None
@@ -170,6 +207,7 @@ class FingerprintRecorder:
         """
         micro_batches, self._micro_batches = self._micro_batches, []
         gradients, self._gradients = self._gradients, None
+        self._remove_update_hook()
         random, self._random = self._random, {}
         if not self._is_due(global_step):
             return
@@ -184,12 +222,14 @@ class FingerprintRecorder:
             micro_batches=micro_batches,
             packed=packed,
             norm_names=names,
-            num_gradients=0 if gradients is None else len(gradients),
+            num_gradients=0 if gradients is None else len(gradients.values),
+            are_unscaled=gradients is not None and gradients.are_unscaled,
             num_weights=0 if weights is None else len(weights),
         )
         parts = [
             *(as_floats(each.hashes).reshape(-1) for each in micro_batches),
-            *(each for each in (gradients, weights) if each is not None),
+            *(() if gradients is None else (gradients.values,)),
+            *(() if weights is None else (weights,)),
             *((local_norm,) if local_norm is not None and names else ()),
             *(() if packed is None else (packed.tensor,)),
         ]
@@ -206,7 +246,8 @@ class FingerprintRecorder:
             self._reads.flush()
 
     def close(self) -> None:
-        """Remove the hook from the network."""
+        """Remove the hooks from the network and the optimizer."""
+        self._remove_update_hook()
         if self._handle is not None:
             self._handle.remove()
 
@@ -247,6 +288,8 @@ class FingerprintRecorder:
         for name, number in (("gradients", step.num_gradients), ("weights", step.num_weights)):
             if number:
                 record[name] = encoded(_read(list(islice(values, number))))
+        if step.are_unscaled:
+            record["are_unscaled"] = True
         if step.norm_names:
             if step.norm_names != self._norm_names:
                 self._norm_names = step.norm_names

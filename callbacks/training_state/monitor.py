@@ -103,7 +103,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         attached = getattr(known.get("optimizer"), "attachment", None)
         self._scale_before = getattr(attached, "loss_scale", None)
         self._run.begin_step(state.global_step + 1)
-        self._run.fingerprints.begin_step(state.global_step + 1)
+        self._run.fingerprints.begin_step(state.global_step + 1, known.get("optimizer"))
         self._run.clock.restart()
 
     def on_pre_optimizer_step(

@@ -152,9 +152,12 @@ class TrainingStateSettings(RunSettings):
     """Write ``fingerprints.jsonl``: hashes of each reported step's random states, inputs, gradients
     and weights, by which ``mfwrap compare`` finds the first difference of two runs. Each rank reads
     its inputs once, and its gradients and weights twice. A record has 38 bytes per gradient and
-    weight tensor, and 20 bytes per row of the inputs. The gradients are recorded at
-    ``on_pre_optimizer_step``, the inputs between ``on_step_begin`` and this event; a loop of your
-    own that does not send both leaves these out."""
+    weight tensor, and 20 bytes per row of the inputs. The inputs are recorded from
+    ``on_step_begin`` on, which a loop of your own must send. The gradients are recorded at
+    ``on_pre_optimizer_step``. In a loop that does not send this event, such as `Model` or a loop
+    around `MFTrainOneStepCell`, they are recorded when the optimizer's step begins, if
+    ``on_step_begin`` has the keywords ``model`` and ``optimizer``. Then an update that is skipped
+    without a fused kernel has no gradients in the record."""
 
     folder: str | os.PathLike[str] | None = None
     """Run folder; ``None`` takes ``args.output_dir``."""

@@ -31,8 +31,14 @@ def compare_gradients(
         numbers: Outcome of comparing the numbers of the step. Local norms in it show on which rank
             a gradient differed before it was reduced.
     """
-    if numbers.get("loss scale") is not None:
-        return {}  # the recorded gradients are multiplied by the loss scale
+    unscaled = {
+        each.are_unscaled
+        for run in (first, second)
+        for each in run.fingerprints_of(step).values()
+        if each.gradients is not None
+    }
+    if len(unscaled) == 2 or (numbers.get("loss scale") is not None and unscaled != {True}):
+        return {}  # the recorded gradients are multiplied by different numbers
     pairs = _pairs(first, second, lambda each: _of_step(each, step, is_weight=False))
     differing = _differing(pairs, tolerance)
     if not differing:
@@ -42,6 +48,9 @@ def compare_gradients(
     name = first_in_backward(names, len({name for name, _ in pairs}), can_name=has_loss)
     found = _difference(step, "gradient", pairs, differing, name)
     norms = numbers.get("gradient")
+    if name is None and norms is not None and norms.name in {key for key, _ in pairs}:
+        # The gradients were recorded after clipping, which changes all of them.
+        return {}
     if norms is not None and norms.ranks:
         found = dataclasses.replace(found, ranks=norms.ranks)
     return {"gradient": found}

@@ -111,13 +111,18 @@ class StepFingerprints:
 
     micro_batches: tuple[MicroBatch, ...]
     gradients: Mapping[str, Fingerprint] | None
-    """Gradients before the update, by parameter: reduced, multiplied by the loss scale."""
+    """Gradients before the update, by parameter: reduced, multiplied by the loss scale unless
+    `are_unscaled`."""
 
     weights: Mapping[str, Fingerprint] | None
     """Weights after the update, by parameter."""
 
     numbers: Mapping[str, Any]
     """Numbers of the step, by their names in `StepOutput`; ``local_norm`` is a mapping."""
+
+    are_unscaled: bool = False
+    """Whether the gradients are as an optimizer without a fused kernel gets them: divided by the
+    loss scale, and clipped."""
 
 
 @final
@@ -172,6 +177,7 @@ def read_fingerprints(records: Iterable[Mapping[str, Any]], place: str) -> RankF
                 gradients=None if gradients is None else _decoded(shares, gradients),
                 weights=None if weights is None else _decoded(shares, weights),
                 numbers=numbers,
+                are_unscaled=bool(record.get("are_unscaled", False)),
             )
         except (KeyError, TypeError, ValueError, struct.error, binascii.Error) as error:
             msg = f"{place}:{number}: expected a record of fingerprints, got {str(record)[:80]!r}"

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import TrainerControl, TrainerState
 
-from mfwrap import DynamicLossScaleUpdateCell, StepConfig
+from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.records import resume_records, save_records
 from support.attached_runs import new_accelerator
 
-__all__ = ["Plan", "train_rank", "train_recorded"]
+__all__ = ["Plan", "train_by_cell", "train_rank", "train_recorded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +150,52 @@ def train_recorded(folder: Path, plan: Plan) -> Path:
             monitor.on_pre_save(None, state, control)
             accelerator.save_state(folder / "checkpoint")
             save_records(folder / "checkpoint")
+    monitor.on_train_end(None, state, control)
+    return folder
+
+
+def train_by_cell(folder: Path, plan: Plan, *, fused: bool = True) -> Path:
+    """Train with the cell, in a loop that sends no event before the update.
+
+    Args:
+        folder: Run folder.
+        plan: The run; only `num_steps`, `scale`, `gradient_at` and `settings` are used.
+        fused: Whether the optimizer skips and divides in its kernel. If not, gradients are recorded
+            after clipping, and local norms are recorded, too.
+
+    Returns:
+        The run folder.
+    """
+    torch.manual_seed(0)
+    network = _Layers(0.0)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=fused)
+    cell = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        max_grad_norm=0.1,
+        scale_sense=plan.scale,
+        local_norm=not fused,
+    )
+    monitor = TrainingStateMonitor(
+        folder=folder,
+        fingerprints=True,
+        origin_epochs=1,
+        dataset_size=plan.num_steps * 4,
+        global_batch_size=4,
+        **dict(plan.settings),
+    )
+    state, control = TrainerState(), TrainerControl()
+    known = {"model": network, "optimizer": optimizer}
+    monitor.on_train_begin(None, state, control, **known)
+    for step in range(1, plan.num_steps + 1):
+        monitor.on_step_begin(None, state, control, **known)
+        with _Planted(network, plan, step, is_last=True):
+            output = cell(*_batches(plan, step)[0])
+        state.global_step = step
+        monitor.on_step_end(
+            None, state, control, step_output=output, step_report=cell.last_report, **known
+        )
     monitor.on_train_end(None, state, control)
     return folder
 

@@ -8,7 +8,7 @@ import pytest
 from mfwrap.comparison import compare_runs
 from mfwrap.comparison.differences import Row
 from mfwrap.records import read_json_lines
-from support.compared_runs import Plan, train_rank, train_recorded
+from support.compared_runs import Plan, train_by_cell, train_rank, train_recorded
 from support.run_folders import write_lines, write_run
 
 
@@ -142,6 +142,27 @@ def test_records_alone(plain, tmp_path):
     # A weight that changes after step 3 is seen in the loss of step 4.
     weight = train_recorded(tmp_path / "c", Plan(fingerprints=False, weight_after=3))
     assert differences(compare_runs(plain, weight))[0] == (4, "loss", "loss")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_cell(tmp_path, fused):
+    """A gradient that differs in a loop around the cell is named, also after clipping."""
+    plain = train_by_cell(tmp_path / "a", Plan(), fused=fused)
+    same = train_by_cell(tmp_path / "b", Plan(), fused=fused)
+    planted = train_by_cell(tmp_path / "c", Plan(gradient_at=4), fused=fused)
+
+    assert compare_runs(plain, same).is_equal
+    found = compare_runs(plain, planted)
+    assert differences(found)[0] == (4, "gradient", "middle.weight")
+    assert {"data", "random numbers", "gradient"} <= set(found.compared)
+
+
+def test_gradients_before_and_after_clipping(tmp_path):
+    """Gradients that were recorded before and after clipping are not compared with each other."""
+    fused = train_by_cell(tmp_path / "a", Plan())
+    other = train_by_cell(tmp_path / "b", Plan(), fused=False)
+
+    assert compare_runs(fused, other, 1e-4).is_equal
 
 
 @pytest.fixture(scope="module")

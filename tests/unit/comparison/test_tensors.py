@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from mfwrap.comparison.differences import Difference
 from mfwrap.comparison.recorded_run import RecordedRun
-from mfwrap.comparison.tensors import compare_starts, compare_weights
+from mfwrap.comparison.tensors import compare_gradients, compare_starts, compare_weights
 from mfwrap.records.fingerprints import Fingerprint, RankFingerprints, StepFingerprints
 from mfwrap.tensors.fingerprints import fingerprints
 
@@ -53,3 +54,38 @@ def test_start_against_a_step():
     assert compare_starts(whole, run(tensor, share="whole", starts=(1,)), 1, 0.0) is None
     found = compare_starts(whole, run(tensor + 1, share="whole", starts=(1,)), 1, 0.0)
     assert (found.step, found.name, found.at_start) == (1, "w", True)
+
+
+def with_gradients(*gradients, are_unscaled):
+    """Return a run of one rank that has recorded these gradients at step 1."""
+    found = {
+        f"w{number}": Fingerprint.from_values(fingerprints([gradient])[0].tolist())
+        for number, gradient in enumerate(gradients)
+    }
+    step = StepFingerprints({}, (), found, None, {}, are_unscaled)
+    rank = RankFingerprints({}, dict.fromkeys(found, "whole"), {1: step}, {})
+    return RecordedRun(Path("r"), 1, {}, {}, {}, {0: rank})
+
+
+def test_other_loss_scales():
+    """With other loss scales, only gradients that were divided by the scale are compared."""
+    scale = Difference(step=1, kind="loss scale")
+    one, other = torch.ones(3), torch.zeros(3)
+    scaled = [with_gradients(each, are_unscaled=False) for each in (one, other)]
+    unscaled = [with_gradients(each, are_unscaled=True) for each in (one, other)]
+
+    assert compare_gradients(*scaled, 1, 0.0, {"loss scale": scale}) == {}
+    found = compare_gradients(*unscaled, 1, 0.0, {"loss scale": scale})
+    assert found["gradient"].name == "w0"
+    assert compare_gradients(scaled[0], unscaled[1], 1, 0.0, {}) == {}
+
+
+def test_norms_name_the_gradient_where_clipping_changed_all():
+    """If all gradients differ and the local norms name one, their result counts."""
+    runs = [with_gradients(torch.ones(3) * x, torch.ones(2) * x, are_unscaled=True) for x in (1, 2)]
+    norms = Difference(step=1, kind="gradient", name="w1", num_differing=1, num_compared=2)
+    global_norm = Difference(step=1, kind="gradient", name="global_norm")
+
+    assert compare_gradients(*runs, 1, 0.0, {"loss": None, "gradient": norms}) == {}
+    found = compare_gradients(*runs, 1, 0.0, {"loss": None, "gradient": global_norm})
+    assert (found["gradient"].name, found["gradient"].num_differing) == (None, 2)

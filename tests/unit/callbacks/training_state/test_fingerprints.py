@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerControl, TrainerState
 
+from mfwrap import MFTrainOneStepCell, Model, TrainOneStepCell, WithLossCell
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
@@ -120,7 +122,6 @@ def test_no_folder():
     """Fingerprints need a run folder."""
     monitor = TrainingStateMonitor(fingerprints=True, origin_epochs=1, dataset_size=4)
     message = "`folder` must be given for `fingerprints` in a loop of your own, got None"
-    from transformers import TrainerControl, TrainerState  # noqa: PLC0415  (only here)
 
     with pytest.raises(ValueError, match=re.escape(message)):
         monitor.on_train_begin(None, TrainerState(), TrainerControl(), model=nn.Linear(1, 1))
@@ -135,3 +136,107 @@ def test_without_a_network(tmp_path, caplog):
         recorder.close()
 
         assert reason in caplog.messages[-1]
+
+
+def cell_loop(folder, *, fused, scale=8.0, loss=None, num_steps=2, **settings):
+    """Train with the cell in a loop that sends no event before the update.
+
+    Returns:
+        The records, and the scaled gradients of the first step, computed by autograd.
+    """
+    torch.manual_seed(0)
+    network = WithLossCell(nn.Linear(3, 2), nn.MSELoss() if loss is None else loss)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=fused)
+    cell = MFTrainOneStepCell(network, optimizer, scale_sense=scale, **settings)
+    monitor = TrainingStateMonitor(
+        fingerprints=True, folder=folder, origin_epochs=1, dataset_size=8, global_batch_size=4
+    )
+    state, control = TrainerState(), TrainerControl()
+    known = {"model": network, "optimizer": optimizer}
+    batch = torch.randn(4, 3), torch.randn(4, 2)
+    scaled = torch.autograd.grad(network(*batch) * scale, list(network.parameters()))
+    monitor.on_train_begin(None, state, control, **known)
+    for _ in range(num_steps):
+        monitor.on_step_begin(None, state, control, **known)
+        output = cell(*batch)
+        state.global_step += 1
+        report = {"step_output": output, "step_report": cell.last_report}
+        monitor.on_step_end(None, state, control, **report, **known)
+    monitor.on_train_end(None, state, control)
+    assert not optimizer._optimizer_step_pre_hooks
+    records = read_json_lines(folder / "fingerprints.jsonl")
+    return read_fingerprints(records, "f").steps, scaled
+
+
+def test_gradients_of_the_cell(tmp_path):
+    """A fused optimizer gets the scaled gradients, before clipping: these are recorded."""
+    steps, scaled = cell_loop(tmp_path, fused=True, use_clip_grad=True, max_grad_norm=0.1)
+
+    assert list(steps[1].gradients.values()) == [of(gradient) for gradient in scaled]
+    assert not steps[1].are_unscaled
+    assert len(steps[1].micro_batches) == 1
+    assert steps[2].gradients != steps[1].gradients
+
+
+def test_gradients_of_an_optimizer_without_a_fused_kernel(tmp_path):
+    """The gradients are recorded as the optimizer gets them, and the record says so."""
+    steps, scaled = cell_loop(tmp_path, fused=False, use_clip_grad=True, max_grad_norm=0.1)
+
+    assert sum(each.square for each in steps[1].gradients.values()) == pytest.approx(
+        0.1**2, rel=1e-4
+    )
+    assert sum(gradient.square().sum() for gradient in scaled) > 1
+    assert steps[1].are_unscaled
+
+
+def test_gradients_of_skipped_updates(tmp_path):
+    """A skipped update has gradients in the record if the kernel skips it, and otherwise none."""
+
+    def infinite(outputs, _labels):
+        return (outputs * torch.inf).sum()
+
+    fused, _ = cell_loop(tmp_path / "a", fused=True, loss=infinite)
+    other, _ = cell_loop(tmp_path / "b", fused=False, loss=infinite)
+
+    assert [len(each.gradients) for each in fused.values()] == [2, 2]
+    assert [each.gradients for each in other.values()] == [None, None]
+    assert [each.numbers["skipped"] for each in other.values()] == [True, True]
+
+
+def test_gradients_are_recorded_once(tmp_path):
+    """The gradients that the loop sends are those before its clipping, and they are kept."""
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    recorder = recorder_of(tmp_path, network, is_compiled=False)
+    recorder.begin_step(1, optimizer)
+    recorder.before_update(1, network)  # no gradients yet: nothing to record
+    network(torch.ones(1, 2)).sum().backward()
+    expected = of(network.weight.grad)
+    recorder.before_update(1, network)
+    network.weight.grad.mul_(0.5)
+    optimizer.step()
+    recorder.end_step(1, network, None, None)
+    recorder.flush()
+    recorder.close()
+    found = read_fingerprints(read_json_lines(tmp_path / "fingerprints.jsonl"), "f").steps[1]
+
+    assert found.gradients["weight"] == expected
+    assert not found.are_unscaled
+
+
+def test_gradients_of_model(tmp_path):
+    """`Model` trains with gradients in the record, by MindSpore's cells and by mfwrap's."""
+    for name in ("plain", "mfwrap"):
+        torch.manual_seed(0)
+        network = WithLossCell(nn.Linear(3, 2), nn.MSELoss())
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=True)
+        kind = MFTrainOneStepCell if name == "mfwrap" else TrainOneStepCell
+        monitor = TrainingStateMonitor(fingerprints=True, folder=tmp_path / name)
+        batch = torch.randn(4, 3), torch.randn(4, 2)
+        gradients = torch.autograd.grad(network(*batch), list(network.parameters()))
+        Model(kind(network, optimizer)).train(1, [batch, batch], [monitor])
+        records = read_json_lines(tmp_path / name / "fingerprints.jsonl")
+        steps = read_fingerprints(records, "f").steps
+
+        assert list(steps) == [1, 2]
+        assert list(steps[1].gradients.values()) == [of(each) for each in gradients]
