@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import TrainerControl, TrainerState
 
@@ -14,9 +16,10 @@ from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.records import resume_records, save_records
+from mfwrap.tensors.shards import local_tensors
 from support.attached_runs import new_accelerator
 
-__all__ = ["Plan", "train_by_cell", "train_rank", "train_recorded"]
+__all__ = ["Plan", "train_by_cell", "train_rank", "train_recorded", "train_shard"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +74,10 @@ class _Layers(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.middle = nn.Linear(16, 16)
-        self.last = nn.Linear(16, 4)
+        # Odd sizes, which two ranks cannot share evenly.
+        self.first = nn.Linear(8, 15)
+        self.middle = nn.Linear(15, 15)
+        self.last = nn.Linear(15, 5)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -154,20 +158,36 @@ def train_recorded(folder: Path, plan: Plan) -> Path:
     return folder
 
 
-def train_by_cell(folder: Path, plan: Plan, *, fused: bool = True) -> Path:
+def train_shard(rank: int, folder: str, plan: dict[str, Any]) -> None:
+    """Train a network that FSDP2 shards, on one of the ranks; `plan` has the fields of a `Plan`."""
+    del rank
+    train_by_cell(Path(folder), Plan(**plan), shards=True)
+
+
+def train_by_cell(folder: Path, plan: Plan, *, fused: bool = True, shards: bool = False) -> Path:
     """Train with the cell, in a loop that sends no event before the update.
 
     Args:
         folder: Run folder.
-        plan: The run; only `num_steps`, `scale`, `gradient_at` and `settings` are used.
+        plan: The run; only `num_steps`, `scale`, `row_at`, `gradient_at`, `activation_at`,
+            `weight_after` and `settings` are used.
         fused: Whether the optimizer skips and divides in its kernel. If not, gradients are recorded
             after clipping, and local norms are recorded, too.
+        shards: Whether to shard the network over the ranks of the process group. Each rank then has
+            its part of the rows.
 
     Returns:
         The run folder.
     """
     torch.manual_seed(0)
     network = _Layers(0.0)
+    ranks = distributed.get_world_size() if shards else 1
+    rank = distributed.get_rank() if shards else 0
+    is_last = rank == ranks - 1
+    if shards:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for module in (network.first, network.middle, network):
+            fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=fused)
     cell = MFTrainOneStepCell(
         network,
@@ -175,7 +195,7 @@ def train_by_cell(folder: Path, plan: Plan, *, fused: bool = True) -> Path:
         use_clip_grad=True,
         max_grad_norm=0.1,
         scale_sense=plan.scale,
-        local_norm=not fused,
+        local_norm=shards or not fused,
     )
     monitor = TrainingStateMonitor(
         folder=folder,
@@ -186,12 +206,18 @@ def train_by_cell(folder: Path, plan: Plan, *, fused: bool = True) -> Path:
         **dict(plan.settings),
     )
     state, control = TrainerState(), TrainerControl()
+    state.is_world_process_zero = rank == 0
     known = {"model": network, "optimizer": optimizer}
     monitor.on_train_begin(None, state, control, **known)
     for step in range(1, plan.num_steps + 1):
         monitor.on_step_begin(None, state, control, **known)
-        with _Planted(network, plan, step, is_last=True):
-            output = cell(*_batches(plan, step)[0])
+        batch = [each.chunk(ranks)[rank] for each in _batches(plan, step)[1]]
+        with _Planted(network, plan, step, is_last=is_last):
+            output = cell(*batch)
+        if step == plan.weight_after and is_last:
+            with torch.no_grad():
+                [weight] = local_tensors([network.middle.weight])
+                weight[3, 5] *= 1.5
         state.global_step = step
         monitor.on_step_end(
             None, state, control, step_output=output, step_report=cell.last_report, **known

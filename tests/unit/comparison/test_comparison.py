@@ -8,7 +8,8 @@ import pytest
 from mfwrap.comparison import compare_runs
 from mfwrap.comparison.differences import Row
 from mfwrap.records import read_json_lines
-from support.compared_runs import Plan, train_by_cell, train_rank, train_recorded
+from mfwrap.records.fingerprints import read_fingerprints
+from support.compared_runs import Plan, train_by_cell, train_rank, train_recorded, train_shard
 from support.run_folders import write_lines, write_run
 
 
@@ -211,6 +212,56 @@ def test_other_numbers_of_ranks(on_ranks, tmp_path):
     flipped = train_recorded(tmp_path / "b", Plan(dropout=0.0, weight_after=4))
     [weight] = compare_runs(flipped, on_ranks(Plan(dropout=0.0)), 1e-4).differences
     assert (weight.step, weight.kind, weight.name) == (4, "weight", "middle.weight")
+
+
+@pytest.fixture(scope="module")
+def sharded(two_ranks, tmp_path_factory):
+    """Return a function that trains a sharded network on two ranks and returns the run folder."""
+
+    def train(plan):
+        folder = tmp_path_factory.mktemp("sharded")
+        two_ranks.run(train_shard, str(folder), dataclasses.asdict(plan))
+        return folder
+
+    return train
+
+
+def test_sharded(sharded):
+    """Runs of a sharded network are equal, or differ in the planted tensor on the planted rank."""
+    plain = sharded(Plan())
+
+    assert compare_runs(plain, sharded(Plan())).is_equal
+    for plan, first in (
+        (Plan(weight_after=3), (3, "weight", "middle.weight")),
+        (Plan(activation_at=4), (4, "gradient", "middle.bias")),
+        (Plan(row_at=4), (4, "loss", "loss")),
+    ):
+        found = compare_runs(plain, sharded(plan))
+        assert differences(found)[0] == first
+        assert found.differences[0].ranks == (1,)
+    assert [each.ranks for each in found.causes] == [(1,)]
+
+
+def test_sharded_against_one_process(sharded, tmp_path):
+    """Shards add up to the tensors of one process, bit by bit before the first reduction."""
+    alone, two = train_by_cell(tmp_path / "a", Plan()), sharded(Plan())
+    shares = read_fingerprints(read_json_lines(two / "fingerprints.jsonl"), "f").shares
+
+    assert set(shares.values()) == {"part"}
+    [first, *_] = compare_runs(alone, two).differences
+    assert (first.step, first.at_start) == (1, False)
+    assert first.relative < 1e-6
+    found = compare_runs(alone, two, 1e-4)
+    assert found.is_equal
+    assert {"data", "loss", "gradient", "weight"} <= set(found.compared)
+    for plan, kind, name in (
+        (Plan(weight_after=3), "weight", "middle.weight"),
+        (Plan(gradient_at=3), "gradient", "middle.weight"),
+    ):
+        [first, *_] = compare_runs(train_by_cell(tmp_path / kind, plan), two, 1e-4).differences
+        assert (first.step, first.kind, first.name) == (3, kind, name)
+    data = compare_runs(alone, sharded(Plan(row_at=3)), 1e-4)
+    assert causes(data) == [(3, "data", None)]
 
 
 def test_wrong_folders(plain, tmp_path):
