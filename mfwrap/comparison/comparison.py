@@ -1,6 +1,6 @@
 """Compare two recorded runs step by step, up to the first difference."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -55,7 +55,8 @@ class Comparison:
     computes it. Empty if nothing differs."""
 
     causes: tuple[Difference, ...]
-    """What was given to a step differently, at that step or before, each at its first step."""
+    """What was given to a step differently, at that step or before, each at its first step. If the
+    first difference is in the weights of a start, also what the first step after it was given."""
 
     last_equal: dict[Kind, int]
     """Last step in which each kind was compared and equal."""
@@ -80,6 +81,7 @@ class Comparison:
         exact = record["first_of_any_size"]
         for each in (*record["differences"], *record["causes"], *([exact] if exact else ())):
             each["rows"] = [row._asdict() for row in each["rows"]]
+            each["only_in"] = [[row._asdict() for row in rows] for rows in each["only_in"]]
         return record
 
 
@@ -95,7 +97,9 @@ def compare_runs(first: Path, second: Path, tolerance: float = 0.0) -> Compariso
         second: Run folder.
         tolerance: Largest relative difference of numbers that counts as equal. For tensors the
             difference is the L2 norm of the difference divided by the larger norm, estimated from
-            the recorded sketches with an error of about 35 %. 0 demands equal bits.
+            the recorded sketches with an error of about 35 %. A tensor with less than
+            `SMALLEST_SHARE` of the norm of all tensors counts as if it had this share. 0 demands
+            equal bits.
 
     Raises:
         FileNotFoundError: If a folder is not a run folder.
@@ -144,14 +148,14 @@ def _compare(first: RecordedRun, second: RecordedRun, limit: float) -> _Walk:
         starts = [each for each in starts if each >= step]
         outcome = _compare_step(first, second, step, limit)
         walk.compared |= outcome.keys()
+        for kind in CAUSES:
+            if (cause := outcome.get(kind)) is not None:
+                walk.causes.setdefault(kind, cause)
         if begin is not None:
             walk.differences = [begin]
             return walk
         if outcome:
             walk.steps.append(step)
-        for kind in CAUSES:
-            if (cause := outcome.get(kind)) is not None:
-                walk.causes.setdefault(kind, cause)
         walk.last_equal |= {kind: step for kind, each in outcome.items() if each is None}
         found = [outcome.get(kind) for kind in RESULTS]
         walk.differences = [difference for difference in found if difference is not None]
@@ -201,12 +205,19 @@ def _nothing_in_common(first: RecordedRun, second: RecordedRun) -> str:
 
 
 def _settings(first: RecordedRun, second: RecordedRun) -> list[Setting]:
-    """Return the settings that differ; facts only if both runs have them."""
-    facts = [key for key in first.facts if key in second.facts]
-    found = [Setting(key, (first.facts[key], second.facts[key])) for key in facts]
+    """Return the settings that differ, each once; facts only if both runs have them."""
+    found = []
     if first.recipe and second.recipe:
-        # The recipe has the seed, too.
-        found = [each for each in found if f"training.{each.name}" not in first.recipe]
         keys = dict.fromkeys((*first.recipe, *second.recipe))
-        found += [Setting(key, (first.recipe.get(key), second.recipe.get(key))) for key in keys]
-    return [each for each in found if each.values[0] != each.values[1]]
+        found = _differing(keys, first.recipe, second.recipe)
+    # A recipe may have set a fact, such as the seed.
+    told = {(each.name.rpartition(".")[2], str(each.values)) for each in found}
+    facts = _differing((k for k in first.facts if k in second.facts), first.facts, second.facts)
+    return [each for each in facts if (each.name, str(each.values)) not in told] + found
+
+
+def _differing(
+    keys: Iterable[str], first: Mapping[str, Any], second: Mapping[str, Any]
+) -> list[Setting]:
+    settings = (Setting(key, (first.get(key), second.get(key))) for key in keys)
+    return [each for each in settings if each.values[0] != each.values[1]]

@@ -1,7 +1,7 @@
 """Compare the data and the random numbers that two runs gave to a step."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from mfwrap.comparison.differences import Difference, Outcome, Pairs, Row, differing_ranks
 from mfwrap.comparison.recorded_run import RecordedRun
@@ -49,9 +49,11 @@ def compare_data(first: RecordedRun, second: RecordedRun, step: int) -> Outcome:
     rows, other_rows = [*_rows(ours)], [*_rows(theirs)]
     if not rows or not other_rows:
         return {}
-    is_same_set = Counter(row for _, row in rows) == Counter(row for _, row in other_rows)
+    only_in = _only_in_first(rows, other_rows), _only_in_first(other_rows, rows)
+    is_same_set = not any(only_in)
     if [place for place, _ in rows] != [place for place, _ in other_rows]:
-        return {"data": None if is_same_set else Difference(step=step, kind="data")}
+        divided = Difference(step=step, kind="data", only_in=only_in)
+        return {"data": None if is_same_set else divided}
     inputs, others = _inputs(ours), _inputs(theirs)
     differing = [key for key in inputs if inputs[key] != others.get(key)]
     if not differing:
@@ -66,9 +68,24 @@ def compare_data(first: RecordedRun, second: RecordedRun, step: int) -> Outcome:
         num_differing=len(names),
         num_compared=len({name for name, _, _ in inputs}),
         rows=tuple(place for (place, one), (_, other) in pairs if one != other),
+        num_rows=len(rows),
         is_other_order=is_same_set,
     )
     return {"data": found}
+
+
+def _only_in_first(
+    rows: Iterable[tuple[Row, str]], others: Iterable[tuple[Row, str]]
+) -> tuple[Row, ...]:
+    """Return the places of rows that are not, or less often, among the others."""
+    left = Counter(row for _, row in others)
+    found = []
+    for place, row in rows:
+        if left[row]:
+            left[row] -= 1
+        else:
+            found.append(place)
+    return tuple(found)
 
 
 def _rows(steps: Mapping[int, StepFingerprints]) -> Iterator[tuple[Row, str]]:

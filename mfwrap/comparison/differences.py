@@ -24,6 +24,12 @@ CAUSES: tuple[Kind, ...] = ("random numbers", "data", "loss scale", "learning ra
 RESULTS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in CAUSES)
 """What a step computes, in this order."""
 
+SMALLEST_SHARE = 0.01
+"""Share of the norm of all tensors that a smaller tensor counts as having, within a tolerance.
+
+Some gradients are zero but for rounding, such as those of the biases of attention keys. Two runs
+never agree on them, relative to their own norms. Adam makes weights of them that differ as well."""
+
 Value = TypeVar("Value")
 Pairs: TypeAlias = dict[tuple[str, int], tuple[Value, Value]]
 """What both runs have recorded, by name and rank."""
@@ -63,7 +69,14 @@ class Difference:
     for data and random numbers."""
 
     rows: tuple[Row, ...] = ()
-    """Rows of the batch that differ."""
+    """Rows of the batch that differ; empty if the runs divide the batch differently."""
+
+    num_rows: int = 0
+    """Number of rows that were compared in their places."""
+
+    only_in: tuple[tuple[Row, ...], tuple[Row, ...]] = ((), ())
+    """If the runs divide the batch differently: the rows of each run that the other does not
+    have."""
 
     is_other_order: bool = False
     """Whether both batches have the same rows in another order."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mfwrap.comparison.differences import (
+    SMALLEST_SHARE,
     Difference,
     Kind,
     Outcome,
@@ -67,7 +68,12 @@ def compare_numbers(
     pairs, are_ordered = _number_pairs(first, second, step)
     for kind, numbers in pairs.items():
         limit = 0.0 if kind == "skipped update" else tolerance
-        differing = {key: values for key, values in numbers.items() if not is_close(*values, limit)}
+        least = _least_norms(numbers) if limit else {}
+        differing = {
+            key: values
+            for key, values in numbers.items()
+            if not is_close(*values, limit, least.get(_family(*key), 0.0))
+        }
         found[kind] = None
         if differing:
             has_loss = "loss" in found and found["loss"] is None
@@ -80,15 +86,38 @@ def compare_numbers(
     return found
 
 
-def is_close(first: float, second: float, tolerance: float) -> bool:
-    """Return whether two numbers are equal, or differ by at most the relative tolerance."""
+def is_close(first: float, second: float, tolerance: float, least: float = 0.0) -> bool:
+    """Return whether two numbers are equal, or differ by at most the relative tolerance.
+
+    Args:
+        first: One number.
+        second: The other number.
+        tolerance: Largest relative difference.
+        least: Magnitude that a smaller magnitude counts as.
+    """
     if first == second or (math.isnan(first) and math.isnan(second)):
         return True
-    return _relative(first, second) <= tolerance
+    return _relative(first, second, least) <= tolerance
 
 
-def _relative(first: float, second: float) -> float:
-    larger = max(abs(first), abs(second))
+def _family(name: str, rank: int) -> tuple[str, int]:
+    """Return what the norms of the parts of one network have in common."""
+    return name.partition("/")[0], rank
+
+
+def _least_norms(numbers: Pairs[float]) -> dict[tuple[str, int], float]:
+    """Return the norm that a smaller norm of a layer or parameter counts as, by family."""
+    squares: dict[tuple[str, int], float] = {}
+    for (name, rank), values in numbers.items():
+        family = _family(name, rank)
+        if "/" in name and family[0].endswith("_norm"):
+            square = max(value * value for value in values)
+            squares[family] = squares.get(family, 0.0) + (square if math.isfinite(square) else 0.0)
+    return {family: SMALLEST_SHARE * math.sqrt(square) for family, square in squares.items()}
+
+
+def _relative(first: float, second: float, least: float = 0.0) -> float:
+    larger = max(abs(first), abs(second), least)
     relative = abs(first - second) / larger if larger and math.isfinite(larger) else math.inf
     return math.inf if math.isnan(relative) else relative
 

@@ -76,7 +76,8 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         ValueError: If a file is damaged.
     """
     if not folder.is_dir():
-        msg = f"{folder} is not a run folder: there is no such folder"
+        reason = "it is a file" if folder.exists() else "there is no such folder"
+        msg = f"{folder} is not a run folder: {reason}"
         raise FileNotFoundError(msg)
     numbers: dict[str, dict[int, Numbers]] = {}
     fingerprints: dict[int, RankFingerprints] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mfwrap.comparison.comparison import Comparison, Setting
-from mfwrap.comparison.differences import CAUSES, RESULTS, Difference, Kind
+from mfwrap.comparison.differences import CAUSES, RESULTS, Difference, Kind, Row
 
 _MAX_LISTED = 5
 """Rows and settings that are listed; of the others, the number is printed."""
@@ -34,9 +34,10 @@ def sentences(comparison: Comparison) -> Iterator[str]:
     if comparison.differences:
         yield f"{pair}: {_headline(comparison.differences[0], comparison.names)}"
     else:
-        yield f"{pair} do not differ{_within(comparison)} in {_steps(comparison)}."
+        more = f" by more than {comparison.tolerance:g}" if comparison.tolerance else ""
+        yield f"{pair} do not differ{more} in {_steps(comparison)}."
     for cause in comparison.causes:
-        yield _cause(cause)
+        yield _cause(cause, comparison.names)
     if comparison.differences:
         yield from _conclusions(comparison)
     yield from _equal(comparison)
@@ -47,7 +48,7 @@ def sentences(comparison: Comparison) -> Iterator[str]:
 
 
 def _within(comparison: Comparison) -> str:
-    return f" by more than {comparison.tolerance:g}" if comparison.tolerance else ""
+    return f" within {comparison.tolerance:g}" if comparison.tolerance else ""
 
 
 def _steps(comparison: Comparison) -> str:
@@ -88,27 +89,37 @@ def _share(found: Difference) -> str:
     return f"{number} of {total}" + ("" if found.name is None else f", first {found.name}")
 
 
-def _cause(cause: Difference) -> str:
+def _cause(cause: Difference, names: tuple[str, str]) -> str:
     where = f" of {_ranks(cause.ranks)}" if cause.ranks else ""
     if cause.kind == "random numbers":
         return f"The random numbers{where} differ from the start of step {cause.step} on."
     if cause.kind == "data":
-        return f"The data{where} differ from step {cause.step} on{_rows(cause)}."
+        return f"The data{where} differ from step {cause.step} on{_rows(cause, names)}."
     one, other = ("?", "?") if cause.values is None else map(_number, cause.values)
     if cause.kind == "loss scale":
         return f"The loss scale after step {cause.step} differs: {one} and {other}."
     return f"The {cause.kind} differs from step {cause.step} on: {one} and {other}."
 
 
-def _rows(cause: Difference) -> str:
+def _rows(cause: Difference, names: tuple[str, str]) -> str:
     inputs = "" if cause.name is None else f": {cause.name}"
     if cause.is_other_order:
         return f"{inputs}; the batches have the same rows in another order"
+    if len(cause.rows) == cause.num_rows > 1:
+        return f"{inputs}; all {cause.num_rows} rows"
+    if cause.rows:
+        return f"{inputs}; {_places(cause.rows)}"
+    both = zip(names, cause.only_in, strict=True)
+    only = [f"only in {name}: {_places(rows)}" for name, rows in both if rows]
+    return "; ".join(["", *only])
+
+
+def _places(rows: Sequence[Row]) -> str:
     shown = [
         f"row {each.row} of micro-batch {each.micro_batch} of rank {each.rank}"
-        for each in cause.rows[:_MAX_LISTED]
+        for each in rows[:_MAX_LISTED]
     ]
-    return f"{inputs}; {_with_more(shown, len(cause.rows))}" if shown else inputs
+    return _with_more(shown, len(rows))
 
 
 def _conclusions(comparison: Comparison) -> Iterator[str]:
@@ -122,8 +133,9 @@ def _conclusions(comparison: Comparison) -> Iterator[str]:
     has_inputs = all(equal.get(kind) == found.step for kind in ("data", "random numbers"))
     if found.kind == "loss" and has_inputs and equal.get("weight", 0) == found.step - 1:
         yield (
-            "Weights, data and random numbers of the step are equal: the forward pass or the loss "
-            "itself differs, by other code, another device or a non-deterministic kernel."
+            f"Weights, data and random numbers of the step are equal{_within(comparison)}: the "
+            "forward pass or the loss itself differs, by other code, another device or a "
+            "non-deterministic kernel."
         )
     if found.kind == "gradient":
         if found.name is None and found.num_differing == found.num_compared > 1:
@@ -131,7 +143,14 @@ def _conclusions(comparison: Comparison) -> Iterator[str]:
         elif found.num_differing > 1 and found.name is not None:
             yield "Backward reaches this gradient first, of those that differ."
     if found.kind == "weight" and equal.get("gradient") == found.step:
-        yield "The gradients of the step are equal: the update or something after it differs."
+        if comparison.tolerance:
+            yield (
+                f"The gradients of the step are equal within {comparison.tolerance:g}: the update "
+                "or something after it differs, or the optimizer has enlarged small differences, "
+                "as Adam does where gradients are near zero."
+            )
+        else:
+            yield "The gradients of the step are equal: the update or something after it differs."
 
 
 def _equal(comparison: Comparison) -> Iterator[str]:
@@ -142,7 +161,7 @@ def _equal(comparison: Comparison) -> Iterator[str]:
         if kind in comparison.last_equal and kind not in differing:
             steps.setdefault(comparison.last_equal[kind], []).append(_PLURAL[kind])
     for step, kinds in sorted(steps.items(), reverse=True):
-        yield f"Equal up to step {step}: {_listed(kinds)}."
+        yield f"Equal{_within(comparison)} up to step {step}: {_listed(kinds)}."
 
 
 def _settings(settings: Sequence[Setting]) -> Iterator[str]:

@@ -1,10 +1,12 @@
 """Compare the fingerprints of gradients and weights of two runs."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from mfwrap.comparison.differences import (
+    SMALLEST_SHARE,
     Difference,
     Kind,
     Outcome,
@@ -129,11 +131,24 @@ def _merged(run: RecordedRun, by_rank: Mapping[int, _Tensors]) -> _Tensors:
 
 
 def _differing(pairs: Pairs[Fingerprint], tolerance: float) -> list[tuple[str, int]]:
+    differing = {key: pair for key, pair in pairs.items() if pair[0].hash != pair[1].hash}
+    if not tolerance:
+        return list(differing)
+    least = _least_squares(pairs)
     return [
-        key
-        for key, (one, other) in pairs.items()
-        if one.hash != other.hash and (not tolerance or one.relative_distance(other) > tolerance)
+        (name, rank)
+        for (name, rank), (one, other) in differing.items()
+        if one.relative_distance(other, least[rank]) > tolerance
     ]
+
+
+def _least_squares(pairs: Pairs[Fingerprint]) -> dict[int, float]:
+    """Return, by rank, the square of the norm that a smaller norm of a tensor counts as."""
+    totals: dict[int, float] = {}
+    for (_, rank), pair in pairs.items():
+        square = max(each.square for each in pair)
+        totals[rank] = totals.get(rank, 0.0) + (square if math.isfinite(square) else 0.0)
+    return {rank: SMALLEST_SHARE**2 * total for rank, total in totals.items()}
 
 
 def _weight_difference(step: int, pairs: Pairs[Fingerprint], tolerance: float) -> Difference | None:
@@ -153,7 +168,13 @@ def _difference(
     differing: Sequence[tuple[str, int]],
     name: str | None,
 ) -> Difference:
-    shown = [pairs[key] for key in differing if name in {None, key[0]}]
+    # Of several tensors, the smallest ones may differ by their rounding errors alone.
+    least = _least_squares(pairs) if name is None else {}
+    relative = [
+        pairs[key][0].relative_distance(pairs[key][1], least.get(key[1], 0.0))
+        for key in differing
+        if name in {None, key[0]}
+    ]
     return Difference(
         step=step,
         kind=kind,
@@ -161,5 +182,5 @@ def _difference(
         ranks=differing_ranks((rank for _, rank in differing), (rank for _, rank in pairs)),
         num_differing=len({name for name, _ in differing}),
         num_compared=len({name for name, _ in pairs}),
-        relative=max(one.relative_distance(other) for one, other in shown),
+        relative=max(relative),
     )

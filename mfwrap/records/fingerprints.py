@@ -53,8 +53,12 @@ class Fingerprint:
             tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
         )
 
-    def relative_distance(self, other: "Fingerprint") -> float:
+    def relative_distance(self, other: "Fingerprint", least_square: float = 0.0) -> float:
         """Estimate the L2 norm of the tensors' difference, divided by the larger norm.
+
+        Args:
+            other: Fingerprint of another tensor.
+            least_square: Square of the norm that a smaller norm counts as.
 
         Returns:
             0 for equal bits; infinity if a tensor has a non-finite element and the other tensor has
@@ -63,7 +67,7 @@ class Fingerprint:
         if self.hash == other.hash:
             return 0.0
         squares = [(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]
-        larger = max(self.square, other.square)
+        larger = max(self.square, other.square, least_square)
         distance = math.sqrt(sum(squares) / len(squares) / larger) if larger else 0.0
         is_known = all(map(math.isfinite, (distance, self.square, other.square)))
         return distance if is_known else math.inf

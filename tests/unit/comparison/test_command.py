@@ -56,6 +56,8 @@ def test_json(runs, capsys):
         "values": ["inf", 2.0],
         "relative": "inf",
         "rows": [],
+        "num_rows": 0,
+        "only_in": [[], []],
         "is_other_order": False,
         "at_start": False,
     }

@@ -145,6 +145,29 @@ def test_records_alone(plain, tmp_path):
     assert differences(compare_runs(plain, weight))[0] == (4, "loss", "loss")
 
 
+def test_start_and_data(plain, tmp_path):
+    """With other initial weights, what the first step was given is told, too."""
+    found = compare_runs(plain, train_recorded(tmp_path, Plan(initial_seed=1, seed=1, row_at=1)))
+
+    assert differences(found) == [(0, "weight", None)]
+    assert causes(found) == [(1, "random numbers", "host"), (1, "data", "inputs")]
+
+
+def test_settings(tmp_path):
+    """A setting that the recipe and the records have is told once."""
+    for name, seed in (("a", 0), ("b", 1)):
+        record = {"step": 1, "loss": 1.0, "max_grad_norm": 1.0 + seed}
+        write_lines(tmp_path / name / "metrics.jsonl", [record])
+        recipe = f"training: {{data_seed: {seed}}}\nstep: {{max_grad_norm: {1.0 + seed}}}\n"
+        (tmp_path / name / "recipe.yaml").write_text(recipe)
+    both = compare_runs(tmp_path / "a", tmp_path / "b").settings
+    (tmp_path / "a" / "recipe.yaml").unlink()
+    records = compare_runs(tmp_path / "a", tmp_path / "b").settings
+
+    assert [each.name for each in both] == ["training.data_seed", "step.max_grad_norm"]
+    assert [each.name for each in records] == ["max_grad_norm"]
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_cell(tmp_path, fused):
     """A gradient that differs in a loop around the cell is named, also after clipping."""
@@ -267,7 +290,12 @@ def test_sharded_against_one_process(sharded, tmp_path):
 def test_wrong_folders(plain, tmp_path):
     """A folder that is no run, and runs with nothing in common, are errors that say so."""
     (tmp_path / "empty").mkdir()
-    for folder, reason in (("none", "there is no such folder"), ("empty", "neither a *.jsonl")):
+    (tmp_path / "file").touch()
+    for folder, reason in (
+        ("none", "there is no such folder"),
+        ("file", "it is a file"),
+        ("empty", "neither a *.jsonl"),
+    ):
         with pytest.raises(FileNotFoundError, match=re.escape(reason)):
             compare_runs(plain, tmp_path / folder)
     late = tmp_path / "late"

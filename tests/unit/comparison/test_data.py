@@ -44,6 +44,15 @@ def test_rows():
     assert not found.is_other_order
 
 
+def test_rows_of_one_run():
+    """If a batch has other places, the rows are named that only one run has."""
+    shorter = compare_data(run(["aabc"]), run(["ab", "d"]), 1)["data"]
+
+    assert shorter.only_in == ((Row(0, 0, 1), Row(0, 0, 3)), (Row(0, 1, 0),))
+    assert shorter.rows == ()
+    assert compare_data(run(["ab"]), run(["cd"]), 1)["data"].num_rows == 2
+
+
 def test_random_numbers():
     """Random numbers are compared if both runs have the same number of ranks."""
     assert compare_random(run(["a"]), run(["a"]), 1) == {"random numbers": None}

@@ -57,3 +57,14 @@ def test_local_norms(tmp_path):
     assert (found["gradient"].name, found["gradient"].num_differing) == ("y", 2)
     assert after_the_loss["gradient"].name is None
     assert total["gradient"].name == "global_norm"
+
+
+def test_norms_that_are_zero_but_for_rounding(tmp_path):
+    """Within a tolerance, the norm of a tiny gradient may be any tiny number."""
+    first = {"loss": 1.0, "local_norm": {"w": 1.0, "bias": 1e-9, "small": 1e-3}}
+    other = {"loss": 1.0, "local_norm": {"w": 1.0, "bias": 3e-9, "small": 1e-3}}
+    small = {"loss": 1.0, "local_norm": {"w": 1.0, "bias": 1e-9, "small": 2e-3}}
+
+    assert compared(tmp_path, first, other, 1e-3)["gradient"] is None
+    assert compared(tmp_path, first, other)["gradient"].name == "bias"
+    assert compared(tmp_path, first, small, 1e-3)["gradient"].name == "small"

@@ -85,6 +85,36 @@ def test_causes():
     assert lines[4] == "The loss scale after step 3 differs: 2.0 and 4.0."
 
 
+def test_rows():
+    """Rows are told alone, all together, or by the run that has them."""
+    rows = (Row(0, 0, 0), Row(0, 0, 1))
+    loss = Difference(step=3, kind="loss", name="loss")
+    causes = [
+        Difference(step=3, kind="data", name="x", rows=rows, num_rows=3),
+        Difference(step=3, kind="data", name="x", rows=rows, num_rows=2),
+        Difference(step=3, kind="data", only_in=(rows[:1], ())),
+        Difference(step=3, kind="data", only_in=(rows[:1], rows[1:])),
+    ]
+    begin, row = "The data differ from step 3 on", "of micro-batch 0 of rank 0"
+
+    assert [told(loss, causes=(cause,))[1] for cause in causes] == [
+        f"{begin}: x; row 0 {row}, row 1 {row}.",
+        f"{begin}: x; all 2 rows.",
+        f"{begin}; only in a: row 0 {row}.",
+        f"{begin}; only in a: row 0 {row}; only in b: row 1 {row}.",
+    ]
+
+
+def test_tolerance():
+    """Within a tolerance, nothing is told to be equal without it."""
+    weight = Difference(step=3, kind="weight", name="w", num_compared=2)
+    equal = {"gradient": 3, "loss": 3}
+    lines = told(weight, last_equal=equal, tolerance=0.01)
+
+    assert "Equal within 0.01 up to step 3: losses and gradients." in lines
+    assert any("gradients of the step are equal within 0.01: the update or" in x for x in lines)
+
+
 def test_conclusions():
     """What follows from the order of a step is said only if the records show it."""
     loss = Difference(step=3, kind="loss", name="loss")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from mfwrap.comparison.differences import Difference
@@ -89,3 +90,32 @@ def test_norms_name_the_gradient_where_clipping_changed_all():
     assert compare_gradients(*runs, 1, 0.0, {"loss": None, "gradient": norms}) == {}
     found = compare_gradients(*runs, 1, 0.0, {"loss": None, "gradient": global_norm})
     assert (found["gradient"].name, found["gradient"].num_differing) == (None, 2)
+
+
+def test_gradients_that_are_zero_but_for_rounding():
+    """Within a tolerance, a tiny gradient may be another one; a small layer's gradient may not."""
+    large, tiny = torch.full((4,), 0.5), torch.full((3,), 1e-9)
+    plain = with_gradients(large, tiny, are_unscaled=True)
+    other = with_gradients(large, -tiny, are_unscaled=True)
+    small = with_gradients(large, torch.full((3,), 1e-3), are_unscaled=True)
+    double = with_gradients(large, torch.full((3,), 2e-3), are_unscaled=True)
+
+    assert compare_gradients(plain, other, 1, 1e-3, {}) == {"gradient": None}
+    assert compare_gradients(plain, other, 1, 0.0, {})["gradient"].name == "w1"
+    assert compare_gradients(small, double, 1, 1e-3, {})["gradient"].name == "w1"
+    # A gradient that is not finite does not hide the others.
+    infinite = with_gradients(large * torch.inf, torch.full((3,), 1.0), are_unscaled=True)
+    found = compare_gradients(plain, infinite, 1, 1e-3, {})["gradient"]
+    assert found.num_differing == 2
+
+
+def test_the_size_of_a_difference():
+    """Of all gradients, the largest difference is told that is not one of rounding alone."""
+    runs = [
+        with_gradients(torch.full((4,), 0.5) * x, torch.full((3,), 1e-9) * y, are_unscaled=True)
+        for x, y in ((1, 1), (1.001, -1))
+    ]
+    found = compare_gradients(*runs, 1, 0.0, {})["gradient"]
+
+    assert found.name is None
+    assert found.relative == pytest.approx(1e-3, rel=0.5)
