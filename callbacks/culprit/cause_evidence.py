@@ -92,11 +92,33 @@ class CauseEvidence:
 
     @property
     def before(self) -> list[StepTrace]:
-        """The few applied steps before, the last one first."""
-        return [each for each in reversed(self.trace[:-1]) if each.applied][:_FEW_STEPS]
+        """The few applied steps before, the last one first.
+
+        If only a sample has shown the anomaly, it may be any update since the sample before.
+        """
+        applied = [each for each in reversed(self.trace[:-1]) if each.applied]
+        return applied if self.kind == "state_spike" else applied[:_FEW_STEPS]
+
+    def rise_of_updates(self, step: StepTrace) -> float:
+        """Return the ratio of the middle weight's update to the usual one, at the same rate.
+
+        It is the ratio to the largest of the steps before; 0 if fewer than three are known.
+        """
+        earlier = [
+            update_per_rate(each) for each in self.trace if each.step < step.step and each.applied
+        ]
+        known = [update for update in earlier if update > 0]
+        update = update_per_rate(step)
+        return update / max(known) if len(known) >= _FEW_STEPS and update > 0 else 0.0
 
     @property
     def buffers(self) -> list[str]:
         """Buffers that have become non-finite or have risen."""
         risen = [one.name for one in self.blamed.states if one.kind == "buffer"]
         return list(dict.fromkeys([*self.blamed.buffers, *risen]))
+
+
+def update_per_rate(step: StepTrace) -> float:
+    """Return the middle weight's update, as a ratio to the weight, divided by the learning rate."""
+    rate = step.scores.learning_rate
+    return step.scores.update_ratio / (rate if rate > 0 else 1.0)

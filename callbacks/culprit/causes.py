@@ -4,7 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm, WeightNorm
-from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence, StepTrace
+from mfwrap.callbacks.culprit.cause_evidence import (
+    Cause,
+    CauseEvidence,
+    StepTrace,
+    update_per_rate,
+)
 from mfwrap.callbacks.culprit.replay import Origin
 from mfwrap.callbacks.culprit.step_judge import LIMITS
 
@@ -13,6 +18,9 @@ RATE_RISE = 5.0
 
 LARGE_RATIO = 0.5
 """Smallest ratio of an update to its weights that is too large, wherever it comes from."""
+
+_UPDATE_RISE = 5.0
+"""Smallest ratio of the middle weight's update to those of the steps before that is unusual."""
 
 _ORDINARY_RATIO = 0.05
 """Largest ratio of an update to its weights that does not explain a rise of the loss."""
@@ -64,9 +72,15 @@ def _changed_outside(evidence: CauseEvidence) -> Cause | None:
 
 
 def _grown_weight(evidence: CauseEvidence) -> Cause | None:
-    weights = evidence.blamed.weights
-    if not weights or evidence.blamed.has_moved or _has_moved_far(evidence):
+    # Weights that grow by their updates are a consequence: of the rate, of the optimizer's state.
+    blamed = evidence.blamed
+    weights = [one for one in blamed.weights if one.name not in set(blamed.driven)]
+    if not weights or blamed.has_moved:
         return None
+    changed = [one for one in weights if one.name in blamed.changed]
+    if not changed and _has_moved_far(evidence):
+        return None
+    weights = changed or weights
     return _weight_changed(f"{_change(weights[0])}, although no update explains it", weights[:1])
 
 
@@ -86,20 +100,25 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
     states = [one for one in blamed.states if one.kind not in {"weight", "buffer"}]
     fallen = [one for one in states if one.rise < 1]
     if fallen:
-        return _of_optimizer(f"{_change(fallen[0])}", [one.name for one in fallen])
+        return _of_optimizer(_change(fallen[0]), [])
     for each in _updates(evidence):
         scores = each.scores
+        rise = evidence.rise_of_updates(each)
+        has_moved = scores.num_moved >= 1 or rise >= _UPDATE_RISE
         # After a spike of the gradients, a large update is what the gradients ask for.
-        if scores.num_moved < 1 or scores.global_norm > LIMITS["global_norm"] / 2:
+        if not has_moved or scores.global_norm > LIMITS["global_norm"]:
             continue
         moved = blamed.moved if each is evidence.now else ()
         number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
+        size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"
         what = (
-            f"the update of step {each.step} was too large for {number}, although gradients and "
-            "learning rate were ordinary"
+            f"the update of step {each.step} was {size}, although gradients and learning rate were "
+            "ordinary"
         )
         if states:
-            names = [one.name for one in states]
+            # A non-finite state cannot come from finite gradients; one that has risen, may.
+            ruined = [one for one in states if not math.isfinite(one.norm)]
+            names = [one.name for one in ruined or states]
             return _of_optimizer(f"{what}: {_change(states[0])}", names)
         if moved and evidence.knows_optimizer and scores.num_moved < evidence.num_weights / 2:
             return _weight_changed(
@@ -132,6 +151,8 @@ def _buffers(evidence: CauseEvidence) -> Cause | None:
             "look at the code that writes this buffer",
             tensors=tuple(names),
         )
+    if evidence.blamed.weights and not evidence.blamed.buffers:
+        return None  # another weight gives other statistics
     if evidence.kind in _OF_STEP and not evidence.blamed.buffers:
         return Cause(
             "data",
@@ -217,18 +238,27 @@ def _replay(evidence: CauseEvidence) -> Cause | None:
     return None
 
 
+def _scaled_outside(evidence: CauseEvidence) -> Cause | None:
+    number = _outlier(evidence.blamed.factors)
+    if number is None:
+        return None
+    return Cause(
+        "loss",
+        f"the loss of micro-batch {number} was multiplied before the backward",
+        "look at the code between the network's output and the backward",
+        micro_batch=number,
+    )
+
+
 def _scaled_loss(evidence: CauseEvidence) -> Cause | None:
     blamed = evidence.blamed
-    number = _outlier(blamed.factors)
-    if number is not None:
-        return Cause(
-            "loss",
-            f"the loss of micro-batch {number} was multiplied before the backward",
-            "look at the code between the network's output and the backward",
-            micro_batch=number,
-        )
-    judged = (number for number in range(len(blamed.norms)) if blamed.is_judged(number))
-    rises = sorted(map(blamed.rise, judged))
+    # Small norms vary by large factors.
+    least = _SHARE * evidence.now.scores.usual_global_norm
+    rises = sorted(
+        blamed.rise(number)
+        for number, usual in enumerate(blamed.usual_norms)
+        if blamed.is_judged(number) and usual >= least
+    )
     rise = evidence.now.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
     if not rises or not rise >= _MULTIPLIED:
         return None
@@ -298,7 +328,11 @@ def _large_from_the_start(evidence: CauseEvidence) -> Cause | None:
     steps = [each for each in evidence.trace if each.applied]
     if not steps or steps[0].step > _EARLY or steps[0].scores.num_moved > 0:
         return None
-    return _large_updates(evidence, steps[:_FEW_LARGE])
+    first = steps[:_FEW_LARGE]
+    known = [update for update in map(update_per_rate, first) if update > 0]
+    if known and max(known) > _JUMP * known[0]:
+        return None  # ordinary at first
+    return _large_updates(evidence, first)
 
 
 def _large_updates(
@@ -323,11 +357,17 @@ _EARLY = 2
 _FEW_LARGE = 3
 """Number of first updates that tell whether the rate was too high from the start."""
 
+_JUMP = 10.0
+"""Largest ratio of an update to the first one, at the same rate, that was too large as well."""
+
 _MULTIPLIED = 15.0
 """Smallest rise of a loss that may be a factor in the loss."""
 
 _UNIFORM = 4.0
 """Largest ratio of the rise of a group to that of the middle one if all were multiplied alike."""
+
+_SHARE = 0.01
+"""Smallest share of the usual global norm at which a group's rise is compared with the others'."""
 
 _OF_GRADIENTS = ("spike", "local_norm_spike")
 _OF_STEP = (*_OF_GRADIENTS, "loss_spike")
@@ -339,6 +379,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _large_from_the_start,
     _optimizer_state,
     _grown_weight,
+    _scaled_outside,
     _buffers,
     _non_finite,
     _replay,
@@ -366,7 +407,11 @@ def _updates(evidence: CauseEvidence) -> list[StepTrace]:
 
 
 def _has_moved_far(evidence: CauseEvidence) -> bool:
-    return any(each.scores.num_moved > 0 for each in _updates(evidence))
+    # The less is known about a step, the less may be said about its update.
+    limit = LIMITS["update"] / (2 if evidence.kind == "state_spike" else 1)
+    return any(
+        each.scores.num_moved > 0 or each.scores.update > limit for each in _updates(evidence)
+    )
 
 
 def _is_ordinary(evidence: CauseEvidence) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, final
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly
 
 _GAP = 3
-"""Largest number of steps from one finite anomaly of an episode to the next."""
+"""Largest number of steps from a finite anomaly of an episode to the next one."""
 
 _REFINED = ("cause", "explanation", "suggestion", "layer", "where", "name")
 """Fields of a later anomaly that complete the record of an episode whose cause was unknown."""
@@ -60,10 +60,10 @@ class Episode:
 class Episodes:
     """Tell whether an anomaly begins an episode or goes on with the last one.
 
-    An anomaly goes on with an episode if the step before was one, too. After a finite anomaly,
-    finite ones up to three steps later do, as well: weights that were ruined raise the loss again
-    and again. A change of the training state that a sample finds is a consequence of an episode
-    since the sample before.
+    An anomaly goes on with an episode if the step before was one, too. After a finite anomaly, any
+    others up to three steps later do, as well: weights that were ruined raise the loss again and
+    again, until it overflows. A change of the training state that a sample finds is a consequence
+    of an episode since the sample before.
 
     Args:
         state_interval: Steps from one sample of the training state to the next.
@@ -91,7 +91,8 @@ class Episodes:
             return gap <= _GAP
         # A non-finite loss with finite gradients, which one rank has, is no overflow of all ranks.
         is_alike = is_shared == episode.is_shared or episode.kind not in NON_FINITE
-        return gap <= 1 and (is_alike or kind not in NON_FINITE)
+        reach = 1 if episode.kind in NON_FINITE else _GAP
+        return gap <= reach and (is_alike or kind not in NON_FINITE)
 
     def add(self, anomaly: Anomaly, *, is_shared: bool) -> tuple[bool, Episode | None]:
         """Add an anomaly to the last episode, or begin another one with it.

@@ -40,6 +40,9 @@ class RankEvidence:
     moved: tuple[str, ...] = ()
     """Weights whose update is an anomaly."""
 
+    driven: tuple[str, ...] = ()
+    """Weights whose updates since the last sample explain that they have grown."""
+
     changed: tuple[str, ...] = ()
     """Weights that have changed between the step before and this one."""
 

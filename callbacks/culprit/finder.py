@@ -28,8 +28,8 @@ from mfwrap.collectives import gather_objects, num_ranks
 _MOST_GROUPS = 8
 """Largest number of groups, and of weights, in a record."""
 
-_TRACE = 8
-"""Number of steps whose scores are kept."""
+_TRACE = 10
+"""Number of steps whose scores are kept, at least."""
 
 _FEWEST_STEPS = 5
 """Number of steps before a rise of the learning rate counts as an anomaly by itself: a warm-up may
@@ -85,7 +85,7 @@ class CulpritFinder:
         self._layers = LayerNames(network)
         self._spike_factor = spike_factor
         self._limit = limit
-        self._trace: deque[StepTrace] = deque(maxlen=_TRACE)
+        self._trace: deque[StepTrace] = deque(maxlen=max(_TRACE, state_interval))
         self._num_steps = 0
 
     def begin_step(self) -> None:

@@ -61,6 +61,7 @@ class EvidenceGatherer:
             loss_score=scores.loss,
             usual_loss=scores.usual_loss,
             moved=judged.moved(),
+            driven=() if states is None else states.driven(risen, judged.travelled()),
             changed=judged.changed(),
             states=tuple(risen),
             num_weights=0 if states is None else states.num_weights,

@@ -107,9 +107,11 @@ class Judges:
             sample = self.states.sample(step, optimizer)
             unknown = sample.summary.to(unknown.device, non_blocking=True)
             self._sample_updates()
+            self._begin_travel()
         elif self.states is not None and is_first:
             # Now the optimizer has a state.
             self.states.look(step, optimizer)
+            self._begin_travel()
         self._of_ranks = None
         return Judgement(judged, torch.cat([judged.summary, unknown]), optimizer)
 
@@ -121,6 +123,10 @@ class Judges:
         if self._updates is None or not self._updates.is_of(list(weights.values())):
             self._updates = UpdateSample(list(weights.values()))
             self._names = tuple(weights)
+
+    def _begin_travel(self) -> None:
+        if self._steps is not None:
+            self._steps.begin_travel()
 
     def _judge_of(self, names: tuple[str, ...], device: torch.device) -> StepJudge:
         judge = self._steps

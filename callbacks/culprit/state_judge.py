@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,13 +21,17 @@ LIMIT = 12.0
 MOST_RISE = 4.0
 """Largest ratio of a norm to an earlier one that is no anomaly."""
 
-LEAST_FALL = 1 / 16
+LEAST_FALL = 1 / 5
 """Smallest ratio of the norm of a second moment to an earlier one that is no anomaly."""
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 """Optimizer states that average squares of gradients, and so fall slowly."""
 
 WEIGHT, BUFFER = "weight", "buffer"
+
+_FAR = 2.0
+"""Largest ratio of the growth of a weight to its updates that they explain. The updates are those
+of a few elements, so the ratio may be above 1."""
 
 _PRIOR = 0.3
 """Deviation of a norm's logarithm that is assumed before there are values."""
@@ -120,11 +124,11 @@ class StateJudge:
     def risen(self, step: int, optimizer: Any = None) -> list[StateNorm]:
         """Return the tensors whose norm has become non-finite or has risen more than fourfold.
 
-        Also the second moments that have fallen to less than a sixteenth.
+        Also the second moments that have fallen to less than a fifth.
 
-        The norms now are compared with those of the last sample before a step. The norm of a small
-        tensor, such as a bias that began at zero, is compared with what is typical of its kind.
-        Reads the tensors, and synchronizes with the device.
+        The norms now are compared with the last finite ones of a sample before the step. The norm
+        of a small tensor, such as a bias that began at zero, is compared with what is typical of
+        its kind. Reads the tensors, and synchronizes with the device.
 
         Args:
             step: Step that went wrong.
@@ -134,14 +138,20 @@ class StateJudge:
             The tensors by their rise or fall, the largest first.
         """
         earlier = [each for each in self._samples if each.step < step]
-        before = earlier[-1] if earlier else self._samples[0]
+        earlier = earlier or [self._samples[0]]
         now = self._measure(step, optimizer)
-        floors = self._floors(now, before).tolist()
-        known = dict(zip(before.tensors, before.norms.tolist(), strict=True))
+        floors = self._floors(now, earlier[-1]).tolist()
+        # A weight may have become non-finite in the update before the last sample.
+        known = {
+            key: norm
+            for sample in earlier
+            for key, norm in zip(sample.tensors, sample.norms.tolist(), strict=True)
+            if math.isfinite(norm)
+        }
         found = []
         for key, norm, floor in zip(now.tensors, now.norms.tolist(), floors, strict=True):
-            norm_before = known.get(key, math.nan)
-            if key not in known or not math.isfinite(norm_before):
+            norm_before = known.get(key)
+            if norm_before is None:
                 continue
             rise = norm / max(norm_before, floor, 1e-30)
             fall = norm / max(norm_before, 1e-30)
@@ -155,6 +165,27 @@ class StateJudge:
                     StateNorm(kind=kind, name=name, norm=norm, norm_before=norm_before, rise=rise)
                 )
         return sorted(found, key=lambda each: -max(each.rise, 1 / max(each.rise, 1e-30)))
+
+    def driven(self, risen: Iterable[StateNorm], travelled: Mapping[str, float]) -> tuple[str, ...]:
+        """Return the weights whose growth is no larger than their updates since the last sample.
+
+        Args:
+            risen: What `risen` returned.
+            travelled: Sum of the root mean squares of these updates, of each weight.
+        """
+        last = self._samples[-1]
+        sizes = {
+            name: size
+            for (kind, name), size in zip(last.tensors, last.sizes, strict=True)
+            if kind == WEIGHT
+        }
+        return tuple(
+            one.name
+            for one in risen
+            if one.kind == WEIGHT
+            and one.name in travelled
+            and _growth(one, sizes.get(one.name, 0)) <= _FAR * travelled[one.name]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is usual, ready for JSON; synchronizes with the device."""
@@ -241,6 +272,12 @@ def _typical(sample: StateSample) -> dict[str, Tensor]:
         found[kind] = _FLOORS.get(kind, _FLOOR) * mean.sqrt().float()
         first = last
     return found
+
+
+def _growth(weight: StateNorm, size: int) -> float:
+    """Return by how much the root mean square of a weight has grown; infinite if it is NaN."""
+    growth = weight.norm - weight.norm_before
+    return math.inf if math.isnan(growth) else growth / math.sqrt(max(size, 1))
 
 
 def _highest(scores: Tensor) -> Tensor:

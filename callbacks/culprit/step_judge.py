@@ -69,12 +69,21 @@ class JudgedStep(NamedTuple):
     outside: Tensor | None = None
     """Root mean square of each weight's change before the step, shape ``(P,)``, float32."""
 
+    travel: Tensor | None = None
+    """Sum of the root mean squares of each weight's updates that were no anomalies, since the last
+    sample of the weights. Shape ``(P,)``, float32; infinite if an update has made the weight
+    non-finite."""
+
     def changed(self) -> tuple[str, ...]:
         """Return the weights that have changed between two steps; synchronizes."""
         if self.outside is None:
             return ()
         changes = self.outside.tolist()
         return tuple(n for n, size in zip(self.weights, changes, strict=True) if size != 0)
+
+    def travelled(self) -> dict[str, float]:
+        """Return `travel` by weight; synchronizes."""
+        return {} if self.travel is None else _named(self.weights, self.travel)
 
     def dead(self) -> tuple[str, ...]:
         """Return the groups whose norm has been zero for at least two steps; synchronizes."""
@@ -166,6 +175,7 @@ class StepJudge:
         self._first_loss = torch.full((), torch.nan, device=device)
         self._highest_rate = torch.zeros((), device=device)
         self._quiet_steps = torch.zeros(len(weights), dtype=torch.int32, device=device)
+        self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
         watched = [_EXPERT.search(name) is None for name in names]
         self._is_watched = torch.tensor(watched, dtype=torch.bool).to(device)
@@ -235,6 +245,10 @@ class StepJudge:
         )
         highest = torch.maximum(self._highest_rate, rate.nan_to_num().squeeze(0))
         self._highest_rate = torch.where(applied, highest, self._highest_rate)
+        if change is not None:
+            # A change in a skipped step is no update, and one that is an anomaly may be none.
+            is_update = applied & ~(update_scores > LIMITS["update"])
+            self._travel = self._travel + torch.where(is_update, _length(change), 0.0)
         return JudgedStep(
             summary=summary,
             names=self.names if local_norm is not None else (),
@@ -247,7 +261,12 @@ class StepJudge:
             weight=None if change is None else change.weight,
             update_scores=None if change is None else update_scores,
             outside=None if change is None else change.outside,
+            travel=None if change is None else self._travel,
         )
+
+    def begin_travel(self) -> None:
+        """Add up the updates of the weights from here on."""
+        self._travel = torch.zeros_like(self._travel)
 
     def _num_changed(self, outside: Tensor | None, unknown: Tensor) -> Tensor:
         """Return how many weights have changed outside of steps; shape ``(1,)``.
@@ -268,7 +287,7 @@ class StepJudge:
             "window": self._windows.state_dict(),
             "first_loss": self._first_loss.item(),
             "highest_rate": self._highest_rate.item(),
-            "zero_steps": dict(zip(self.names, self._zero_steps.tolist(), strict=True)),
+            "zero_steps": _named(self.names, self._zero_steps),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -278,6 +297,16 @@ class StepJudge:
         self._highest_rate.fill_(state["highest_rate"])
         counts = [state["zero_steps"].get(name, 0) for name in self.names]
         self._zero_steps.copy_(torch.tensor(counts, dtype=torch.int32))
+
+
+def _named(names: Sequence[str], values: Tensor) -> dict[str, float]:
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def _length(change: Change) -> Tensor:
+    """Return the size of each update; infinite if it has made the weight non-finite."""
+    is_ruined = change.weight.isfinite() & ~change.update.isfinite()
+    return torch.where(is_ruined, torch.inf, change.update.nan_to_num())
 
 
 def _median_ratio(change: Change | None, unknown: Tensor) -> Tensor:

@@ -114,17 +114,41 @@ def test_a_weight_that_has_grown_without_an_update():
     assert cause(rank=one).name == "weight_changed"
     assert cause(rank=one).tensors == ("h.0.weight",)
     assert cause(rank=most).name != "weight_changed"
+    assert cause(rank={**one, "driven": ("h.0.weight",)}).name != "weight_changed"
     assert cause(steps=trace({"num_moved": 3}, HIGH_LOSS), rank=one).name == "optimizer_state"
+    far = trace({"update": 12.0}, HIGH_LOSS)
+    assert cause(steps=far, rank=one).name != "weight_changed"
+    assert cause(steps=far, rank={**one, "changed": NAMES}).name == "weight_changed"
+    assert cause("state_spike", trace({"update": 6.0}, {}, {}, {}), rank=one).name == "unknown"
 
 
-@pytest.mark.parametrize(("kind", "rise"), [("exp_avg", 1e5), ("exp_avg_sq", 1e-8)])
-def test_an_optimizer_state_that_has_changed(kind, rise):
+@pytest.mark.parametrize(
+    ("kind", "rises", "tensors"),
+    [
+        ("exp_avg", (1e5, 1e5), NAMES[1:]),
+        ("exp_avg", (math.inf, 10.0), NAMES[1:2]),
+        # All moments may have fallen, some of them less than the limit.
+        ("exp_avg_sq", (1e-8, 1e-8), ()),
+    ],
+)
+def test_an_optimizer_state_that_has_changed(kind, rises, tensors):
     """An update that is too large, with a state that has changed, is the optimizer's."""
-    states = (state(kind, "h.0.weight", rise), state(kind, "h.1.weight", rise))
+    states = tuple(state(kind, name, rise) for name, rise in zip(NAMES[1:], rises, strict=True))
     found = cause("update_spike", trace({"num_moved": 8}), rank={"states": states})
     assert found.name == "optimizer_state"
-    assert found.tensors == NAMES[1:]
+    assert found.tensors == tensors
     assert f"norm of {kind} of h.0.weight" in found.explanation
+
+
+def test_all_updates_that_are_far_above_the_usual_are_the_optimizers():
+    """Also if no single weight's update is an anomaly yet, early in a training."""
+    large = {"update_ratio": 0.02}
+    before = tuple(each._replace(step=each.step - 4) for each in trace({}))
+    found = cause("spike", before + trace(large, {"global_norm": 20.0}))
+    assert found.name == "optimizer_state"
+    assert "20 times the usual one" in found.explanation
+    by_rate = before + trace({**large, "learning_rate": 0.02}, HIGH_LOSS)
+    assert cause("spike", by_rate).name == "data"
 
 
 def test_large_updates_after_a_spike_of_the_gradients_are_ordinary():
@@ -150,6 +174,13 @@ def test_running_statistics():
     assert "non-finite values in input `pixels`" in by_input.explanation
     assert cause("spike", rank=risen).name == "data"
     assert cause("state_spike", rank={"buffers": ("mask",)}).name == "buffer_changed"
+
+
+def test_running_statistics_follow_the_weights():
+    """A weight that has grown gives other statistics."""
+    buffer, weight = state("buffer", "bn.running_var", 1e6), state("weight", "h.0.weight", 900.0)
+    rank = {"states": (buffer, weight), "driven": ("h.0.weight",)}
+    assert cause("state_spike", trace({}), rank=rank).name == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -197,6 +228,15 @@ def test_a_loss_that_was_multiplied():
 
     assert (factor.name, factor.micro_batch) == (found.name, found.micro_batch) == ("loss", 1)
     assert cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=unlike).name == "data"
+    # A group far below the global norm varies by large factors.
+    small = {**unlike, "norms": (1000.0, 1000.0, 1e6 * 1e-3), "usual_norms": (1.0, 1.0, 1e-3)}
+    assert cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=small).name == "loss"
+
+
+def test_a_factor_outside_of_the_network_explains_statistics_that_have_moved():
+    """Running statistics that began at zero rise in the first steps of any training."""
+    buffers = {"states": (state("buffer", "bn.running_mean", 9.0),), "factors": (0.5, 500.0)}
+    assert cause("spike", rank=buffers).name == "loss"
 
 
 def test_a_dead_layer():
@@ -247,3 +287,10 @@ def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
     assert cause("update_spike", (large, moved)).name == "learning_rate"
     late = large._replace(step=20)
     assert cause("update_spike", (late, moved._replace(step=21))).name == "optimizer_state"
+
+
+def test_updates_that_were_ordinary_at_first_are_no_sign_of_a_high_rate():
+    """The second update of a run may be ruined, too."""
+    first = trace({})[-1]._replace(step=1)
+    ruined = trace({"update_ratio": 700.0, "num_moved": 8})[-1]._replace(step=2)
+    assert cause("update_spike", (first, ruined)).name == "optimizer_state"

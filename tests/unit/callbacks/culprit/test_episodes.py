@@ -31,8 +31,8 @@ def test_bad_steps_in_a_row_are_one_episode():
     [
         ("loss_spike", 3, True),
         ("loss_spike", 4, False),
-        ("loss_not_finite", 1, True),
-        ("loss_not_finite", 2, False),
+        ("loss_not_finite", 3, True),
+        ("loss_not_finite", 4, False),
         ("state_spike", 10, True),
         ("state_spike", 11, False),
     ],
@@ -40,6 +40,12 @@ def test_bad_steps_in_a_row_are_one_episode():
 def test_how_far_an_episode_reaches(kind, gap, is_one):
     """Finite consequences may come a little later; a sample, as late as its interval."""
     assert begun(anomaly(20), anomaly(20 + gap, kind)) == ([20] if is_one else [20, 20 + gap])
+
+
+def test_an_overflow_is_over_after_a_good_step():
+    """What is non-finite is skipped, and leaves no weights that raise the loss later."""
+    steps = [anomaly(20 + gap, "gradient_not_finite") for gap in (0, 1, 3)]
+    assert begun(*steps) == [20, 23]
 
 
 def test_a_lone_loss_does_not_go_on_with_an_overflow_of_all_ranks():

@@ -46,6 +46,18 @@ def test_updates_are_measured_unless_several_may_have_passed():
     assert measured.step.update.tolist() == [1.0, 0.0]
 
 
+def test_updates_add_up_from_one_sample_to_the_next():
+    """They include the update of the step in which the sample is taken."""
+    network = nn.Linear(2, 2)
+    judges = Judges(network, 3)
+    travelled = []
+    for step in range(1, 6):
+        network.weight.data.add_(1.0)
+        judged = judges.end_step(step, torch.ones(()), None, None).step
+        travelled.append(judged.travelled()["weight"])
+    assert travelled == [1.0, 1.0, 2.0, 1.0, 2.0]
+
+
 def test_a_change_before_the_step_is_no_update():
     """After `begin_step`, what has changed since the last step is told from the update."""
     network = nn.Linear(2, 2)

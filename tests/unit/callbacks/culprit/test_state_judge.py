@@ -92,6 +92,28 @@ def test_what_becomes_non_finite_is_counted_once(value):
     assert counts == [1, 0]
 
 
+def test_a_weight_is_compared_with_its_last_finite_norm():
+    """The first update of a run may ruin the weights, before their state is looked at again."""
+    training = Training()
+    training.network[0].weight.data[0, 0] = NAN
+    training.judge.look(1, None)
+    (found,) = training.judge.risen(2, None)
+    assert (found.name, found.rise) == ("0.weight", INF)
+
+
+@pytest.mark.parametrize(("travelled", "is_driven"), [(100.0, True), (10.0, False)])
+def test_growth_is_compared_with_the_updates_of_the_weight(travelled, is_driven):
+    """A growth of the root mean square by 99 needs updates of about this length."""
+    training = Training()
+    weight = training.network[2].weight.data
+    weight *= 99 / weight.square().mean().sqrt()
+    found = training.judge.risen(1, None)
+    names = training.judge.driven(found, {"2.weight": travelled, "0.weight": 0.0})
+    assert names == (("2.weight",) if is_driven else ())
+    weight[0, 0] = NAN
+    assert training.judge.driven(training.judge.risen(1, None), {"2.weight": 1e9}) == ()
+
+
 def test_a_mask_may_hold_infinities():
     """A buffer that holds infinities on purpose is no anomaly."""
     network = nn.Linear(2, 2)

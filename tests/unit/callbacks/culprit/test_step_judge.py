@@ -115,6 +115,20 @@ def test_the_rate_does_not_make_an_update_an_anomaly():
     assert anomalies(scores(judged(judge_after(50), 5000, rate=1.0))) == set()
 
 
+def test_updates_add_up_until_they_begin_anew():
+    """An update that makes a weight non-finite is infinite; later ones add nothing to it."""
+    judge = StepJudge(("w",), ("a", "b"), "cpu")
+    change = Change(torch.tensor([0.5, math.nan]), torch.tensor([1.0, 1.0]), None)
+    later = Change(torch.tensor([0.5, math.nan]), torch.tensor([1.5, math.nan]), None)
+    for each in (change, later):
+        found = judge.judge(torch.ones(()), None, None, each, None, APPLIED)
+    found = judge.judge(torch.ones(()), None, None, later, None, ~APPLIED)
+    assert found.travelled() == {"a": 1.0, "b": math.inf}
+    judge.begin_travel()
+    found = judge.judge(torch.ones(()), None, None, later, None, APPLIED)
+    assert found.travelled() == {"a": 0.5, "b": 0.0}
+
+
 def test_weights_that_change_between_steps_are_found_unless_they_often_do():
     """The first change after a few quiet steps is found; a loop that clips weights is not."""
     none, one = torch.zeros(4), torch.tensor([0.0, 0.1, 0.0, 0.0])
