@@ -64,6 +64,9 @@ class Comparison:
     first_of_any_size: Difference | None
     """With a tolerance, the first difference in the bits; ``None`` if there is none."""
 
+    next_fingerprints: int | None
+    """First step with fingerprints in both runs after the compared steps; ``None`` without one."""
+
     settings: tuple[Setting, ...]
     """Settings in which the runs differ."""
 
@@ -113,6 +116,8 @@ def compare_runs(first: Path, second: Path, tolerance: float = 0.0) -> Compariso
     if not walk.compared:
         raise ValueError(_nothing_in_common(ours, theirs))
     exact = _compare(ours, theirs, 0.0).differences if limit else []
+    last = max(walk.steps, default=0)
+    both = ours.fingerprinted_steps & theirs.fingerprinted_steps
     return Comparison(
         names=(str(first), str(second)),
         tolerance=limit,
@@ -124,6 +129,7 @@ def compare_runs(first: Path, second: Path, tolerance: float = 0.0) -> Compariso
         causes=tuple(walk.causes[kind] for kind in CAUSES if kind in walk.causes),
         last_equal=walk.last_equal,
         first_of_any_size=exact[0] if exact else None,
+        next_fingerprints=min((step for step in both if step > last), default=None),
         settings=tuple(_settings(ours, theirs)),
     )
 

@@ -62,7 +62,12 @@ class RecordedRun:
     def steps(self) -> set[int]:
         """Steps of which anything is recorded."""
         found = {step for ranks in self.numbers.values() for n in ranks.values() for step in n}
-        return found | {step for each in self.fingerprints.values() for step in each.steps}
+        return found | self.fingerprinted_steps
+
+    @property
+    def fingerprinted_steps(self) -> set[int]:
+        """Steps of which any rank has fingerprints."""
+        return {step for each in self.fingerprints.values() for step in each.steps}
 
 
 def read_recorded_run(folder: Path) -> RecordedRun:

@@ -33,6 +33,11 @@ def sentences(comparison: Comparison) -> Iterator[str]:
     pair = " and ".join(comparison.names)
     if comparison.differences:
         yield f"{pair}: {_headline(comparison.differences[0], comparison.names)}"
+    elif comparison.causes:
+        yield (
+            f"{pair} have the same results{_within(comparison)} in {_steps(comparison)}, but their "
+            "steps were not given the same."
+        )
     else:
         more = f" by more than {comparison.tolerance:g}" if comparison.tolerance else ""
         yield f"{pair} do not differ{more} in {_steps(comparison)}."
@@ -186,11 +191,26 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             "of single ranks are not compared, and sums over ranks are rounded differently: use "
             "--tolerance."
         )
-    missing = [_PLURAL[kind] for kind in _EXPECTED if kind not in comparison.compared]
-    if missing:
+    yield from _not_compared(comparison)
+
+
+def _not_compared(comparison: Comparison) -> Iterator[str]:
+    """Yield what would show more, if it were recorded in the compared steps."""
+    expected = [kind for kind in _EXPECTED if kind not in comparison.compared]
+    if comparison.num_ranks[0] != comparison.num_ranks[1]:
+        expected = [kind for kind in expected if kind != "random numbers"]
+    if not expected:
+        return
+    missing = _listed([_PLURAL[kind] for kind in expected])
+    if comparison.next_fingerprints is None:
         yield (
-            f"Not recorded in both runs: {_listed(missing)}. TrainingStateMonitor records them "
-            "with fingerprints=True."
+            f"Not recorded in both runs: {missing}. TrainingStateMonitor records them with "
+            "fingerprints=True."
+        )
+    else:
+        yield (
+            f"Not recorded in the compared steps: {missing}. The first fingerprints of both runs "
+            f"are those of step {comparison.next_fingerprints}; step_interval=1 records each step."
         )
 
 

@@ -114,6 +114,7 @@ def test_lengths_and_intervals(plain, tmp_path):
     assert rare.steps == (2, 4)
     assert differences(rare)[0] == (4, "loss", "loss")
     assert rare.last_equal["weight"] == 2
+    assert rare.next_fingerprints == 6
 
 
 def test_resumed(plain, tmp_path):

@@ -18,6 +18,7 @@ def told(*differences, causes=(), **others):
         "compared": ("random numbers", "data", "loss", "gradient", "weight"),
         "last_equal": {},
         "first_of_any_size": None,
+        "next_fingerprints": None,
         "settings": (),
     }
     values = fields | {"differences": differences, "causes": causes} | others
@@ -138,4 +139,24 @@ def test_notes():
 
     assert "Settings that differ: seed (1 and not set)." in lines
     assert any(line.startswith("Numbers of ranks: 1 and 2.") for line in lines)
-    assert any("Not recorded in both runs: random numbers and data." in line for line in lines)
+    assert any("Not recorded in both runs: data." in line for line in lines)
+
+
+def test_rare_fingerprints():
+    """Fingerprints of later steps are not told to be missing."""
+    [line] = told(Difference(step=3, kind="loss"), compared=("loss",), next_fingerprints=5)[1:]
+
+    assert line == (
+        "Not recorded in the compared steps: random numbers, data, gradients and weights. The "
+        "first fingerprints of both runs are those of step 5; step_interval=1 records each step."
+    )
+
+
+def test_causes_alone():
+    """Runs with equal results that were given something else are not told to be equal."""
+    scale = Difference(step=1, kind="loss scale", values=(2.0, 4.0))
+
+    assert told(causes=(scale,))[0] == (
+        "a and b have the same results in the 3 steps from 1 to 3 that both recorded, but their "
+        "steps were not given the same."
+    )
