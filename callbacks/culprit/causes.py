@@ -10,17 +10,21 @@ from mfwrap.callbacks.culprit.cause_evidence import (
     StepTrace,
     update_per_rate,
 )
+from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay import Origin
 from mfwrap.callbacks.culprit.step_judge import LIMITS
 
 RATE_RISE = 5.0
 """Smallest ratio of a learning rate to all earlier ones that may explain an anomaly."""
 
-LARGE_RATIO = 0.5
+LARGE_RATIO = 0.7
 """Smallest ratio of an update to its weights that is too large, wherever it comes from."""
 
 _UPDATE_RISE = 5.0
 """Smallest ratio of the middle weight's update to those of the steps before that is unusual."""
+
+_LARGE_UPDATE = 2.5
+"""Smallest such ratio that may have spoilt the weights."""
 
 _ORDINARY_RATIO = 0.05
 """Largest ratio of an update to its weights that does not explain a rise of the loss."""
@@ -120,13 +124,14 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
             ruined = [one for one in states if not math.isfinite(one.norm)]
             names = [one.name for one in ruined or states]
             return _of_optimizer(f"{what}: {_change(states[0])}", names)
-        if moved and evidence.knows_optimizer and scores.num_moved < evidence.num_weights / 2:
+        is_alone = scores.num_moved < evidence.num_weights / 2 and rise < _LARGE_UPDATE
+        if moved and evidence.knows_optimizer and is_alone:
             return _weight_changed(
                 f"{moved[0]} changed within step {each.step} by far more than its usual update, "
                 "although gradients, learning rate and the optimizer's state were ordinary",
                 moved,
             )
-        return _of_optimizer(what, moved)
+        return _of_optimizer(what, moved if rise < _LARGE_UPDATE else ())
     return None
 
 
@@ -162,8 +167,8 @@ def _buffers(evidence: CauseEvidence) -> Cause | None:
     return Cause(
         "batch_norm",
         f"the running statistics in {names[0]} were ruined{_by_input(evidence.origin)}",
-        "remove the sample, and go back to a checkpoint from before this step: a skipped "
-        "update leaves the statistics as they are",
+        f"{'remove the sample, and ' if evidence.origin is not None else ''}go back to a "
+        "checkpoint from before this step: a skipped update leaves the statistics as they are",
         tensors=() if evidence.origin is not None else tuple(names),
     )
 
@@ -259,7 +264,7 @@ def _scaled_loss(evidence: CauseEvidence) -> Cause | None:
         for number, usual in enumerate(blamed.usual_norms)
         if blamed.is_judged(number) and usual >= least
     )
-    rise = evidence.now.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
+    rise = blamed.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
     if not rises or not rise >= _MULTIPLIED:
         return None
     middle = rises[len(rises) // 2]
@@ -288,7 +293,7 @@ def _dead_layer(evidence: CauseEvidence) -> Cause | None:
 
 
 def _gradient(evidence: CauseEvidence) -> Cause | None:
-    loss_has_risen = evidence.now.scores.loss > LIMITS["loss"] / 2
+    loss_has_risen = any(map(_has_higher_loss, evidence.ranks))
     if evidence.layer is None or loss_has_risen or evidence.kind not in _OF_GRADIENTS:
         return None
     return Cause(
@@ -300,24 +305,27 @@ def _gradient(evidence: CauseEvidence) -> Cause | None:
 
 
 def _data(evidence: CauseEvidence) -> Cause | None:
-    now, blamed = evidence.now, evidence.blamed
-    if not now.scores.loss > LIMITS["loss"] / 2 or _weights_are_worse(evidence):
+    blamed = evidence.blamed
+    if not _has_higher_loss(blamed) or _weights_are_worse(evidence):
         return None
     if blamed.earlier_loss is None and not _is_ordinary(evidence):
         return None
+    if any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before):
+        return None
     others = [each for each in evidence.ranks if each.rank != blamed.rank]
-    if others and not any(each.loss_score > LIMITS["loss"] / 2 for each in others):
+    number = _outlier(blamed.micro_losses)
+    if others and not any(map(_has_higher_loss, others)):
         return Cause(
             "rank_data",
             f"only the loss of rank {blamed.rank} has risen, to {blamed.loss:.4g}",
             "look at the data of this rank",
+            micro_batch=number,
         )
-    number = _outlier(blamed.micro_losses)
     where = "this step" if number is None else f"micro-batch {number}"
     return Cause(
         "data",
-        f"the loss rose to {now.loss:.4g} (usually {blamed.usual_loss:.4g}) on the data of {where},"
-        " while weights and updates were ordinary",
+        f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g}) on the data of "
+        f"{where}, while weights and updates were ordinary",
         "look at the samples of this step",
         micro_batch=number,
     )
@@ -391,13 +399,18 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
 )
 
 
+def _has_higher_loss(rank: RankEvidence) -> bool:
+    return rank.loss_score > LIMITS["loss"] / 2
+
+
 def _weights_are_worse(evidence: CauseEvidence) -> bool:
     """Tell whether the present weights raise the loss of the step before as much as this step's."""
     blamed = evidence.blamed
     if blamed.earlier_loss is None:
         return False
+    # As ratios: the loop may divide the losses of the micro-batches by another number.
     then, again = blamed.earlier_loss
-    return not again - then < 0.4 * (blamed.loss - blamed.usual_loss)
+    return not (again - then) / abs(then) < 0.4 * (blamed.loss / blamed.usual_loss - 1)
 
 
 def _updates(evidence: CauseEvidence) -> list[StepTrace]:

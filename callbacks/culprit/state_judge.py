@@ -18,6 +18,10 @@ from mfwrap.tensors.wrappers import plain_name, trainable, unwrapped_network, un
 LIMIT = 12.0
 """Smallest score that is an anomaly, see `RobustWindow`."""
 
+_LARGE_RISE = math.log(100.0)
+"""Smallest logarithm of a rise that is an anomaly at a third of the limit: early in a training, a
+buffer may vary so much that no rise would reach the limit."""
+
 MOST_RISE = 4.0
 """Largest ratio of a norm to an earlier one that is no anomaly."""
 
@@ -103,6 +107,8 @@ class StateJudge:
         window = self._window.use(names, [_PRIOR] * len(names))
         values = torch.maximum(taken.norms, self._floors(taken, before)).log()
         scores = window.scores(values)
+        is_large = (values - window.expected > _LARGE_RISE) & (scores > LIMIT / 3)
+        scores = torch.where(is_large, 3 * scores, scores)
         window.add(values)
         # The moments of an optimizer rise and fall with the gradients. If they change by
         # themselves, the next update is an anomaly.

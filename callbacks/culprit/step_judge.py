@@ -14,7 +14,7 @@ from mfwrap.callbacks.culprit.update_sample import Change
 LIMITS = {"loss": 7.5, "global_norm": 8.0, "local_norm": 8.0, "update": 10.0}
 """Smallest scores that are anomalies, see `RobustWindow`."""
 
-_PRIORS = {"loss": 0.15, "global_norm": 0.5, "local_norm": 0.7, "update": 0.8}
+_PRIORS = {"loss": 0.2, "global_norm": 0.5, "local_norm": 0.7, "update": 0.8}
 """Deviations that are assumed before there are values: of losses as a share of the run's first
 loss, of everything else in natural logarithms."""
 

@@ -18,14 +18,13 @@ from support.faults.verdicts import Verdict, judge, table
 # peft uses `is_gradient_checkpointing`, which transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
-NON_FINITE_RECORDED = 0.98
-NON_FINITE_EXACT = 0.9
-FINITE_RECORDED = 0.2
-FINITE_RIGHT_CAUSE = 0.0
-"""Shares of the faults that the monitor must reach, raised as it improves."""
+NON_FINITE_EXACT = 0.98
+FINITE_RECORDED = 0.9
+FINITE_RIGHT_CAUSE = 0.8
+"""Shares of the faults that the monitor must reach. No place may be wrong."""
 
-CLEAN_RECORDS = 2
-"""Largest number of records in the 24,000 steps of the clean runs."""
+CLEAN_EPISODES = 2
+"""Largest number of episodes in the 24,000 steps of the clean runs."""
 
 TRUTH = Truth(
     step=7,
@@ -150,13 +149,39 @@ def test_a_fault_in_a_layer_is_recorded_with_its_layer(kind: str, tmp_path: Path
     assert verdict.false_alarms == 0
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "rate times 300",
+        "first moments times 1e5",
+        "weight times 2**14",
+        "gradient times 1000",
+        "dead layer",
+        "loss times 1000",
+    ],
+)
+@pytest.mark.fast_sample(2)
+def test_a_finite_fault_is_recorded_with_its_cause(kind: str, tmp_path: Path):
+    """Nothing is infinite, and the cause is named."""
+    fault = Fault(kind=kind, step=15, layer=1, micro_batch=1)
+    case = Case(architecture="tied llama", way="cell", num_steps=21, fault=fault)
+
+    verdict = run_case(case, tmp_path)
+
+    assert verdict.right_cause, verdict
+    assert verdict.wrong == ()
+    assert verdict.false_alarms == 0
+
+
 def _check(verdicts: list[Verdict]) -> None:
-    """Log the table (see it with ``--log-cli-level=INFO``), and fail below what was reached."""
+    """Log the table (see it with ``--log-cli-level=INFO``), and fail below the goals."""
     counts = table(verdicts)
     logging.getLogger(__name__).info("\n%s", counts)
     finite = [one for one in verdicts if one.finite]
     others = [one for one in verdicts if not one.finite]
-    assert sum(one.recorded for one in others) >= NON_FINITE_RECORDED * len(others), counts
+    places = {"layer", "ranks", "micro_batch", "rows"}
+    assert not [one for one in verdicts if places & set(one.wrong)], counts
+    assert not [one for one in others if one.wrong], counts
     assert sum(one.exact for one in others) >= NON_FINITE_EXACT * len(others), counts
     assert sum(one.recorded for one in finite) >= FINITE_RECORDED * len(finite), counts
     assert sum(one.right_cause for one in finite) >= FINITE_RIGHT_CAUSE * len(finite), counts
@@ -165,7 +190,7 @@ def _check(verdicts: list[Verdict]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_campaign_on_one_rank(tmp_path: Path):
-    """Count the records of 200 faults, and hold what has been reached."""
+    """Of 200 faults, nearly all are recorded, most with their cause, and none in a wrong place."""
     verdicts = [
         run_case(case, tmp_path / str(place)) for place, case in enumerate(drawn_cases(0, 200))
     ]
@@ -184,11 +209,12 @@ def test_the_campaign_on_two_ranks(two_ranks, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_clean_runs_have_hardly_any_record(tmp_path: Path):
-    """Count the records of 60 runs without a fault."""
-    records = []
+def test_clean_runs_have_hardly_any_episode(tmp_path: Path):
+    """Count the episodes of 60 runs without a fault."""
+    episodes = []
     for place, case in enumerate(clean_cases()):
         train(case, tmp_path / str(place))
-        records += [(case, one["step"]) for one in records_in(tmp_path / str(place))]
+        begun = (one for one in records_in(tmp_path / str(place)) if "cause" in one)
+        episodes += [(case, one["step"], one["kind"]) for one in begun]
 
-    assert len(records) <= CLEAN_RECORDS, records
+    assert len(episodes) <= CLEAN_EPISODES, episodes

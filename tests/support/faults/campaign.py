@@ -12,7 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mfwrap.records.json_lines import rank_file, read_json_lines
+from torch import distributed
+
+from mfwrap.records.json_lines import read_json_lines
 from support.faults.kinds import KINDS, truth_of
 from support.faults.networks import ARCHITECTURES, BATCH_SIZE
 from support.faults.planting import Fault
@@ -29,15 +31,17 @@ _SHOWN = ("step", "kind", "cause", "layer", "ranks", "micro_batch", "rows", "sam
 
 
 def records_in(folder: Path) -> list[dict[str, Any]]:
-    """Return the anomalies that rank 0 has recorded; an empty list if it has written no file."""
-    path = rank_file(folder, "anomalies", 0)
-    return read_json_lines(path) if path.exists() else []
+    """Return the anomalies that all ranks have recorded, by their steps, as the page has them."""
+    records = [one for path in folder.glob("anomalies*.jsonl") for one in read_json_lines(path)]
+    return sorted(records, key=lambda one: one["step"])
 
 
 def run_case(case: Case, folder: Path) -> Verdict:
     """Train a case with a fault in this process, and judge what was recorded."""
     assert case.fault is not None
     train(case, folder)
+    if distributed.is_initialized():
+        distributed.barrier()  # until all ranks have written their records
     truth = truth_of(case.fault, ARCHITECTURES[case.architecture])
     return judge(case.fault.kind, truth, records_in(folder))
 

@@ -17,6 +17,8 @@ from support.faults.planting import (
     collapsed_router,
     gradient,
     growing_query,
+    heavy_decay,
+    large_variance,
     layer_gradients,
     loss_factor,
     moments,
@@ -24,10 +26,12 @@ from support.faults.planting import (
     nan_moments,
     nan_row,
     no_targets,
+    noisy_gradients,
     noisy_weights,
     one_target,
     other_targets,
     weight_element,
+    whole_weight,
 )
 
 __all__ = ["KINDS", "Kind", "Truth", "plant", "truth_of"]
@@ -221,7 +225,7 @@ _FINITE = {
     # A LayerNorm takes the factor out again, here and in "activation times -1000".
     "bright image": Kind(
         cause="data",
-        also=("batch_norm",),
+        also=("batch_norm", "rank_data"),
         data=bright_row,
         needs=_has_batch_norm,
         held_out=True,
@@ -255,7 +259,7 @@ _FINITE = {
     ),
     "activation times -1000": Kind(
         cause="activation",
-        also=("data",),
+        also=("data", "rank_data"),
         needs=_has_batch_norm,
         data=activation(4),
         **_IN_LAYER_OF_BATCH,
@@ -277,6 +281,47 @@ _FINITE = {
         needs=_has_router,
         sampled=True,
         **_IN_LAYER,
+    ),
+    "rate times 30": Kind(cause="learning_rate", rate=30.0, num_steps=3, patience=3, held_out=True),
+    "weight zeroed": Kind(
+        cause="weight_changed",
+        around=whole_weight(0.0),
+        sampled=True,
+        held_out=True,
+        **_IN_LAYER,
+    ),
+    "weight negated": Kind(
+        cause="weight_changed",
+        around=whole_weight(-1.0),
+        sampled=True,
+        held_out=True,
+        **_IN_LAYER,
+    ),
+    "second moments zeroed": Kind(
+        cause="optimizer_state",
+        also=("optimizer_epsilon",),
+        around=moments("exp_avg_sq", 0.0),
+        sampled=True,
+        held_out=True,
+    ),
+    "noise in a gradient": Kind(
+        cause="gradient", around=noisy_gradients, held_out=True, **_IN_LAYER
+    ),
+    "running variance times 10000": Kind(
+        cause="batch_norm",
+        also=("buffer_changed",),
+        around=large_variance,
+        needs=_has_batch_norm,
+        sampled=True,
+        held_out=True,
+        **_IN_LAYER,
+    ),
+    "weight decay times 100000": Kind(
+        cause="weight_decay",
+        also=("learning_rate", "optimizer_state"),
+        around=heavy_decay,
+        sampled=True,
+        held_out=True,
     ),
     "loss times 1000": Kind(cause="loss", data=loss_factor(1), **_IN_BATCH),
     "loss outside times 1000": Kind(cause="loss", outside=1e3, ways=("attach",), **_IN_BATCH),

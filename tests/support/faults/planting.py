@@ -25,6 +25,8 @@ __all__ = [
     "collapsed_router",
     "gradient",
     "growing_query",
+    "heavy_decay",
+    "large_variance",
     "layer_gradients",
     "loss_factor",
     "moments",
@@ -32,10 +34,12 @@ __all__ = [
     "nan_moments",
     "nan_row",
     "no_targets",
+    "noisy_gradients",
     "noisy_weights",
     "one_target",
     "other_targets",
     "weight_element",
+    "whole_weight",
 ]
 
 
@@ -229,3 +233,43 @@ def bright_row(batch: dict[str, Tensor], fault: Fault) -> None:
 def nan_row(batch: dict[str, Tensor], fault: Fault) -> None:
     """Make one pixel of one image NaN."""
     batch["pixel_values"][fault.row, 0, 1, 1] = torch.nan
+
+
+def whole_weight(factor: float) -> Around:
+    """Multiply a whole weight: by zero, as a memory page that was lost does, or by -1."""
+
+    def change(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
+        _weight(planted, fault).data.mul_(factor)
+        return contextlib.nullcontext()
+
+    return change
+
+
+@contextlib.contextmanager
+def noisy_gradients(planted: Planted, fault: Fault) -> Iterator[None]:
+    """Add noise to the gradient of a weight, a hundred times as large as the gradient."""
+
+    def noise(gradient: Tensor) -> Tensor:
+        drawn = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(0))
+        return gradient + 100 * gradient.norm() / drawn.norm() * drawn
+
+    hook = _weight(planted, fault).register_hook(noise)
+    yield
+    hook.remove()
+
+
+def large_variance(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
+    """Multiply a layer's running variance by 10,000, which training does not read."""
+    _layer(planted, fault).get_buffer("norm.running_var").mul_(1e4)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def heavy_decay(planted: Planted, fault: Fault) -> Iterator[None]:
+    """Multiply the weight decay by 100,000 for one update."""
+    del fault
+    for group in planted.optimizer.param_groups:
+        group["weight_decay"] *= 1e5
+    yield
+    for group in planted.optimizer.param_groups:
+        group["weight_decay"] /= 1e5

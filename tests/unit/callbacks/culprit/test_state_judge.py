@@ -92,6 +92,18 @@ def test_what_becomes_non_finite_is_counted_once(value):
     assert counts == [1, 0]
 
 
+def test_a_rise_by_thousands_is_found_although_a_buffer_varies():
+    """Early in a training the norm of a running variance may double from sample to sample."""
+    training = Training()
+    variance = training.network[1].running_var
+    for size in (1.0, 2.0, 4.0, 3.0, 5.0):
+        variance.fill_(size)
+        score = StateScores(*training.judge.sample(0, None).summary.tolist()).highest
+        assert not score > LIMIT
+    variance.fill_(30_000.0)
+    assert StateScores(*training.judge.sample(0, None).summary.tolist()).highest > LIMIT
+
+
 def test_a_weight_is_compared_with_its_last_finite_norm():
     """The first update of a run may ruin the weights, before their state is looked at again."""
     training = Training()
