@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,14 @@ from mfwrap.records.run_record import Curve, RunRecord, to_number
 from mfwrap.report.curves import NUMBER
 
 _UNKNOWN = "\N{EN DASH}"
+_NO_CAUSE = "unknown"
 _MOST_SAMPLES = 8
 _MOST_NAMES = 3
+_MOST_IN_SHORT = 3
+"""Number of episodes that the headline shows."""
+
+_MOST_ROWS = 200
+"""Largest number of rows of the table."""
 
 _COLUMNS = ("Steps", "What happened, and why", "Where", "Samples", "What the run did")
 
@@ -26,6 +33,25 @@ _PLACES = {
     "gradient": "gradient of {}",
 }
 """What is at fault, by the field ``where``."""
+
+_CAUSES = {
+    "attention_logits": "growing attention logits",
+    "activation": "an operation in the forward",
+    "batch_norm": "ruined BatchNorm statistics",
+    "buffer_changed": "a changed buffer",
+    "data": "bad data",
+    "dead_layer": "dead layer",
+    "gradient": "an operation in the backward",
+    "learning_rate": "learning rate too high",
+    "loss": "computation of the loss",
+    "optimizer_epsilon": "optimizer's epsilon too small for its dtype",
+    "optimizer_state": "changed optimizer state",
+    "rank_data": "bad data on one rank",
+    "router": "collapsed router",
+    "transient": "transient fault",
+    "weight_changed": "a changed weight",
+}
+"""Causes in words, by the field ``cause``."""
 
 _REPLAYS = {
     "reproduced": "a second run of the step found the fault again",
@@ -45,8 +71,13 @@ class _Event(NamedTuple):
     what: str
     """Kind in words."""
 
+    cause_words: str
+    """Cause in two or three words; empty for a rollback."""
+
+    explanation: str
+    suggestion: str
     lines: list[str]
-    """Cause, suggestion and evidence, a clause each."""
+    """Evidence, a clause each."""
 
     where: list[str]
     samples: list[str]
@@ -55,27 +86,49 @@ class _Event(NamedTuple):
 
 
 def headline(runs: Sequence[RunRecord]) -> str:
-    """Return a paragraph for each run: how many episodes, what the first was, and how it ended."""
-    paragraphs = []
-    for run in runs:
-        events = _events(run)
-        name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
-        counts = [_counted(len(run.episodes), "episode")] if run.episodes else []
-        counts += [_counted(len(run.rollbacks), "rollback")] if run.rollbacks else []
-        if not events:
-            text = f"{name}No anomalies were recorded. {_end(run)}"
-        else:
-            first = events[0]
-            where = f" ({', '.join(first.where)})" if first.where else ""
-            began = f"{'The first' if events[1:] else 'It'} began at step"
-            text = (
-                f"<strong>{name}{' and '.join(counts)} in {run.last_step()} steps.</strong> "
-                f"{began} {_link(first, first.first)}: {first.what}{where}. "
-                f"{'. '.join(first.lines[:2])}. What the run did: {first.action}. "
-                f"{_end(run)}"
-            )
-        paragraphs.append(f'<p class="headline">{text}</p>')
-    return "".join(paragraphs)
+    """Return what went wrong in each run, and how it ended: the first episodes in short."""
+    return "".join(_headline(run, has_name=len(runs) > 1) for run in runs)
+
+
+def _headline(run: RunRecord, *, has_name: bool) -> str:
+    name = f"{html.escape(run.name)}: " if has_name else ""
+    events = _events(run)
+    if not events:
+        return f'<p class="headline">{name}No anomalies were recorded. {_end(run)}</p>'
+    counts = [_counted(len(run.episodes), "episode")] if run.episodes else []
+    counts += [_counted(len(run.rollbacks), "rollback")] if run.rollbacks else []
+    alike: dict[tuple[str, str], list[_Event]] = {}
+    for event in events:
+        alike.setdefault((event.what, event.cause_words), []).append(event)
+    # What has a cause says more than what came before it without one.
+    chosen = sorted(alike.values(), key=lambda group: group[0].cause_words == _NO_CAUSE)
+    chosen = sorted(chosen[:_MOST_IN_SHORT], key=lambda group: group[0].first)
+    left = len(events) - sum(map(len, chosen))
+    rest = f'<p class="note">{left} more of other kinds in the table below.</p>' if left else ""
+    return (
+        f'<p class="headline"><strong>{name}{" and ".join(counts)} in {run.last_step()} steps.'
+        f"</strong> {_end(run)}</p>{''.join(map(_in_short, chosen))}{rest}"
+    )
+
+
+def _in_short(alike: Sequence[_Event]) -> str:
+    """Return what must be known about the first of events of the same kind and cause."""
+    event, more = alike[0], len(alike) - 1
+    rest = "more in the table below" if event.samples[_MOST_NAMES:] else ""
+    facts = {
+        "Cause": _cause(event),
+        "Where": ", ".join(event.where),
+        "Samples": "<br>".join(event.samples[:_MOST_NAMES] + ([rest] if rest else [])),
+        "What the run did": event.action,
+        "What to do": event.suggestion,
+        "Again": f"{more} more like this, the last at step {_link(alike[-1])}" * bool(more),
+    }
+    listed = "".join(f"<dt>{term}</dt><dd>{fact}</dd>" for term, fact in facts.items() if fact)
+    steps = "Steps" if event.last > event.first else "Step"
+    return (
+        f'<div class="event"><strong>{steps} {_link(event)}: {event.what}</strong>'
+        f"<dl>{listed}</dl></div>"
+    )
 
 
 def episode_table(runs: Sequence[RunRecord]) -> str:
@@ -85,12 +138,14 @@ def episode_table(runs: Sequence[RunRecord]) -> str:
         return ""
     columns = ("Run", *_COLUMNS) if len(runs) > 1 else _COLUMNS
     heads = "".join(f"<th>{title}</th>" for title in columns)
-    rows = "".join(_row(event, has_run=len(runs) > 1) for event in events)
+    rows = "".join(_row(event, has_run=len(runs) > 1) for event in events[:_MOST_ROWS])
+    left = len(events) - _MOST_ROWS
+    rest = f'<p class="note">{left} more, in anomalies.jsonl.</p>' if left > 0 else ""
     return (
         '<h2 id="anomalies">Episodes</h2><p class="note">Bad steps in a row are one episode. Click '
         "its steps to show them in all curves, where each episode is a shaded span.</p>"
         '<div class="wide long"><table id="episodes"><thead><tr>'
-        f"{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"{heads}</tr></thead><tbody>{rows}</tbody></table></div>{rest}"
     )
 
 
@@ -99,10 +154,20 @@ def _row(event: _Event, *, has_run: bool) -> str:
     cells = [_listed(event.where, "not in one place"), _listed(event.samples), event.action]
     return (
         f'<tr>{run}<td class="steps">{_link(event)}{_duration(event)}</td>'
-        f"<td><strong>{event.what}</strong>{_listed(event.lines, empty='')}</td>"
+        f"<td><strong>{event.what}</strong>{_listed(_told(event), empty='')}</td>"
         + "".join(f'<td class="name">{cell}</td>' for cell in cells)
         + "</tr>"
     )
+
+
+def _cause(event: _Event) -> str:
+    words = f"<strong>{event.cause_words}</strong>" if event.cause_words else ""
+    return ": ".join(filter(None, [words, event.explanation]))
+
+
+def _told(event: _Event) -> list[str]:
+    suggestion = [f"What to do: {event.suggestion}"] if event.suggestion else []
+    return [f"Cause: {_cause(event)}", *suggestion, *event.lines]
 
 
 def _link(event: _Event, shown: int | None = None) -> str:
@@ -136,7 +201,10 @@ def _of_rollback(run: RunRecord, rollback: RollbackRecord) -> _Event:
         rollback.last_step,
         rollback.last_step - rollback.first_step + 1,
         html.escape(kind_words(rollback.kind)),
-        [html.escape(rollback.description)],
+        "",
+        html.escape(rollback.description),
+        "",
+        [],
         [],
         [],
         f"went back to {html.escape(rollback.checkpoint)} and left out "
@@ -145,13 +213,16 @@ def _of_rollback(run: RunRecord, rollback: RollbackRecord) -> _Event:
 
 
 def _of_episode(run: RunRecord, episode: Episode) -> _Event:
-    records = episode.records
+    records, cause = episode.records, episode.cause or _NO_CAUSE
     return _Event(
         run,
         episode.step,
         episode.last_step,
         episode.num_steps,
         html.escape(kind_words(episode.kind)),
+        html.escape(_CAUSES.get(cause, cause.replace("_", " "))),
+        "; ".join(_escaped(record.get("explanation") or "" for record in records)),
+        "; ".join(_escaped(record.get("suggestion") or "" for record in records)),
         _escaped(line for record in records for line in _lines(record)),
         _escaped(_where(records)),
         _samples(records),
@@ -164,17 +235,15 @@ def kind_words(kind: str) -> str:
     return KINDS.get(kind, kind.replace("_", " "))
 
 
-def _escaped(lines: Iterable[str]) -> list[str]:
-    """Return different lines as HTML, in their order."""
-    return list(dict.fromkeys(map(html.escape, lines)))
+def _escaped(lines: Iterable[Any]) -> list[str]:
+    """Return different lines as HTML, in their order; names between backticks become code."""
+    shown = (re.sub("`(.+?)`", r"<code>\1</code>", html.escape(str(line))) for line in lines)
+    return [line for line in dict.fromkeys(shown) if line]
 
 
 def _lines(record: Mapping[str, Any]) -> list[str]:
-    """Return the cause, the suggestion, and the numbers that support them."""
-    explanation, suggestion = record.get("explanation"), record.get("suggestion")
-    lines = [f"Cause: {explanation or 'unknown'}"]
-    if suggestion:
-        lines.append(f"What to do: {suggestion}")
+    """Return the numbers that support the cause."""
+    lines = []
     loss = _loss_of(record)
     numbers = [
         *_compared("loss", loss, record.get("usual_loss")),
@@ -218,7 +287,9 @@ def _named(tensor: Any) -> str:
 def _loss_of(record: Mapping[str, Any]) -> Any:
     """Return the loss of the first rank at fault."""
     losses, ranks = record.get("losses") or [], record.get("ranks") or [0]
-    return losses[ranks[0]] if ranks[0] < len(losses) else next(iter(losses), None)
+    if type(ranks[0]) is int and ranks[0] < len(losses):
+        return losses[ranks[0]]
+    return next(iter(losses), None)
 
 
 def _compared(what: str, value: Any, usual: Any, word: str = "usually") -> list[str]:
@@ -232,16 +303,21 @@ def _compared(what: str, value: Any, usual: Any, word: str = "usually") -> list[
 
 def _where(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return layer, tensor, ranks and micro-batch; those of several ranks one after the other."""
-    ranks = sorted({rank for record in records for rank in record.get("ranks") or ()})
+    ranks = _sorted(rank for record in records for rank in record.get("ranks") or ())
     places = [_place(record) for record in records]
     lines = list(dict.fromkeys(line for place in places for line in place))
     if ranks:
         lines.append(f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}")
-    numbers = {record["micro_batch"] for record in records if "micro_batch" in record}
+    numbers = _sorted(record["micro_batch"] for record in records if "micro_batch" in record)
     if numbers:
         many = "es" if len(numbers) > 1 else ""
-        lines.append(f"micro-batch{many} {', '.join(map(str, sorted(numbers)))}")
+        lines.append(f"micro-batch{many} {', '.join(map(str, numbers))}")
     return lines
+
+
+def _sorted(numbers: Iterable[Any]) -> list[Any]:
+    """Return different numbers in order; what is not a number, because a user wrote it, last."""
+    return sorted(set(numbers), key=lambda one: (not isinstance(one, int), one))
 
 
 def _place(record: Mapping[str, Any]) -> list[str]:
@@ -262,7 +338,8 @@ def _samples(records: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(f"and {len(rows) - _MOST_SAMPLES} more, in anomalies.jsonl")
     for record in records:
         if not rows and record.get("rows"):
-            lines.append(f"rows {', '.join(map(str, record['rows']))} of the input are not finite")
+            rows_of_input = html.escape(", ".join(map(str, record["rows"])))
+            lines.append(f"rows {rows_of_input} of the input are not finite")
         if not rows and record.get("indices"):
             indices = ", ".join(map(str, record["indices"]))
             lines.append(f"micro-batch of data set indices {html.escape(indices)}")
@@ -275,7 +352,7 @@ def _samples(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sample(row: Mapping[str, Any]) -> str:
-    place = f"rank {row['rank']}, micro-batch {row['micro_batch']}, row {row['row']}"
+    place = html.escape(f"rank {row['rank']}, micro-batch {row['micro_batch']}, row {row['row']}")
     if "index" in row:
         place = f"<strong>data set index {html.escape(str(row['index']))}</strong> ({place})"
     numbers = [
@@ -297,7 +374,8 @@ def _action(run: RunRecord, episode: Episode) -> str:
     if skipped == total:
         return "skipped the update" if total == 1 else f"skipped all {total} updates"
     if skipped:
-        return f"skipped {updates}, applied the others"
+        others = "others" if total - skipped > 1 else "other"
+        return f"skipped {updates}, applied the {others}"
     clip = ""
     norms = run.curves.get("global_norm", Curve())
     limit = run.max_grad_norm or math.inf

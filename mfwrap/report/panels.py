@@ -19,6 +19,10 @@ _MAX_SPANS = 200
 """Largest number of episodes of a run that are marked in the curves; a browser draws more slowly
 with each."""
 
+_LOGIT = "max_attention_logit/"
+_MOST_MODULES = 6
+"""Largest number of modules in the panel of attention logits; with several runs it is one each."""
+
 _OWN_PANEL = {
     *("loss", "eval_loss", "ema_eval_loss", "learning_rate", "loss_scale", "global_norm"),
     *(
@@ -48,6 +52,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         _noise_scale(runs),
         *norms_by_step(runs),
         *norms_by_rank(runs),
+        _attention_logits(runs),
         _choice(
             runs,
             "throughput",
@@ -180,6 +185,29 @@ def _noise_scale(runs: Sequence[RunRecord]) -> Panel:
     panel = _lines(runs, "noise_scale", "Gradient noise scale", note)
     panel.figure.update_yaxes(type="log", dtick="D2", exponentformat="power")
     return panel
+
+
+def _attention_logits(runs: Sequence[RunRecord]) -> Panel:
+    figure = go.Figure()
+    several = len(runs) > 1
+    for number, run in enumerate(runs):
+        ends = {
+            name: max((v for v in curve.values if math.isfinite(v)), default=-math.inf)
+            for name, curve in run.curves.items()
+            if name.startswith(_LOGIT) and name.endswith("/max")
+        }
+        largest = sorted(ends, key=lambda name: -ends[name])[: 1 if several else _MOST_MODULES]
+        for place, name in enumerate(largest):
+            module = name.removeprefix(_LOGIT).removesuffix("/max")
+            words = html.escape(label(run, module, runs))
+            color = color_of(number if several else place)
+            figure.add_trace(line(run.curves[name], words, color))
+    note = (
+        "Largest attention logit of a module, on a logarithmic axis: the modules with the largest "
+        "ones. Attention looks at single tokens when logits reach about 50 or more."
+    )
+    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+    return Panel("attention_logits", "Attention logits", note, figure)
 
 
 def _mark_episodes(figure: go.Figure, runs: Sequence[RunRecord]) -> None:

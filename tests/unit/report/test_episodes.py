@@ -49,6 +49,12 @@ def cells(run):
     ]
 
 
+def words(page):
+    """Return the text of a page, with single spaces."""
+    text = re.sub(r"</?(strong|a|code)\b.*?>", "", page)
+    return " ".join(html.unescape(re.sub("<.*?>", " ", text)).split())
+
+
 def test_a_run_without_anomalies(tmp_path):
     """The page says so, and has no table."""
     run = run_of(tmp_path, [])
@@ -58,18 +64,60 @@ def test_a_run_without_anomalies(tmp_path):
 
 
 def test_the_headline(tmp_path):
-    """The headline has the number of episodes, the first one with its cause, and the end."""
+    """The headline has the number of episodes, the end, and the facts of each kind once."""
     end = {"step": 2, "kind": "spike", "last_step": 6, "num_steps": 4, "num_skipped": 1}
     run = run_of(tmp_path, [{**RATE, "skipped": True}, end, {**RATE, "step": 9}])
     text = headline([run])
 
-    assert re.sub("<.*?>", "", html.unescape(text.replace("&lt;", "("))) == (
-        "2 episodes in 10 steps. The first began at step 2: gradient norm spike. Cause: the "
-        "learning rate of step 2 was 3 (times 300>. What to do: correct the schedule. What the run "
-        "did: skipped 1 of 4 updates, applied the others. The records end at step 10, with loss 2 "
-        "at step 10."
+    assert words(text) == (
+        "2 episodes in 10 steps. The records end at step 10, with loss 2 at step 10. "
+        "Steps 2\N{EN DASH}6: gradient norm spike "
+        "Cause learning rate too high: the learning rate of step 2 was 3 <times 300> "
+        "What the run did skipped 1 of 4 updates, applied the others "
+        "What to do correct the schedule "
+        "Again 1 more like this, the last at step 9"
     )
     assert 'data-step="2" data-last="6"' in text
+
+
+def test_the_headline_prefers_what_has_a_cause(tmp_path):
+    """Of many kinds of episodes the headline has three; those without a cause come last."""
+    kinds = ["loss_spike", "spike", "update_spike", "state_spike"]
+    unknown = [{"step": 1 + place, "kind": kind} for place, kind in enumerate(kinds)]
+    text = words(headline([run_of(tmp_path, [*unknown, {**RATE, "step": 9}])]))
+
+    assert re.findall(r"Step (\d)", text) == ["1", "2", "9"]
+    assert text.endswith("2 more of other kinds in the table below.")
+
+
+def test_hundreds_of_episodes(tmp_path):
+    """The table stops at 200 rows and says how many more there are; the headline stays short."""
+    run = run_of(tmp_path, [{**RATE, "step": 3 * number} for number in range(1, 301)])
+
+    assert len(cells(run)) == 200
+    assert words(episode_table([run])).endswith("100 more, in anomalies.jsonl.")
+    assert len(words(headline([run]))) < 500
+
+
+def test_names_of_a_record_are_text(tmp_path):
+    """Markup in the fields of a record is shown, and not interpreted."""
+    evil = "<script>alert(1)</script>"
+    fields = ("kind", "cause", "explanation", "suggestion", "layer", "where", "name", "replay")
+    sample = dict.fromkeys(("rank", "micro_batch", "row", "index", "loss", "text"), evil)
+    record = {
+        "step": 3,
+        **dict.fromkeys((*fields, "samples_detail", "replay_detail"), evil),
+        "ranks": [evil],
+        "micro_batch": evil,
+        "rows": [evil],
+        "samples": [sample],
+        "gradients": [{"name": evil, "kind": evil, "norm": 1.0}],
+        "buffers": [evil],
+    }
+    run = run_of(tmp_path, [record])
+
+    assert "<script" not in headline([run]) + episode_table([run])
+    assert words(headline([run])).count(evil) >= 5
 
 
 @pytest.mark.parametrize(
@@ -77,6 +125,11 @@ def test_the_headline(tmp_path):
     [
         ({}, True, "skipped the update"),
         ({}, False, "applied the update with the gradients clipped to 1"),
+        (
+            {"last_step": 4, "num_steps": 2, "num_skipped": 1},
+            True,
+            "skipped 1 of 2 updates, applied the other",
+        ),
         ({"last_step": 4, "num_steps": 3, "num_skipped": 3}, True, "skipped all 3 updates"),
         ({"last_step": 4, "num_steps": 3, "num_skipped": 0}, False, "applied all 3 updates"),
     ],
@@ -113,7 +166,7 @@ def test_place_samples_and_evidence(tmp_path):
         [" ".join(cell) for cell in row] for row in cells(run_of(tmp_path, [record]))
     ]
 
-    assert "Cause: unknown In step 3: loss nan (usually 2.25)" in what
+    assert "Cause: an operation in the forward In step 3: loss nan (usually 2.25)" in what
     assert "exp_avg of w 8 (was 2)" in what
     assert "a, b, c and 1 more" in what
     assert what.endswith("a second run of the step found the fault again")
@@ -135,5 +188,6 @@ def test_rollbacks_are_told(tmp_path):
     [row] = cells(run)
 
     assert "1 rollback in 10 steps." in headline([run])
+    assert "Steps 5\N{EN DASH}6: loss spike Cause step 5: loss spike" in words(headline([run]))
     assert " ".join(row[0]) == "5\N{EN DASH}6 2 bad steps"
     assert " ".join(row[-1]) == "went back to checkpoint-4 and left out 1 row of the data"

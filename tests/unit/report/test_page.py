@@ -38,10 +38,10 @@ def test_names_are_no_markup(page_file):
 
 
 def test_what_was_first_is_named(page_file):
-    """The page begins with the first episode, and names the module where an anomaly began."""
+    """The page begins with the episodes, and names the module where an anomaly began."""
     text = page_file.read_text(encoding="utf-8")
 
-    assert text.index("The first began at step") < text.index('<table id="summary">')
+    assert text.index('<div class="event">') < text.index('<table id="summary">')
     assert "gradient of layers.1.mlp" in text
 
 

@@ -39,6 +39,18 @@ def test_panels_without_numbers_are_left_out(tmp_path):
     assert list(panels(tmp_path)) == ["loss"]
 
 
+def test_attention_logits(tmp_path):
+    """The panel shows the largest logit of each module, the modules with the largest ones first."""
+    ends = {f"max_attention_logit/layers.{number}/max": 10.0 * number for number in range(8)}
+    head = {"max_attention_logit/layers.7/head_0": 1.0}
+    records = [{"step": step, "loss": 2.0, **ends, **head} for step in (5, 10)]
+    write_lines(tmp_path / "training_state.jsonl", records)
+    shown = traces(panels(tmp_path)["attention_logits"])
+
+    assert list(shown) == [f"layers.{number}" for number in (7, 6, 5, 4, 3, 2)]
+    assert shown["layers.7"].y == (70.0, 70.0)
+
+
 def test_loss(shown):
     """The panel shows the training loss, both evaluation losses and the non-finite step."""
     loss = traces(shown["loss"])
