@@ -238,7 +238,7 @@ _FINITE = {
         cause="optimizer_state", around=moments("exp_avg", 1e6), sampled=True
     ),
     "second moments times 1e-8": Kind(
-        cause="optimizer_state", around=moments("exp_avg_sq", 1e-8), sampled=True, held_out=True
+        cause="optimizer_state", around=moments("exp_avg_sq", 1e-8), sampled=True
     ),
     "weight times 2**14": Kind(
         cause="weight_changed", around=weight_element(2.0**14), sampled=True, **_IN_LAYER
@@ -302,7 +302,6 @@ _FINITE = {
         also=("optimizer_epsilon",),
         around=moments("exp_avg_sq", 0.0),
         sampled=True,
-        held_out=True,
     ),
     "noise in a gradient": Kind(
         cause="gradient", around=noisy_gradients, held_out=True, **_IN_LAYER
@@ -313,7 +312,6 @@ _FINITE = {
         around=large_variance,
         needs=_has_batch_norm,
         sampled=True,
-        held_out=True,
         **_IN_LAYER,
     ),
     "weight decay times 100000": Kind(
@@ -321,7 +319,6 @@ _FINITE = {
         also=("learning_rate", "optimizer_state"),
         around=heavy_decay,
         sampled=True,
-        held_out=True,
     ),
     "loss times 1000": Kind(cause="loss", data=loss_factor(1), **_IN_BATCH),
     "loss outside times 1000": Kind(cause="loss", outside=1e3, ways=("attach",), **_IN_BATCH),
@@ -376,7 +373,7 @@ _NON_FINITE = {
         min_ranks=2,
         **_IN_LAYER,
     ),
-    "moments NaN": Kind(cause="optimizer_state", around=nan_moments, held_out=True, **_IN_LAYER),
+    "moments NaN": Kind(cause="optimizer_state", around=nan_moments, **_IN_LAYER),
 }
 
 KINDS = _FINITE | {
