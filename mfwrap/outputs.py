@@ -126,6 +126,10 @@ class StepReport:
     ``local_norm``, if no gradients are reduced, if the ranks reduce only some of them, and in a
     pipeline."""
 
+    learning_rate_factor: float = 1.0
+    """Factor by which the rates of the groups were multiplied for this update. `learning_rates` are
+    the products. Less than 1 only for a while after a rollback; see `mfwrap.trainer.Rollback`."""
+
     sections: "StepSections | None" = None
     """Times of data loading, forward and backward, reduction, update and waiting on this rank,
     since the previous update. ``None`` unless a monitor such as `RankClock` reads them."""

@@ -93,7 +93,9 @@ class Judges:
             rates = report.learning_rates
         if applied is None:
             applied = torch.ones((), dtype=torch.bool, device=loss.device)
-        judged = self._judge_of(names, loss.device).judge(
+        judge = self._judge_of(names, loss.device)
+        judge.rate_factor = 1.0 if report is None else report.learning_rate_factor
+        judged = judge.judge(
             loss,
             getattr(output, "global_norm", None),
             norms if names else None,

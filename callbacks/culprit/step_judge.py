@@ -174,6 +174,9 @@ class StepJudge:
         self._windows = NamedWindow(device)
         self._first_loss = torch.full((), torch.nan, device=device)
         self._highest_rate = torch.zeros((), device=device)
+        self.rate_factor = 1.0
+        """Factor that lowers the learning rate of the next step for a while. The return to the
+        ordinary rate does not count as a rise."""
         self._quiet_steps = torch.zeros(len(weights), dtype=torch.int32, device=device)
         self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
@@ -243,7 +246,8 @@ class StepJudge:
                 _median_ratio(change, unknown),
             ]
         )
-        highest = torch.maximum(self._highest_rate, rate.nan_to_num().squeeze(0))
+        ordinary_rate = rate if self.rate_factor == 1 else rate / self.rate_factor
+        highest = torch.maximum(self._highest_rate, ordinary_rate.nan_to_num().squeeze(0))
         self._highest_rate = torch.where(applied, highest, self._highest_rate)
         if change is not None:
             # A change in a skipped step is no update, and one that is an anomaly may be none.

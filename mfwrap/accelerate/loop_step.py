@@ -10,6 +10,7 @@ The average must be updated when all optimizers have done their update, not afte
 (`SharedAverage`).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, final
 
@@ -24,6 +25,7 @@ from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import StepReport
 from mfwrap.step.accumulation import mean_by_name
 from mfwrap.step.local_norms import LocalSquares
+from mfwrap.step.optimizers import lowered_rates
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import RankAgreement
 from mfwrap.step.state import check, check_keys, restore, state_of
@@ -55,6 +57,9 @@ class LoopStep:
         """Schedules that `flush` resolves. Each update flushes first."""
         self.windows: dict[Optimizer, OptimizerWindow] = {}
         """Window of each optimizer, in the order in which they were added; see `arrange`."""
+        self.rate_factor = 1.0
+        """Factor of all learning rates in the next updates. The groups of the optimizers, and so
+        the schedules, keep their own rates."""
         self._config = config
         self._ema: ExponentialMovingAverage | None = None
         self._average: SharedAverage | None = None
@@ -201,7 +206,11 @@ class LoopStep:
         self._stepping = window
         try:
             losses = mean_by_name(self._losses) if self._losses else None
-            self.last_report = window.apply(accumulation_steps, losses)
+            with lowered_rates(optimizer, self.rate_factor):
+                report = window.apply(accumulation_steps, losses)
+            if self.rate_factor != 1:
+                report = dataclasses.replace(report, learning_rate_factor=self.rate_factor)
+            self.last_report = window.last_report = report
             self._are_reported = True
         finally:
             self._stepping = None

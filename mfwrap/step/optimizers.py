@@ -58,6 +58,31 @@ def learning_rates(
     return torch.stack([_rate(rate, device) for rate in rates])
 
 
+@contextlib.contextmanager
+def lowered_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Within the block, multiply the learning rates of all groups by a factor.
+
+    Do pending steps of schedules before: they compute new rates from those of the groups.
+
+    Args:
+        optimizer: Optimizer without accelerate's wrapper.
+        factor: Factor of the rates; 1 changes nothing. A group without a rate stays as it is.
+    """
+    if factor == 1:
+        yield
+        return
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate * factor  # a new tensor, if the rate is one
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+
+
 def group_names(optimizer: Optimizer) -> tuple[str, ...]:
     """Return the entry ``name`` of each parameter group; nothing unless each group has a name."""
     names = [group.get("name") for group in optimizer.param_groups]

@@ -452,5 +452,7 @@ class StepUpdate:
             reduction_norms=measured.reduction_norms,
             spike_score=None if spike is None else spike.score,
             sections=section_clock.end_step(self._device),
-            **self.counts.tensors(),
+            applied_updates=self.counts.applied_updates,
+            skipped_updates=self.counts.skipped_updates,
+            consecutive_skips=self.counts.consecutive_skips,
         )

@@ -112,6 +112,10 @@ class Losses:
             trainer.attached.flush()
             num_steps = self.step_log.num_steps
             logs, missing = self.step_log.completed(logs, report)
+            if report.learning_rate_factor != 1:
+                logs["learning_rate"] *= (
+                    report.learning_rate_factor
+                )  # the Trainer asks the schedule
             # Just before it logs, the Trainer adds its sum of losses to `_total_loss_scalar`.
             # Filtered losses are 0 in that sum, so add here what the total lacks.
             trainer._total_loss_scalar += missing * num_steps

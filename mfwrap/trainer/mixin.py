@@ -317,6 +317,9 @@ class MFTrainerMixin(_Base):
                 epoch=self.state.epoch,
                 skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
             )
+        elif event == "on_step_begin":
+            factor = self.rollbacks.rate_factor(self.state.global_step + 1)
+            self.attached.step.rate_factor = factor
         elif event == "on_step_end":
             if self._skip.follows_rows:
                 self._skip.count_update()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from transformers.trainer_callback import TrainerControl
 
-from mfwrap.arguments import check_choice, check_int, described
+from mfwrap.arguments import check_choice, check_int, check_positive_number, described
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.resumption import AUTO
@@ -18,6 +18,7 @@ from mfwrap.checkpoints.verification import TRAINER_STATE, newest_whole_checkpoi
 from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
 from mfwrap.records.rollbacks import ROLLBACKS_FILE
 from mfwrap.records.skipped_rows import SkippedRow, checked_row
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.data_skip import DataSkip
 from mfwrap.trainer.events import BadSteps, monitors
 
@@ -37,8 +38,8 @@ _FORMAT_VERSION = 1
 class Rollback:
     """After a bad step, go back to the newest checkpoint before it, and leave its data out.
 
-    The result is bitwise that of a training from the start without these rows, unless the training
-    process itself changes rows by random numbers.
+    The result is bitwise that of a training from the start without these rows, unless
+    `rate_factor` is less than 1, or the training process itself changes rows by random numbers.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -47,7 +48,10 @@ class Rollback:
 
     kinds: tuple[str, ...] = ("spike",)
     """Kinds of anomalies to go back after, as in ``anomalies.jsonl``: ``"spike"``,
-    ``"gradient_not_finite"`` or ``"loss_not_finite"``. A list is accepted, too."""
+    ``"loss_spike"``, ``"local_norm_spike"``, ``"update_spike"``, ``"state_spike"``,
+    ``"learning_rate_spike"``, ``"zero_gradient"``, ``"gradient_not_finite"``,
+    ``"loss_not_finite"``, ``"attention_logits"``,
+    ``"expert_load"``, or a kind of a callback of your own. A list is accepted, too."""
 
     max_rollbacks: int = 3
     """Largest number of rollbacks of a run, also if it is started again. After that, training goes
@@ -63,6 +67,15 @@ class Rollback:
     updates_after: int = 0
     """Number of updates after the bad steps whose data are left out, too."""
 
+    rate_factor: float = 1.0
+    """Factor of the learning rates of all groups for a while after the checkpoint, above 0 and at
+    most 1. The schedule keeps its own rates. Rollbacks in a row do not multiply their factors: the
+    smallest one holds."""
+
+    slow_updates: int = 0
+    """Number of updates after the checkpoint whose rates are multiplied by `rate_factor`. Skipped
+    updates count, too."""
+
     def __post_init__(self) -> None:
         """Check the values."""
         kinds = self.kinds
@@ -77,6 +90,17 @@ class Rollback:
         check_int("max_rollbacks", self.max_rollbacks)
         check_int("updates_before", self.updates_before, minimum=0)
         check_int("updates_after", self.updates_after, minimum=0)
+        check_int("slow_updates", self.slow_updates, minimum=0)
+        check_positive_number("rate_factor", self.rate_factor)
+        if self.rate_factor > 1:
+            msg = f"`rate_factor` must be a number > 0 and <= 1, got {self.rate_factor}"
+            raise ValueError(msg)
+        if (self.rate_factor < 1) != (self.slow_updates > 0):
+            msg = (
+                f"`slow_updates` must be >= 1 exactly if `rate_factor` is less than 1, got "
+                f"slow_updates={self.slow_updates} and rate_factor={self.rate_factor}"
+            )
+            raise ValueError(msg)
 
 
 @final
@@ -95,6 +119,15 @@ class _Done:
 
     description: str
     """What went wrong, in one line. The records of the bad steps are removed."""
+
+    rate_factor: float = 1.0
+    slow_updates: int = 0
+    """As in `Rollback`, when the training went back."""
+
+    def slows(self, step: int) -> bool:
+        """Return whether the rates of a step are multiplied by `rate_factor`."""
+        first = int(self.checkpoint.partition("-")[2]) + 1
+        return first <= step < first + self.slow_updates
 
 
 @final
@@ -176,13 +209,25 @@ class Rollbacks:
         Call it when checkpoints of later steps have other names.
 
         Raises:
-            ValueError: If no monitor reports anomalies of a chosen kind.
+            ValueError: If no monitor reports anomalies of a chosen kind, or if the rates are to be
+                lowered and a group of the optimizer has none.
         """
         if self._pending is not None:
             self._pending = None
             self._write()
         if self._settings is None:
             return
+        optimizer: Any = self._trainer.optimizer
+        computes = any(
+            g.get("lr") is None or g.get("relative_step") for g in optimizer.param_groups
+        )
+        if self._settings.slow_updates and computes:
+            msg = (
+                "`rate_factor` of `rollback` needs an optimizer that takes its learning rates from "
+                f"its groups, got {type(unwrapped_optimizer(optimizer)).__name__}, which computes "
+                "its own"
+            )
+            raise ValueError(msg)
         callbacks = monitors(self._trainer.callback_handler.callbacks)
         known = sorted({kind for callback in callbacks for kind in callback.bad_kinds})
         for kind in self._settings.kinds:
@@ -192,6 +237,14 @@ class Rollbacks:
                     f"TrainingStateMonitor; the callbacks report {', '.join(known) or 'none'}"
                 )
                 raise ValueError(msg)
+
+    def rate_factor(self, step: int) -> float:
+        """Return the factor of the learning rates of a step.
+
+        It depends only on the step and the rollbacks that are on disk, so a training that resumes
+        gets the same factors.
+        """
+        return min((done.rate_factor for done in self._done if done.slows(step)), default=1.0)
 
     def after_event(self, event: str, control: TrainerControl) -> None:
         """Look at what the monitors have found, and stop the training if it must go back.
@@ -288,6 +341,8 @@ class Rollbacks:
                 name,
                 tuple(sorted(rows)),
                 bad.description,
+                float(settings.rate_factor),
+                settings.slow_updates,
             )
         )
         self._pending = name
@@ -358,6 +413,8 @@ def _read(path: Path) -> tuple[list[_Done], str | None]:
                 str(each["checkpoint"]),
                 tuple(checked_row(*row) for row in each["rows"]),
                 str(each["description"]),
+                float(each.get("rate_factor", 1.0)),
+                int(each.get("slow_updates", 0)),
             )
             for each in content["rollbacks"]
         ]

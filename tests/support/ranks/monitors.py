@@ -327,7 +327,9 @@ def judged_norms(judges: Judges, *norms: float) -> list[float]:
         loss=torch.ones(()), global_norm=values.norm(), local_norm=values
     )
     names = tuple("abcdefgh"[: len(norms)])
-    report = types.SimpleNamespace(local_norm_names=names, learning_rates=torch.zeros(0))
+    report = types.SimpleNamespace(
+        local_norm_names=names, learning_rates=torch.zeros(0), learning_rate_factor=1.0
+    )
     return judges.end_step(1, output, report, None).step.usual_norm.tolist()
 
 

@@ -43,7 +43,12 @@ class _Shifted(nn.Module):
 
 
 def going_back(
-    rank: int, folder: str, column: str, bad: int, skip_rows: str | None = None
+    rank: int,
+    folder: str,
+    column: str,
+    bad: int,
+    skip_rows: str | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train for 14 steps with a bad row.
 
@@ -54,9 +59,10 @@ def going_back(
             on all ranks; with ``"labels"`` only the loss, on one rank.
         bad: Index of the bad row.
         skip_rows: Rows to leave out; ``None`` goes back after the bad row.
+        settings: Further settings of the rollback.
 
     Returns:
-        The weights, the number of steps, and the rollbacks of the run.
+        The weights, the number of steps, the rollbacks of the run, and the logged learning rates.
     """
     del rank
     new_accelerator()
@@ -68,6 +74,7 @@ def going_back(
             per_device_train_batch_size=2,
             max_steps=14,
             save_steps=2,
+            logging_steps=1,
             learning_rate=1e-2,
             report_to="none",
             disable_tqdm=True,
@@ -79,7 +86,7 @@ def going_back(
         ),
         train_dataset=_Rows(column, bad),
         callbacks=[TrainingStateMonitor(check_for_nan_in_loss_and_grad=False)],
-        rollback=None if skip_rows else Rollback(kinds=kinds),
+        rollback=None if skip_rows else Rollback(kinds=kinds, **settings or {}),
         skip_rows=skip_rows,
     )
     trainer.train()
@@ -87,5 +94,6 @@ def going_back(
     return {
         "weight": trainer.model.weight.detach().clone(),
         "step": trainer.state.global_step,
+        "rates": [each["learning_rate"] for each in trainer.state.log_history[:14]],
         "rollbacks": json.loads(file.read_text())["rollbacks"] if file.exists() else [],
     }

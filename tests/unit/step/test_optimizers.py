@@ -11,7 +11,13 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from transformers import Adafactor as OwnRates
 
 from mfwrap import MFTrainOneStepCell
-from mfwrap.step.optimizers import SkippableOptimizer, has_bad_rate, learning_rates
+from mfwrap.optimizers.chained import ChainedOptimizer
+from mfwrap.step.optimizers import (
+    SkippableOptimizer,
+    has_bad_rate,
+    learning_rates,
+    lowered_rates,
+)
 from support.host_reads import HostReads
 from support.optimizer_runs import (
     ALL,
@@ -501,3 +507,21 @@ def test_a_rate_that_is_not_finite_is_an_error(caplog):
     optimizer.param_groups[0]["lr"] = 0.5
     assert has_bad_rate(optimizer, CPU)
     assert "all stages of the pipeline skip an update: the learning rate of" in caplog.text
+
+
+def test_lowered_rates():
+    """The optimizers of a chain use the lower rates; an error restores their own."""
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    rate = torch.tensor(0.25)
+    chain = ChainedOptimizer(SGD([first], lr=0.5), SGD([second], lr=rate))
+    first.grad, second.grad = torch.ones(2), torch.ones(2)
+    with lowered_rates(chain, 0.125):
+        chain.step()
+    assert first.tolist() == [-0.0625, -0.0625]
+    assert second.tolist() == [-0.03125, -0.03125]
+
+    with pytest.raises(KeyError), lowered_rates(chain, 0.125):
+        raise KeyError
+    assert chain.param_groups[0]["lr"] == 0.5
+    assert chain.param_groups[1]["lr"] is rate
+    assert rate.item() == 0.25

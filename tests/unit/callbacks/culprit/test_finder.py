@@ -37,7 +37,9 @@ def judged(finder, step=1, *, names=(), norms=None, moved=False, **values) -> An
         global_norm=None if norm is None else torch.tensor(norm),
         local_norm=norms,
     )
-    report = types.SimpleNamespace(local_norm_names=names, learning_rates=torch.zeros(0))
+    report = types.SimpleNamespace(
+        local_norm_names=names, learning_rates=torch.zeros(0), learning_rate_factor=1.0
+    )
     judgement = finder.end_step(step, output, report, applied)
     numbers = StepNumbers(
         step=step, **{"loss_scale": None, "consecutive_skips": int(known["skipped"]), **known}
