@@ -36,7 +36,7 @@ _FEWEST_STEPS = 5
 begin with a rate of almost zero."""
 
 _FEW_UPDATES = 2
-"""Number of updates in a row that must be too large, wherever their size comes from."""
+"""Number of updates in a row that must be too large together, wherever their size comes from."""
 
 _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
 """Places at which a weight that has grown may show; ``None`` without a replay."""
@@ -167,7 +167,9 @@ class CulpritFinder:
     def _moves_too_far(self) -> bool:
         """Tell whether the last updates were as large as the weights, from the first step on."""
         ratios = [each.scores.update_ratio for each in list(self._trace)[-_FEW_UPDATES:]]
-        return len(ratios) == _FEW_UPDATES and min(ratios) > LARGE_RATIO
+        # The first update of a rate that is far too high makes weights that the next ones no longer
+        # change as much. So the geometric mean decides.
+        return len(ratios) == _FEW_UPDATES and math.prod(ratios) > LARGE_RATIO**_FEW_UPDATES
 
     def _is_first(self, kind: str, *, is_shared: bool) -> bool:
         """Tell whether the last step begins an episode.

@@ -25,18 +25,7 @@ def _first_section(page: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            "a",
-            marks=pytest.mark.xfail(
-                strict=True, reason="a rate that is too high from step 1 on is not recorded"
-            ),
-        ),
-        *("b", "c", "e"),
-    ],
-)
+@pytest.mark.parametrize("name", _FIRST)
 def test_the_page_begins_with_the_cause(tmp_path: Path, name: str) -> None:
     """The record has the right cause and step, and the first section of the page names both."""
     cause, step, *said = _FIRST[name]

@@ -283,6 +283,26 @@ def test_a_weight_that_has_grown_is_named_instead_of_the_module_behind_it(tmp_pa
     assert (record["layer"], record["replay"]) == ("blocks.1", "reproduced")
 
 
+@pytest.mark.parametrize(("rate", "is_found"), [(0.3, True), (0.001, False)])
+def test_a_rate_that_is_too_high_from_the_first_update_on(rate, is_found):
+    """The first update is far larger than the weights, and the next ones are not."""
+    network = torch.nn.Linear(64, 64)
+    torch.nn.init.normal_(network.weight, std=0.02)
+    torch.nn.init.normal_(network.bias, std=0.02)
+    finder = CulpritFinder(network, spike_factor=2.0, limit=1e30)
+    optimizer = torch.optim.AdamW(network.parameters(), rate)
+    found = []
+    for step in (1, 2):
+        finder.begin_step()
+        network(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+        found.append(judged(finder, step))
+    assert found[0] is None
+    assert (found[1] is not None) == is_found
+    if found[1] is not None:
+        assert (found[1].kind, found[1].cause) == ("update_spike", "learning_rate")
+
+
 def test_monitoring_changes_nothing(tmp_path):
     """The weights of a training with replays are bitwise equal to those without replays."""
     faults = [Fault(10, "activation", block=1), Fault(14, "gradient", block=2)]
