@@ -300,6 +300,7 @@ class MFTrainerMixin(_Base):
                 for callback in monitors(self.callback_handler.callbacks):
                     callback.resume_from(self._position.resumed_from)
             self.rollbacks.begun()
+            self.attached.step.rate_factor = 1.0
             self._losses.begin(self._position.saved_log)
         elif event == "on_epoch_begin":
             # A subclass may give a loader that the accelerator has not prepared.
@@ -317,7 +318,7 @@ class MFTrainerMixin(_Base):
                 epoch=self.state.epoch,
                 skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
             )
-        elif event == "on_step_begin":
+        elif event == "on_step_begin" and self.rollbacks.may_slow:
             factor = self.rollbacks.rate_factor(self.state.global_step + 1)
             self.attached.step.rate_factor = factor
         elif event == "on_step_end":

@@ -165,6 +165,8 @@ class Rollbacks:
         self._request: BadSteps | None = None
         self.is_stopping = False
         """Whether the training is about to end, to go back."""
+        self.may_slow = False
+        """Whether a rollback that was done lowers the learning rates of some updates."""
         skip.rows.needs_positions = settings is not None
 
     @property
@@ -199,6 +201,7 @@ class Rollbacks:
         if content is not None:
             self._done, self._pending = content
         self._skip.rows.added = frozenset(row for done in self._done for row in done.rows)
+        self.may_slow = any(done.rate_factor < 1 for done in self._done)
         if self._pending is not None and (asked_for is True or asked_for == AUTO):
             return str(self._run_folder / self._pending)
         return asked_for
