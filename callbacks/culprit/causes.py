@@ -11,6 +11,7 @@ from mfwrap.callbacks.culprit.cause_evidence import (
     update_per_rate,
 )
 from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.forward_causes import forward_cause
 from mfwrap.callbacks.culprit.replay import Origin
 from mfwrap.callbacks.culprit.step_judge import LIMITS
 
@@ -385,6 +386,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _epsilon,
     _changed_outside,
     _large_from_the_start,
+    forward_cause,
     _optimizer_state,
     _grown_weight,
     _scaled_outside,

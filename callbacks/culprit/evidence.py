@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm, WeightNorm
+from mfwrap.callbacks.culprit.forward_judge import ForwardRise
 
 _HEADROOM = 64.0
 """Largest plausible ratio of a gradient's element to the usual norm of its group. The ratio also
@@ -42,6 +43,10 @@ class RankEvidence:
 
     driven: tuple[str, ...] = ()
     """Weights whose updates since the last sample explain that they have grown."""
+
+    forward: tuple[ForwardRise, ...] = ()
+    """Attention logits and loads of experts that were an anomaly when they were last watched, the
+    module that has risen most first."""
 
     changed: tuple[str, ...] = ()
     """Weights that have changed between the step before and this one."""

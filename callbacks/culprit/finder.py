@@ -81,6 +81,8 @@ class CulpritFinder:
         self.num_scale_overflows = 0
         """Number of overflows so far that happened only because the loss scale was too high."""
         self._judges = Judges(network, state_interval, step)
+        self.forward_judge = self._judges.forward
+        """Judges attention logits and the load of experts."""
         self._gatherer = EvidenceGatherer(network, self._judges.states, recorder)
         self._layers = LayerNames(network)
         self._spike_factor = spike_factor
@@ -150,7 +152,7 @@ class CulpritFinder:
 
     def _own_kind(self, numbers: StepNumbers, scores: Scores) -> str | None:
         """Return the kind of an anomaly that all ranks need not share, or do share by nature."""
-        step, state = scores
+        step, state, forward = scores
         is_rate = RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS
         kinds = {
             "learning_rate_spike": is_rate,
@@ -159,6 +161,8 @@ class CulpritFinder:
             "local_norm_spike": step.num_risen > 0,
             "update_spike": step.num_moved > 0 or self._moves_too_far(),
             "zero_gradient": step.num_dead > 0,
+            "attention_logits": forward.num_logits > 0,
+            "expert_load": forward.num_loads > 0,
         }
         if state.highest > STATE_LIMIT or state.num_bad > 0:
             kinds["state_spike"] = True

@@ -51,6 +51,7 @@ class EvidenceGatherer:
         asks_again = recorder is not None and is_first and math.isfinite(numbers.loss)
         risen = [] if states is None else states.risen(numbers.step, judgement.optimizer)
         return RankEvidence(
+            forward=() if judgement.forward is None else judgement.forward.rises(),
             rank=this_rank(),
             loss=numbers.loss,
             names=judged.names,

@@ -1,5 +1,6 @@
 """Judge each step on the device, and some steps' weights, optimizer state and buffers."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap import StepReport
+from mfwrap.callbacks.culprit.forward_judge import ForwardJudge, ForwardScores, JudgedForward
 from mfwrap.callbacks.culprit.state_judge import StateJudge, StateScores
 from mfwrap.callbacks.culprit.step_judge import JudgedStep, StepJudge, StepScores
 from mfwrap.callbacks.culprit.update_sample import UpdateSample
@@ -19,12 +21,15 @@ class Scores(NamedTuple):
 
     step: StepScores
     state: StateScores
+    forward: ForwardScores
 
     @classmethod
     def of(cls, host_values: Sequence[float]) -> "Scores":
         """Return the scores from the elements of ``Judgement.summary``."""
-        split = len(StepScores._fields)
-        return cls(StepScores(*host_values[:split]), StateScores(*host_values[split:]))
+        values = iter(host_values)
+        step = StepScores(*itertools.islice(values, len(StepScores._fields)))
+        state = StateScores(*itertools.islice(values, len(StateScores._fields)))
+        return cls(step, state, ForwardScores(*values))
 
 
 class Judgement(NamedTuple):
@@ -32,10 +37,13 @@ class Judgement(NamedTuple):
 
     step: JudgedStep
     summary: Tensor
-    """Shape ``(S,)``, float32: the fields of `StepScores` and of `StateScores`."""
+    """Shape ``(S,)``, float32: the fields of `StepScores`, `StateScores` and `ForwardScores`."""
 
     optimizer: Any
     """Optimizer, for a later look at its state; ``None`` if unknown."""
+
+    forward: JudgedForward | None = None
+    """Judgement of the last forwards that were watched."""
 
 
 @final
@@ -50,6 +58,7 @@ class Judges:
 
     def __init__(self, network: nn.Module | None, state_interval: int, step: int = 0) -> None:
         self.states = None if network is None else StateJudge(network, step)
+        self.forward = ForwardJudge()
         self._network = network
         self._interval = state_interval
         self._steps: StepJudge | None = None
@@ -115,7 +124,12 @@ class Judges:
             self.states.look(step, optimizer)
             self._begin_travel()
         self._of_ranks = None
-        return Judgement(judged, torch.cat([judged.summary, unknown]), optimizer)
+        forward = self.forward.take() if self.forward.is_new else None
+        if forward is None:
+            forward = judged.summary.new_full((len(ForwardScores._fields),), torch.nan)
+        forward = forward.to(judged.summary.device, non_blocking=True)
+        summary = torch.cat([judged.summary, unknown, forward])
+        return Judgement(judged, summary, optimizer, self.forward.last)
 
     def _sample_updates(self) -> None:
         """Follow the weights, if others are trained now or if they have moved to other memory."""
@@ -156,6 +170,7 @@ class Judges:
         return {
             "steps": self._saved if self._steps is None else self._steps.state_dict(),
             "states": None if self.states is None else self.states.state_dict(),
+            "forward": self.forward.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -168,3 +183,5 @@ class Judges:
         self._steps, self._saved, self._of_ranks = None, own["steps"], None
         if self.states is not None and own["states"] is not None:
             self.states.load_state_dict(own["states"])
+        # A state of an older version has no entry.
+        self.forward.load_state_dict(own.get("forward"))

@@ -40,7 +40,7 @@ class NamedWindow:
         known_names: Sequence[str] = self.names
         if self._saved is not None:
             known_names = self._saved["names"]
-            before = {key: _decoded(self._saved[key], len(known_names)) for key in before}
+            before = {key: decoded(self._saved[key], len(known_names)) for key in before}
         rows = {name: row for row, name in enumerate(known_names)}
         known = [number for number, name in enumerate(names) if name in rows]
         self._window = RobustWindow(len(names), prior=torch.tensor(priors), device=self._device)
@@ -60,18 +60,19 @@ class NamedWindow:
         if self._saved is not None:
             return dict(self._saved)
         state = self._window.state_dict()
-        return {"names": list(self.names), **{key: _encoded(one) for key, one in state.items()}}
+        return {"names": list(self.names), **{key: encoded(one) for key, one in state.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state: the next call of `use` takes its series by their names."""
         self._saved, self.names = state, ()
 
 
-def _encoded(tensor: Tensor) -> str:
+def encoded(tensor: Tensor) -> str:
     """Return the elements of a float32 tensor as base64, a fourth of the size of JSON's numbers."""
     return base64.b64encode(tensor.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
 
 
-def _decoded(text: str, num_rows: int) -> Tensor:
+def decoded(text: str, num_rows: int) -> Tensor:
+    """Return the tensor that `encoded` has made text of, shape ``(num_rows, ...)``, float32."""
     values = np.frombuffer(base64.b64decode(text), dtype="<f4").copy()
     return torch.from_numpy(values).reshape(num_rows, -1)

@@ -5,6 +5,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from mfwrap.callbacks.culprit.forward_judge import ForwardJudge
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.expert_load import ExpertLoad
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
@@ -28,9 +29,16 @@ class ForwardWatches:
     Args:
         attention: Finds attention logits; ``None`` if they are not reported.
         experts: Counts tokens of experts; ``None`` if their load is not reported.
+        judge: Judges the numbers; ``None`` if nothing is judged.
     """
 
-    def __init__(self, attention: AttentionLogits | None, experts: ExpertLoad | None) -> None:
+    def __init__(
+        self,
+        attention: AttentionLogits | None,
+        experts: ExpertLoad | None,
+        judge: ForwardJudge | None = None,
+    ) -> None:
+        self._judge = judge
         self._attention = attention
         self._experts = experts
         self._has_said = False
@@ -51,6 +59,8 @@ class ForwardWatches:
                 "TrainingStateMonitor cannot show attention logits: the forward calls neither "
                 "torch's scaled_dot_product_attention nor a softmax of a four-dimensional tensor"
             )
+        if self._judge is not None:
+            self._judge.add(logits, shares)
         return ForwardNumbers(logits, shares)
 
     def close(self) -> None:
@@ -61,7 +71,11 @@ class ForwardWatches:
 
 
 def forward_watches(
-    settings: TrainingStateSettings, network: nn.Module | None, *, is_compiled: bool
+    settings: TrainingStateSettings,
+    network: nn.Module | None,
+    *,
+    is_compiled: bool,
+    judge: ForwardJudge | None = None,
 ) -> ForwardWatches | None:
     """Return the watches that the settings request; ``None`` if nothing is watched.
 
@@ -72,6 +86,7 @@ def forward_watches(
         network: Network without wrappers; ``None`` if unknown.
         is_compiled: Whether the network is compiled. A compiled network is not watched, because
             hooks would change the compiled code.
+        judge: Judges what is watched; ``None`` if nothing is judged.
     """
     asks = settings.max_attention_logit_format, settings.expert_load_format
     if not any(asks):
@@ -89,4 +104,4 @@ def forward_watches(
             "TrainingStateMonitor cannot show the load of experts: no module of the network has "
             "`num_experts` and a forward with an argument `top_k_index`"
         )
-    return ForwardWatches(attention, experts)
+    return ForwardWatches(attention, experts, judge)

@@ -128,6 +128,7 @@ class TrainingStateRun:
             settings,
             None if model is None else unwrapped_network(model),
             is_compiled=is_compiled(model, args),
+            judge=None if self.finder is None else self.finder.forward_judge,
         )
         self._is_watched = False
         recorder = None if self.finder is None else self.finder.recorder
@@ -406,10 +407,7 @@ class TrainingStateRun:
             is_shared = numbers.overflow or (anomaly is not None and anomaly.kind in SHARED_KINDS)
             if anomaly is not None and self._samples is not None:
                 anomaly = self._samples.added_to(
-                    anomaly,
-                    numbers,
-                    is_shared=is_shared,
-                    weights_have_moved=weights_have_moved,
+                    anomaly, numbers, is_shared=is_shared, weights_have_moved=weights_have_moved
                 )
             self._log.add(anomaly, numbers.step, is_shared=is_shared)
             if anomaly is not None:

@@ -35,6 +35,7 @@ def test_bad_steps_in_a_row_are_one_episode():
         ("loss_not_finite", 4, False),
         ("state_spike", 10, True),
         ("state_spike", 11, False),
+        ("attention_logits", 10, True),
     ],
 )
 def test_how_far_an_episode_reaches(kind, gap, is_one):

@@ -21,6 +21,22 @@ def test_a_sample_of_the_state_is_taken_at_its_interval():
     assert [math.isnan(each.state.num_bad) for each in found] == [True, True, False] * 2
 
 
+def test_watched_forwards_are_judged():
+    """Scores of forwards are known in the steps that are watched, and are part of the state."""
+    judges, later, found = Judges(None, 10), Judges(None, 10), []
+    for step in range(1, 32):
+        if step % 2:
+            judges.forward.add({"attn": torch.tensor([1.5**step])}, {})
+        judgement = judges.end_step(step, torch.ones(()), None, None)
+        found.append(Scores.of(judgement.summary.tolist()).forward.num_logits)
+    assert all(math.isnan(each) for each in found[1::2])
+    assert (found[0], found[-1]) == (0, 1)
+    assert judgement.forward is not None
+    assert [each.module for each in judgement.forward.rises()] == ["attn"]
+    later.load_state_dict(json.loads(json.dumps(judges.state_dict())))
+    assert later.forward.state_dict() == judges.forward.state_dict()
+
+
 def test_the_optimizer_state_is_known_after_the_first_step():
     """A change before the first sample is found."""
     network = nn.Linear(2, 2)

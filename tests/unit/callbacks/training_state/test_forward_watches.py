@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from mfwrap.callbacks.culprit.forward_judge import ForwardJudge
 from mfwrap.callbacks.training_state import TrainingStateSettings
 from mfwrap.callbacks.training_state.forward_watches import forward_watches
 
@@ -56,6 +57,18 @@ def test_both_are_watched():
         "experts": [0.0, 0.5, 0.0, 0.5]
     }
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
+
+
+def test_numbers_are_judged():
+    """A judge gets the numbers of each watched step."""
+    judge, network = ForwardJudge(), Network().train()
+    settings = TrainingStateSettings(**BOTH)
+    both = forward_watches(settings, network, is_compiled=False, judge=judge)
+    both.begin()
+    network(torch.eye(4))
+    both.end()
+    assert judge.last.names == (("attention_logits", ""), ("expert_load", "experts"))
+    assert judge.last.values[:, -1].exp().tolist() == pytest.approx([1.0, 2.0])
 
 
 @pytest.mark.parametrize("name", BOTH)
