@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads
 from mfwrap.arguments import check_bool, check_int, directory_name
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
+from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE, Anomaly, AnomalyLog
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.collectives import gather_on_all, num_ranks, this_rank
 from mfwrap.tensors.fingerprints import bitwise_hashes
@@ -168,10 +168,14 @@ class ReplicaCheck(MonitorCallback):
         names = [name for name in differing if name not in known]
         if not names:
             return
+        ranks, cause, explanation = _fault(found, names)
         anomaly = Anomaly(
             step=found.step,
             kind="replicas_differ",
-            ranks=_ranks_at_fault(found, names),
+            ranks=ranks,
+            cause=cause,
+            explanation=explanation,
+            suggestion=_SUGGESTIONS.get(cause),
             layer=layer_of(names[0]),
             where=found.where,
             name=names[0],
@@ -193,10 +197,21 @@ def _differing(found: _Hashes) -> list[str]:
     return [name for name, differs in zip(found.names, columns, strict=True) if differs]
 
 
-def _ranks_at_fault(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
+_SUGGESTIONS = {
+    "weight_changed": "resume from a checkpoint of an earlier step; if no code of yours changes "
+    "weights, suspect the memory of the rank",
+    "rank_differs": "resume from a checkpoint of an earlier step; look for code or random numbers "
+    "that are not the same on all ranks",
+}
+
+
+def _fault(found: _Hashes, names: Sequence[str]) -> tuple[tuple[int, ...], str, str | None]:
     """Return the ranks whose weights changed between updates, or else the ranks in a minority.
 
     Synchronizes with the device.
+
+    Returns:
+        The ranks, all of them without a majority; and cause and explanation.
     """
     numbers = [found.names.index(name) for name in names]
     columns = found.of_ranks[:, numbers].t().tolist()
@@ -205,10 +220,13 @@ def _ranks_at_fault(found: _Hashes, names: Sequence[str]) -> tuple[int, ...]:
         for now, before in zip(columns, found.before[:, numbers].t().tolist(), strict=True):
             ranks |= {r for r, (a, b) in enumerate(zip(now, before, strict=True)) if a != b}
     if ranks and len(ranks) < len(found.of_ranks):
-        return tuple(sorted(ranks))
+        return tuple(sorted(ranks)), "weight_changed", f"{names[0]} changed between two updates"
     for column in columns:
         usual = max(column, key=column.count)
         # Without a majority it is unknown which ranks are right, so name all ranks.
         has_majority = 2 * column.count(usual) > len(column)
         ranks |= {r for r, one in enumerate(column) if one != usual or not has_majority}
-    return tuple(sorted(ranks))
+    if len(ranks) == len(found.of_ranks):
+        return tuple(sorted(ranks)), UNKNOWN_CAUSE, None
+    explanation = f"{names[0]} is the same on most ranks, and differs here"
+    return tuple(sorted(ranks)), "rank_differs", explanation

@@ -26,6 +26,7 @@ KINDS = {
     "state_spike": "training state changed",
     "attention_logits": "attention logits spike",
     "expert_load": "uneven load of experts",
+    "update_growth": "growing updates",
     "replicas_differ": "replicas differ",
 }
 """Kinds of anomalies, each with its name in the log."""
@@ -127,7 +128,8 @@ class Anomaly:
     """``"loss_not_finite"``, ``"gradient_not_finite"``, ``"spike"`` (of the global norm),
     ``"loss_spike"``, ``"local_norm_spike"`` (of a group's norm), ``"zero_gradient"``,
     ``"update_spike"``, ``"learning_rate_spike"``, ``"state_spike"`` (of a weight, a buffer or an
-    optimizer's state), ``"attention_logits"``, ``"expert_load"`` or ``"replicas_differ"``."""
+    optimizer's state), ``"attention_logits"``, ``"expert_load"``, ``"update_growth"`` or
+    ``"replicas_differ"``."""
 
     ranks: tuple[int, ...]
     """Ranks on which the fault arose; ``()`` if it is the same on all ranks."""

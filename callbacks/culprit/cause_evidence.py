@@ -7,6 +7,7 @@ from typing import NamedTuple
 from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay import Origin
 from mfwrap.callbacks.culprit.step_judge import StepScores
+from mfwrap.callbacks.culprit.update_growth import Growth
 
 _FEW_STEPS = 3
 """Number of steps before an anomaly among which an update may be its cause."""
@@ -77,6 +78,9 @@ class CauseEvidence:
     """Verdict of the replay."""
 
     verdict_detail: str | None = None
+    growth: Growth | None = None
+    """Growth of the updates in the last steps; ``None`` if they have not grown."""
+
     no_denominator: str | None = None
     """Why Adam divides by zero, in a clause; ``None`` if it does not."""
 
@@ -110,6 +114,12 @@ class CauseEvidence:
         known = [update for update in earlier if update > 0]
         update = update_per_rate(step)
         return update / max(known) if len(known) >= _FEW_STEPS and update > 0 else 0.0
+
+    @property
+    def updates(self) -> list[StepTrace]:
+        """The steps whose update may be the cause, the last one first."""
+        with_now = self.kind in {"update_spike", "state_spike", "learning_rate_spike"}
+        return [*([self.now] if with_now else []), *self.before]
 
     @property
     def buffers(self) -> list[str]:

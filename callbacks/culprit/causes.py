@@ -3,23 +3,18 @@
 import math
 from collections.abc import Callable, Sequence
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm, WeightNorm
-from mfwrap.callbacks.culprit.cause_evidence import (
-    Cause,
-    CauseEvidence,
-    StepTrace,
-    update_per_rate,
-)
+from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE, StateNorm, WeightNorm
+from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence
 from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.forward_causes import forward_cause
+from mfwrap.callbacks.culprit.rate_causes import (
+    growing_updates,
+    large_from_the_start,
+    large_updates,
+    rate_jump,
+)
 from mfwrap.callbacks.culprit.replay import Origin
 from mfwrap.callbacks.culprit.step_judge import LIMITS
-
-RATE_RISE = 5.0
-"""Smallest ratio of a learning rate to all earlier ones that may explain an anomaly."""
-
-LARGE_RATIO = 0.7
-"""Smallest ratio of an update to its weights that is too large, wherever it comes from."""
 
 _UPDATE_RISE = 5.0
 """Smallest ratio of the middle weight's update to those of the steps before that is unusual."""
@@ -42,19 +37,6 @@ def cause_of(evidence: CauseEvidence) -> Cause:
 
 
 UNKNOWN = Cause(UNKNOWN_CAUSE, "", "")
-
-
-def _learning_rate(evidence: CauseEvidence) -> Cause | None:
-    steps = [evidence.now] if evidence.kind == "learning_rate_spike" else evidence.before
-    for each in steps:
-        if RATE_RISE <= each.scores.rate_rise < math.inf:
-            return Cause(
-                "learning_rate",
-                f"the learning rate of step {each.step} was {each.scores.learning_rate:.3g}, "
-                f"{each.scores.rate_rise:.3g} times the highest rate before it",
-                "correct the schedule, and go back to a checkpoint from before this step",
-            )
-    return None
 
 
 def _epsilon(evidence: CauseEvidence) -> Cause | None:
@@ -106,7 +88,7 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
     fallen = [one for one in states if one.rise < 1]
     if fallen:
         return _of_optimizer(_change(fallen[0]), [])
-    for each in _updates(evidence):
+    for each in evidence.updates:
         scores = each.scores
         rise = evidence.rise_of_updates(each)
         has_moved = scores.num_moved >= 1 or rise >= _UPDATE_RISE
@@ -332,43 +314,6 @@ def _data(evidence: CauseEvidence) -> Cause | None:
     )
 
 
-def _large_from_the_start(evidence: CauseEvidence) -> Cause | None:
-    """Find updates as large as the weights that began before anything else was unusual."""
-    steps = [each for each in evidence.trace if each.applied]
-    if not steps or steps[0].step > _EARLY or steps[0].scores.num_moved > 0:
-        return None
-    first = steps[:_FEW_LARGE]
-    known = [update for update in map(update_per_rate, first) if update > 0]
-    if known and max(known) > _JUMP * known[0]:
-        return None  # ordinary at first
-    return _large_updates(evidence, first)
-
-
-def _large_updates(
-    evidence: CauseEvidence, steps: Sequence[StepTrace] | None = None
-) -> Cause | None:
-    known = _updates(evidence) if steps is None else steps
-    ratios = [each.scores.update_ratio for each in known]
-    finite = [ratio for ratio in ratios if math.isfinite(ratio)]
-    is_weak = evidence.kind in NON_FINITE and not evidence.blamed.has_moved
-    if is_weak or not finite or max(finite) < LARGE_RATIO:
-        return None
-    return Cause(
-        "learning_rate",
-        f"an update changes the weights by {max(finite):.3g} times their size (0.001 is usual)",
-        "lower the learning rate, or warm it up over more steps",
-    )
-
-
-_EARLY = 2
-"""Last step at which the steps that are known count as the start of the run."""
-
-_FEW_LARGE = 3
-"""Number of first updates that tell whether the rate was too high from the start."""
-
-_JUMP = 10.0
-"""Largest ratio of an update to the first one, at the same rate, that was too large as well."""
-
 _MULTIPLIED = 15.0
 """Smallest rise of a loss that may be a factor in the loss."""
 
@@ -382,10 +327,10 @@ _OF_GRADIENTS = ("spike", "local_norm_spike")
 _OF_STEP = (*_OF_GRADIENTS, "loss_spike")
 
 _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
-    _learning_rate,
+    rate_jump,
     _epsilon,
     _changed_outside,
-    _large_from_the_start,
+    large_from_the_start,
     forward_cause,
     _optimizer_state,
     _grown_weight,
@@ -397,7 +342,8 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _dead_layer,
     _gradient,
     _data,
-    _large_updates,
+    growing_updates,
+    large_updates,
 )
 
 
@@ -415,18 +361,10 @@ def _weights_are_worse(evidence: CauseEvidence) -> bool:
     return not (again - then) / abs(then) < 0.4 * (blamed.loss / blamed.usual_loss - 1)
 
 
-def _updates(evidence: CauseEvidence) -> list[StepTrace]:
-    """Return the steps whose update may be the cause, the last one first."""
-    with_now = evidence.kind in {"update_spike", "state_spike", "learning_rate_spike"}
-    return [*([evidence.now] if with_now else []), *evidence.before]
-
-
 def _has_moved_far(evidence: CauseEvidence) -> bool:
     # The less is known about a step, the less may be said about its update.
     limit = LIMITS["update"] / (2 if evidence.kind == "state_spike" else 1)
-    return any(
-        each.scores.num_moved > 0 or each.scores.update > limit for each in _updates(evidence)
-    )
+    return any(each.scores.num_moved > 0 or each.scores.update > limit for each in evidence.updates)
 
 
 def _is_ordinary(evidence: CauseEvidence) -> bool:

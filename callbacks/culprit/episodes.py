@@ -9,7 +9,7 @@ from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anom
 _GAP = 3
 """Largest number of steps from a finite anomaly of an episode to the next one."""
 
-_CONSEQUENCES = frozenset({"state_spike", "attention_logits", "expert_load"})
+_CONSEQUENCES = frozenset({"state_spike", "attention_logits", "expert_load", "update_growth"})
 """Kinds that a fault in a step before has as a consequence, some steps later."""
 
 _REFINED = ("cause", "explanation", "suggestion", "layer", "where", "name")
@@ -66,8 +66,8 @@ class Episodes:
     An anomaly goes on with an episode if the step before was one, too. After a finite anomaly, any
     others up to three steps later do, as well: weights that were ruined raise the loss again and
     again, until it overflows. A change of the training state that a sample finds, and attention
-    logits or loads of experts that have grown, are consequences of an episode since the sample
-    before.
+    logits, loads of experts or updates that have grown, are consequences of an episode since the
+    sample before.
 
     Args:
         state_interval: Steps from one sample of the training state to the next.

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from mfwrap import StepReport
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.cause_evidence import CauseEvidence, StepTrace
-from mfwrap.callbacks.culprit.causes import LARGE_RATIO, RATE_RISE, cause_of
+from mfwrap.callbacks.culprit.causes import cause_of
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
 from mfwrap.callbacks.culprit.judges import Judgement, Judges, Scores
+from mfwrap.callbacks.culprit.kinds import SHARED_KINDS, StepKinds
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
 from mfwrap.callbacks.culprit.recorder import StepRecorder, indices_of
 from mfwrap.callbacks.culprit.replay import Origin, origin_of_loss
-from mfwrap.callbacks.culprit.state_judge import LIMIT as STATE_LIMIT
 from mfwrap.callbacks.culprit.state_judge import no_denominator
 from mfwrap.callbacks.culprit.step_judge import LIMITS
 from mfwrap.callbacks.culprit.verdict import Verdict, verdict_of
@@ -31,18 +31,8 @@ _MOST_GROUPS = 8
 _TRACE = 10
 """Number of steps whose scores are kept, at least."""
 
-_FEWEST_STEPS = 5
-"""Number of steps before a rise of the learning rate counts as an anomaly by itself: a warm-up may
-begin with a rate of almost zero."""
-
-_FEW_UPDATES = 2
-"""Number of updates in a row that must be too large together, wherever their size comes from."""
-
 _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
 """Places at which a weight that has grown may show; ``None`` without a replay."""
-
-SHARED_KINDS = frozenset({"spike", "learning_rate_spike"})
-"""Kinds of anomalies, beside overflows, that all ranks find together."""
 
 
 @final
@@ -88,7 +78,7 @@ class CulpritFinder:
         self._spike_factor = spike_factor
         self._limit = limit
         self._trace: deque[StepTrace] = deque(maxlen=max(_TRACE, state_interval))
-        self._num_steps = 0
+        self._kinds = StepKinds(spike_factor)
 
     def begin_step(self) -> None:
         """Tell changes of the weights before a step from its update, without synchronizing."""
@@ -130,50 +120,19 @@ class CulpritFinder:
         """
         applied = not (numbers.overflow or numbers.skipped)
         self._trace.append(StepTrace(numbers.step, numbers.loss, applied, scores.step))
-        self._num_steps += applied
+        self._kinds.follow(scores.step, applied=applied)
         if numbers.overflow:
             return self._overflow(numbers, judgement, weights_have_moved=weights_have_moved)
-        if self._is_above(scores.step.global_norm, numbers.global_norm, scores, "global_norm"):
+        if self._kinds.is_spike(numbers, scores):
             return self._of_all_ranks("spike", numbers, judgement)
         if not math.isfinite(numbers.loss):
             return self._lone_loss(numbers, judgement)
-        kind = self._own_kind(numbers, scores)
+        kind = self._kinds.own(scores)
         if kind is None:
             return None
         if kind in SHARED_KINDS:
             return self._of_all_ranks(kind, numbers, judgement)
         return self._of_this_rank(kind, numbers, judgement)
-
-    def _is_above(self, score: float, value: float | None, scores: Scores, name: str) -> bool:
-        usual = getattr(scores.step, f"usual_{name}")
-        if value is None or not score > LIMITS[name]:
-            return False
-        return name == "loss" or value > self._spike_factor * usual
-
-    def _own_kind(self, numbers: StepNumbers, scores: Scores) -> str | None:
-        """Return the kind of an anomaly that all ranks need not share, or do share by nature."""
-        step, state, forward = scores
-        is_rate = RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS
-        kinds = {
-            "learning_rate_spike": is_rate,
-            "state_spike": step.num_changed > 0,
-            "loss_spike": self._is_above(step.loss, numbers.loss, scores, "loss"),
-            "local_norm_spike": step.num_risen > 0,
-            "update_spike": step.num_moved > 0 or self._moves_too_far(),
-            "zero_gradient": step.num_dead > 0,
-            "attention_logits": forward.num_logits > 0,
-            "expert_load": forward.num_loads > 0,
-        }
-        if state.highest > STATE_LIMIT or state.num_bad > 0:
-            kinds["state_spike"] = True
-        return next((kind for kind, is_found in kinds.items() if is_found), None)
-
-    def _moves_too_far(self) -> bool:
-        """Tell whether the last updates were as large as the weights, from the first step on."""
-        ratios = [each.scores.update_ratio for each in list(self._trace)[-_FEW_UPDATES:]]
-        # The first update of a rate that is far too high makes weights that the next ones no longer
-        # change as much. So the geometric mean decides.
-        return len(ratios) == _FEW_UPDATES and math.prod(ratios) > LARGE_RATIO**_FEW_UPDATES
 
     def _is_first(self, kind: str, *, is_shared: bool) -> bool:
         """Tell whether the last step begins an episode.
@@ -357,6 +316,7 @@ class CulpritFinder:
                 origin=origin,
                 verdict=None if verdict is None else verdict.result,
                 verdict_detail=None if verdict is None else verdict.detail,
+                growth=self._kinds.growth,
                 no_denominator=no_denominator(judgement.optimizer),
             )
         )
@@ -438,7 +398,7 @@ class CulpritFinder:
         return {
             "judges": self._judges.state_dict(),
             "num_scale_overflows": self.num_scale_overflows,
-            "num_steps": self._num_steps,
+            "kinds": self._kinds.state_dict(),
             "episode": self.episodes.state_dict(),
         }
 
@@ -450,7 +410,8 @@ class CulpritFinder:
         self.num_scale_overflows = state["num_scale_overflows"]
         if "judges" in state:
             self._judges.load_state_dict(state["judges"])
-            self._num_steps = state["num_steps"]
+            if "kinds" in state:
+                self._kinds.load_state_dict(state["kinds"])
             self.episodes.load_state_dict(state["episode"])
 
 

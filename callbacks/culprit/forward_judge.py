@@ -33,20 +33,21 @@ _CALM = 0.5
 
 class _Limits(NamedTuple):
     level: float
-    """Smallest value that is an anomaly."""
+    """Smallest value that is a sudden anomaly."""
 
     rise: float
-    """Smallest ratio of the value to the expected one, or of the ends of the fitted line."""
+    """Smallest ratio of such a value to the expected one."""
 
-    high: float
-    """Value from which on a smaller growth is an anomaly."""
+    grown_level: float
+    """Smallest value to which growth is an anomaly."""
 
-    high_rise: float
-    """Smallest ratio of the ends of the fitted line from there on."""
+    grown: float
+    """Smallest ratio of the ends of the fitted line."""
 
 
-_LIMITS = {LOGITS: _Limits(30.0, 6.0, 200.0, 3.0), LOAD: _Limits(1.7, 1.6, 1.7, 1.6)}
-"""Logits of healthy small networks grow fourfold in 64 steps and reach about 40."""
+_LIMITS = {LOGITS: _Limits(30.0, 6.0, 100.0, 3.0), LOAD: _Limits(1.7, 1.6, 1.7, 1.6)}
+"""Logits of healthy small networks grow up to thirtyfold in 64 steps, and reach about 50. From 100
+on, Kimi K2 (2025) clips them."""
 
 
 class ForwardRise(NamedTuple):
@@ -133,10 +134,11 @@ class ForwardJudge:
 
     Two things are an anomaly: a sudden rise, by the score of a `RobustWindow`, and growth: a line
     that explains 85 % of the variance of the logarithms over 8, 16, 32 or 64 watched steps. The
-    largest logit of a module must also be at least 30 and have risen sixfold; from 200 on,
-    threefold growth suffices. The load of experts is measured by its concentration, the number of
-    experts divided by the exponential of the shares' entropy: 1 for a balanced load, ``E`` if one
-    expert gets all tokens. A sudden concentration is an anomaly if it lasts for two watched steps.
+    largest logit of a module must also have risen sixfold at once, to at least 30, or threefold
+    along the line, to at least 100. The load of experts is measured by its concentration, the
+    number of experts divided by the exponential of the shares' entropy: 1 for a balanced load,
+    ``E`` if one expert gets all tokens. A sudden concentration is an anomaly if it lasts for two
+    watched steps.
 
     Growth of attention logits precedes a divergence by hundreds of steps, see Dehghani et al.,
     "Scaling Vision Transformers to 22 Billion Parameters", 2023, and Wortsman et al., "Small-scale
@@ -190,8 +192,8 @@ class ForwardJudge:
         is_sudden = is_high & (self._was_high | ~is_load)
         self._was_high = torch.where(is_known, is_high, self._was_high)
         growth = torch.stack([_growth(self._values[:, -span:]) for span in _SPANS])
-        least = torch.where(values > limits[:, 2], limits[:, 3], limits[:, 1])
-        growth = torch.where(is_large & (growth > least), growth, 0.0)
+        has_grown = (values > limits[:, 2]) & (growth > limits[:, 3])
+        growth = torch.where(has_grown, growth, 0.0)
         is_bad = is_sudden | (growth > 0).any(dim=0)
         summary = torch.stack([(is_bad & ~is_load).sum(), (is_bad & is_load).sum()]).float()
         self.last = JudgedForward(self._series, summary, self._values, expected, growth, is_sudden)

@@ -16,8 +16,8 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
-from mfwrap.callbacks.culprit.finder import SHARED_KINDS
 from mfwrap.callbacks.culprit.judges import Judgement, Scores
+from mfwrap.callbacks.culprit.kinds import SHARED_KINDS
 from mfwrap.callbacks.culprit.samples import SampleSearch
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder

@@ -47,6 +47,7 @@ _CAUSES = {
     "optimizer_epsilon": "optimizer's epsilon too small for its dtype",
     "optimizer_state": "changed optimizer state",
     "rank_data": "bad data on one rank",
+    "rank_differs": "one rank differs",
     "router": "collapsed router",
     "transient": "transient fault",
     "weight_changed": "a changed weight",

@@ -63,8 +63,10 @@ def test_a_bit_on_one_rank(case, rank, ranks):
     folder, _ = ranks
     (record,) = records_of(folder / case)
     expected = {"step": 4, "kind": "replicas_differ", "ranks": [rank], "layer": "1"}
-
-    assert record == expected | {"where": case, "name": "1.weight", "num_groups": 1}
+    assert "not the same on all ranks" in record.pop("suggestion")
+    assert record.pop("explanation") == "1.weight is the same on most ranks, and differs here"
+    place = {"where": case, "name": "1.weight", "num_groups": 1, "cause": "rank_differs"}
+    assert record == expected | place
 
 
 @pytest.mark.slow
@@ -74,8 +76,9 @@ def test_stop(ranks):
 
     assert [result["stop"] for result in results] == [
         (
-            "step 4: replicas differ in layer 1 on rank 0: 1.weight differs. All ranks must have "
-            "bitwise identical weights and gradients; resume from a checkpoint of an earlier step"
+            "step 4: replicas differ in layer 1 on rank 0: 1.weight differs, 1.weight is the same "
+            "on most ranks, and differs here. All ranks must have bitwise identical weights and "
+            "gradients; resume from a checkpoint of an earlier step"
         )
     ] * NUM_RANKS
 

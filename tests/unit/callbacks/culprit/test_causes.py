@@ -2,96 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 
-from mfwrap.callbacks.culprit.anomaly_log import StateNorm
-from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence, StepTrace
-from mfwrap.callbacks.culprit.causes import cause_of
-from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.cause_evidence import Cause
 from mfwrap.callbacks.culprit.replay import Origin
-from mfwrap.callbacks.culprit.step_judge import StepScores
-
-NAN = math.nan
-NAMES = ("wte.weight", "h.0.weight", "h.1.weight")
-ORDINARY = StepScores(
-    loss=0.3,
-    usual_loss=3.0,
-    global_norm=0.2,
-    usual_global_norm=1.0,
-    local_norm=0.5,
-    num_risen=0,
-    num_dead=0,
-    update=0.4,
-    num_moved=0,
-    num_changed=0,
-    learning_rate=1e-3,
-    rate_rise=1.0,
-    update_ratio=1e-3,
-)
-RANK = RankEvidence(
-    rank=0,
-    loss=3.0,
-    names=NAMES,
-    norms=(1.0, 1.0, 1.0),
-    usual_norms=(1.0, 1.0, 1.0),
-    scores=(0.0, 0.0, 0.0),
-    usual_loss=3.0,
-    num_weights=8,
-)
-HIGH_LOSS: dict[str, Any] = {"loss": 20.0}
-
-
-def trace(*changes: dict[str, Any], loss: float = 3.0, applied: bool = True) -> tuple:
-    """Return steps of which the last ones differ from ordinary ones, the present one last."""
-    scores = [ORDINARY] * (4 - len(changes)) + [ORDINARY._replace(**each) for each in changes]
-    last = len(scores) - 1
-    return tuple(
-        StepTrace(13 - last + number, loss if number == last else 3.0, applied, each)
-        for number, each in enumerate(scores)
-    )
-
-
-def cause(
-    kind: str = "loss_spike",
-    steps: tuple = trace(HIGH_LOSS, loss=6.0),
-    *,
-    others: tuple[RankEvidence, ...] = (),
-    rank: dict[str, Any] | None = None,
-    **known: Any,
-) -> Cause:
-    """Return the cause of an anomaly of rank 0."""
-    now = {"loss": steps[-1].loss, "loss_score": steps[-1].scores.loss}
-    blamed = dataclasses.replace(RANK, **{**now, **(rank or {})})
-    return cause_of(
-        CauseEvidence(kind=kind, trace=steps, ranks=(blamed, *others), blamed=blamed, **known)
-    )
-
-
-def state(kind: str, name: str, rise: float) -> StateNorm:
-    """Return a norm that has risen, or fallen, by a factor."""
-    return StateNorm(kind=kind, name=name, norm=rise, norm_before=1.0, rise=rise)
-
-
-def test_a_rate_far_above_the_rates_before():
-    """The rate is the cause at its own step, and of what follows in the next few steps."""
-    high = {"rate_rise": 300.0, "learning_rate": 0.3}
-    at_once = cause("learning_rate_spike", trace(high))
-    later = cause(steps=trace(high, HIGH_LOSS))
-
-    assert at_once.name == later.name == "learning_rate"
-    assert "step 13 was 0.3, 300 times" in at_once.explanation
-    assert "step 12" in later.explanation
-    assert cause(steps=trace(high, {}, {}, HIGH_LOSS)).name == "learning_rate"
-    assert cause(steps=trace({"rate_rise": math.inf}, HIGH_LOSS)).name != "learning_rate"
-
-
-def test_updates_as_large_as_the_weights():
-    """Without a jump of the rate, updates that are too large mean a rate that is too high."""
-    large = {"update_ratio": 0.9}
-    assert cause("update_spike", trace(large, large)).name == "learning_rate"
-    assert cause(steps=trace(large, HIGH_LOSS)).name == "learning_rate"
+from support.cause_evidence import HIGH_LOSS, NAMES, NAN, RANK, cause, state, trace
 
 
 def test_an_epsilon_that_is_zero():
@@ -303,19 +219,3 @@ def test_without_enough_evidence_the_cause_is_unknown():
     unknown = cause("spike", trace({"global_norm": 20.0}))
     assert unknown == Cause("unknown", "", "")
     assert cause(steps=trace({"update_ratio": 0.2}, HIGH_LOSS)).name == "unknown"
-
-
-def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
-    """The first updates were as large as the weights, before any was unusual."""
-    large = trace({"update_ratio": 2.0})[-1]._replace(step=1)
-    moved = trace({"num_moved": 3.0})[-1]._replace(step=2)
-    assert cause("update_spike", (large, moved)).name == "learning_rate"
-    late = large._replace(step=20)
-    assert cause("update_spike", (late, moved._replace(step=21))).name == "optimizer_state"
-
-
-def test_updates_that_were_ordinary_at_first_are_no_sign_of_a_high_rate():
-    """The second update of a run may be ruined, too."""
-    first = trace({})[-1]._replace(step=1)
-    ruined = trace({"update_ratio": 700.0, "num_moved": 8})[-1]._replace(step=2)
-    assert cause("update_spike", (first, ruined)).name == "optimizer_state"

@@ -71,9 +71,9 @@ def test_calm() -> None:
 
 
 def test_slow_growth_of_high_logits() -> None:
-    """Growth by 2 % a step alarms only above 200."""
+    """Growth by 2 % a step alarms only from about 100 on."""
     found = alarms(ForwardJudge(), lambda n: 20 * noise(n) * 1.02**n, range(160))
-    assert 20 * 1.02 ** found[0] > 150
+    assert 90 < 20 * 1.02 ** found[0] < 120
 
 
 def test_jump() -> None:

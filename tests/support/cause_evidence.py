@@ -1,0 +1,73 @@
+"""Evidence of made-up anomalies, for the rules of their causes."""
+
+import dataclasses
+import math
+from typing import Any
+
+from mfwrap.callbacks.culprit.anomaly_log import StateNorm
+from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence, StepTrace
+from mfwrap.callbacks.culprit.causes import cause_of
+from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.step_judge import StepScores
+
+__all__ = ["HIGH_LOSS", "NAMES", "NAN", "ORDINARY", "RANK", "cause", "state", "trace"]
+
+NAN = math.nan
+NAMES = ("wte.weight", "h.0.weight", "h.1.weight")
+ORDINARY = StepScores(
+    loss=0.3,
+    usual_loss=3.0,
+    global_norm=0.2,
+    usual_global_norm=1.0,
+    local_norm=0.5,
+    num_risen=0,
+    num_dead=0,
+    update=0.4,
+    num_moved=0,
+    num_changed=0,
+    learning_rate=1e-3,
+    rate_rise=1.0,
+    update_ratio=1e-3,
+)
+RANK = RankEvidence(
+    rank=0,
+    loss=3.0,
+    names=NAMES,
+    norms=(1.0, 1.0, 1.0),
+    usual_norms=(1.0, 1.0, 1.0),
+    scores=(0.0, 0.0, 0.0),
+    usual_loss=3.0,
+    num_weights=8,
+)
+HIGH_LOSS: dict[str, Any] = {"loss": 20.0}
+
+
+def trace(*changes: dict[str, Any], loss: float = 3.0, applied: bool = True) -> tuple:
+    """Return steps of which the last ones differ from ordinary ones, the present one last."""
+    scores = [ORDINARY] * (4 - len(changes)) + [ORDINARY._replace(**each) for each in changes]
+    last = len(scores) - 1
+    return tuple(
+        StepTrace(13 - last + number, loss if number == last else 3.0, applied, each)
+        for number, each in enumerate(scores)
+    )
+
+
+def cause(
+    kind: str = "loss_spike",
+    steps: tuple = trace(HIGH_LOSS, loss=6.0),
+    *,
+    others: tuple[RankEvidence, ...] = (),
+    rank: dict[str, Any] | None = None,
+    **known: Any,
+) -> Cause:
+    """Return the cause of an anomaly of rank 0."""
+    now = {"loss": steps[-1].loss, "loss_score": steps[-1].scores.loss}
+    blamed = dataclasses.replace(RANK, **{**now, **(rank or {})})
+    return cause_of(
+        CauseEvidence(kind=kind, trace=steps, ranks=(blamed, *others), blamed=blamed, **known)
+    )
+
+
+def state(kind: str, name: str, rise: float) -> StateNorm:
+    """Return a norm that has risen, or fallen, by a factor."""
+    return StateNorm(kind=kind, name=name, norm=rise, norm_before=1.0, rise=rise)

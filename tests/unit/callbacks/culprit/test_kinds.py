@@ -1,0 +1,101 @@
+"""The kind of a step follows from its scores, the most telling one first."""
+
+import json
+import math
+
+import pytest
+
+from mfwrap.callbacks.culprit.forward_judge import ForwardScores
+from mfwrap.callbacks.culprit.judges import Scores
+from mfwrap.callbacks.culprit.kinds import StepKinds
+from mfwrap.callbacks.culprit.state_judge import StateScores
+from mfwrap.callbacks.shared.step_values import StepNumbers
+from support.cause_evidence import ORDINARY
+
+
+def scores(state: StateScores | None = None, num_logits: float = 0.0, **step: float) -> Scores:
+    """Return the scores of a step that is ordinary but for these."""
+    return Scores(
+        ORDINARY._replace(**step),
+        state or StateScores(highest=math.nan, num_bad=math.nan),
+        ForwardScores(num_logits=num_logits, num_loads=math.nan),
+    )
+
+
+def kinds_after(num_steps: int) -> StepKinds:
+    """Return kinds that have followed ordinary steps."""
+    kinds = StepKinds(2.0)
+    for _ in range(num_steps):
+        kinds.follow(ORDINARY, applied=True)
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (scores(), None),
+        (scores(rate_rise=6.0, loss=20.0), "learning_rate_spike"),
+        (scores(num_changed=1, loss=20.0), "state_spike"),
+        (scores(StateScores(highest=20.0, num_bad=0)), "state_spike"),
+        (scores(StateScores(highest=math.nan, num_bad=1)), "state_spike"),
+        (scores(loss=20.0, num_logits=1), "loss_spike"),
+        (scores(num_risen=2), "local_norm_spike"),
+        (scores(num_moved=2), "update_spike"),
+        (scores(num_dead=1), "zero_gradient"),
+        (scores(num_logits=1), "attention_logits"),
+    ],
+)
+def test_the_kind_of_a_step(found, kind):
+    """What comes first in the table is the kind."""
+    assert kinds_after(6).own(found) == kind
+
+
+def test_a_warm_up_begins_with_rises_of_the_rate():
+    """Within the first five steps a rise of the rate is ordinary, also across a resume."""
+    later = StepKinds(2.0)
+    later.load_state_dict(json.loads(json.dumps(kinds_after(4).state_dict())))
+    for kinds in (kinds_after(4), later):
+        found = []
+        for _ in range(2):
+            kinds.follow(ORDINARY, applied=True)
+            found.append(kinds.own(scores(rate_rise=6.0)))
+        assert found == [None, "learning_rate_spike"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_found"),
+    [((0.8, 0.8), True), ((0.5, 0.5), False), ((15.0, 0.6), True), ((math.nan, 3.0), False)],
+)
+def test_two_updates_as_large_as_the_weights(ratios, is_found):
+    """Their geometric mean decides."""
+    kinds = StepKinds(2.0)
+    for ratio in ratios:
+        kinds.follow(ORDINARY._replace(update_ratio=ratio), applied=True)
+    assert kinds.own(scores()) == ("update_spike" if is_found else None)
+
+
+@pytest.mark.parametrize(("norm", "is_spike"), [(1.9, False), (2.1, True), (None, False)])
+def test_a_spike_is_far_above_the_usual_norm_in_two_ways(norm, is_spike):
+    """By its score, and by its ratio to the usual norm."""
+    numbers = StepNumbers(
+        step=1,
+        loss=1.0,
+        global_norm=norm,
+        loss_scale=None,
+        overflow=False,
+        skipped=False,
+        consecutive_skips=0,
+    )
+    kinds = StepKinds(2.0)
+    assert kinds.is_spike(numbers, scores(global_norm=9.0)) is is_spike
+    assert not kinds.is_spike(numbers, scores(global_norm=7.0))
+
+
+def test_growth_of_the_updates_is_the_last_kind():
+    """It is an early warning."""
+    kinds = StepKinds(2.0)
+    for number in range(64):
+        kinds.follow(ORDINARY._replace(update_ratio=0.004 * 1.05**number), applied=True)
+    assert kinds.growth is not None
+    assert kinds.own(scores()) == "update_growth"
+    assert kinds.own(scores(loss=20.0)) == "loss_spike"
