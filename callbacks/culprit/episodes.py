@@ -40,6 +40,9 @@ class Episode:
     refined: dict[str, Any] = field(default_factory=dict)
     """What a later anomaly has told about a cause that was unknown before."""
 
+    reach: int = _GAP
+    """Number of good steps after which the episode has ended."""
+
     is_over: bool = False
     """Whether the end was returned by `Episodes.add` or `Episodes.end`."""
 
@@ -116,6 +119,7 @@ class Episodes:
             episode.num_steps += 1
             episode.num_skipped += skipped
             episode.is_over = False
+            episode.reach = self._reach(anomaly.kind)
             if episode.cause == UNKNOWN_CAUSE != anomaly.cause:
                 episode.cause = anomaly.cause
                 known = {name: getattr(anomaly, name) for name in _REFINED}
@@ -129,14 +133,19 @@ class Episodes:
             cause=anomaly.cause,
             last_step=anomaly.step,
             num_skipped=skipped,
+            reach=self._reach(anomaly.kind),
         )
         return True, ended
 
     def pass_over(self, step: int) -> Episode | None:
         """Return the last episode if it has ended before a good step."""
-        if self._last is None or step - self._last.last_step <= _GAP:
+        if self._last is None or step - self._last.last_step <= self._last.reach:
             return None
         return self.end()
+
+    def _reach(self, kind: str) -> int:
+        """Return how long an episode waits for more: some things are looked at every few steps."""
+        return self._state_interval if kind in _CONSEQUENCES else _GAP
 
     def end(self) -> Episode | None:
         """End the last episode, and return it if its record is to be completed."""

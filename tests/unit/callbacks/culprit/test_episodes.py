@@ -109,3 +109,16 @@ def test_an_episode_goes_on_after_a_resume():
     later.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert later.add(anomaly(21), is_shared=False) == (False, None)
     assert later.end().num_steps == 2
+
+
+def test_an_episode_of_what_is_watched_every_few_steps_waits_for_the_next_look():
+    """So it has one end, not one for each step in which logits are watched."""
+    episodes = Episodes(10)
+    ends = []
+    for step in range(20, 60):
+        if step in {20, 25, 30}:
+            ends.append(episodes.add(anomaly(step, "attention_logits"), is_shared=False)[1])
+        else:
+            ends.append(episodes.pass_over(step))
+    (end,) = [each for each in ends if each is not None]
+    assert (end.last_step, ends.index(end)) == (30, 21)
