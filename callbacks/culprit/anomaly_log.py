@@ -24,7 +24,7 @@ KINDS = {
     "update_spike": "update too large",
     "learning_rate_spike": "learning rate spike",
     "state_spike": "training state changed",
-    "attention_logits": "attention logits spike",
+    "attention_logits": "large attention logits",
     "expert_load": "uneven load of experts",
     "update_growth": "growing updates",
     "replicas_differ": "replicas differ",

@@ -46,7 +46,7 @@ class Rollback:
         ValueError: If a value is out of range.
     """
 
-    kinds: tuple[str, ...] = ("spike",)
+    kinds: tuple[str, ...] = ("spike", "loss_spike")
     """Kinds of anomalies to go back after, as in ``anomalies.jsonl``: ``"spike"``,
     ``"loss_spike"``, ``"local_norm_spike"``, ``"update_spike"``, ``"state_spike"``,
     ``"learning_rate_spike"``, ``"zero_gradient"``, ``"gradient_not_finite"``,
