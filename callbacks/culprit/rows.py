@@ -297,8 +297,9 @@ def _run_apart(
     worst = _non_finite(values) or (_outliers(values) if is_finite else [])
     if not worst:
         alike = any(math.isinf(value.size) for value in values.values())
-        what = "all of a micro-batch are non-finite" if alike else "none stands out"
-        return (), f"{how}: {what}"
+        losses = [value.loss for value in values.values()]
+        what = f"none stands out, with losses from {min(losses):.4g} to {max(losses):.4g}"
+        return (), f"{how}: {'all of a micro-batch are non-finite' if alike else what}"
     named = [
         dataclasses.replace(
             passes.place_of(part, rank), loss=values[part].loss, gradient_norm=values[part].norm

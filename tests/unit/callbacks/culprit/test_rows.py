@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -85,7 +86,13 @@ def test_many_rows_are_first_run_in_groups():
 def test_a_good_step_names_no_row():
     """If all rows are alike, none stands out; so too if all of them are non-finite."""
     step = planted("tokens", None, 0)
-    assert search(step.recorder) == ((), "rows were run one by one: none stands out", True)
+    rows, detail, is_exact = search(step.recorder)
+    losses = re.fullmatch(
+        r"rows were run one by one: none stands out, with losses from (.*) to (.*)", detail
+    )
+    assert (rows, is_exact) == ((), True)
+    assert losses is not None
+    assert 0 < float(losses[1]) < float(losses[2]) < 2 * float(losses[1])
     with torch.no_grad():
         step.recorder.network.layers[1].weight.fill_(math.nan)
     step.recorder.network(**rows_of("tokens", 4))[0].backward()
