@@ -221,12 +221,16 @@ def _fault(found: _Hashes, names: Sequence[str]) -> tuple[tuple[int, ...], str, 
             ranks |= {r for r, (a, b) in enumerate(zip(now, before, strict=True)) if a != b}
     if ranks and len(ranks) < len(found.of_ranks):
         return tuple(sorted(ranks)), "weight_changed", f"{names[0]} changed between two updates"
+    ranks = set()  # all ranks have changed, as after loading a checkpoint, or none has
     for column in columns:
         usual = max(column, key=column.count)
         # Without a majority it is unknown which ranks are right, so name all ranks.
         has_majority = 2 * column.count(usual) > len(column)
         ranks |= {r for r, one in enumerate(column) if one != usual or not has_majority}
     if len(ranks) == len(found.of_ranks):
-        return tuple(sorted(ranks)), UNKNOWN_CAUSE, None
+        explanation = (
+            f"{names[0]} has no value that most ranks share, so it is unknown which differ"
+        )
+        return tuple(sorted(ranks)), UNKNOWN_CAUSE, explanation
     explanation = f"{names[0]} is the same on most ranks, and differs here"
     return tuple(sorted(ranks)), "rank_differs", explanation

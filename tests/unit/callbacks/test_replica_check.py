@@ -8,6 +8,7 @@ from torch import multiprocessing, nn
 from transformers import TrainerControl, TrainerState
 
 from mfwrap.callbacks import ReplicaCheck
+from mfwrap.callbacks.replica_check import _fault, _Hashes
 from support.replica_ranks import NUM_RANKS, run_rank
 from support.spoilt.blocks import records_of
 
@@ -37,6 +38,25 @@ def test_bad_arguments(settings, error, message):
     """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=re.escape(message)):
         ReplicaCheck(**settings)
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "at_fault", "cause"),
+    [
+        ([1, 1, 2], [1, 1, 1], (2,), "weight_changed"),
+        ([1, 1, 2], None, (2,), "rank_differs"),
+        ([5, 5, 6], [1, 2, 3], (2,), "rank_differs"),
+        ([1, 2], None, (0, 1), "unknown"),
+        ([1, 2, 3], None, (0, 1, 2), "unknown"),
+    ],
+)
+def test_the_ranks_at_fault(now, before, at_fault, cause):
+    """A rank whose weight has changed by itself, or else the minority; two ranks have none."""
+    columns = [None if each is None else torch.tensor(each)[:, None] for each in (now, before)]
+    hashes = _Hashes(4, "weight", ("w",), *columns)
+    ranks, found, explanation = _fault(hashes, ["w"])
+    assert (ranks, found) == (at_fault, cause)
+    assert ("unknown which differ" in explanation) == (cause == "unknown")
 
 
 @pytest.fixture(scope="module")
