@@ -3,8 +3,8 @@
     python benchmarks/monitors.py                       # a Llama of 8 million parameters
     python benchmarks/monitors.py --device cuda --width 1024 --layers 16 --batch-size 16
 
-Each round trains without monitors, with local norms alone, and with all monitors, in random order.
-All monitors are:
+Each round trains without monitors, with local norms alone, with all monitors, and with fingerprints
+alone (of each step, and of each tenth step), in random order. All monitors are:
 
 - the loss monitor, the health of checkpoints, the comparison of replicas and the clock of ranks;
 - the search for culprits with replay;
@@ -47,6 +47,7 @@ WARM_UP = 5
 """Number of first steps that are not measured."""
 
 OFF, NORMS, ON = "no monitors", "local norms alone", "all monitors"
+EACH, TENTH = "fingerprints of each step", "fingerprints of each tenth step"
 
 
 @final
@@ -102,6 +103,16 @@ def monitors(folder: Path, interval: int) -> list[TrainerCallback]:
     ]
 
 
+def callbacks_of(what: str, folder: Path, interval: int) -> list[TrainerCallback]:
+    """Return the monitors that `what` names."""
+    if what == ON:
+        return monitors(folder, interval)
+    if what in {EACH, TENTH}:
+        every = 1 if what == EACH else interval
+        return [TrainingStateMonitor(fingerprints=True, step_interval=every, find_culprit=False)]
+    return []
+
+
 def seconds_per_step(
     what: str, model: LlamaForCausalLM, tokens: Tensor, options: argparse.Namespace
 ) -> float:
@@ -124,8 +135,8 @@ def seconds_per_step(
                 log_level="error",
             ),
             train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-            callbacks=[timer, *(monitors(Path(folder), options.interval) if what == ON else [])],
-            step=StepConfig(local_norm=what != OFF),
+            callbacks=[timer, *callbacks_of(what, Path(folder), options.interval)],
+            step=StepConfig(local_norm=what in {NORMS, ON}),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -145,7 +156,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     num_samples = options.batch_size * options.accumulation * options.steps
     tokens = torch.randint(0, 4096, (num_samples, options.sequence_length), generator=generator)
-    seconds: dict[str, list[float]] = {OFF: [], NORMS: [], ON: []}
+    seconds: dict[str, list[float]] = {k: [] for k in (OFF, NORMS, ON, EACH, TENTH)}
     order = random.Random(0)  # noqa: S311  (not cryptographic)
     kinds = list(seconds)
     for _ in range(options.rounds):
