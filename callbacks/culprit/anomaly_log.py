@@ -92,6 +92,12 @@ class BadRow:
     index: int | None = None
     """Index of the sample in the data set."""
 
+    epoch: int | None = None
+    """Number of the pass over the data, from 0, as in a file of ``skip_rows``."""
+
+    position: int | None = None
+    """Position in the order of this pass, from 0, as in a file of ``skip_rows``."""
+
     loss: float | None = None
     """Loss of the row alone."""
 
@@ -109,8 +115,12 @@ class BadRow:
 
     def described(self) -> str:
         """Return a phrase with the place of the row, and the numbers by which it stands out."""
-        index = "" if self.index is None else f" (data set index {self.index})"
-        place = f"row {self.row} of micro-batch {self.micro_batch} on rank {self.rank}{index}"
+        in_data = [] if self.index is None else [f"data set index {self.index}"]
+        if self.epoch is not None and self.position is not None:
+            in_data.append(f"epoch {self.epoch}, position {self.position}")
+        place = f"row {self.row} of micro-batch {self.micro_batch} on rank {self.rank}"
+        if in_data:
+            place += f" ({'; '.join(in_data)})"
         if self.loss is not None and self.gradient_norm is not None:
             return f"{place} has loss {self.loss:.4g} and gradient norm {self.gradient_norm:.4g}"
         if self.loss_without is not None and self.gradient_norm_without is not None:

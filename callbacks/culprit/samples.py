@@ -10,6 +10,7 @@ from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.culprit.rows import RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import gather_objects, this_rank
+from mfwrap.records.skipped_rows import RowPlace, RowPlaces
 
 _OF_DATA = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
 """Kinds of anomalies that a sample may have caused."""
@@ -36,14 +37,22 @@ class SampleSearch:
         recorder: Recorder of the steps.
         shows_texts: Whether to add the texts of samples whose tokens are known.
         tokenizer: Decodes the texts; without one, the numbers of the tokens are shown.
+        row_places: Tells where this rank's rows are in the training data; ``None`` if that is
+            unknown.
     """
 
     def __init__(
-        self, recorder: StepRecorder, *, shows_texts: bool = False, tokenizer: Any = None
+        self,
+        recorder: StepRecorder,
+        *,
+        shows_texts: bool = False,
+        tokenizer: Any = None,
+        row_places: RowPlaces | None = None,
     ) -> None:
         self._recorder = recorder
         self._shows_texts = shows_texts
         self._tokenizer = tokenizer
+        self._row_places = row_places
         self._last_bad: int | None = None
 
     def added_to(
@@ -76,6 +85,7 @@ class SampleSearch:
                 is_finite=anomaly.kind not in NON_FINITE,
                 is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
             )
+            search = search._replace(rows=self._with_places(search.rows, numbers.step))
             if self._shows_texts:
                 search = search._replace(rows=tuple(map(self._with_text, search.rows)))
         # `is_first` may differ between ranks, because a rank may have had an anomaly of its own.
@@ -92,12 +102,30 @@ class SampleSearch:
             are_samples_exact=all(each.is_exact for each in named) if named else None,
         )
 
+    def _with_places(self, rows: tuple[BadRow, ...], step: int) -> tuple[BadRow, ...]:
+        """Return rows of this rank with their places in the training data."""
+        if self._row_places is None or not rows:
+            return rows
+        network, calls = self._recorder.network, self._recorder.last_step
+        places = self._row_places(step, [BatchRows(network, call).num_rows for call in calls])
+        if not places:
+            return rows
+        return tuple(_placed(row, places[row.micro_batch][row.row]) for row in rows)
+
     def _with_text(self, row: BadRow) -> BadRow:
         call = self._recorder.last_step[row.micro_batch]
         tokens = BatchRows(self._recorder.network, call).tokens(row.row)
         decode = getattr(self._tokenizer, "decode", None)
         text = " ".join(map(str, tokens)) if decode is None else str(decode(tokens))
         return dataclasses.replace(row, text=text[:_LONGEST_TEXT]) if tokens else row
+
+
+def _placed(row: BadRow, place: RowPlace | None) -> BadRow:
+    if place is None:
+        return row
+    # If the batch has indices, they are those that the data set itself gave.
+    index = place.index if row.index is None else row.index
+    return dataclasses.replace(row, index=index, epoch=place.row.epoch, position=place.row.position)
 
 
 def _order(row: BadRow) -> float:

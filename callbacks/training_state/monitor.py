@@ -15,6 +15,7 @@ from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
 from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks
+from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import BadSteps, MonitorCallback
 
@@ -78,6 +79,8 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._warn_once = WarnOnce(__package__)
         self._num_scale_overflows = 0
         self._bad_steps: list[BadSteps] = []
+        self._row_places: RowPlaces | None = None
+        self.names_rows = settings.find_culprit and settings.replay
         self.saved_run: dict[str, Any] | None = None
         """State that an earlier run saved; ignored by a run that begins at another step."""
 
@@ -186,6 +189,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run.bad_steps.clear()
         return found
 
+    def take_row_places(self, places: RowPlaces | None) -> None:
+        """Receive the function that tells where the rows of a step are in the training data."""
+        self._row_places = places
+
     def values_to_log(self) -> dict[str, float]:
         """Return the newest reported step's metrics for trackers, keyed by tag.
 
@@ -275,6 +282,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             model=known.get("model"),
             train_dataloader=known.get("train_dataloader"),
             tokenizer=known.get("processing_class"),
+            row_places=self._row_places,
         )
         if self.saved_run is not None:
             run.load_state_dict(self.saved_run)

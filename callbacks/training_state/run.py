@@ -18,7 +18,6 @@ from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.judges import Judgement, Scores
 from mfwrap.callbacks.culprit.kinds import SHARED_KINDS
-from mfwrap.callbacks.culprit.samples import SampleSearch
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.step_values import (
@@ -31,7 +30,11 @@ from mfwrap.callbacks.shared.step_values import (
     values_of_logs,
 )
 from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard, check_finite
-from mfwrap.callbacks.training_state.culprit_finder import is_compiled, new_finder
+from mfwrap.callbacks.training_state.culprit_finder import (
+    is_compiled,
+    new_finder,
+    new_sample_search,
+)
 from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
 from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
@@ -39,6 +42,7 @@ from mfwrap.callbacks.training_state.noise_scale import NoiseScale
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import metric_writers
 from mfwrap.collectives import num_ranks, this_rank
+from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import unwrapped_network
 from mfwrap.trainer import BadSteps
 
@@ -84,6 +88,7 @@ class TrainingStateRun:
         model: Network, with its wrappers; ``None`` if unknown.
         train_dataloader: Data loader, for the length of an epoch; ``None`` if unknown.
         tokenizer: Decodes the texts of samples; ``None`` if unknown.
+        row_places: Tells where rows are in the training data; ``None`` if that is unknown.
 
     Raises:
         ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
@@ -101,6 +106,7 @@ class TrainingStateRun:
         model: nn.Module | None = None,
         train_dataloader: Any = None,
         tokenizer: Any = None,
+        row_places: RowPlaces | None = None,
     ) -> None:
         folder = _folder(settings, args)
         is_main = state.is_world_process_zero
@@ -131,12 +137,7 @@ class TrainingStateRun:
             judge=None if self.finder is None else self.finder.forward_judge,
         )
         self._is_watched = False
-        recorder = None if self.finder is None else self.finder.recorder
-        self._samples = (
-            None
-            if recorder is None
-            else SampleSearch(recorder, shows_texts=settings.show_samples, tokenizer=tokenizer)
-        )
+        self._samples = new_sample_search(settings, self.finder, tokenizer, row_places)
         self.fingerprints = FingerprintRecorder(
             settings, args, folder, (global_step, first_step), model, is_compiled(model, args)
         )

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +18,23 @@ class SkippedRow(NamedTuple):
 
     position: int
     """Number of the row in the order of this pass, from 0, counted over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Where a row of a batch is in the training data."""
+
+    index: int
+    """Index of the row in the data set."""
+
+    row: SkippedRow
+    """Place of the row in the order of the sampler."""
+
+
+RowPlaces: TypeAlias = Callable[[int, Sequence[int]], Sequence[Sequence[RowPlace | None]]]
+"""Function that returns the places of this rank's rows in a recent step: one sequence per
+micro-batch, or none at all if they are unknown. Its arguments are the step, and the number of rows
+of each of the rank's micro-batches."""
 
 
 SkipRows: TypeAlias = Iterable[tuple[int, int]] | str | os.PathLike[str]

@@ -1,6 +1,7 @@
 """Say in words what went wrong in a run, why, where, in which samples, and what the run did."""
 
 import html
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -346,16 +347,35 @@ def _samples(records: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(f"micro-batch of data set indices {html.escape(indices)}")
         if not rows and record.get("samples_detail"):
             lines.append(f"none named: {html.escape(str(record['samples_detail']))}")
+    # Each sample once: later records of an episode may name a row again.
+    places = dict.fromkeys(
+        json.dumps({name: row[name] for name in ("epoch", "position")})
+        for row in rows[:_MOST_SAMPLES]
+        if _can_be_left_out(row)
+    )
+    if places:
+        what, line = ("them", "lines") if len(places) > 1 else ("it", "line")
+        codes = ", ".join(f"<code>{html.escape(place, quote=False)}</code>" for place in places)
+        lines.append(
+            f"to leave {what} out: <code>--skip-rows</code> with a file of the {line} {codes}"
+        )
     exact = [record.get("are_samples_exact") for record in records]
     if rows and False in exact:
         lines.append("numbers of a later run of the rows, not of the step itself")
     return list(dict.fromkeys(lines))
 
 
+def _can_be_left_out(row: Mapping[str, Any]) -> bool:
+    """Return whether a sample has a place that ``--skip-rows`` takes."""
+    return type(row.get("epoch")) is int and type(row.get("position")) is int
+
+
 def _sample(row: Mapping[str, Any]) -> str:
     place = html.escape(f"rank {row['rank']}, micro-batch {row['micro_batch']}, row {row['row']}")
     if "index" in row:
         place = f"<strong>data set index {html.escape(str(row['index']))}</strong> ({place})"
+    if _can_be_left_out(row):
+        place += f", epoch {row['epoch']}, position {row['position']}"
     numbers = [
         *_compared("loss", row.get("loss"), None),
         *_compared("gradient norm", row.get("gradient_norm"), None),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows
+from mfwrap.trainer.row_places import NotedRows
 from mfwrap.trainer.row_skip import RowSkip
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class DataSkip:
         self._saved_steps = self._steps
         self.rows = RowSkip(trainer, skip_rows)
         """Rows to leave out."""
+        self.noted = NotedRows(trainer)
+        """Rows that have been dealt, for monitors that name rows."""
         self.follows_rows = False
         """Whether `count_update` must be called after each update."""
         # Steps from which on the update of the data differs from the step by another number.
@@ -109,7 +112,7 @@ class DataSkip:
         # An attribute of the trainer hides the method of its class.
         vars(trainer)["_run_epoch"] = shifted
         try:
-            with self.rows.of_training():
+            with self.rows.of_training(), self.noted.of_training():
                 yield
         finally:
             del vars(trainer)["_run_epoch"]
@@ -182,12 +185,15 @@ class DataSkip:
         """
         start, self._start = self._start, None
         self._epoch += 1
+        first_update = 0 if start is None else start.updates
+        left_out = None
         if self.follows_rows:
             if start is None:
                 # A callback may have ended the former epoch before its end.
                 first = self._epoch * self._updates_per_epoch
                 self._offset = max(self._offset, first - self._trainer.state.global_step)
-            self.rows.begin_epoch(loader, self._epoch, 0 if start is None else start.updates)
+            left_out = self.rows.begin_epoch(loader, self._epoch, first_update)
+        self.noted.begin_epoch(loader, self._epoch, first_update, self._updates_per_epoch, left_out)
         return start if is_resumed or self._offset else None
 
     def count_update(self) -> None:

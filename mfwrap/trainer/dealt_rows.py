@@ -235,14 +235,22 @@ class EpochRows:
             micro_batch: Number of the micro-batch among those of the update that are trained on.
             row: Number of the row among those of the micro-batch that are kept.
         """
-        slots = [slot for slot in self.dealing.slots(update) if self.num_filled(slot)]
-        if micro_batch >= len(slots):
+        kept = list(self.kept_positions(update, rank).values())
+        if micro_batch >= len(kept):
             return None
-        slot = slots[micro_batch]
-        positions = self.dealing.positions(slot, rank)
-        if slot in self._offsets:
-            positions = [positions[n] for n in self._offsets[slot][rank]]
+        positions = kept[micro_batch]
         return positions[row] if row < len(positions) else None
+
+    def kept_positions(self, update: int, rank: int) -> dict[int, list[int]]:
+        """Return the positions of a rank's rows of an update, by the slots that are trained on."""
+        kept = {}
+        for slot in self.dealing.slots(update):
+            positions = self.dealing.positions(slot, rank)
+            if slot in self._offsets:
+                positions = [positions[n] for n in self._offsets[slot][rank]]
+            if self.num_filled(slot):
+                kept[slot] = positions
+        return kept
 
     def check(self, epoch: int) -> None:
         """Raise unless all positions are in the pass, and all ranks have rows or none has.

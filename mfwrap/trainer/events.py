@@ -13,6 +13,7 @@ from transformers.trainer_utils import SaveStrategy
 from mfwrap.accelerate.attached_step import AttachedStep
 from mfwrap.arguments import described
 from mfwrap.collectives import section_clock
+from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
 
@@ -52,6 +53,9 @@ class MonitorCallback(TrainerCallback):
     """Whether the callback requests checkpoints. `MFTrainer` then checks before the first step that
     the disk has room for one."""
 
+    names_rows: bool = False
+    """Whether the callback names rows of batches, and `take_row_places` is called."""
+
     bad_kinds: tuple[str, ...] = ()
     """Kinds of steps that `bad_steps` can report."""
 
@@ -62,6 +66,13 @@ class MonitorCallback(TrainerCallback):
         synchronize with the device, nor start a collective.
         """
         return ()
+
+    def take_row_places(self, places: RowPlaces | None) -> None:
+        """Receive the function that tells where the rows of a step are in the training data.
+
+        Called before ``on_train_begin``, and at the end of the training with ``None``. The function
+        must not be called later than at the end of the next step.
+        """
 
     def values_to_log(self) -> dict[str, float]:
         """Return values, by name, that `MFTrainer` adds to each training log."""

@@ -300,6 +300,7 @@ class MFTrainerMixin(_Base):
                 for callback in monitors(self.callback_handler.callbacks):
                     callback.resume_from(self._position.resumed_from)
             self.rollbacks.begun()
+            self._skip.noted.begin()
             self.attached.step.rate_factor = 1.0
             self._losses.begin(self._position.saved_log)
         elif event == "on_epoch_begin":

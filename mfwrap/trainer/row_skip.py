@@ -212,8 +212,8 @@ class RowSkip:
         epoch, update = divmod(update, self._dealing.num_updates)
         return epoch + update * self._dealing.accumulation_steps / self._dealing.num_slots
 
-    def begin_epoch(self, loader: Any, epoch: int, first_update: int) -> None:
-        """Leave out rows of an epoch.
+    def begin_epoch(self, loader: Any, epoch: int, first_update: int) -> EpochRows:
+        """Leave out rows of an epoch, and return the rows that are left out.
 
         Args:
             loader: Data loader of the epoch.
@@ -234,6 +234,7 @@ class RowSkip:
         self._epoch = self._rows_of(-1) if is_whole else self._rows_of(epoch, first_update)
         vars(sampler)["skipped"] = self._epoch
         self._updates = self._epoch.updates()
+        return self._epoch
 
     def run_epoch(self, run: Callable[..., None], keywords: Mapping[str, Any]) -> None:
         """Call the Trainer's ``_run_epoch`` for the updates of the epoch that have rows.
