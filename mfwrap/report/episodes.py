@@ -355,7 +355,7 @@ def _samples(records: Sequence[Mapping[str, Any]]) -> list[str]:
     )
     if places:
         what, line = ("them", "lines") if len(places) > 1 else ("it", "line")
-        codes = ", ".join(f"<code>{html.escape(place, quote=False)}</code>" for place in places)
+        codes = " ".join(f"<code>{html.escape(place, quote=False)}</code>" for place in places)
         lines.append(
             f"to leave {what} out: <code>--skip-rows</code> with a file of the {line} {codes}"
         )

@@ -80,8 +80,9 @@ class NotedRows:
         if not self._takers:
             return
         trainer = self._trainer
-        rows = self._rows_of(loader, first_update) if left_out is None else left_out
-        if rows is not None and rows.dealing.num_updates != updates_per_epoch:
+        rows = self._whole_epoch(loader, first_update) if left_out is None else left_out
+        is_unknown = trainer.args.ignore_data_skip or _makes_batches(type(trainer))
+        if rows is None or is_unknown or rows.dealing.num_updates != updates_per_epoch:
             rows = None
         num_ahead = (getattr(loader, "num_workers", 0) or 0) * (
             getattr(loader, "prefetch_factor", None) or 2
@@ -97,19 +98,10 @@ class NotedRows:
             vars(sampler)["noted_rows"] = self
             sampler.__class__ = _noting_class(type(sampler))
 
-    def _rows_of(self, loader: Any, first_update: int) -> EpochRows | None:
-        trainer = self._trainer
-        steps = trainer.args.gradient_accumulation_steps
-        # A Trainer that overrides one of these may train on other rows than the loader's.
-        own = type(trainer)
-        makes_batches = (
-            own._prepare_inputs is not Trainer._prepare_inputs  # noqa: SLF001  (asks for overrides)
-            or own.get_batch_samples is not Trainer.get_batch_samples
-        )
-        if trainer.args.ignore_data_skip or makes_batches:
-            return None
+    def _whole_epoch(self, loader: Any, first_update: int) -> EpochRows | None:
+        """Return an epoch without rows left out; ``None`` if it is unknown where its rows go."""
         try:
-            dealing = Dealing.of_loader(loader, steps)
+            dealing = Dealing.of_loader(loader, self._trainer.args.gradient_accumulation_steps)
         except ValueError:
             return None
         return EpochRows(dealing, first_update=first_update)
@@ -193,6 +185,14 @@ class _NotedEpoch:
             RowPlace(index, SkippedRow(self._number, position))
             for index, position in zip(numbers, positions, strict=True)
         ]
+
+
+def _makes_batches(trainer_class: type[Trainer]) -> bool:
+    """Return whether a Trainer may train on other rows than those of its loader's batches."""
+    return (
+        trainer_class._prepare_inputs is not Trainer._prepare_inputs  # noqa: SLF001  (asks whether it is overridden)
+        or trainer_class.get_batch_samples is not Trainer.get_batch_samples
+    )
 
 
 def _noting_class(sampler_class: Any) -> Any:

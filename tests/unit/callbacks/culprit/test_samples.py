@@ -7,6 +7,7 @@ import torch
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.samples import SampleSearch
 from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.records.skipped_rows import RowPlace, SkippedRow
 from support.spoilt.rows import planted
 
 
@@ -65,6 +66,43 @@ def test_why_no_sample_is_named():
 
     assert (found.samples, found.are_samples_exact) == ((), None)
     assert found.samples_detail == "rows were run one by one: all of a micro-batch are non-finite"
+
+
+def test_places_are_added():
+    """A sample has the place of its row in its micro-batch of its step, in record and log line."""
+    step = planted("GroupNorm", "nan", 0)
+    calls = step.recorder.last_step
+    asked = []
+
+    def places(number, sizes):
+        asked.append((number, sizes))
+        return [
+            [RowPlace(100 * batch + row, SkippedRow(batch, 7 * row)) for row in range(size)]
+            for batch, size in enumerate(sizes)
+        ]
+
+    found = searched(SampleSearch(step.recorder, row_places=places), 7)
+    (sample,) = found.as_record()["samples"]
+    index, position = 100 * step.micro_batch + step.row, 7 * step.row
+
+    assert [(number, len(sizes)) for number, sizes in asked] == [(7, len(calls))]
+    assert set(asked[0][1]) == {len(next(iter(calls[0].keywords.values())))}
+    assert [sample[name] for name in ("index", "epoch", "position")] == [
+        index,
+        step.micro_batch,
+        position,
+    ]
+    place = f"(data set index {index}; epoch {step.micro_batch}, position {position})"
+    assert f"on rank 0 {place} has loss nan" in str(found)
+
+
+def test_places_may_be_unknown():
+    """Without places of the step or of the row, the sample has none."""
+    step = planted("GroupNorm", "nan", 0)
+    for places in (lambda *_: (), lambda _, sizes: [[None] * size for size in sizes]):
+        found = searched(SampleSearch(step.recorder, row_places=places), 7)
+        (sample,) = found.as_record()["samples"]
+        assert not {"index", "epoch", "position"} & sample.keys()
 
 
 class Letters:
