@@ -99,7 +99,8 @@ class BadRow:
     """Position in the order of this pass, from 0, as in a file of ``skip_rows``."""
 
     loss: float | None = None
-    """Loss of the row alone."""
+    """Loss of the row alone: the mean over its own targets, if a Trainer divides by those of all
+    batches."""
 
     gradient_norm: float | None = None
     """Norm of the gradient of the row's share of the step's loss, without the loss scale."""
@@ -247,8 +248,6 @@ class Anomaly:
         if self.micro_batch is not None:
             place += f", micro-batch {self.micro_batch}"
         findings = self._findings()
-        if self.explanation is not None:
-            findings.append(self.explanation)
         detail = f": {', '.join(findings)}" if findings else ""
         if self.skipped is not None:
             detail += "; update skipped" if self.skipped else "; update applied"
@@ -261,7 +260,11 @@ class Anomaly:
             findings.append(f"global norm is {_compared(self.global_norm, self.usual_global_norm)}")
         if self.where is not None:
             findings.append(self._cause())
-        elif self.gradients:
+        elif self.explanation is not None:
+            findings.append(self.explanation)
+        # Beside a cause that is in no layer, a group of gradients would be taken for the culprit.
+        is_in_layer = self.layer is not None or self.explanation is None
+        if self.gradients and self.where is None and is_in_layer:
             worst = self.gradients[0]
             norm = _compared(worst.norm, worst.usual_norm)
             findings.append(f"gradient norm of {worst.name} is {norm}")
@@ -274,6 +277,8 @@ class Anomaly:
         findings += [row.described() for row in self.samples[:_MOST_SAMPLES]]
         if self.buffers:
             findings.append(f"{_counted('buffer', self.buffers)} became non-finite")
+        if self.where is not None and self.explanation is not None:
+            findings.append(self.explanation)
         return findings
 
     def _replay_findings(self) -> list[str]:

@@ -5,6 +5,7 @@ from typing import final
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
 from mfwrap.callbacks.culprit.episodes import Episode, Episodes
+from mfwrap.callbacks.shared.step_values import StepNumbers
 
 
 @final
@@ -38,16 +39,16 @@ class EpisodeLog:
         self._log = AnomalyLog(folder, rank, first_step=first_step)
         self._is_main = is_main
 
-    def add(self, anomaly: Anomaly | None, step: int, *, is_shared: bool) -> None:
+    def add(self, anomaly: Anomaly | None, numbers: StepNumbers, *, is_shared: bool) -> None:
         """Add the judgement of a step.
 
         Args:
-            anomaly: Anomaly of the step; ``None`` if it was good.
-            step: Number of the step.
+            anomaly: Anomaly of the step; ``None`` if it has none.
+            numbers: Numbers of the step.
             is_shared: Whether all ranks have found the anomaly.
         """
         if anomaly is None:
-            self._write_end(self._episodes.pass_over(step))
+            self._write_end(self._episodes.pass_over(numbers))
             return
         begins, ended = self._episodes.add(anomaly, is_shared=is_shared)
         self._write_end(ended)

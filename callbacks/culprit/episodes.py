@@ -1,16 +1,22 @@
 """Join anomalies of successive steps into episodes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly
+from mfwrap.callbacks.shared.step_values import StepNumbers
 
 _GAP = 3
 """Largest number of steps from a finite anomaly of an episode to the next one."""
 
 _CONSEQUENCES = frozenset({"state_spike", "attention_logits", "expert_load", "update_growth"})
 """Kinds that a fault in a step before has as a consequence, some steps later."""
+
+_LONGEST_LEVEL = 64
+"""Largest number of steps after the last anomaly in which a level that stays high is bad. After as
+many steps, all that the judges know is this level."""
 
 _REFINED = ("cause", "explanation", "suggestion", "layer", "where", "name")
 """Fields of a later anomaly that complete the record of an episode whose cause was unknown."""
@@ -31,11 +37,20 @@ class Episode:
 
     cause: str
     last_step: int
+    last_anomaly: int = -1
+    """Last step that was an anomaly by itself; later ones only stay at a level that is too high."""
+
     num_steps: int = 1
-    """Number of steps that were anomalies."""
+    """Number of bad steps."""
 
     num_skipped: int = 0
     """Number of these steps whose update was skipped."""
+
+    loss_level: float | None = None
+    """Loss half way between the usual one and that of the first spike of the loss."""
+
+    norm_level: float | None = None
+    """As `loss_level` for the global norm, on a logarithmic scale."""
 
     refined: dict[str, Any] = field(default_factory=dict)
     """What a later anomaly has told about a cause that was unknown before."""
@@ -45,6 +60,28 @@ class Episode:
 
     is_over: bool = False
     """Whether the end was returned by `Episodes.add` or `Episodes.end`."""
+
+    def follow(self, anomaly: Anomaly, reach: int) -> None:
+        """Note an anomaly of the episode, from whose step the episode lasts for `reach` steps."""
+        self.last_step = self.last_anomaly = anomaly.step
+        self.reach = reach
+        usual_loss, usual_norm = anomaly.usual_loss, anomaly.usual_global_norm
+        if anomaly.kind == "loss_spike" and self.loss_level is None and usual_loss is not None:
+            # One rank's own anomaly has the loss of this rank alone.
+            self.loss_level = (usual_loss + anomaly.losses[0]) / 2
+        if anomaly.kind == "spike" and self.norm_level is None and usual_norm is not None:
+            self.norm_level = math.sqrt(usual_norm * (anomaly.global_norm or math.inf))
+
+    def has_stayed(self, numbers: StepNumbers) -> bool:
+        """Tell whether a step without an anomaly has a loss or norm like the bad steps before."""
+        if self.is_over or numbers.step - self.last_step > self.reach:
+            return False
+        if numbers.overflow or numbers.step - self.last_anomaly > _LONGEST_LEVEL:
+            return False
+        values = ((numbers.loss, self.loss_level), (numbers.global_norm, self.norm_level))
+        return any(
+            value is not None and level is not None and value > level for value, level in values
+        )
 
     def as_record(self) -> dict[str, Any]:
         """Return the fields that complete the record of the first anomaly, ready for JSON."""
@@ -72,6 +109,9 @@ class Episodes:
     logits, loads of experts or updates that have grown, are consequences of an episode since the
     sample before.
 
+    Steps whose loss or global norm stays high after a spike belong to the episode, too, until it
+    has come down half way, or has stayed for 64 steps.
+
     Args:
         state_interval: Steps from one sample of the training state to the next.
     """
@@ -91,7 +131,7 @@ class Episodes:
         episode = self._last
         if episode is None:
             return False
-        gap = step - episode.last_step
+        gap = step - episode.last_anomaly
         if kind in _CONSEQUENCES:
             return gap <= self._state_interval
         if kind not in NON_FINITE and episode.kind not in NON_FINITE:
@@ -115,11 +155,10 @@ class Episodes:
         episode = self._last
         goes_on = self.goes_on(anomaly.step, anomaly.kind, is_shared=is_shared)
         if episode is not None and goes_on:
-            episode.last_step = anomaly.step
             episode.num_steps += 1
             episode.num_skipped += skipped
             episode.is_over = False
-            episode.reach = self._reach(anomaly.kind)
+            episode.follow(anomaly, self._reach(anomaly.kind))
             if episode.cause == UNKNOWN_CAUSE != anomaly.cause:
                 episode.cause = anomaly.cause
                 known = {name: getattr(anomaly, name) for name in _REFINED}
@@ -133,15 +172,24 @@ class Episodes:
             cause=anomaly.cause,
             last_step=anomaly.step,
             num_skipped=skipped,
-            reach=self._reach(anomaly.kind),
         )
+        self._last.follow(anomaly, self._reach(anomaly.kind))
         return True, ended
 
-    def pass_over(self, step: int) -> Episode | None:
-        """Return the last episode if it has ended before a good step."""
-        if self._last is None or step - self._last.last_step <= self._last.reach:
+    def pass_over(self, numbers: StepNumbers) -> Episode | None:
+        """Include a step that is no anomaly; return the last episode if it has ended before it.
+
+        What is usual soon follows a loss or a norm that stays at the level of bad steps, for
+        example while the data are bad. Such a step still belongs to the episode.
+        """
+        episode = self._last
+        if episode is None:
             return None
-        return self.end()
+        if episode.has_stayed(numbers):
+            episode.last_step = numbers.step
+            episode.num_steps += 1
+            episode.num_skipped += numbers.skipped
+        return self.end() if numbers.step - episode.last_step > episode.reach else None
 
     def _reach(self, kind: str) -> int:
         """Return how long an episode waits for more: some things are looked at every few steps."""
@@ -161,4 +209,6 @@ class Episodes:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state that `state_dict` returned."""
-        self._last = None if state is None else Episode(**state)
+        # A state of an older version has only the last step.
+        known = None if state is None else {"last_anomaly": state["last_step"], **state}
+        self._last = None if known is None else Episode(**known)

@@ -45,6 +45,9 @@ _LEAST_LOG_DEVIATION = 0.25
 _LEAST_DEVIATION = 0.1
 """Least deviation of the rows' losses, relative to their median."""
 
+_NUM_TARGETS = "num_items_in_batch"
+"""Argument by which a Trainer asks a network to divide its loss by the targets of all batches."""
+
 _TINY = 1e-30
 """Replaces 0 in logarithms and divisors."""
 
@@ -173,13 +176,32 @@ class _Passes:
         self.draw_random_numbers |= before.differs_from(RandomState.now(self._device))
         return _Value(loss.item(), norms.double().norm().item() / self._loss_scale)
 
-    def loss(self, part: _Part) -> float:
-        """Run the forward of a part without dropout; the caller has set evaluation mode."""
+    def loss(self, part: _Part, *, is_alone: bool = False) -> float:
+        """Run the forward of a part.
+
+        Args:
+            part: Rows of a micro-batch.
+            is_alone: Whether the loss is that of the part alone, even if the Trainer has divided
+                the losses of the step by the number of all its targets.
+        """
         call = self.calls[part.micro_batch]
         positional, keywords = self.batches[part.micro_batch].take(part.rows)
+        if is_alone:
+            keywords.pop(_NUM_TARGETS, None)
+            call.random.restore(self._device)
         with torch.no_grad(), call.autocast():
             loss = loss_of(self.network(*positional, **keywords))
         return math.nan if loss is None else loss.item()
+
+    def own_loss(self, part: _Part, value: _Value) -> float:
+        """Return the loss of a part alone, comparable with the loss of the step.
+
+        Args:
+            part: Rows of a micro-batch.
+            value: Result of the part in the step.
+        """
+        is_share = self.calls[part.micro_batch].keywords.get(_NUM_TARGETS) is not None
+        return self.loss(part, is_alone=True) if is_share else value.loss
 
     def place_of(self, part: _Part, rank: int) -> BadRow:
         """Return the place of the only row of a part."""
@@ -297,12 +319,14 @@ def _run_apart(
     worst = _non_finite(values) or (_outliers(values) if is_finite else [])
     if not worst:
         alike = any(math.isinf(value.size) for value in values.values())
-        losses = [value.loss for value in values.values()]
+        losses = [passes.own_loss(part, value) for part, value in values.items()]
         what = f"none stands out, with losses from {min(losses):.4g} to {max(losses):.4g}"
         return (), f"{how}: {'all of a micro-batch are non-finite' if alike else what}"
     named = [
         dataclasses.replace(
-            passes.place_of(part, rank), loss=values[part].loss, gradient_norm=values[part].norm
+            passes.place_of(part, rank),
+            loss=passes.own_loss(part, values[part]),
+            gradient_norm=values[part].norm,
         )
         for part in worst[:_MOST_NAMED]
     ]

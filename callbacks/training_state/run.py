@@ -410,7 +410,7 @@ class TrainingStateRun:
                 anomaly = self._samples.added_to(
                     anomaly, numbers, is_shared=is_shared, weights_have_moved=weights_have_moved
                 )
-            self._log.add(anomaly, numbers.step, is_shared=is_shared)
+            self._log.add(anomaly, numbers, is_shared=is_shared)
             if anomaly is not None:
                 self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None

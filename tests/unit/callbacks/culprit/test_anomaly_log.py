@@ -209,6 +209,30 @@ LINES = {
             "all gradients are finite, a replay is not possible after the update; update applied"
         ),
     ),
+    "cause in no layer": (
+        {
+            "kind": "loss_spike",
+            "layer": None,
+            "explanation": "the loss rose to 8.4 (usually 2.8) on the data of this step",
+            "gradients": (GROUP,),
+            "skipped": False,
+        },
+        (
+            "step 7: loss spike on rank 1: the loss rose to 8.4 (usually 2.8) on the data of this "
+            "step; update applied"
+        ),
+    ),
+    "cause in a layer": (
+        {
+            "kind": "local_norm_spike",
+            "explanation": "only the gradients of a.0 have risen, the loss has not",
+            "gradients": (GROUP,),
+        },
+        (
+            "step 7: gradient norm spike in layer a.0 on rank 1: only the gradients of "
+            "a.0 have risen, the loss has not, gradient norm of a.0.weight is inf (usually 0.5)"
+        ),
+    ),
     "nothing known": (
         {"kind": "spike", "ranks": (), "layer": None},
         "step 7: gradient norm spike",

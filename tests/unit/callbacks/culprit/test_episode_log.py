@@ -5,17 +5,23 @@ import pytest
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
+from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
 from mfwrap.records.json_lines import read_json_lines
+
+
+def numbers(step: int) -> StepNumbers:
+    """Return numbers of an ordinary step."""
+    return numbers_of(step, StepValues(loss=1.0))
 
 
 def written(folder, *, is_main: bool, is_shared: bool) -> list[tuple]:
     """Return step, last step and number of steps of the records of an episode of 100 steps."""
     rank = 0 if is_main else 1
     log = EpisodeLog(Episodes(10), folder, rank, first_step=0, is_main=is_main)
-    log.add(None, 1, is_shared=False)
+    log.add(None, numbers(1), is_shared=False)
     for step in range(2, 102):
         bad = Anomaly(step=step, kind="gradient_not_finite", ranks=(), layer=None, skipped=True)
-        log.add(bad, step, is_shared=is_shared)
+        log.add(bad, numbers(step), is_shared=is_shared)
     log.close()
     name = "anomalies.jsonl" if is_main else "anomalies_rank1.jsonl"
     records = read_json_lines(folder / name) if (folder / name).exists() else []
@@ -34,7 +40,8 @@ def test_an_end_is_written_at_the_next_good_steps(tmp_path, caplog):
     """A run that goes on does not keep the end back."""
     log = EpisodeLog(Episodes(10), tmp_path, 0, first_step=0, is_main=True)
     for step in (1, 2):
-        log.add(Anomaly(step=step, kind="spike", ranks=(), layer=None), step, is_shared=True)
+        bad = Anomaly(step=step, kind="spike", ranks=(), layer=None)
+        log.add(bad, numbers(step), is_shared=True)
     for step in range(3, 7):
-        log.add(None, step, is_shared=False)
+        log.add(None, numbers(step), is_shared=False)
     assert "the episode of step 1 ended at step 2 after 2 bad steps; see" in caplog.text

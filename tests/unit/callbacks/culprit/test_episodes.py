@@ -6,11 +6,17 @@ import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episodes import Episodes
+from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
 
 
 def anomaly(step: int, kind: str = "loss_spike", **fields) -> Anomaly:
     """Return an anomaly of a step."""
     return Anomaly(**{"step": step, "kind": kind, "ranks": (0,), "layer": None, **fields})
+
+
+def numbers(step: int, loss: float = 1.0, global_norm: float = 1.0) -> StepNumbers:
+    """Return the numbers of a step."""
+    return numbers_of(step, StepValues(loss=loss, global_norm=global_norm))
 
 
 def begun(*anomalies: Anomaly, is_shared: bool = False) -> list[int]:
@@ -61,7 +67,7 @@ def test_the_end_has_the_number_of_steps():
     episodes = Episodes(10)
     for step in (20, 21, 23):
         episodes.add(anomaly(step, skipped=step != 23), is_shared=False)
-    ends = [episodes.pass_over(step) for step in range(24, 30)]
+    ends = [episodes.pass_over(numbers(step)) for step in range(24, 30)]
     (end,) = [each for each in ends if each is not None]
 
     assert ends.index(end) == 3
@@ -119,6 +125,49 @@ def test_an_episode_of_what_is_watched_every_few_steps_waits_for_the_next_look()
         if step in {20, 25, 30}:
             ends.append(episodes.add(anomaly(step, "attention_logits"), is_shared=False)[1])
         else:
-            ends.append(episodes.pass_over(step))
+            ends.append(episodes.pass_over(numbers(step)))
     (end,) = [each for each in ends if each is not None]
     assert (end.last_step, ends.index(end)) == (30, 21)
+
+
+@pytest.mark.parametrize("kind", ["loss_spike", "spike"])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_level_that_stays_high_belongs_to_the_episode(kind, is_resumed):
+    """Until loss or norm has come down half way; what is usual follows after three steps."""
+    episodes = Episodes(10)
+    known = {"usual_loss": 2.0, "losses": (6.0,), "usual_global_norm": 2.0, "global_norm": 8.0}
+    # Half way is 4, for a norm by its logarithm.
+    levels = [6.0, 5.5, 5.0, 5.0, 4.1, 3.9, 4.5, 3.9, 2.0, 2.0, 2.0, 5.0]
+    ends = []
+    for step, value in enumerate(levels, start=20):
+        if step < 23:
+            episodes.add(anomaly(step, kind, **known), is_shared=False)
+            continue
+        if is_resumed:
+            saved = json.dumps(episodes.state_dict())
+            episodes = Episodes(10)
+            episodes.load_state_dict(json.loads(saved))
+        seen = {"loss": value} if kind == "loss_spike" else {"global_norm": value}
+        ends.append(episodes.pass_over(numbers(step, **seen)))
+    (end,) = [each for each in ends if each is not None]
+    assert (end.step, end.last_step, end.num_steps) == (20, 26, 6)
+
+
+def test_a_level_that_stays_becomes_usual():
+    """An episode does not last for the rest of a run whose loss never comes back."""
+    episodes = Episodes(10)
+    episodes.add(anomaly(20, usual_loss=2.0, losses=(6.0,)), is_shared=False)
+    ends = [episodes.pass_over(numbers(step, loss=5.0)) for step in range(21, 200)]
+    (end,) = [each for each in ends if each is not None]
+    assert (end.last_step, end.num_steps) == (84, 65)
+
+
+def test_an_anomaly_at_a_level_that_stays_high_is_an_episode_of_its_own():
+    """A fault that comes while the loss has not come back yet must not be hidden."""
+    episodes = Episodes(10)
+    episodes.add(anomaly(20, usual_loss=2.0, losses=(6.0,)), is_shared=False)
+    for step in range(21, 30):
+        assert episodes.pass_over(numbers(step, loss=5.0)) is None
+    begins, ended = episodes.add(anomaly(30, "loss_not_finite"), is_shared=False)
+    assert begins
+    assert (ended.last_step, ended.num_steps) == (29, 10)

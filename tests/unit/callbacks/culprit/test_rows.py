@@ -10,6 +10,7 @@ from torch import nn
 
 from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.culprit.rows import find_rows
+from support.small_llama import byte_batch, small_llama
 from support.spoilt.rows import NETWORKS, Regression, planted, rows_of
 
 FAULTS = [(network, kind) for network, kinds in NETWORKS.items() for kind in kinds]
@@ -81,6 +82,27 @@ def test_many_rows_are_first_run_in_groups():
     assert places(found) == [(step.micro_batch, step.row)]
     assert "groups of rows were run first" in found.detail
     assert len(calls) < 120
+
+
+def test_the_loss_of_a_row_is_not_its_share_of_the_step():
+    """A Trainer divides the sum over a row's targets by the targets of all batches."""
+    network, batches = small_llama(), [byte_batch([20, 40]), byte_batch([60, 20], start=60)]
+    losses = [
+        network(**{name: value[row : row + 1] for name, value in batch.items()}).loss.item()
+        for batch in batches
+        for row in range(2)
+    ]
+    num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    recorder = StepRecorder(network)
+    for batch in batches:
+        network(**batch, num_items_in_batch=num_targets).loss.backward()
+    recorder.end_step()
+    found = search(recorder)
+    shown = re.search("with losses from (.*) to (.*)", found.detail)
+
+    assert [float(loss) for loss in shown.groups()] == pytest.approx(
+        [min(losses), max(losses)], rel=1e-3
+    )
 
 
 def test_a_good_step_names_no_row():
