@@ -21,6 +21,7 @@ KINDS = {
     "loss_spike": "loss spike",
     "local_norm_spike": "gradient norm spike",
     "zero_gradient": "gradient of zero",
+    "vanishing_gradient": "vanishing gradient",
     "update_spike": "update too large",
     "learning_rate_spike": "learning rate spike",
     "state_spike": "training state changed",
@@ -138,9 +139,9 @@ class Anomaly:
     kind: str
     """``"loss_not_finite"``, ``"gradient_not_finite"``, ``"spike"`` (of the global norm),
     ``"loss_spike"``, ``"local_norm_spike"`` (of a group's norm), ``"zero_gradient"``,
-    ``"update_spike"``, ``"learning_rate_spike"``, ``"state_spike"`` (of a weight, a buffer or an
-    optimizer's state), ``"attention_logits"``, ``"expert_load"``, ``"update_growth"`` or
-    ``"replicas_differ"``."""
+    ``"vanishing_gradient"``, ``"update_spike"``, ``"learning_rate_spike"``, ``"state_spike"`` (of a
+    weight, a buffer or an optimizer's state), ``"attention_logits"``, ``"expert_load"``,
+    ``"update_growth"`` or ``"replicas_differ"``."""
 
     ranks: tuple[int, ...]
     """Ranks on which the fault arose; ``()`` if it is the same on all ranks."""

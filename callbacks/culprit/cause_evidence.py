@@ -1,5 +1,6 @@
 """Evidence of an anomaly and its cause, as the rules in `causes` take and return them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -81,6 +82,7 @@ class CauseEvidence:
     growth: Growth | None = None
     """Growth of the updates in the last steps; ``None`` if they have not grown."""
 
+    global_norm: float | None = None
     no_denominator: str | None = None
     """Why Adam divides by zero, in a clause; ``None`` if it does not."""
 
@@ -132,3 +134,15 @@ def update_per_rate(step: StepTrace) -> float:
     """Return the middle weight's update, as a ratio to the weight, divided by the learning rate."""
     rate = step.scores.learning_rate
     return step.scores.update_ratio / (rate if rate > 0 else 1.0)
+
+
+def outlier(values: Sequence[float]) -> int | None:
+    """Return the number of the only value that is not finite, or five times the others' median."""
+    bad = [number for number, value in enumerate(values) if not math.isfinite(value)]
+    if bad:
+        return bad[0] if len(bad) == 1 else None
+    for number, value in enumerate(values):
+        others = sorted(abs(each) for place, each in enumerate(values) if place != number)
+        if others and abs(value) > 5 * others[len(others) // 2]:
+            return number
+    return None

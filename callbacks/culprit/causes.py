@@ -3,10 +3,16 @@
 import math
 from collections.abc import Callable, Sequence
 
-from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE, StateNorm, WeightNorm
-from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm, WeightNorm
+from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence, outlier
 from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.forward_causes import forward_cause
+from mfwrap.callbacks.culprit.loss_causes import (
+    scaled_loss,
+    scaled_outside,
+    shifted_loss,
+    vanished,
+)
 from mfwrap.callbacks.culprit.rate_causes import (
     growing_updates,
     large_from_the_start,
@@ -45,8 +51,11 @@ def _epsilon(evidence: CauseEvidence) -> Cause | None:
         return None
     return Cause(
         "optimizer_epsilon",
-        f"the update divided by zero: {evidence.no_denominator}",
-        "keep weights and optimizer state in float32, or raise the optimizer's eps",
+        f"an update before this step divided by zero: {evidence.no_denominator}"
+        if evidence.kind in NON_FINITE
+        else f"the update divided by zero: {evidence.no_denominator}",
+        "keep weights and optimizer state in float32, or raise the optimizer's eps, and go back to "
+        "a checkpoint from before this update",
     )
 
 
@@ -96,6 +105,7 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
         if not has_moved or scores.global_norm > LIMITS["global_norm"]:
             continue
         moved = blamed.moved if each is evidence.now else ()
+        is_local = scores.num_moved < evidence.num_weights / 2
         number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
         size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"
         what = (
@@ -106,8 +116,9 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
             # A non-finite state cannot come from finite gradients; one that has risen, may.
             ruined = [one for one in states if not math.isfinite(one.norm)]
             names = [one.name for one in ruined or states]
-            return _of_optimizer(f"{what}: {_change(states[0])}", names)
-        is_alone = scores.num_moved < evidence.num_weights / 2 and rise < _LARGE_UPDATE
+            # A few states that have risen do not explain that most weights have moved.
+            return _of_optimizer(f"{what}: {_change(states[0])}", names if is_local else ())
+        is_alone = is_local and rise < _LARGE_UPDATE
         if moved and evidence.knows_optimizer and is_alone:
             return _weight_changed(
                 f"{moved[0]} changed within step {each.step} by far more than its usual update, "
@@ -149,9 +160,9 @@ def _buffers(evidence: CauseEvidence) -> Cause | None:
         )
     return Cause(
         "batch_norm",
-        f"the running statistics in {names[0]} were ruined{_by_input(evidence.origin)}",
+        f"{_by_input(evidence.origin)}the running statistics in {names[0]}{_rest(names)}",
         f"{'remove the sample, and ' if evidence.origin is not None else ''}go back to a "
-        "checkpoint from before this step: a skipped update leaves the statistics as they are",
+        "checkpoint from before this step: skipping the update does not repair the statistics",
         tensors=() if evidence.origin is not None else tuple(names),
     )
 
@@ -208,7 +219,7 @@ def _replay(evidence: CauseEvidence) -> Cause | None:
             "loss",
             f"the fault is outside of the network: {evidence.verdict_detail}",
             "look at the code between the network's output and the backward",
-            micro_batch=_outlier(evidence.blamed.factors),
+            micro_batch=outlier(evidence.blamed.factors),
         )
     transient = evidence.verdict_detail == "transient"
     again = "; the same inputs, weights and random numbers gave finite values three times"
@@ -226,47 +237,12 @@ def _replay(evidence: CauseEvidence) -> Cause | None:
     return None
 
 
-def _scaled_outside(evidence: CauseEvidence) -> Cause | None:
-    number = _outlier(evidence.blamed.factors)
-    if number is None:
-        return None
-    return Cause(
-        "loss",
-        f"the loss of micro-batch {number} was multiplied before the backward",
-        "look at the code between the network's output and the backward",
-        micro_batch=number,
-    )
-
-
-def _scaled_loss(evidence: CauseEvidence) -> Cause | None:
-    blamed = evidence.blamed
-    # Small norms vary by large factors.
-    least = _SHARE * evidence.now.scores.usual_global_norm
-    rises = sorted(
-        blamed.rise(number)
-        for number, usual in enumerate(blamed.usual_norms)
-        if blamed.is_judged(number) and usual >= least
-    )
-    rise = blamed.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
-    if not rises or not rise >= _MULTIPLIED:
-        return None
-    middle = rises[len(rises) // 2]
-    is_uniform = rises[0] > middle / _UNIFORM and rises[-1] < middle * _UNIFORM
-    if not is_uniform or not 1 / 5 <= middle / rise <= 5:
-        return None
-    return Cause(
-        "loss",
-        f"the loss and the gradients of all layers are about {rise:.3g} times the usual ones",
-        "look for a factor in the loss, such as a wrong reduction or weight",
-        micro_batch=_outlier(blamed.micro_losses),
-    )
-
-
 def _dead_layer(evidence: CauseEvidence) -> Cause | None:
-    if evidence.kind != "zero_gradient":
+    has_vanished = evidence.kind == "vanishing_gradient" and evidence.global_norm == 0
+    if evidence.kind != "zero_gradient" and not has_vanished:
         return None
     dead = evidence.blamed.dead
-    whole = len(dead) == len(evidence.blamed.names)
+    whole = has_vanished or len(dead) == len(evidence.blamed.names)
     return Cause(
         "dead_layer",
         f"the gradients of {'all layers' if whole else evidence.layer or dead[0]} are exactly zero",
@@ -295,8 +271,10 @@ def _data(evidence: CauseEvidence) -> Cause | None:
         return None
     if any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before):
         return None
+    if (shifted := shifted_loss(evidence)) is not None:
+        return shifted
     others = [each for each in evidence.ranks if each.rank != blamed.rank]
-    number = _outlier(blamed.micro_losses)
+    number = outlier(blamed.micro_losses)
     if others and not any(map(_has_higher_loss, others)):
         return Cause(
             "rank_data",
@@ -314,15 +292,6 @@ def _data(evidence: CauseEvidence) -> Cause | None:
     )
 
 
-_MULTIPLIED = 15.0
-"""Smallest rise of a loss that may be a factor in the loss."""
-
-_UNIFORM = 4.0
-"""Largest ratio of the rise of a group to that of the middle one if all were multiplied alike."""
-
-_SHARE = 0.01
-"""Smallest share of the usual global norm at which a group's rise is compared with the others'."""
-
 _OF_GRADIENTS = ("spike", "local_norm_spike")
 _OF_STEP = (*_OF_GRADIENTS, "loss_spike")
 
@@ -334,11 +303,12 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     forward_cause,
     _optimizer_state,
     _grown_weight,
-    _scaled_outside,
+    scaled_outside,
+    vanished,
     _buffers,
     _non_finite,
     _replay,
-    _scaled_loss,
+    scaled_loss,
     _dead_layer,
     _gradient,
     _data,
@@ -373,18 +343,6 @@ def _is_ordinary(evidence: CauseEvidence) -> bool:
     return bool(ratios) and all(ratio < _ORDINARY_RATIO for ratio in ratios)
 
 
-def _outlier(values: Sequence[float]) -> int | None:
-    """Return the number of the only value that is not finite, or five times the others' median."""
-    bad = [number for number, value in enumerate(values) if not math.isfinite(value)]
-    if bad:
-        return bad[0] if len(bad) == 1 else None
-    for number, value in enumerate(values):
-        others = sorted(abs(each) for place, each in enumerate(values) if place != number)
-        if others and abs(value) > 5 * others[len(others) // 2]:
-            return number
-    return None
-
-
 def _change(state: StateNorm | WeightNorm) -> str:
     what = "norm"
     if isinstance(state, StateNorm) and state.kind != "weight":
@@ -393,6 +351,11 @@ def _change(state: StateNorm | WeightNorm) -> str:
 
 
 def _by_input(origin: Origin | None) -> str:
+    """Return the first half of a sentence about what was ruined."""
     if origin is None or origin.where != "input":
-        return ""
-    return f" by non-finite values in input `{origin.name}`"
+        return "something has ruined "
+    return f"non-finite values in input `{origin.name}` have ruined "
+
+
+def _rest(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} other buffers" if len(names) > 1 else ""

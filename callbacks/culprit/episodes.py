@@ -14,6 +14,9 @@ _GAP = 3
 _CONSEQUENCES = frozenset({"state_spike", "attention_logits", "expert_load", "update_growth"})
 """Kinds that a fault in a step before has as a consequence, some steps later."""
 
+_GROWING = frozenset({"attention_logits", "expert_load", "update_growth"})
+"""Kinds of which the last step of an episode tells more than the first."""
+
 _LONGEST_LEVEL = 64
 """Largest number of steps after the last anomaly in which a level that stays high is bad. After as
 many steps, all that the judges know is this level."""
@@ -55,6 +58,9 @@ class Episode:
     refined: dict[str, Any] = field(default_factory=dict)
     """What a later anomaly has told about a cause that was unknown before."""
 
+    latest: str | None = None
+    """What the last anomaly has told, if it is of the same kind and grows for many steps."""
+
     reach: int = _GAP
     """Number of good steps after which the episode has ended."""
 
@@ -63,8 +69,16 @@ class Episode:
 
     def follow(self, anomaly: Anomaly, reach: int) -> None:
         """Note an anomaly of the episode, from whose step the episode lasts for `reach` steps."""
-        self.last_step = self.last_anomaly = anomaly.step
-        self.reach = reach
+        self.last_anomaly, self.reach = anomaly.step, reach
+        is_later = anomaly.step > self.step
+        if is_later and anomaly.kind == "state_spike" != self.kind:
+            return  # a sample finds what has changed in the steps before it
+        self.last_step = anomaly.step
+        if is_later:
+            self.num_steps += 1
+            self.num_skipped += bool(anomaly.skipped)
+        if is_later and anomaly.kind == self.kind in _GROWING:
+            self.latest = anomaly.explanation
         usual_loss, usual_norm = anomaly.usual_loss, anomaly.usual_global_norm
         if anomaly.kind == "loss_spike" and self.loss_level is None and usual_loss is not None:
             # One rank's own anomaly has the loss of this rank alone.
@@ -72,9 +86,13 @@ class Episode:
         if anomaly.kind == "spike" and self.norm_level is None and usual_norm is not None:
             self.norm_level = math.sqrt(usual_norm * (anomaly.global_norm or math.inf))
 
+    def has_ended_before(self, step: int) -> bool:
+        """Tell whether too many good steps in a row have come before a step."""
+        return step - max(self.last_step, self.last_anomaly) > self.reach
+
     def has_stayed(self, numbers: StepNumbers) -> bool:
         """Tell whether a step without an anomaly has a loss or norm like the bad steps before."""
-        if self.is_over or numbers.step - self.last_step > self.reach:
+        if self.is_over or self.has_ended_before(numbers.step):
             return False
         if numbers.overflow or numbers.step - self.last_anomaly > _LONGEST_LEVEL:
             return False
@@ -86,12 +104,13 @@ class Episode:
     def as_record(self) -> dict[str, Any]:
         """Return the fields that complete the record of the first anomaly, ready for JSON."""
         names = ("step", "kind", "last_step", "num_steps", "num_skipped")
-        return {**{name: getattr(self, name) for name in names}, **self.refined}
+        latest = {} if self.latest is None else {"latest": self.latest}
+        return {**{name: getattr(self, name) for name in names}, **self.refined, **latest}
 
     def __str__(self) -> str:
         """Describe the end of the episode in one line."""
         skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
-        cause = self.refined.get("explanation")
+        cause = self.refined.get("explanation") or self.latest
         said = f"; {cause}" if cause else ""
         return (
             f"the episode of step {self.step} ended at step {self.last_step} after "
@@ -151,12 +170,9 @@ class Episodes:
         Returns:
             Whether the anomaly begins an episode, and the episode that this has ended.
         """
-        skipped = int(bool(anomaly.skipped))
         episode = self._last
         goes_on = self.goes_on(anomaly.step, anomaly.kind, is_shared=is_shared)
         if episode is not None and goes_on:
-            episode.num_steps += 1
-            episode.num_skipped += skipped
             episode.is_over = False
             episode.follow(anomaly, self._reach(anomaly.kind))
             if episode.cause == UNKNOWN_CAUSE != anomaly.cause:
@@ -171,7 +187,7 @@ class Episodes:
             is_shared=is_shared,
             cause=anomaly.cause,
             last_step=anomaly.step,
-            num_skipped=skipped,
+            num_skipped=int(bool(anomaly.skipped)),
         )
         self._last.follow(anomaly, self._reach(anomaly.kind))
         return True, ended
@@ -189,7 +205,7 @@ class Episodes:
             episode.last_step = numbers.step
             episode.num_steps += 1
             episode.num_skipped += numbers.skipped
-        return self.end() if numbers.step - episode.last_step > episode.reach else None
+        return self.end() if episode.has_ended_before(numbers.step) else None
 
     def _reach(self, kind: str) -> int:
         """Return how long an episode waits for more: some things are looked at every few steps."""
@@ -201,7 +217,7 @@ class Episodes:
         if episode is None or episode.is_over:
             return None
         episode.is_over = True
-        return episode if episode.num_steps > 1 else None
+        return episode if episode.num_steps > 1 or episode.refined else None
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the last episode, ready for JSON."""

@@ -63,6 +63,9 @@ class RankEvidence:
     factors: tuple[float, ...] = ()
     """Gradient that the backward of each micro-batch passed to its loss; empty if unknown."""
 
+    factor_change: float | None = None
+    """Ratio of these gradients to those of the step before; ``None`` if unknown."""
+
     earlier_loss: tuple[float, float] | None = None
     """Loss of the step before, then and with the present weights; ``None`` if unknown."""
 

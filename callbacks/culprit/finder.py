@@ -15,7 +15,7 @@ from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
 from mfwrap.callbacks.culprit.judges import Judgement, Judges, Scores
-from mfwrap.callbacks.culprit.kinds import SHARED_KINDS, StepKinds
+from mfwrap.callbacks.culprit.kinds import StepKinds
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
 from mfwrap.callbacks.culprit.recorder import StepRecorder, indices_of
 from mfwrap.callbacks.culprit.replay import Origin, origin_of_loss
@@ -123,15 +123,14 @@ class CulpritFinder:
         self._kinds.follow(scores.step, applied=applied)
         if numbers.overflow:
             return self._overflow(numbers, judgement, weights_have_moved=weights_have_moved)
-        if self._kinds.is_spike(numbers, scores):
-            return self._of_all_ranks("spike", numbers, judgement)
+        kind = self._kinds.shared(numbers, scores)
+        if kind is not None:
+            return self._of_all_ranks(kind, numbers, judgement)
         if not math.isfinite(numbers.loss):
             return self._lone_loss(numbers, judgement)
         kind = self._kinds.own(scores)
         if kind is None:
             return None
-        if kind in SHARED_KINDS:
-            return self._of_all_ranks(kind, numbers, judgement)
         return self._of_this_rank(kind, numbers, judgement)
 
     def _is_first(self, kind: str, *, is_shared: bool) -> bool:
@@ -199,7 +198,8 @@ class CulpritFinder:
             verdict=verdict,
             where=where,
             name=name,
-            micro_batch=None if origin is None else origin.micro_batch,
+            # Weights that an update has ruined are in all micro-batches.
+            micro_batch=None if origin is None or where == "weights" else origin.micro_batch,
             rows=None if origin is None else origin.rows,
             indices=None if origin is None else origin.indices,
             is_replay_exact=None if verdict is None else is_exact,
@@ -317,6 +317,7 @@ class CulpritFinder:
                 verdict=None if verdict is None else verdict.result,
                 verdict_detail=None if verdict is None else verdict.detail,
                 growth=self._kinds.growth,
+                global_norm=numbers.global_norm,
                 no_denominator=no_denominator(judgement.optimizer),
             )
         )

@@ -7,7 +7,12 @@ from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.judges import Judgement
-from mfwrap.callbacks.culprit.micro_batches import factors_of, loss_again, losses_of
+from mfwrap.callbacks.culprit.micro_batches import (
+    factor_change,
+    factors_of,
+    loss_again,
+    losses_of,
+)
 from mfwrap.callbacks.culprit.recorder import StepRecorder
 from mfwrap.callbacks.culprit.state_judge import StateJudge
 from mfwrap.callbacks.culprit.step_judge import StepScores
@@ -68,6 +73,7 @@ class EvidenceGatherer:
             num_weights=0 if states is None else states.num_weights,
             micro_losses=() if recorder is None else losses_of(recorder),
             factors=() if recorder is None else factors_of(recorder),
+            factor_change=None if recorder is None else factor_change(recorder),
             earlier_loss=loss_again(recorder) if asks_again and recorder is not None else None,
             buffers=()
             if self._buffers is None

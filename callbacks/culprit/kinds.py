@@ -12,12 +12,19 @@ from mfwrap.callbacks.culprit.step_judge import LIMITS, StepScores
 from mfwrap.callbacks.culprit.update_growth import Growth, UpdateGrowth
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
-SHARED_KINDS = frozenset({"spike", "learning_rate_spike"})
+SHARED_KINDS = frozenset({"spike", "learning_rate_spike", "vanishing_gradient"})
 """Kinds of anomalies, beside overflows, that all ranks find together."""
 
 _FEWEST_STEPS = 5
 """Number of steps before a rise of the learning rate counts as an anomaly by itself: a warm-up may
 begin with a rate of almost zero."""
+
+_FALL = 100.0
+"""Smallest ratio of the usual global norm to that of a vanishing gradient."""
+
+_QUIET_STEPS = 50
+"""Number of steps after a vanishing gradient in which another one is no anomaly. Batches from which
+nothing is to be learned may be ordinary, as in reinforcement learning."""
 
 _FEW_UPDATES = 2
 """Number of updates in a row that must be too large together, wherever their size comes from."""
@@ -38,31 +45,43 @@ class StepKinds:
         self._num_steps = 0
         self._ratios: deque[float] = deque(maxlen=_FEW_UPDATES)
         self._updates = UpdateGrowth()
+        self._since_fall = _QUIET_STEPS
 
     def follow(self, scores: StepScores, *, applied: bool) -> None:
-        """Include a step. Call this once for each step, before `spike` and `own`."""
+        """Include a step. Call this once for each step, before `shared` and `own`."""
         self._num_steps += applied
         self._ratios.append(scores.update_ratio)
         if applied:
             self.growth = self._updates.add(scores.update_ratio, scores.learning_rate)
 
-    def is_spike(self, numbers: StepNumbers, scores: Scores) -> bool:
-        """Tell whether the global norm is a spike, which all ranks find together."""
+    def shared(self, numbers: StepNumbers, scores: Scores) -> str | None:
+        """Return the kind of an anomaly that all ranks find together, in `SHARED_KINDS`.
+
+        It depends only on numbers that are the same on all ranks. Call this once for each step.
+        """
         norm, step = numbers.global_norm, scores.step
-        if norm is None or not step.global_norm > LIMITS["global_norm"]:
-            return False
-        return norm > self._spike_factor * step.usual_global_norm
+        usual, score = step.usual_global_norm, step.global_norm
+        self._since_fall += 1
+        # A norm of zero has no score.
+        if norm is not None and norm < usual / _FALL and not score >= -LIMITS["global_norm"]:
+            is_first, self._since_fall = self._since_fall > _QUIET_STEPS, 0
+            if is_first:
+                return "vanishing_gradient"
+        is_high = norm is not None and norm > self._spike_factor * usual
+        if is_high and score > LIMITS["global_norm"]:
+            return "spike"
+        if RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS:
+            return "learning_rate_spike"
+        return None
 
     def own(self, scores: Scores) -> str | None:
-        """Return the kind of an anomaly that all ranks need not share, or do share by nature.
+        """Return the kind of an anomaly that other ranks may not have found.
 
         Early warnings come last, because what they warn of may be in the same step.
         """
         step, state, forward = scores
-        is_rate = RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS
         has_changed = step.num_changed > 0 or state.highest > STATE_LIMIT or state.num_bad > 0
         kinds = {
-            "learning_rate_spike": is_rate,
             "state_spike": has_changed,
             "loss_spike": step.loss > LIMITS["loss"],
             "local_norm_spike": step.num_risen > 0,
@@ -83,9 +102,14 @@ class StepKinds:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps need, ready for JSON."""
-        return {"num_steps": self._num_steps, "updates": self._updates.state_dict()}
+        return {
+            "num_steps": self._num_steps,
+            "updates": self._updates.state_dict(),
+            "since_fall": self._since_fall,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
         self._num_steps = state["num_steps"]
         self._updates.load_state_dict(state["updates"])
+        self._since_fall = state.get("since_fall", _QUIET_STEPS)

@@ -1,10 +1,12 @@
 """Tell from the losses of micro-batches whether data or weights have changed."""
 
 import math
+import statistics
+from collections.abc import Sequence
 
 import torch
 
-from mfwrap.callbacks.culprit.recorder import StepRecorder, loss_of
+from mfwrap.callbacks.culprit.recorder import NetworkCall, StepRecorder, loss_of
 from mfwrap.callbacks.culprit.replay import undisturbed
 
 
@@ -28,7 +30,24 @@ def factors_of(recorder: StepRecorder) -> tuple[float, ...]:
     Returns:
         Empty unless the network returned each loss, and the backward reached it.
     """
-    found = [call.loss_gradient for call in recorder.last_step]
+    return _factors(recorder.last_step)
+
+
+def factor_change(recorder: StepRecorder) -> float | None:
+    """Return the ratio of the mean factor of the last step to that of the step before.
+
+    Synchronizes with the device.
+
+    Returns:
+        ``None`` if the factors of a step are unknown, or if those of the step before are 0.
+    """
+    now, before = _factors(recorder.last_step), _factors(recorder.earlier_step)
+    usual = statistics.fmean(map(abs, before)) if before else 0.0
+    return statistics.fmean(map(abs, now)) / usual if now and usual > 0 else None
+
+
+def _factors(calls: Sequence[NetworkCall]) -> tuple[float, ...]:
+    found = [call.loss_gradient for call in calls]
     known = [gradient.float().sum().item() for gradient in found if gradient is not None]
     return tuple(known) if len(known) == len(found) else ()
 

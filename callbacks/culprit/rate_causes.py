@@ -63,9 +63,13 @@ def large_updates(
     is_weak = evidence.kind in NON_FINITE and not evidence.blamed.has_moved
     if is_weak or not finite or max(finite) < LARGE_RATIO:
         return None
+    largest = known[ratios.index(max(finite))]
+    rate = largest.scores.learning_rate
+    at_rate = "" if math.isnan(rate) else f", at learning rate {rate:.3g},"
     return Cause(
         "learning_rate",
-        f"an update changes the weights by {max(finite):.3g} times their size (0.001 is usual)",
+        f"the update of step {largest.step}{at_rate} changed the weights by {max(finite):.3g} "
+        "times their size (0.001 is ordinary)",
         "lower the learning rate, or warm it up over more steps",
     )
 

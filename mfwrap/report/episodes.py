@@ -56,7 +56,7 @@ _CAUSES = {
 """Causes in words, by the field ``cause``."""
 
 _REPLAYS = {
-    "reproduced": "a second run of the step found the fault again",
+    "reproduced": "a second run of the step found the fault again, so it is not transient",
     "not_reproduced": "a second run of the step did not find the fault again",
     "not_covered": "a second run of the network was finite: the fault is outside of it",
     "failed": "a second run of the step failed",
@@ -181,7 +181,9 @@ def _link(event: _Event, shown: int | None = None) -> str:
 
 
 def _duration(event: _Event) -> str:
-    return f"<div>{event.num_steps} bad steps</div>" if event.num_steps > 1 else ""
+    span = event.last - event.first + 1
+    among = f" of {span}" if span > event.num_steps else ""
+    return f"<div>{event.num_steps}{among} bad steps</div>" if event.num_steps > 1 else ""
 
 
 def _listed(lines: Sequence[str], empty: str = _UNKNOWN) -> str:
@@ -223,13 +225,19 @@ def _of_episode(run: RunRecord, episode: Episode) -> _Event:
         episode.num_steps,
         html.escape(kind_words(episode.kind)),
         html.escape(_CAUSES.get(cause, cause.replace("_", " "))),
-        "; ".join(_escaped(record.get("explanation") or "" for record in records)),
+        "; ".join(_escaped(_explanation(record) for record in records)),
         "; ".join(_escaped(record.get("suggestion") or "" for record in records)),
         _escaped(line for record in records for line in _lines(record)),
         _escaped(_where(records)),
         _samples(records),
         html.escape(_action(run, episode)),
     )
+
+
+def _explanation(record: Mapping[str, Any]) -> str:
+    """Return what happened, and for what grows, how it ended."""
+    first, last = record.get("explanation") or "", record.get("latest")
+    return f"{first}; at last, {last}" if last else first
 
 
 def kind_words(kind: str) -> str:
@@ -256,7 +264,7 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
     if numbers:
         lines.append(f"In step {record['step']}: {', '.join(numbers)}")
     for field, words in _EVIDENCE.items():
-        if found := record.get(field):
+        if found := _telling(record, field):
             more = f" and {len(found) - _MOST_NAMES} more" if found[_MOST_NAMES:] else ""
             lines.append(words + ", ".join(map(_named, found[:_MOST_NAMES])) + more)
     if replay := _REPLAYS.get(record.get("replay", "")):
@@ -264,6 +272,23 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
         lines.append(f"Replay: {replay}" + (f" ({detail})" if detail else ""))
     return lines
 
+
+def _telling(record: Mapping[str, Any], field: str) -> list[Any]:
+    """Return the tensors of a list; of gradients, those whose norm is not an ordinary one."""
+    found = list(record.get(field) or [])
+    return [one for one in found if field != "gradients" or not _is_ordinary(one)]
+
+
+def _is_ordinary(group: Any) -> bool:
+    """Tell whether a group of gradients has about its usual norm."""
+    if not isinstance(group, Mapping):
+        return False
+    norm, usual = to_number(group.get("norm")), to_number(group.get("usual_norm"))
+    return None not in {norm, usual} and usual / _ORDINARY < norm < usual * _ORDINARY
+
+
+_ORDINARY = 2.0
+"""Largest factor between a group's norm and its usual norm that is not worth telling."""
 
 _EVIDENCE = {
     "gradients": "Gradient norms: ",
@@ -397,13 +422,15 @@ def _action(run: RunRecord, episode: Episode) -> str:
     if skipped:
         others = "others" if total - skipped > 1 else "other"
         return f"skipped {updates}, applied the {others}"
-    clip = ""
     norms = run.curves.get("global_norm", Curve())
     limit = run.max_grad_norm or math.inf
-    norm = dict(zip(norms.steps, norms.values, strict=True)).get(episode.step, 0.0)
-    if limit < norm < math.inf:
-        clip = f" with the gradients clipped to {limit:{NUMBER}}"
-    return f"applied the update{clip}" if total == 1 else f"applied all {total} updates{clip}"
+    of_steps = zip(norms.steps, norms.values, strict=True)
+    is_clipped = any(
+        limit < norm < math.inf and episode.step <= step <= episode.last_step
+        for step, norm in of_steps
+    )
+    clip = f", with gradients clipped to {limit:{NUMBER}}" if is_clipped else ""
+    return f"applied the update{clip}" if total == 1 else f"applied all updates{clip}"
 
 
 def _end(run: RunRecord) -> str:

@@ -149,7 +149,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
 
 
 def _figures(run: RunRecord) -> list[str]:
-    losses = _finite(run, "loss")
+    losses = run.curves.get("loss", Curve()).values
     # Some runs record the number of skipped updates so far, others a flag for each step.
     counts, flags = _finite(run, "skipped_updates"), _finite(run, "skipped")
     skipped = counts[-1:] or ([sum(flags)] if flags else [])

@@ -39,7 +39,7 @@ RANK = RankEvidence(
     usual_loss=3.0,
     num_weights=8,
 )
-HIGH_LOSS: dict[str, Any] = {"loss": 20.0}
+HIGH_LOSS: dict[str, Any] = {"loss": 20.0, "global_norm": 4.0}
 
 
 def trace(*changes: dict[str, Any], loss: float = 3.0, applied: bool = True) -> tuple:

@@ -13,6 +13,7 @@ from support.faults.planting import (
     Planted,
     Spoil,
     activation,
+    all_gradients,
     bright_row,
     collapsed_router,
     gradient,
@@ -319,6 +320,12 @@ _FINITE = {
         also=("learning_rate", "optimizer_state"),
         around=heavy_decay,
         sampled=True,
+    ),
+    "loss times 0.001": Kind(cause="loss", data=loss_factor(5)),
+    "constant in the loss": Kind(cause="loss", data=loss_factor(6), held_out=True),
+    "all gradients zero": Kind(cause="dead_layer", also=("gradient",), around=all_gradients(0.0)),
+    "all gradients times 0.0001": Kind(
+        cause="gradient", also=("loss",), around=all_gradients(1e-4), held_out=True
     ),
     "loss times 1000": Kind(cause="loss", data=loss_factor(1), **_IN_BATCH),
     "loss outside times 1000": Kind(cause="loss", outside=1e3, ways=("attach",), **_IN_BATCH),

@@ -31,6 +31,7 @@ __all__ = [
     "FACTORS",
     "NUM_CLASSES",
     "NUM_LAYERS",
+    "SHIFTS",
     "Architecture",
     "Rows",
     "collated",
@@ -40,8 +41,10 @@ __all__ = [
 BATCH_SIZE = 4
 NUM_LAYERS = 2
 NUM_CLASSES = 4
-FACTORS = (1.0, 1e3, float("nan"), float("inf"), -1e3)
+FACTORS = (1.0, 1e3, float("nan"), float("inf"), -1e3, 1e-3, 1.0)
 """Factors by their code."""
+SHIFTS = (*(0.0 for _ in FACTORS[:-1]), 5.0)
+"""What is added to the loss, by the same code."""
 _VOCABULARY = 32
 _LENGTH = 10
 _SIZE = 8
@@ -321,7 +324,7 @@ def new_network(architecture: Architecture, *, width: int = 16, seed: int = 0) -
     network = architecture.make(width)
     network.train()
     forward = network.forward
-    table = torch.tensor(FACTORS)
+    table, shifts = torch.tensor(FACTORS), torch.tensor(SHIFTS)
     factors: dict[str, Tensor] = {}
 
     @functools.wraps(forward)
@@ -331,7 +334,7 @@ def new_network(architecture: Architecture, *, width: int = 16, seed: int = 0) -
         del indices
         factors["layers"] = table[layer_codes]
         output = forward(*inputs, **batch)
-        output.loss = output.loss * table[loss_code]
+        output.loss = output.loss * table[loss_code] + shifts[loss_code]
         return output
 
     def multiply(number: int, _: nn.Module, __: Any, output: Any) -> Any:

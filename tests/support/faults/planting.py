@@ -21,6 +21,7 @@ __all__ = [
     "Planted",
     "Spoil",
     "activation",
+    "all_gradients",
     "bright_row",
     "collapsed_router",
     "gradient",
@@ -165,6 +166,14 @@ def layer_gradients(factor: float) -> Around:
         lambda planted, fault: [
             weight for weight in _layer(planted, fault).parameters() if weight.requires_grad
         ],
+        factor,
+    )
+
+
+def all_gradients(factor: float) -> Around:
+    """Multiply all gradients."""
+    return _hooked(
+        lambda planted, _: [one for one in planted.network.parameters() if one.requires_grad],
         factor,
     )
 

@@ -124,14 +124,14 @@ def test_names_of_a_record_are_text(tmp_path):
     ("end", "skipped", "said"),
     [
         ({}, True, "skipped the update"),
-        ({}, False, "applied the update with the gradients clipped to 1"),
+        ({}, False, "applied the update, with gradients clipped to 1"),
         (
             {"last_step": 4, "num_steps": 2, "num_skipped": 1},
             True,
             "skipped 1 of 2 updates, applied the other",
         ),
         ({"last_step": 4, "num_steps": 3, "num_skipped": 3}, True, "skipped all 3 updates"),
-        ({"last_step": 4, "num_steps": 3, "num_skipped": 0}, False, "applied all 3 updates"),
+        ({"last_step": 4, "num_steps": 3, "num_skipped": 0}, False, "applied all updates"),
     ],
 )
 def test_what_the_run_did(tmp_path, end, skipped, said):

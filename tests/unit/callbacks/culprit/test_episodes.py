@@ -103,7 +103,36 @@ def test_a_cause_that_is_found_later_completes_the_record():
 
     assert end.refined == {"cause": "weight_changed", "explanation": "it changed", "name": "w"}
     assert end.as_record()["cause"] == "weight_changed"
-    assert "after 3 bad steps; it changed" in str(end)
+    # The sample finds what has changed in the steps before it.
+    assert (end.last_step, end.num_steps) == (31, 2)
+    assert "after 2 bad steps; it changed" in str(end)
+
+
+def test_a_sample_alone_is_no_bad_step_of_an_episode():
+    """It completes the record, and the episode still waits for its consequences."""
+    episodes = Episodes(10)
+    episodes.add(anomaly(20), is_shared=False)
+    later = anomaly(30, "state_spike", cause="weight_changed", explanation="it changed")
+    episodes.add(later, is_shared=False)
+    ends = [episodes.pass_over(numbers(step)) for step in range(31, 50)]
+    (end,) = [each for each in ends if each is not None]
+    assert (end.last_step, end.num_steps, ends.index(end)) == (20, 1, 10)
+    assert end.refined["cause"] == "weight_changed"
+    grown = Episodes(10)
+    for step in (20, 30, 40):
+        grown.add(anomaly(step, "state_spike"), is_shared=False)
+    assert grown.end().num_steps == 3
+
+
+def test_the_end_tells_how_far_something_has_grown():
+    """The first record has only the beginning."""
+    episodes = Episodes(10)
+    for step, logit in ((45, 141), (50, 400), (55, 2000)):
+        known = {"cause": "attention_logits", "explanation": f"the logit grew to {logit}"}
+        episodes.add(anomaly(step, "attention_logits", **known), is_shared=False)
+    end = episodes.end()
+    assert end.as_record()["latest"] == "the logit grew to 2000"
+    assert str(end).endswith("; the logit grew to 2000")
 
 
 def test_an_episode_goes_on_after_a_resume():

@@ -9,7 +9,7 @@ from mfwrap.callbacks.culprit.forward_judge import ForwardScores
 from mfwrap.callbacks.culprit.judges import Scores
 from mfwrap.callbacks.culprit.kinds import StepKinds
 from mfwrap.callbacks.culprit.state_judge import StateScores
-from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
 from support.cause_evidence import ORDINARY
 
 
@@ -20,6 +20,11 @@ def scores(state: StateScores | None = None, num_logits: float = 0.0, **step: fl
         state or StateScores(highest=math.nan, num_bad=math.nan),
         ForwardScores(num_logits=num_logits, num_loads=math.nan),
     )
+
+
+def numbers(norm: float | None) -> StepNumbers:
+    """Return the numbers of a step with this global norm."""
+    return numbers_of(1, StepValues(loss=1.0, global_norm=norm))
 
 
 def kinds_after(num_steps: int) -> StepKinds:
@@ -34,7 +39,6 @@ def kinds_after(num_steps: int) -> StepKinds:
     ("found", "kind"),
     [
         (scores(), None),
-        (scores(rate_rise=6.0, loss=20.0), "learning_rate_spike"),
         (scores(num_changed=1, loss=20.0), "state_spike"),
         (scores(StateScores(highest=20.0, num_bad=0)), "state_spike"),
         (scores(StateScores(highest=math.nan, num_bad=1)), "state_spike"),
@@ -58,7 +62,7 @@ def test_a_warm_up_begins_with_rises_of_the_rate():
         found = []
         for _ in range(2):
             kinds.follow(ORDINARY, applied=True)
-            found.append(kinds.own(scores(rate_rise=6.0)))
+            found.append(kinds.shared(numbers(1.0), scores(rate_rise=6.0, loss=20.0)))
         assert found == [None, "learning_rate_spike"]
 
 
@@ -77,18 +81,39 @@ def test_two_updates_as_large_as_the_weights(ratios, is_found):
 @pytest.mark.parametrize(("norm", "is_spike"), [(1.9, False), (2.1, True), (None, False)])
 def test_a_spike_is_far_above_the_usual_norm_in_two_ways(norm, is_spike):
     """By its score, and by its ratio to the usual norm."""
-    numbers = StepNumbers(
-        step=1,
-        loss=1.0,
-        global_norm=norm,
-        loss_scale=None,
-        overflow=False,
-        skipped=False,
-        consecutive_skips=0,
-    )
     kinds = StepKinds(2.0)
-    assert kinds.is_spike(numbers, scores(global_norm=9.0)) is is_spike
-    assert not kinds.is_spike(numbers, scores(global_norm=7.0))
+    found = kinds.shared(numbers(norm), scores(global_norm=9.0))
+    assert found == ("spike" if is_spike else None)
+    assert kinds.shared(numbers(norm), scores(global_norm=7.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "score", "is_found"),
+    [
+        (0.009, -9.0, True),
+        (0.011, -9.0, False),
+        (0.009, -7.0, False),
+        (0.0, math.nan, True),
+        (None, math.nan, False),
+    ],
+)
+def test_a_vanishing_gradient_is_far_below_the_usual_norm_in_two_ways(norm, score, is_found):
+    """By its score, which a norm of zero does not have, and by its ratio to the usual norm."""
+    found = StepKinds(2.0).shared(numbers(norm), scores(global_norm=score))
+    assert found == ("vanishing_gradient" if is_found else None)
+
+
+def test_batches_from_which_nothing_is_learned_are_found_once():
+    """If they come again and again, they are the nature of the training, also across a resume."""
+    kinds, found = StepKinds(2.0), []
+    for step in range(200):
+        is_empty = step in {10, 30, 70, 130}
+        known = scores(global_norm=math.nan) if is_empty else scores()
+        found.append(kinds.shared(numbers(0.0 if is_empty else 1.0), known))
+        later = StepKinds(2.0)
+        later.load_state_dict(json.loads(json.dumps(kinds.state_dict())))
+        kinds = later
+    assert [step for step, kind in enumerate(found) if kind is not None] == [10, 130]
 
 
 def test_growth_of_the_updates_is_the_last_kind():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.micro_batches import factors_of, loss_again, losses_of
+from mfwrap.callbacks.culprit.micro_batches import factor_change, factors_of, loss_again, losses_of
 from mfwrap.callbacks.culprit.recorder import StepRecorder
 
 
@@ -43,6 +43,18 @@ def test_losses_and_factors_are_those_of_the_last_step():
     recorder = trained(2)
     assert losses_of(recorder) == tuple(call.loss.item() for call in recorder.last_step)
     assert factors_of(recorder) == (0.5, 500.0)
+
+
+def test_the_change_of_the_factors_is_that_of_their_mean():
+    """Against the step before, whose factors must be known."""
+    recorder = StepRecorder(Noisy())
+    found = []
+    for factors in ((0.5, -0.5), (5.0, 10.0), (0.0, 0.0), (1.0,)):
+        for factor in factors:
+            (recorder.network(torch.randn(6, 4)) * factor).backward()
+        recorder.end_step()
+        found.append(factor_change(recorder))
+    assert found == [None, 15.0, 0.0, None]
 
 
 def test_without_a_backward_factors_are_unknown():

@@ -22,7 +22,11 @@ def test_a_rate_far_above_the_rates_before():
 def test_updates_as_large_as_the_weights():
     """Without a jump of the rate, updates that are too large mean a rate that is too high."""
     large = {"update_ratio": 0.9}
-    assert cause("update_spike", trace(large, large)).name == "learning_rate"
+    found = cause("update_spike", trace(large, {**large, "update_ratio": 0.8}))
+    assert found.name == "learning_rate"
+    assert "the update of step 12, at learning rate 0.001, changed the weights by 0.9 times" in (
+        found.explanation
+    )
     assert cause(steps=trace(large, HIGH_LOSS)).name == "learning_rate"
 
 

@@ -1,0 +1,66 @@
+"""Causes that lie in the loss, or between the loss and the gradients."""
+
+import pytest
+
+from support.cause_evidence import HIGH_LOSS, cause, state, trace
+
+
+def test_a_loss_that_was_multiplied():
+    """The factor shows in the backward, or in loss and gradients alike."""
+    factor = cause("spike", rank={"factors": (0.5, 500.0)})
+    alike = {"norms": (900.0, 1000.0, 1100.0), "micro_losses": (3.0, 3000.0)}
+    found = cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=alike)
+    unlike = {**alike, "norms": (1.0, 1000.0, 1e6)}
+
+    assert (factor.name, factor.micro_batch) == (found.name, found.micro_batch) == ("loss", 1)
+    assert cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=unlike).name == "data"
+    # A group far below the global norm varies by large factors.
+    small = {**unlike, "norms": (1000.0, 1000.0, 1e6 * 1e-3), "usual_norms": (1.0, 1.0, 1e-3)}
+    assert cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=small).name == "loss"
+
+
+def test_a_factor_outside_of_the_network_explains_statistics_that_have_moved():
+    """Running statistics that began at zero rise in the first steps of any training."""
+    buffers = {"states": (state("buffer", "bn.running_mean", 9.0),), "factors": (0.5, 500.0)}
+    assert cause("spike", rank=buffers).name == "loss"
+
+
+def test_a_factor_of_all_micro_batches_shows_against_the_step_before():
+    """So a step with one micro-batch has a culprit, too; a loss scale changes by small factors."""
+    found = cause("spike", rank={"factors": (1000.0,), "factor_change": 1000.0})
+    assert (found.name, found.micro_batch) == ("loss", None)
+    assert found.explanation == "the loss was multiplied before the backward"
+    assert cause("spike", rank={"factors": (2.0,), "factor_change": 2.0}).name == "data"
+
+
+def test_a_constant_in_the_loss():
+    """The loss rises, and the gradients of all layers are ordinary."""
+    calm = trace({"loss": 20.0})
+    found = cause(steps=calm, rank={"loss": 9.0})
+    assert found.name == "loss"
+    assert found.explanation == (
+        "the loss rose to 9 (usually 3), and the gradients of all layers are ordinary"
+    )
+    assert cause(steps=calm, rank={"scores": (0.0, 4.0, 0.0)}).name == "data"
+    assert cause(steps=calm, rank={"scores": ()}).name == "data"
+    # Weights that are worse raise the loss as well.
+    worse = cause(steps=calm, rank={"loss": 9.0, "earlier_loss": (3.0, 9.0)})
+    assert worse.name == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("norm", "rank", "name", "said"),
+    [
+        (0.0, {"loss": 0.0}, "unknown", "the loss and all gradients are exactly zero"),
+        (1e-3, {"loss": 0.003}, "loss", "the loss and all gradients are about 0.001 times"),
+        (1e-3, {"factor_change": 1e-3}, "loss", "the loss was multiplied by 0.001 before"),
+        (1e-3, {"factor_change": 1.0}, "gradient", "and the backward began with an ordinary"),
+        (1e-3, {}, "unknown", "the global norm is 0.001 times the usual one, the loss has not"),
+    ],
+)
+def test_why_a_gradient_vanishes(norm, rank, name, said):
+    """The loss, what multiplies it, and its gradient tell where the gradients were lost."""
+    found = cause("vanishing_gradient", trace({}), global_norm=norm, rank=rank)
+    assert found.name == name
+    assert said in found.explanation
+    assert not found.is_in_layer
