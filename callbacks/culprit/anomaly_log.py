@@ -14,6 +14,9 @@ from mfwrap.records.run_files import open_records
 _MOST_SAMPLES = 2
 """Largest number of samples in the log line; the record has all of them."""
 
+_MOST_BUFFERS = 2
+"""Largest number of buffers in the log line."""
+
 KINDS = {
     "loss_not_finite": "non-finite loss",
     "gradient_not_finite": "non-finite gradient",
@@ -263,9 +266,11 @@ class Anomaly:
             findings.append(self._cause())
         elif self.explanation is not None:
             findings.append(self.explanation)
-        # Beside a cause that is in no layer, a group of gradients would be taken for the culprit.
-        is_in_layer = self.layer is not None or self.explanation is None
-        if self.gradients and self.where is None and is_in_layer:
+        # Beside a cause, any other group of gradients would be taken for the culprit.
+        names = self.explanation is None or (
+            self.layer is not None and self.gradients[:1] and self.layer in self.gradients[0].name
+        )
+        if self.gradients and self.where is None and names:
             worst = self.gradients[0]
             norm = _compared(worst.norm, worst.usual_norm)
             findings.append(f"gradient norm of {worst.name} is {norm}")
@@ -277,7 +282,9 @@ class Anomaly:
             findings.append("all gradients are finite, a replay is not possible after the update")
         findings += [row.described() for row in self.samples[:_MOST_SAMPLES]]
         if self.buffers:
-            findings.append(f"{_counted('buffer', self.buffers)} became non-finite")
+            shown = _counted("buffer", self.buffers[:_MOST_BUFFERS])
+            more = len(self.buffers) - _MOST_BUFFERS
+            findings.append(f"{shown}{f' and {more} more' if more > 0 else ''} became non-finite")
         if self.where is not None and self.explanation is not None:
             findings.append(self.explanation)
         return findings

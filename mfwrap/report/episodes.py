@@ -284,7 +284,9 @@ def _is_ordinary(group: Any) -> bool:
     if not isinstance(group, Mapping):
         return False
     norm, usual = to_number(group.get("norm")), to_number(group.get("usual_norm"))
-    return None not in {norm, usual} and usual / _ORDINARY < norm < usual * _ORDINARY
+    if norm is None or usual is None:
+        return False
+    return usual / _ORDINARY < norm < usual * _ORDINARY
 
 
 _ORDINARY = 2.0

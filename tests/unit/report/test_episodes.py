@@ -169,7 +169,7 @@ def test_place_samples_and_evidence(tmp_path):
     assert "Cause: an operation in the forward In step 3: loss nan (usually 2.25)" in what
     assert "exp_avg of w 8 (was 2)" in what
     assert "a, b, c and 1 more" in what
-    assert what.endswith("a second run of the step found the fault again")
+    assert what.endswith("a second run of the step found the fault again, so it is not transient")
     assert where == "layer layers.1 output of layers.1.mlp rank 1 micro-batch 2"
     assert samples == "data set index 77 (rank 1, micro-batch 2, row 3): loss 22 a <b> c"
 

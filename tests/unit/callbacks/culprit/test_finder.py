@@ -216,19 +216,43 @@ def test_a_loss_of_one_rank(loss):
     assert found[-1].usual_global_norm == pytest.approx(2.0)
 
 
+class Offset(torch.nn.Module):
+    """Network whose loss has a term without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 1)
+
+    def forward(self, inputs, bad):
+        """Return the loss."""
+        return self.linear(inputs).square().mean() + bad.detach()
+
+
+def test_what_all_ranks_find_comes_before_a_loss_of_one_rank(tmp_path):
+    """Else the others would wait in a collective: each of them has a finite loss."""
+    network = Offset()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.001)
+
+    class Batches:
+        """Eight batches; with the last one, the rate jumps and the loss is NaN."""
+
+        def __len__(self):
+            return 8
+
+        def __iter__(self):
+            for number in range(8):
+                is_last = number == 7
+                optimizer.param_groups[0]["lr"] = 0.1 if is_last else 0.001
+                yield torch.ones(2, 2), torch.tensor(float("nan") if is_last else 0.0)
+
+    cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True)
+    Model(cell).train(1, Batches(), callbacks=TrainingStateMonitor(folder=tmp_path))
+    (record,) = records_of(tmp_path)
+    assert (record["step"], record["kind"]) == (8, "learning_rate_spike")
+
+
 def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
     """A non-finite loss with finite gradients is not replayed, and its record names no module."""
-
-    class Offset(torch.nn.Module):
-        """Network whose loss has a term without a gradient."""
-
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 1)
-
-        def forward(self, inputs, bad):
-            return self.linear(inputs).square().mean() + bad.detach()
-
     monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
     network = Offset()
     before = network.linear.weight.detach().clone()
