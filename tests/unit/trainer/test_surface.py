@@ -63,6 +63,7 @@ OVERRIDDEN = {
 
 CALLED = {
     "_get_num_items_in_batch": (Trainer, "self, batch_samples, device"),
+    "_prepare_inputs": (Trainer, "self, inputs"),
     "_push_from_checkpoint": (Trainer, "self, checkpoint_folder"),
     "_run_epoch": (
         Trainer,
@@ -83,7 +84,7 @@ CALLED = {
     "state": (ExportableState, "self"),
     "save_to_json": (TrainerState, "self, json_path"),
 }
-"""Methods that MFTrainer calls or replaces: their class and their parameters."""
+"""Methods that MFTrainer calls, replaces or asks for: their class and their parameters."""
 
 ATTRIBUTES = {
     "accelerator": ["clip_grad_norm_", "device", "scaler", "wait_for_everyone"],
