@@ -146,6 +146,10 @@ class Anomaly:
     weight, a buffer or an optimizer's state), ``"attention_logits"``, ``"expert_load"``,
     ``"update_growth"`` or ``"replicas_differ"``."""
 
+    since: int | None = None
+    """First step in which the fault may have begun, if only a sample of the training state has
+    shown it."""
+
     ranks: tuple[int, ...]
     """Ranks on which the fault arose; ``()`` if it is the same on all ranks."""
 

@@ -77,6 +77,7 @@ class CulpritFinder:
         self._layers = LayerNames(network)
         self._spike_factor = spike_factor
         self._limit = limit
+        self._state_interval = state_interval
         self._trace: deque[StepTrace] = deque(maxlen=max(_TRACE, state_interval))
         self._kinds = StepKinds(spike_factor)
 
@@ -276,6 +277,7 @@ class CulpritFinder:
         blamed = weights or (losses if len(losses) < len(ranks) else []) or risen
         if kind == "learning_rate_spike":
             blamed = []
+        by_sample = kind == "state_spike" and not ranks[0].changed
         first = next((each for each in ranks if each.rank in blamed), ranks[0])
         groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
         return self._anomaly(
@@ -287,7 +289,12 @@ class CulpritFinder:
             layer=self._layers.common(first.dead) or layer_of_rise(self._layers, first),
             gradients=groups,
             num_groups=sum(rise >= self._spike_factor for rise, _, _ in rises),
+            since=self._sample_before(numbers.step) + 1 if by_sample else None,
         )
+
+    def _sample_before(self, step: int) -> int:
+        """Return the step of the last sample of weights and optimizer state before a step."""
+        return (step - 1) // self._state_interval * self._state_interval
 
     def _anomaly(
         self,

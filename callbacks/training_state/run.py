@@ -425,7 +425,7 @@ class TrainingStateRun:
 def _bad_steps(anomaly: Anomaly, *, is_shared: bool) -> BadSteps:
     return BadSteps(
         anomaly.kind,
-        anomaly.step,
+        anomaly.since or anomaly.step,
         anomaly.step,
         is_shared=is_shared,
         rows=tuple((each.rank, each.micro_batch, each.row) for each in anomaly.samples),

@@ -191,6 +191,8 @@ class Rollbacks:
         path = self._run_folder / ROLLBACKS_FILE
         self.is_stopping, self._request, self._own = False, None, []
         self._done, self._pending = [], None
+        for callback in monitors(self._trainer.callback_handler.callbacks):
+            callback.bad_steps()  # found while the last training ended: it is undone
         content = None
         with raising_together():
             if this_rank() == 0 and path.exists() and asked_for:

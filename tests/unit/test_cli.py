@@ -1,6 +1,7 @@
 """The command line: its output, its files and its exit codes."""
 
 import json
+import math
 import os
 import resource
 import shlex
@@ -136,6 +137,37 @@ def test_a_signal_stops_a_run(recipe, capsys, monkeypatch, number, event, saved)
     assert found == saved
     assert not Path("runs/small/result.json").exists()
     assert call(capsys, *shlex.split(err.rpartition("continue with: mfwrap ")[2]))[0] == 0
+
+
+def test_a_rollback(recipe, capsys, caplog):
+    """The weights are bitwise those of a run with ``--skip-rows``, and the page tells the story."""
+    rows = [
+        {"features": [math.sin(n), math.cos(n)], "target": 1e3 if n == 150 else math.sin(n + 1)}
+        for n in range(400)
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe.write_text(
+        recipe_text(
+            data=None,
+            monitor_config={"monitor_on": True},
+            training={"max_steps": 40, "save_strategy": "steps", "save_steps": 5},
+        )
+        + "data: {type: json_lines, path: rows.jsonl, eval_fraction: 0.1}\n"
+    )
+    code, _, err = call(capsys, "train", recipe, "--set", "rollback={max_rollbacks: 2}")
+    assert code == 0, err
+    run, fresh = Path("runs/small"), Path("runs/fresh")
+    (done,) = json.loads((run / "rollbacks.json").read_text())["rollbacks"]
+    options = ["--skip-rows", run / "skip_rows.jsonl", "--set", f"training.output_dir={fresh}"]
+
+    assert done["kind"] == "spike"
+    assert f"going back to {done['checkpoint']} and leaving out 8 rows" in caplog.text
+    assert call(capsys, "train", recipe, *options)[0] == 0
+    (weights,) = (run / "model").glob("*.safetensors")
+    assert weights.read_bytes() == (fresh / "model" / weights.name).read_bytes()
+    assert call(capsys, "report", run)[0] == 0
+    page = (run / "run.html").read_text()
+    assert f"went back to {done['checkpoint']} and left out 8 rows of the data" in page
 
 
 def test_a_signal_before_the_training(recipe, capsys, monkeypatch):
