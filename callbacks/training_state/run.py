@@ -423,12 +423,13 @@ class TrainingStateRun:
 
 
 def _bad_steps(anomaly: Anomaly, *, is_shared: bool) -> BadSteps:
+    knows_rows = all(one.position is not None for one in anomaly.samples)
     return BadSteps(
         anomaly.kind,
         anomaly.since or anomaly.step,
         anomaly.step,
         is_shared=is_shared,
-        rows=tuple((each.rank, each.micro_batch, each.row) for each in anomaly.samples),
+        rows=tuple((one.rank, one.micro_batch, one.row) for one in anomaly.samples if knows_rows),
         description=str(anomaly),
     )
 

@@ -50,10 +50,19 @@ class Noisy(nn.Module):
         return {"loss": (noisy @ self.weight - labels).square().mean()}
 
 
-def made(folder, bad, *, rollback=None, skip_rows=None, monitor=None, **arguments):
+class Twice(MFTrainer):
+    """A trainer that calls the network twice for each micro-batch."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        """Return the loss of the second call."""
+        model(**inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def made(folder, bad, *, kind=MFTrainer, rollback=None, skip_rows=None, monitor=None, **arguments):
     """Return a trainer with updates of four rows."""
     return new_trainer(
-        MFTrainer,
+        kind,
         folder,
         model=Noisy(),
         data=Rows(bad),
@@ -138,6 +147,16 @@ def test_only_the_rows(tmp_path, index):
         assert int(order[position]) in bad
     assert all("non-finite loss" in one["description"] for one in done)
     assert torch.equal(trainer.model.weight, fresh.model.weight)
+
+
+@pytest.mark.parametrize("index", [5, 8, 14, 20])
+def test_rows_whose_place_is_unknown(tmp_path, index):
+    """A row may be named, but not where it is in the data: then the whole update is left out."""
+    rollback = Rollback(kinds=("loss_not_finite",), max_rollbacks=1, leave_out="rows")
+    settings = {"kind": Twice, "rollback": rollback, "monitor": {"replay": True}}
+    trained(tmp_path, {index: NAN}, **settings)
+    (done,) = record_of(tmp_path)["rollbacks"]
+    assert len(done["rows"]) == 4
 
 
 def test_no_checkpoint_before(tmp_path, caplog):
