@@ -287,7 +287,7 @@ def _data(evidence: CauseEvidence) -> Cause | None:
         "data",
         f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g}) on the data of "
         f"{where}, while weights and updates were ordinary",
-        "look at the samples of this step",
+        "look at the samples of these steps",
         micro_batch=number,
     )
 

@@ -320,7 +320,8 @@ def _run_apart(
     if not worst:
         alike = any(math.isinf(value.size) for value in values.values())
         losses = [passes.own_loss(part, value) for part, value in values.items()]
-        what = f"none stands out, with losses from {min(losses):.4g} to {max(losses):.4g}"
+        low, high = min(losses), max(losses)
+        what = f"none of {len(losses)} stands out, with losses from {low:.4g} to {high:.4g}"
         return (), f"{how}: {'all of a micro-batch are non-finite' if alike else what}"
     named = [
         dataclasses.replace(

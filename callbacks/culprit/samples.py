@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, Anomaly, BadRow
@@ -18,6 +19,7 @@ _OF_DATA = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
 _NOT_OF_DATA = frozenset({"weight", "weights", "targets"})
 """Places of a fault for which all rows are alike."""
 
+_CAUSES_IN_DATA = frozenset({"data", "rank_data"})
 
 _LONGEST_TEXT = 500
 """Largest number of characters of a text that is shown."""
@@ -85,6 +87,8 @@ class SampleSearch:
                 is_finite=anomaly.kind not in NON_FINITE,
                 is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
             )
+            if not search.rows and anomaly.cause in _CAUSES_IN_DATA:
+                search = search._replace(detail=search.detail + self._span(numbers.step))
             search = search._replace(rows=self._with_places(search.rows, numbers.step))
             if self._shows_texts:
                 search = search._replace(rows=tuple(map(self._with_text, search.rows)))
@@ -104,13 +108,26 @@ class SampleSearch:
 
     def _with_places(self, rows: tuple[BadRow, ...], step: int) -> tuple[BadRow, ...]:
         """Return rows of this rank with their places in the training data."""
-        if self._row_places is None or not rows:
-            return rows
-        network, calls = self._recorder.network, self._recorder.last_step
-        places = self._row_places(step, [BatchRows(network, call).num_rows for call in calls])
+        places = self._places(step) if rows else ()
         if not places:
             return rows
         return tuple(_placed(row, places[row.micro_batch][row.row]) for row in rows)
+
+    def _places(self, step: int) -> Sequence[Sequence[RowPlace | None]]:
+        """Return the places of this rank's rows in the step; empty if they are unknown."""
+        if self._row_places is None:
+            return ()
+        network, calls = self._recorder.network, self._recorder.last_step
+        return self._row_places(step, [BatchRows(network, call).num_rows for call in calls])
+
+    def _span(self, step: int) -> str:
+        """Say where the rows of the step are in the data; empty if that is unknown."""
+        places = [place for of_batch in self._places(step) for place in of_batch]
+        rows = sorted(place.row for place in places if place is not None)
+        if not rows or len(rows) < len(places):
+            return ""
+        first, last = rows[0], rows[-1]
+        return f"; they are at positions {first.position} to {last.position} of epoch {first.epoch}"
 
     def _with_text(self, row: BadRow) -> BadRow:
         call = self._recorder.last_step[row.micro_batch]

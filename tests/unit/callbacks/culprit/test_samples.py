@@ -1,6 +1,8 @@
 """An anomaly names the samples that stand out, of all ranks, and of the first bad step only."""
 
+import itertools
 import math
+import re
 
 import torch
 
@@ -103,6 +105,27 @@ def test_places_may_be_unknown():
         found = searched(SampleSearch(step.recorder, row_places=places), 7)
         (sample,) = found.as_record()["samples"]
         assert not {"index", "epoch", "position"} & sample.keys()
+
+
+def test_bad_data_without_a_row_that_stands_out_are_placed():
+    """All rows of the step are suspects then; for other causes, and with a row unknown, none is."""
+
+    def detail_of(unknown=None, **known):
+        def places(_, sizes):
+            numbers = itertools.count(40)
+            found = [[RowPlace(0, SkippedRow(2, next(numbers))) for _ in range(n)] for n in sizes]
+            return found if unknown is None else [[None, *found[0][1:]], *found[1:]]
+
+        step = planted("tokens", None, 0)
+        found = searched(SampleSearch(step.recorder, row_places=places), 7, kind="spike", **known)
+        assert found.samples == ()
+        return found.samples_detail
+
+    assert re.search(
+        r"to [\d.]+; they are at positions 40 to \d+ of epoch 2$", detail_of(cause="data")
+    )
+    assert "positions" not in detail_of(cause="gradient")
+    assert "positions" not in detail_of(0, cause="rank_data")
 
 
 class Letters:
