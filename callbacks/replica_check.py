@@ -86,6 +86,7 @@ class ReplicaCheck(MonitorCallback):
         self._reads = DeferredReads()
         self._after_update: Tensor | None = None
         self._differing: dict[str, frozenset[str]] = {}
+        self._last_equal: dict[str, int] = {}
 
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
@@ -161,17 +162,21 @@ class ReplicaCheck(MonitorCallback):
     def _receive(self, found: _Hashes, differ: Sequence[float]) -> None:
         known = self._differing.get(found.where, frozenset())
         self._differing[found.where] = frozenset()
+        last_equal = self._last_equal.get(found.where)
         if not differ[0]:
+            self._last_equal[found.where] = found.step
             return
         differing = _differing(found)
         self._differing[found.where] = frozenset(differing)
         names = [name for name in differing if name not in known]
         if not names:
             return
-        ranks, cause, explanation = _fault(found, names)
+        ranks, cause, explanation = _fault(found, names[0])
         anomaly = Anomaly(
             step=found.step,
             kind="replicas_differ",
+            # What changed between two updates did so after the comparison in the step before.
+            since=None if last_equal in {None, found.step, found.step - 1} else last_equal + 1,
             ranks=ranks,
             cause=cause,
             explanation=explanation,
@@ -205,32 +210,26 @@ _SUGGESTIONS = {
 }
 
 
-def _fault(found: _Hashes, names: Sequence[str]) -> tuple[tuple[int, ...], str, str | None]:
-    """Return the ranks whose weights changed between updates, or else the ranks in a minority.
+def _fault(found: _Hashes, name: str) -> tuple[tuple[int, ...], str, str]:
+    """Return the ranks whose tensor changed between updates, or else the ranks in a minority.
 
     Synchronizes with the device.
 
     Returns:
         The ranks, all of them without a majority; and cause and explanation.
     """
-    numbers = [found.names.index(name) for name in names]
-    columns = found.of_ranks[:, numbers].t().tolist()
-    ranks: set[int] = set()
+    number = found.names.index(name)
+    now = found.of_ranks[:, number].tolist()
     if found.before is not None and found.before.shape == found.of_ranks.shape:
-        for now, before in zip(columns, found.before[:, numbers].t().tolist(), strict=True):
-            ranks |= {r for r, (a, b) in enumerate(zip(now, before, strict=True)) if a != b}
-    if ranks and len(ranks) < len(found.of_ranks):
-        return tuple(sorted(ranks)), "weight_changed", f"{names[0]} changed between two updates"
-    ranks = set()  # all ranks have changed, as after loading a checkpoint, or none has
-    for column in columns:
-        usual = max(column, key=column.count)
+        before = found.before[:, number].tolist()
+        changed = [r for r, (a, b) in enumerate(zip(now, before, strict=True)) if a != b]
+        # All ranks have changed, for example, after loading a checkpoint.
+        if 0 < len(changed) < len(now):
+            return tuple(changed), "weight_changed", f"{name} changed between two updates"
+    usual = max(now, key=now.count)
+    if 2 * now.count(usual) <= len(now):
         # Without a majority it is unknown which ranks are right, so name all ranks.
-        has_majority = 2 * column.count(usual) > len(column)
-        ranks |= {r for r, one in enumerate(column) if one != usual or not has_majority}
-    if len(ranks) == len(found.of_ranks):
-        explanation = (
-            f"{names[0]} has no value that most ranks share, so it is unknown which differ"
-        )
-        return tuple(sorted(ranks)), UNKNOWN_CAUSE, explanation
-    explanation = f"{names[0]} is the same on most ranks, and differs here"
-    return tuple(sorted(ranks)), "rank_differs", explanation
+        explanation = f"{name} has no value that most ranks share, so it is unknown which differ"
+        return tuple(range(len(now))), UNKNOWN_CAUSE, explanation
+    ranks = tuple(rank for rank, one in enumerate(now) if one != usual)
+    return ranks, "rank_differs", f"{name} is the same on most ranks, and differs here"

@@ -147,8 +147,7 @@ class Anomaly:
     ``"update_growth"`` or ``"replicas_differ"``."""
 
     since: int | None = None
-    """First step in which the fault may have begun, if only a sample of the training state has
-    shown it."""
+    """First step in which the fault may have begun, if it was looked for in some steps only."""
 
     ranks: tuple[int, ...]
     """Ranks on which the fault arose; ``()`` if it is the same on all ranks."""
@@ -257,6 +256,8 @@ class Anomaly:
             place += f", micro-batch {self.micro_batch}"
         findings = self._findings()
         detail = f": {', '.join(findings)}" if findings else ""
+        if self.since is not None:
+            detail += f"; it began in step {self.since} at the earliest"
         if self.skipped is not None:
             detail += "; update skipped" if self.skipped else "; update applied"
         return f"step {self.step}: {KINDS[self.kind]}{place}{detail}"

@@ -263,6 +263,10 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
     ]
     if numbers:
         lines.append(f"In step {record['step']}: {', '.join(numbers)}")
+    if "since" in record:
+        lines.append(
+            f"Looked for every few steps: it began in step {record['since']} at the earliest"
+        )
     for field, words in _EVIDENCE.items():
         if found := _telling(record, field):
             more = f" and {len(found) - _MOST_NAMES} more" if found[_MOST_NAMES:] else ""

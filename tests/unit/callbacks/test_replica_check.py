@@ -52,9 +52,13 @@ def test_bad_arguments(settings, error, message):
 )
 def test_the_ranks_at_fault(now, before, at_fault, cause):
     """A rank whose weight has changed by itself, or else the minority; two ranks have none."""
-    columns = [None if each is None else torch.tensor(each)[:, None] for each in (now, before)]
-    hashes = _Hashes(4, "weight", ("w",), *columns)
-    ranks, found, explanation = _fault(hashes, ["w"])
+    # Another weight differs on other ranks, which are not those of the weight that is named.
+    columns = [
+        None if each is None else torch.tensor([each, range(len(each))]).t()
+        for each in (now, before)
+    ]
+    hashes = _Hashes(4, "weight", ("w", "other"), *columns)
+    ranks, found, explanation = _fault(hashes, "w")
     assert (ranks, found) == (at_fault, cause)
     assert ("unknown which differ" in explanation) == (cause == "unknown")
 
@@ -86,6 +90,8 @@ def test_a_bit_on_one_rank(case, rank, ranks):
     assert "not the same on all ranks" in record.pop("suggestion")
     assert record.pop("explanation") == "1.weight is the same on most ranks, and differs here"
     place = {"where": case, "name": "1.weight", "num_groups": 1, "cause": "rank_differs"}
+    # Weights are compared before and after each update, gradients every second step.
+    expected |= {"since": 3} if case == "gradient" else {}
     assert record == expected | place
 
 

@@ -156,6 +156,7 @@ def test_place_samples_and_evidence(tmp_path):
         "micro_batch": 2,
         "losses": [2.0, "nan"],
         "usual_loss": 2.25,
+        "since": 2,
         "samples": [sample],
         "states": [{"kind": "exp_avg", "name": "w", "norm": 8.0, "norm_before": 2.0, "rise": 4.0}],
         "buffers": ["a", "b", "c", "d"],
@@ -167,6 +168,7 @@ def test_place_samples_and_evidence(tmp_path):
     ]
 
     assert "Cause: an operation in the forward In step 3: loss nan (usually 2.25)" in what
+    assert "it began in step 2 at the earliest" in what
     assert "exp_avg of w 8 (was 2)" in what
     assert "a, b, c and 1 more" in what
     assert what.endswith("a second run of the step found the fault again, so it is not transient")
