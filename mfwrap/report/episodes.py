@@ -410,8 +410,8 @@ def _sample(row: Mapping[str, Any]) -> str:
     numbers = [
         *_compared("loss", row.get("loss"), None),
         *_compared("gradient norm", row.get("gradient_norm"), None),
-        *_compared("without it: loss", row.get("loss_without"), None),
-        *_compared("gradient norm without it", row.get("gradient_norm_without"), None),
+        *_compared("with this row left out, loss", row.get("loss_without"), None),
+        *_compared("gradient norm", row.get("gradient_norm_without"), None),
     ]
     text = f"<q>{html.escape(str(row['text']))}</q>" if row.get("text") else ""
     return place + (f": {', '.join(numbers)}" if numbers else "") + text
