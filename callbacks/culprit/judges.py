@@ -12,7 +12,7 @@ from mfwrap.callbacks.culprit.forward_judge import ForwardJudge, ForwardScores, 
 from mfwrap.callbacks.culprit.state_judge import StateJudge, StateScores
 from mfwrap.callbacks.culprit.step_judge import JudgedStep, StepJudge, StepScores
 from mfwrap.callbacks.culprit.update_sample import UpdateSample
-from mfwrap.collectives import gather_objects, this_rank
+from mfwrap.collectives import gather_objects, num_ranks, this_rank
 from mfwrap.tensors.wrappers import trainable
 
 
@@ -180,8 +180,11 @@ class Judges:
         loads the state of rank ``r % n``: another rank's norms are the best estimate.
         """
         own = state["of_ranks"][this_rank() % len(state["of_ranks"])]
-        self._steps, self._saved, self._of_ranks = None, own["steps"], None
+        self._steps, self._saved = None, own["steps"]
+        # Until the next step, all ranks are as they were saved, and need not gather again.
+        is_whole = len(state["of_ranks"]) == num_ranks()
+        self._of_ranks = list(state["of_ranks"]) if is_whole else None
         if self.states is not None and own["states"] is not None:
-            self.states.load_state_dict(own["states"])
+            self._is_first = not self.states.load_state_dict(own["states"])
         # A state of an older version has no entry.
         self.forward.load_state_dict(own.get("forward"))

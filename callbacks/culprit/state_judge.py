@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.callbacks.culprit.anomaly_log import StateNorm
-from mfwrap.callbacks.culprit.named_window import NamedWindow
+from mfwrap.callbacks.culprit.named_window import NamedWindow, decoded, encoded
 from mfwrap.tensors.norms import norms_of_each
 from mfwrap.tensors.shards import local_tensors
 from mfwrap.tensors.wrappers import plain_name, trainable, unwrapped_network, unwrapped_optimizer
@@ -194,12 +194,35 @@ class StateJudge:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is usual, ready for JSON; synchronizes with the device."""
-        return self._window.state_dict()
+        """Return what is usual, and the last samples, ready for JSON; synchronizes."""
+        samples = [
+            {
+                "step": sample.step,
+                "tensors": [list(tensor) for tensor in sample.tensors],
+                "sizes": list(sample.sizes),
+                "norms": encoded(sample.norms),
+            }
+            for sample in self._samples
+        ]
+        return {**self._window.state_dict(), "samples": samples}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue from a state that `state_dict` returned.
+
+        Returns:
+            Whether it has samples; a state of an older version has none.
+        """
         self._window.load_state_dict(state)
+        saved = state.get("samples", ())
+        if saved:
+            self._samples.clear()
+        for one in saved:
+            norms = decoded(one["norms"], 1).reshape(-1).to(self._device)
+            tensors = tuple((kind, name) for kind, name in one["tensors"])
+            self._samples.append(
+                StateSample(one["step"], tensors, tuple(one["sizes"]), norms, norms)
+            )
+        return bool(saved)
 
     @property
     def num_weights(self) -> int:

@@ -292,6 +292,7 @@ class StepJudge:
             "first_loss": self._first_loss.item(),
             "highest_rate": self._highest_rate.item(),
             "zero_steps": _named(self.names, self._zero_steps),
+            "travel": _named(self.weights, self._travel),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -301,6 +302,9 @@ class StepJudge:
         self._highest_rate.fill_(state["highest_rate"])
         counts = [state["zero_steps"].get(name, 0) for name in self.names]
         self._zero_steps.copy_(torch.tensor(counts, dtype=torch.int32))
+        # Changes of weights between steps are not counted at first: a loop may load them only now.
+        travel = state.get("travel", {})  # a state of an older version has none
+        self._travel.copy_(torch.tensor([travel.get(name, 0.0) for name in self.weights]))
 
 
 def _named(names: Sequence[str], values: Tensor) -> dict[str, float]:

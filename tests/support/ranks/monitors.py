@@ -311,7 +311,9 @@ def save_usual_norms(rank: int, before: dict[str, Any]) -> dict[str, Any]:
     saving.gather()
     together = saving.state_dict()
     again.load_state_dict(together)
+    kept = again.state_dict()
     return {
+        "kept": kept,
         "restored": judged_norms(restored, 1.0, 1.0),
         "own": own,
         "again": judged_norms(again, 1.0, 1.0),

@@ -150,8 +150,11 @@ def train_blocks(
     saved_run: Any = None,
     first_step: int = 1,
     network: nn.Module | None = None,
+    optimizer_state: dict[str, Any] | None = None,
 ) -> Blocks:
     """Train in an accelerate loop with clipping and a warm-up, under a monitor.
+
+    The optimizer begins with `optimizer_state` unless it is empty, and leaves its state there.
 
     Returns:
         The trained network.
@@ -165,6 +168,8 @@ def train_blocks(
     optimizer = torch.optim.AdamW(inner.parameters(), lr=3e-3, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=warmup)
     model, optimizer, schedule = accelerator.prepare(inner, optimizer, schedule)
+    if optimizer_state:
+        optimizer.load_state_dict(optimizer_state)
     state = TrainerState(
         max_steps=num_steps,
         global_step=first_step - 1,
@@ -197,6 +202,8 @@ def train_blocks(
         if control.should_training_stop:
             break
     handler.call_event("on_train_end", None, state, control)
+    if optimizer_state is not None:
+        optimizer_state |= optimizer.state_dict()
     return inner
 
 

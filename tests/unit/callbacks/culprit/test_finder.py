@@ -2,6 +2,7 @@
 
 import math
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -145,11 +146,12 @@ def test_a_weight_that_spoils_the_loss(tmp_path):
 def test_usual_norms_go_on_after_a_resume(tmp_path):
     """A resumed run restores the usual norms, so it detects a spike right after the resume."""
     first = TrainingStateMonitor(folder=tmp_path / "first")
-    network = train_blocks(first, num_steps=25)
+    optimizer: dict[str, Any] = {}
+    network = train_blocks(first, num_steps=25, optimizer_state=optimizer)
     later = TrainingStateMonitor(folder=tmp_path / "later")
-    state = first.state()["attributes"]["saved_run"]
+    resumed = {"saved_run": first.state()["attributes"]["saved_run"], "optimizer_state": optimizer}
     fault = Fault(27, "blow-up", block=3)
-    train_blocks(later, [fault], network=network, saved_run=state, first_step=26, num_steps=28)
+    train_blocks(later, [fault], network=network, first_step=26, num_steps=28, **resumed)
     record = records_of(tmp_path / "later")[0]
 
     check_record(record, fault, replayed=False)

@@ -74,6 +74,37 @@ def test_updates_add_up_from_one_sample_to_the_next():
     assert travelled == [1.0, 1.0, 2.0, 1.0, 2.0]
 
 
+def test_evidence_is_the_same_after_a_resume():
+    """What has risen since the last sample, and by how much the updates explain it."""
+
+    def evidence_of(resumes_at):
+        network = nn.Linear(2, 2)
+        with torch.no_grad():
+            network.weight.fill_(0.5)
+            network.bias.fill_(0.5)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.2)
+        judges = Judges(network, 5)
+        for step in range(1, 9):
+            if step == resumes_at:
+                saved = json.dumps(judges.state_dict())
+                judges = Judges(network, 5, step - 1)
+                judges.load_state_dict(json.loads(saved))
+            judges.begin_step()
+            network(torch.ones(1, 2)).square().sum().backward()
+            optimizer.step()
+            if step == 7:
+                network.bias.data.mul_(100)
+            travelled = judges.end_step(
+                step, torch.ones(()), None, None, optimizer
+            ).step.travelled()
+        return judges.states.risen(8, optimizer), travelled
+
+    expected = evidence_of(None)
+    assert [one.name for one in expected[0] if one.kind == "weight"] == ["bias"]
+    for step in (2, 5, 6, 8):
+        assert evidence_of(step) == expected
+
+
 def test_a_change_before_the_step_is_no_update():
     """After `begin_step`, what has changed since the last step is told from the update."""
     network = nn.Linear(2, 2)
@@ -120,4 +151,6 @@ def test_each_rank_restores_its_own_norms(two_ranks):
         assert found["restored"] == pytest.approx([7.0, 8.0])
         assert found["again"] == pytest.approx([1.0 + rank, 10.0 + rank])
         assert len(found["alone"]["of_ranks"]) == 1
+        # A run that is resumed after its last step saves what it has loaded, of all ranks.
+        assert found["kept"] == found["together"]
     assert ranks[0]["together"] == ranks[1]["together"]
