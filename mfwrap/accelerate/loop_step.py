@@ -92,9 +92,7 @@ class LoopStep:
         """
         window = self.windows.get(optimizer)
         if window is not None:
-            window.update.parameters = parameters
-            window.update.local_squares = local_squares
-            window.update.agreement = agreement
+            window.update.replace_parameters(parameters, local_squares, agreement)
             return
         follows = self._ema is not None and self._ema.follows(parameters.tensors)
         update = StepUpdate(

@@ -5,6 +5,7 @@ place. The cell's counters are on the training device, and no tensor is read on 
 """
 
 import abc
+import math
 from collections.abc import Mapping
 from typing import Any, Self, final
 
@@ -242,7 +243,7 @@ def change_scale(
         floor: Lower bound of the scale after a fall.
     """
     grown = loss_scale * factor
-    grows = (grows & torch.isfinite(grown)).reshape(())
+    grows = grows & (grown < math.inf).reshape(())
     # MindSpore multiplies by the float32 reciprocal; dividing would give a different last bit.
     fallen = (loss_scale * ratio).clamp(min=floor)
     loss_scale.copy_(torch.where(falls, fallen, torch.where(grows, grown, loss_scale)))

@@ -67,9 +67,8 @@ class UpdateCounts:
         self._reads = DeferredReads(device)
         self._reads.reserve(len(_Arrival._fields))
 
-    def count(self, applied: Tensor) -> None:
-        """Count one update; `applied` has shape ``()``, bool."""
-        skipped = ~applied
+    def count(self, applied: Tensor, skipped: Tensor) -> None:
+        """Count one update; `applied` and its opposite `skipped` have shape ``()``, bool."""
         self.applied_updates = self.applied_updates + applied
         self.skipped_updates = self.skipped_updates + skipped
         self.consecutive_skips = (self.consecutive_skips + 1) * skipped

@@ -153,6 +153,7 @@ class SkippableOptimizer:
             _refuse_closure(part)
             _refuse_idle_sgd(part)
         self._with_fused_kernels = tuple(filter(_has_fused_kernel, self._parts))
+        self.see_parameters()
 
     @property
     def skips_on_device(self) -> bool:
@@ -218,10 +219,14 @@ class SkippableOptimizer:
     def _shards(self) -> Iterator[None]:
         """Within the block, give fused optimizers this rank's shards of distributed parameters."""
         with contextlib.ExitStack() as stack:
-            for part in self._with_fused_kernels:
-                if _is_fused(part) and holds_distributed(part):
+            for part in self._with_shards:
+                if _is_fused(part):
                     stack.enter_context(on_local_shards(part))
             yield
+
+    def see_parameters(self) -> None:
+        """Note which parts hold distributed parameters; call it when the parameters change."""
+        self._with_shards = tuple(filter(holds_distributed, self._with_fused_kernels))
 
     @contextlib.contextmanager
     def _unfused_where_momentum_begins_late(self) -> Iterator[None]:

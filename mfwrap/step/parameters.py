@@ -1,5 +1,7 @@
 """The parameters that an update changes, and their gradients."""
 
+import itertools
+import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
@@ -23,6 +25,8 @@ from mfwrap.tensors.wrappers import (
     unwrapped_network,
     unwrapped_optimizer,
 )
+
+_DENSE = {torch.strided}
 
 
 def checked_network(network: object) -> nn.Module:
@@ -143,22 +147,24 @@ class TrainedParameters:
         self._local_norm_groups = local_norm_groups
         self._held = _held_by(optimizer)
         self._parameters, self._outside = _select(named_parameters, self._held)
+        self.tensors: tuple[nn.Parameter, ...] = tuple(self._parameters.values())
+        """The parameters themselves, in order."""
         # All parameters that may get a gradient in backward, whether or not the optimizer holds
         # them.
         self._released = list(dict.fromkeys([*named_parameters.values(), *self._held]))
         self._trainable: list[bool] = []
-        self.device = next(iter(self._parameters.values())).device
+        self.device = self.tensors[0].device
         """Training device: that of the first parameter."""
         # Distributed parameters, whose gradients may have other placements than they have.
-        self._distributed = [p for p in self._parameters.values() if is_distributed(p)]
-        self.reduction = SquareReduction.among(list(self._parameters.values()))
+        self._distributed = list(filter(is_distributed, self.tensors))
+        self.reduction = SquareReduction.among(self.tensors)
         """Sum over the ranks that hold shards; ``None`` if no parameter is distributed."""
         _check_rank_sets(self.reduction)
         self._groups = self.groups()
 
     def groups(self) -> NormGroups:
         """Return the groups of local norms, without parameters that are frozen at present."""
-        trainable = [parameter.requires_grad for parameter in self._parameters.values()]
+        trainable = [parameter.requires_grad for parameter in self.tensors]
         if trainable != self._trainable:
             sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
             self._groups = group_parameters(
@@ -174,14 +180,10 @@ class TrainedParameters:
         return self._groups
 
     @property
-    def tensors(self) -> tuple[nn.Parameter, ...]:
-        """The parameters themselves, in order."""
-        return tuple(self._parameters.values())
-
-    @property
     def are_current(self) -> bool:
         """Whether the optimizer still holds the parameters that it held at construction."""
-        return list(map(id, _held_by(self._optimizer))) == list(map(id, self._held))
+        held = _held_by(self._optimizer)
+        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
 
     def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
         """Return each parameter's gradient; ``None`` for a parameter that backward did not reach.
@@ -204,7 +206,7 @@ class TrainedParameters:
                 "built, got other parameters; build a new cell after adding or replacing parameters"
             )
             raise RuntimeError(msg)
-        device = next(iter(self._parameters.values())).device
+        device = self.tensors[0].device
         if device != self.device:
             msg = (
                 f"`network` must stay on {self.device}, where the cell was built, got {device}; "
@@ -214,17 +216,10 @@ class TrainedParameters:
         for parameter in self._outside:
             parameter.grad = None
         place_gradients(self._distributed)
-        gradients = [parameter.grad for parameter in self._parameters.values()]
-        absent = 0
-        for name, gradient in zip(self._parameters, gradients, strict=True):
-            if gradient is None:
-                absent += 1
-            elif gradient.layout != torch.strided:
-                msg = (
-                    f"the gradient of `{name}` must be dense, got {gradient.layout}; "
-                    "build the embedding with sparse=False"
-                )
-                raise TypeError(msg)
+        gradients = [parameter.grad for parameter in self.tensors]
+        if {gradient.layout for gradient in gradients if gradient is not None} - _DENSE:
+            self._refuse_sparse(gradients)
+        absent = sum(map(operator.is_, gradients, itertools.repeat(None)))
         self._check_network(absent)
         if not may_be_absent and absent == len(gradients):
             msg = (
@@ -233,6 +228,15 @@ class TrainedParameters:
             )
             raise RuntimeError(msg)
         return gradients
+
+    def _refuse_sparse(self, gradients: Sequence[Tensor | None]) -> None:
+        for name, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is not None and gradient.layout not in _DENSE:
+                msg = (
+                    f"the gradient of `{name}` must be dense, got {gradient.layout}; "
+                    "build the embedding with sparse=False"
+                )
+                raise TypeError(msg)
 
     def _check_network(self, absent: int) -> None:
         """Raise if a parameter was replaced in the network.
@@ -278,19 +282,16 @@ class TrainedParameters:
 
     def present_gradients(self) -> list[Tensor]:
         """Return the gradients that are not ``None``."""
-        gradients = (parameter.grad for parameter in self._parameters.values())
-        return [gradient for gradient in gradients if gradient is not None]
+        return [g for parameter in self.tensors if (g := parameter.grad) is not None]
 
     def among(self, identities: Collection[int]) -> bool:
         """Return whether any of these parameters has its ``id`` in `identities`."""
-        return any(id(parameter) in identities for parameter in self._parameters.values())
+        return any(id(parameter) in identities for parameter in self.tensors)
 
     def all_with_gradient_among(self, identities: Collection[int]) -> bool:
         """Return whether all parameters with a gradient have their ``id`` in `identities`."""
         return all(
-            id(parameter) in identities
-            for parameter in self._parameters.values()
-            if parameter.grad is not None
+            id(parameter) in identities for parameter in self.tensors if parameter.grad is not None
         )
 
     def named_gradients(self) -> dict[str, Tensor]:

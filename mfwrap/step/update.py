@@ -22,6 +22,7 @@ Do not add anything that reads a tensor on the host (``item``, ``if tensor``, ``
 tests count such reads.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -51,7 +52,7 @@ from mfwrap.step.schedules import Schedule
 from mfwrap.step.spikes import SpikeVerdict, spike_policy
 from mfwrap.step.state import StateOwner
 from mfwrap.tensors.norm_groups import NormGroups
-from mfwrap.tensors.norms import sum_of_squares, sums_by_group
+from mfwrap.tensors.norms import NormReader, sums_by_group
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import local_tensors
 
@@ -103,6 +104,8 @@ def measure(
     stages: StageTotals | None = None,
     has_bad_rate: Tensor | None = None,
     rounded_for: Sequence[Tensor] | None = None,
+    norms: NormReader | None = None,
+    scale_is_one: bool = False,
 ) -> Measurement:
     """Compute norms and the overflow flag in one read of the gradients.
 
@@ -126,11 +129,14 @@ def measure(
         has_bad_rate: As in `StageTotals`.
         rounded_for: Parameters of `gradients`, whose dtypes float32 gradients will be rounded to;
             ``None`` if the gradients have the dtypes of their parameters.
+        norms: Reader that has read the gradients of these parameters before, to save time.
+        scale_is_one: Whether the host knows that `loss_scale` is 1.
 
     Returns:
         Norms of the unscaled gradients, and whether they are finite.
     """
-    squares = sum_of_squares(local_tensors(gradients), loss_scale.device)
+    norms = NormReader(loss_scale.device) if norms is None else norms
+    squares = norms.squares(local_tensors(gradients))
     own_squares = None if local_squares is None else local_squares.squares(squares)
     if rounded_for is not None:
         squares = infinite_where_rounding_overflows(squares, gradients, rounded_for)
@@ -141,31 +147,39 @@ def measure(
     square = squares.sum() if agreement is None else agreement.mean(squares.sum())
     if stages is not None and loss is not None:
         square, loss, normalizer, has_bad_rate = stages(square, loss, normalizer, has_bad_rate)
-    if normalizer is None:
-        divisor = local_divisor = loss_scale.clone()
-    else:
+    if normalizer is not None:
         divisor = loss_scale * _nonzero(normalizer.reduced)
         local_divisor = loss_scale * _nonzero(normalizer.local)
+    else:
+        divisor = local_divisor = None if scale_is_one else loss_scale.clone()
     reduction_norms = None
     if own_squares is None:
         own_squares = squares
     elif agreement is None and stages is None:
-        divisors = torch.stack((local_divisor, divisor))
-        reduction_norms = torch.stack((own_squares.sum(), square)).sqrt() / divisors
-    global_norm = square.sqrt() / divisor
-    return Measurement(
+        reduction_norms = torch.stack((own_squares.sum(), square)).sqrt()
+        if divisor is not None and local_divisor is not None:
+            reduction_norms /= torch.stack((local_divisor, divisor))
+    global_norm = _divided(square.sqrt(), divisor)
+    is_sound = global_norm < math.inf  # False for NaN
+    if divisor is not None:
         # Check the divisor here, too, because the host never reads it: a loop may set a scale <= 0,
         # and a network may return a denominator that is nan or infinite.
-        overflow=~(torch.isfinite(global_norm) & torch.isfinite(divisor) & (divisor > 0)),
+        is_sound &= (divisor > 0) & (divisor < math.inf)
+    return Measurement(
+        overflow=~is_sound,
         divisor=divisor,
         global_norm=global_norm,
-        local_norm=sums_by_group(own_squares, groups.members).sqrt() / local_divisor,
+        local_norm=_divided(sums_by_group(own_squares, groups.members).sqrt(), local_divisor),
         groups=groups,
         has_targets=None if normalizer is None else normalizer.reduced != 0,
         loss=loss,
         reduction_norms=reduction_norms,
         has_bad_rate=has_bad_rate,
     )
+
+
+def _divided(norms: Tensor, divisor: Tensor | None) -> Tensor:
+    return norms if divisor is None else norms / divisor
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
@@ -224,6 +238,7 @@ class StepUpdate:
         self.agreement = agreement
         self.stages = stages
         self._device = parameters.device
+        self._norms = NormReader(self._device)
         self._spikes = spike_policy(config, self._device)
         self._loss_scale = loss_scale
         self._ema = ema
@@ -267,6 +282,19 @@ class StepUpdate:
         finally:
             self.release_gradients()
 
+    def replace_parameters(
+        self,
+        parameters: TrainedParameters,
+        local_squares: LocalSquares | None,
+        agreement: RankAgreement | None,
+    ) -> None:
+        """Update other parameters of the same optimizer from now on; arguments as of the class."""
+        self.parameters = parameters
+        self.local_squares = local_squares
+        self.agreement = agreement
+        self._norms = NormReader(self._device)
+        self._optimizer.see_parameters()
+
     def release_gradients(self) -> None:
         """Set all gradients to ``None``, and forget this rank's own norms."""
         self.parameters.release_gradients()
@@ -307,7 +335,7 @@ class StepUpdate:
         # Disable a caller's autocast, which would multiply norms in half precision.
         no_autocast = torch.autocast(self._device.type, enabled=False)
         with section_clock.within(Section.UPDATE), torch.no_grad(), no_autocast:
-            measured = measure(
+            return measure(
                 gradients,
                 groups,
                 self._loss_scale.value,
@@ -319,10 +347,9 @@ class StepUpdate:
                 stages=self.stages,
                 has_bad_rate=None if self.stages is None else has_bad_rate(optimizer, self._device),
                 rounded_for=self.parameters.tensors if self._in_float32 else None,
+                norms=self._norms,
+                scale_is_one=self._loss_scale.is_one,
             )
-        if normalizer is None and self._loss_scale.is_one:
-            return measured._replace(divisor=None)
-        return measured
 
     def apply(
         self,
@@ -355,21 +382,22 @@ class StepUpdate:
                 self._optimizer.optimizer, self._device, may_be_bad=self.stages is not None
             )
             spike = None if self._spikes is None else self._spikes.judge(measured.global_norm)
-            applied = ~self._skips(measured, spike)
+            skipped = self._skips(measured, spike)
+            applied = ~skipped
             divisor = self._clipped_divisor(measured, coefficient, spike)
-            skipped = self._optimizer.step(divisor, ~applied)
+            read = self._optimizer.step(divisor, skipped)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
             if self._ema is not None:
                 self._ema.update(applied)
-            self.counts.count(applied)
+            self.counts.count(applied, skipped)
             if self._spikes is not None and spike is not None:
                 self._spikes.count(spike, applied)
             is_asked_for = coefficient is not None or spike is not None
             report = self._report(
-                loss, measured, applied, rates, losses, spike, norm_is_asked_for=is_asked_for
+                loss, measured, skipped, rates, losses, spike, norm_is_asked_for=is_asked_for
             )
-            self.counts.submit(report, measured.local_norm, skipped=skipped)
+            self.counts.submit(report, measured.local_norm, skipped=read)
         return report
 
     def flush(self) -> None:
@@ -422,7 +450,7 @@ class StepUpdate:
         self,
         loss: Tensor,
         measured: Measurement,
-        applied: Tensor,
+        skipped: Tensor,
         rates: Tensor,
         losses: Mapping[str, Tensor] | None,
         spike: SpikeVerdict | None,
@@ -444,7 +472,7 @@ class StepUpdate:
             )
         return StepReport(
             output=output,
-            skipped=~applied,
+            skipped=skipped,
             learning_rates=rates,
             learning_rate_names=group_names(self._optimizer.optimizer),
             local_norm_names=groups.names,

@@ -22,14 +22,14 @@ def is_distributed(tensor: object) -> "TypeGuard[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-@torch.no_grad()
 def local_tensors(tensors: Iterable[_Tensor]) -> list[_Tensor]:
     """Return this rank's shard of each tensor as a view; plain tensors are returned unchanged."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return list(tensors)
     kind = module.DTensor
-    return [tensor.to_local() if isinstance(tensor, kind) else tensor for tensor in tensors]
+    with torch.no_grad():
+        return [tensor.to_local() if isinstance(tensor, kind) else tensor for tensor in tensors]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

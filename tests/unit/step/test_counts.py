@@ -42,7 +42,7 @@ def do(counts, updates, *, local_norm=FINITE):
     for is_applied in updates:
         applied = TRUE if is_applied else FALSE
         counts.flush()
-        counts.count(applied)
+        counts.count(applied, ~applied)
         counts.submit(report_of(counts, applied), local_norm)
 
 
@@ -106,7 +106,7 @@ def test_a_result_that_the_optimizer_has_read_is_known_at_once(skipped):
     """If the optimizer had to read the flag, nobody has to wait for the copy of it."""
     counts = UpdateCounts(CPU, None)
     applied = FALSE if skipped else TRUE
-    counts.count(applied)
+    counts.count(applied, ~applied)
     with late_results():
         counts.submit(report_of(counts, applied), FINITE, skipped=skipped)
 

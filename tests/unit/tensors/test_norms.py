@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.tensors.norm_groups import group_parameters
-from mfwrap.tensors.norms import norms_of_each, sum_of_squares, sums_by_group
+from mfwrap.tensors.norms import NormReader, norms_of_each, sum_of_squares, sums_by_group
 from mfwrap.tensors.sharded_norms import has_non_finite
 from support.host_reads import HostReads
 
@@ -200,7 +200,7 @@ def _tensors(tree):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
-@pytest.mark.parametrize("shape", [(64, 64), (257, 1021)], ids=["small", "large"])
+@pytest.mark.parametrize("shape", [(91, 101), (257, 1021)], ids=["medium", "large"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_each_gradient_is_read_once(dtype, shape, transposed):
     """Each element is read once, and no result has the size of a gradient."""
@@ -211,6 +211,42 @@ def test_each_gradient_is_read_once(dtype, shape, transposed):
 
     assert counted.num_bytes == sum(g.numel() * g.element_size() for g in gradients)
     assert counted.largest_result < gradients[0].numel() / 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_small_gradients_are_copied_in_parts_that_fit_into_the_cache(dtype):
+    """Small gradients are read once, and at most 2**18 elements of them are copied at a time."""
+    gradients = [torch.randn(64, 64, dtype=dtype) for _ in range(100)]
+    with _BytesRead(gradients) as counted:
+        sum_of_squares(gradients, CPU)
+
+    assert counted.num_bytes == sum(g.numel() * g.element_size() for g in gradients)
+    assert counted.largest_result <= 2**18
+    assert_close_to_exact(gradients)
+
+
+SMALL = st.sampled_from([(), (1,), (3,), (2, 3), (3, 2), (8192,), (91, 91), (70_000,)])
+SOME = st.lists(st.tuples(SMALL, st.sampled_from(DTYPES)), min_size=1, max_size=12)
+
+
+@given(SOME, st.data())
+def test_a_reader_follows_gradients_that_come_and_go(kinds, data):
+    """A reader's results are those of float64 when gradients are missing, or change their dtype."""
+    reader = NormReader(CPU)
+    for _ in range(3):
+        missing = data.draw(st.sets(st.integers(0, len(kinds) - 1)))
+        widened = data.draw(st.booleans())
+        gradients = [
+            None if index in missing else torch.randn(shape, dtype=dtype)
+            for index, (shape, dtype) in enumerate(kinds)
+        ]
+        if widened:
+            gradients = [None if g is None or g.is_complex() else g.float() for g in gradients]
+
+        squares = reader.squares(gradients)
+
+        torch.testing.assert_close(squares.double(), exact(gradients), rtol=1e-5, atol=1e-30)
+        torch.testing.assert_close(reader.norms(gradients), squares.sqrt(), rtol=1e-5, atol=1e-30)
 
 
 def test_a_conjugated_gradient_is_read_without_a_copy():
