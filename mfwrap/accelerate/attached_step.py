@@ -220,7 +220,7 @@ class AttachedStep:
         # Start the watch of the ranks, so that it answers even if this rank never gets a batch.
         rank_watch()
 
-    def build(self, *, final: bool = False) -> None:
+    def build(self, *, final: bool = False, in_step: bool = False) -> None:
         """Add the prepared optimizers to the step; create the average if `attach` got a callable.
 
         Every method that needs the updates calls this method first. If there is nothing to add, the
@@ -229,6 +229,8 @@ class AttachedStep:
         Args:
             final: Whether all models are prepared by now. If so, an optimizer is added even if some
                 of its parameters are in no prepared model.
+            in_step: Whether a backward of this step has made this call already. If so, a change of
+                an optimizer's parameters is noticed only if their number has changed.
 
         Raises:
             ValueError: If `attach` got a callable for the average and there is not exactly one
@@ -245,8 +247,10 @@ class AttachedStep:
         for wrapper in self._accelerator._optimizers:
             optimizer = wrapper.optimizer
             window = self.step.windows.get(optimizer)
-            if window is not None and window.update.parameters.are_current:
-                continue
+            if window is not None:
+                known = window.update.parameters
+                if known.seem_current if in_step else known.are_current:
+                    continue
             named, are_complete = named_parameters_of(optimizer, models)
             if final or are_complete:
                 parameters = TrainedParameters(

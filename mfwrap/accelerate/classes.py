@@ -135,7 +135,7 @@ class AttachedAccelerator:
 
         The optimizer's step does the clipping if possible; see `clip_grad_norm`.
         """
-        self.attachment.build(final=True)
+        self.attachment.build(final=True, in_step=True)
         given = [parameters] if isinstance(parameters, Tensor) else parameters
         step = self.attachment.step
         return clip_grad_norm(
@@ -149,7 +149,7 @@ class AttachedAccelerator:
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp the unscaled gradients, in place."""
-        self.attachment.build(final=True)
+        self.attachment.build(final=True, in_step=True)
         given = [parameters] if isinstance(parameters, Tensor) else parameters
         clip_grad_value(list(self.attachment.step.windows.values()), given, clip_value)
 
@@ -353,7 +353,7 @@ class StepScaler:
                 "would not be scaled; call `accelerator.backward(loss)` before `optimizer.step()`"
             )
             raise TypeError(msg)
-        self.attachment.build(final=True)
+        self.attachment.build(final=True, in_step=True)
         inner = optimizer.optimizer if isinstance(optimizer, AttachedOptimizer) else optimizer
         with self.attachment.ranks.updating(ends=True):
             self.attachment.step.update(inner, self._accelerator.gradient_accumulation_steps)

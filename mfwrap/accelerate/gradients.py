@@ -31,24 +31,20 @@ A maintainer must keep these five properties:
   version counters, which are on the host.
 """
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
+from mfwrap.accelerate.seen_gradients import SeenGradients
 from mfwrap.outputs import StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.update import Measurement, StepUpdate
 from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import norm_of_all, square_of_all
 from mfwrap.tensors.shards import local_tensors, on_device
-
-# For each gradient: a weak reference, and torch's count of the writes to the gradient. An id could
-# not replace the reference: a new gradient often gets the address of a released gradient, and so
-# the same id.
-_Fingerprint = list[tuple[TensorWeakRef, int]]
 
 
 @final
@@ -65,7 +61,7 @@ class OptimizerWindow:
         self.last_report: StepReport | None = None
         """Report of the optimizer's last update; ``None`` before the first."""
         self._loss_scale = loss_scale
-        self._used: _Fingerprint = []
+        self._used = SeenGradients()
         self.open()
 
     def open(self) -> None:
@@ -86,25 +82,15 @@ class OptimizerWindow:
         """Whether the gradients were divided by the loss scale, in place."""
         # The gradients that the last step has used, as they are after the last backward, which may
         # have added to them. None if there are none, because the loop has zeroed them.
-        self._kept: _Fingerprint | None = None
+        self._kept: SeenGradients | None = None
         self.update.forget_local_squares()
-        self._used = self._seen = self._fingerprint()
+        self._used = self._seen = self._see()
 
-    def _fingerprint(self) -> _Fingerprint:
-        gradients = self.update.parameters.present_gradients()
-        # A write to a DTensor's shard does not increase the DTensor's version, so take the versions
-        # of the shards.
-        versions = [local._version for local in local_tensors(gradients)]
-        return list(zip(map(TensorWeakRef, gradients), versions, strict=True))
+    def _see(self) -> SeenGradients:
+        return SeenGradients(self.update.parameters.present_gradients())
 
-    def _are_as_at(self, fingerprint: _Fingerprint) -> bool:
-        gradients = self.update.parameters.present_gradients()
-        return len(gradients) == len(fingerprint) and all(
-            reference() is gradient and version == local._version
-            for gradient, local, (reference, version) in zip(
-                gradients, local_tensors(gradients), fingerprint, strict=True
-            )
-        )
+    def _are_as(self, seen: SeenGradients) -> bool:
+        return seen.are(self.update.parameters.present_gradients())
 
     @property
     def num_backward(self) -> int:
@@ -114,7 +100,7 @@ class OptimizerWindow:
     def has_unused_gradients(self) -> bool:
         """Return whether there are gradients that the optimizer's last step has not used."""
         present = self.update.parameters.present_gradients()
-        return bool(present) and not self._are_as_at(self._used)
+        return bool(present) and not self._used.are(present)
 
     def holds_used_gradients(self) -> bool:
         """Return whether the gradients contain those that the optimizer's last step has used."""
@@ -128,7 +114,7 @@ class OptimizerWindow:
             micro_batch: Number of the micro-batch; consecutive calls with the same number count
                 as one micro-batch. ``None`` if the loop does not number its micro-batches.
         """
-        if self._kept is not None and not self._are_as_at(self._kept):
+        if self._kept is not None and not self._are_as(self._kept):
             # The loop has zeroed the gradients without `AttachedOptimizer.zero_grad`.
             self._kept = None
         if self._measured is not None:
@@ -150,7 +136,7 @@ class OptimizerWindow:
     def after_backward(self) -> None:
         """Note that backward has added to the gradients."""
         if self._kept is not None:
-            self._kept = self._fingerprint()
+            self._kept = self._see()
 
     def _scale_again(self) -> None:
         multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
@@ -169,7 +155,7 @@ class OptimizerWindow:
         Raises:
             RuntimeError: If the gradients changed after a clip was folded into the step.
         """
-        if self._measured is not None and self._are_as_at(self._seen):
+        if self._measured is not None and self._are_as(self._seen):
             return self._measured
         if self._coefficient is not None:
             msg = (
@@ -184,8 +170,23 @@ class OptimizerWindow:
             fresh = fresh._replace(overflow=self._measured.overflow | fresh.overflow)
         self._measured = fresh
         self._first = self._first or fresh
-        self._seen = self._fingerprint()
+        self._seen = self._see()
         return fresh
+
+    def may_fold_clip_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether a first clip of `parameters` may be folded, if this is the only window.
+
+        This is a quick answer for the usual loop, which clips all parameters of its optimizer once,
+        in the network's order. ``False`` says nothing.
+        """
+        if self._coefficient is not None or self._is_clipped or self.is_unscaled:
+            return False
+        own = self.update.parameters.tensors
+        return (
+            len(parameters) == len(own)
+            and all(map(operator.is_, parameters, own))
+            and any(parameter.grad is not None for parameter in own)
+        )
 
     def fold_clip(self, global_norm: Tensor, overflow: Tensor, coefficient: Tensor) -> None:
         """Fold a clip into the step: the step will multiply the gradients by `coefficient`.
@@ -195,7 +196,8 @@ class OptimizerWindow:
             overflow: Whether the gradients of this norm overflowed, shape ``()``, bool.
             coefficient: Clip factor, shape ``()``, float32.
         """
-        self._measured = self.measured()._replace(global_norm=global_norm, overflow=overflow)
+        measured = self._measured or self.measured()  # the caller has just measured
+        self._measured = measured._replace(global_norm=global_norm, overflow=overflow)
         if not self._is_clipped:
             self._first = self._measured
         self._coefficient = coefficient
@@ -222,7 +224,7 @@ class OptimizerWindow:
             gradients = self.update.parameters.present_gradients()
             multiply_in_place(gradients, measured.divisor.reciprocal())
         self._measured = measured._replace(divisor=None)
-        self._seen = self._fingerprint()
+        self._seen = self._see()
         self.is_unscaled = True
 
     def hand_back(self, *, scaled: bool) -> None:
@@ -247,19 +249,22 @@ class OptimizerWindow:
 
     def accept_clipped(self) -> None:
         """Note that the gradients were clipped in place; keep the norms from before the clip."""
-        self._seen = self._fingerprint()
+        self._seen = self._see()
         self._is_clipped = True
 
     def apply(
-        self, accumulation_steps: int, losses: Mapping[str, Tensor] | None = None
+        self,
+        measured: Measurement,
+        accumulation_steps: int,
+        losses: Mapping[str, Tensor] | None = None,
     ) -> StepReport:
         """Do the update, and start a new window.
 
         Args:
+            measured: Result of `measured`; the gradients must not have changed since.
             accumulation_steps: Number by which the loop has divided each loss.
             losses: Named losses to report, as in `StepReport`.
         """
-        measured = self.measured()
         if self._overflow is not None:
             measured = measured._replace(overflow=measured.overflow | self._overflow)
         coefficient = self._coefficient
@@ -322,6 +327,14 @@ def clip_grad_norm(
         device.
     """
     held = list(parameters)
+    may_fold = may_fold and norm_type == 2
+    if may_fold and len(windows) == 1 and windows[0].may_fold_clip_of(held):
+        [window] = windows
+        measured = window.measured()
+        with torch.no_grad(), torch.autocast(loss_scale.device.type, enabled=False):
+            coefficient = clip_coefficient(measured.global_norm, max_norm)
+        window.fold_clip(measured.global_norm, measured.overflow, coefficient)
+        return measured.global_norm
     place_gradients(held)
     gradients = {id(p): p.grad for p in held if p.grad is not None}
     if not gradients:
@@ -329,7 +342,7 @@ def clip_grad_norm(
     concerned = [window for window in windows if window.update.parameters.among(gradients)]
     for window in concerned:
         window.settle_clip()
-    folds = may_fold and norm_type == 2 and bool(concerned)
+    folds = may_fold and bool(concerned)
     for window in concerned:
         whole = window.update.parameters.all_with_gradient_among(gradients)
         folds = folds and whole and not window.is_unscaled

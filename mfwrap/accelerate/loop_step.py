@@ -197,7 +197,7 @@ class LoopStep:
                 "`loss.backward`"
             )
             raise RuntimeError(msg)
-        window.measured()
+        measured = window.measured()
         # Flush only after the call that measures this update's gradients. The call has queued work,
         # so the device is busy while the host waits for the result of the previous update.
         self.flush()
@@ -205,7 +205,7 @@ class LoopStep:
         try:
             losses = mean_by_name(self._losses) if self._losses else None
             with lowered_rates(optimizer, self.rate_factor):
-                report = window.apply(accumulation_steps, losses)
+                report = window.apply(measured, accumulation_steps, losses)
             if self.rate_factor != 1:
                 report = dataclasses.replace(report, learning_rate_factor=self.rate_factor)
             self.last_report = window.last_report = report

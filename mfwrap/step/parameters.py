@@ -185,6 +185,12 @@ class TrainedParameters:
         held = _held_by(self._optimizer)
         return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
 
+    @property
+    def seem_current(self) -> bool:
+        """Whether the optimizer holds as many parameters as at construction; a quick answer."""
+        groups = self._optimizer.param_groups
+        return sum(len(group["params"]) for group in groups) == len(self._held)
+
     def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
         """Return each parameter's gradient; ``None`` for a parameter that backward did not reach.
 

@@ -53,7 +53,7 @@ class Window:
 
     def step(self) -> list[list[float]]:
         """Apply the update and return the amount by which each weight decreased."""
-        self.window.apply(1)
+        self.window.apply(self.window.measured(), 1)
         return [(-weight.detach()).tolist() for weight in self.weights.values()]
 
 
@@ -256,7 +256,7 @@ def reported_loss(losses, accumulation_steps):
     for loss, micro_batch in losses:
         window.window.before_backward(torch.tensor(loss), micro_batch)
         window.weights["first"].grad = torch.ones(2)
-    return window.window.apply(accumulation_steps).output.loss.item()
+    return window.window.apply(window.window.measured(), accumulation_steps).output.loss.item()
 
 
 LOSSES = {
@@ -287,7 +287,7 @@ def test_losses_whose_gradients_were_zeroed_do_not_count():
     window.weights["first"].grad = None
     window.window.before_backward(torch.tensor(3.0), 2)
 
-    assert window.window.apply(1).output.loss.item() == 3
+    assert window.window.apply(window.window.measured(), 1).output.loss.item() == 3
 
 
 def test_without_a_backward_the_loss_is_unknown():
@@ -350,7 +350,7 @@ class Weights:
     def assert_steps_are_torchs(self) -> None:
         """Apply both updates and check that the weights decreased by torch's clipped gradients."""
         for window, weight, plain in zip(self.windows, self.scaled, self.plain, strict=False):
-            window.apply(1)
+            window.apply(window.measured(), 1)
             torch.testing.assert_close(weight.detach(), -plain.grad, rtol=1e-6, atol=0)
 
 
@@ -404,7 +404,7 @@ def test_an_overflow_of_one_optimizer_skips_all_that_were_clipped_together(index
     weights.scaled[index].grad[1] = torch.inf
 
     norm, _ = weights.clip([0, 1])
-    outputs = [window.apply(1).output for window in weights.windows]
+    outputs = [window.apply(window.measured(), 1).output for window in weights.windows]
 
     assert not norm.isfinite()
     assert [output.overflow.item() for output in outputs] == [True, True]
