@@ -41,7 +41,8 @@ from torch import Tensor
 from mfwrap.accelerate.seen_gradients import SeenGradients
 from mfwrap.outputs import StepReport
 from mfwrap.step.clipping import clip_coefficient
-from mfwrap.step.update import Measurement, StepUpdate
+from mfwrap.step.measurement import Measurement
+from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import norm_of_all, square_of_all
 from mfwrap.tensors.shards import local_tensors, on_device
@@ -277,7 +278,8 @@ class OptimizerWindow:
         if self._first is not None:
             measured = measured._replace(
                 global_norm=self._first.global_norm,
-                local_norm=self._first.local_norm,
+                own_squares=self._first.own_squares,
+                own_divisor=self._first.own_divisor,
                 reduction_norms=self._first.reduction_norms,
                 groups=self._first.groups,
             )
@@ -437,7 +439,7 @@ def _of_unscaled(measured: Measurement) -> Measurement:
         divisor=None,
         reduction_norms=None if norms is None else norms * measured.divisor,
         global_norm=measured.global_norm * measured.divisor,
-        local_norm=measured.local_norm * measured.divisor,
+        own_divisor=None,
     )
 
 

@@ -280,10 +280,12 @@ class MFTrainOneStepCell(LossScaleHooks):
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
                 accumulated = self._accumulate(calls, self._loss_scale.value)
                 self.last_report = self._update(*accumulated)
-        finally:
-            # Release the gradients even if forward or backward raises. Otherwise the next step
-            # would add its gradients to those of an incomplete step.
+        except BaseException:
+            # The update releases the gradients. If forward or backward has raised, the next step
+            # must not add its gradients to those of an incomplete step.
             self._update.release_gradients()
+            raise
+        finally:
             if self._accumulate.float32 is not None:
                 self._accumulate.float32.restore()
             section_clock.switch(Section.DATA)

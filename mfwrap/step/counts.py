@@ -74,14 +74,14 @@ class UpdateCounts:
         self.consecutive_skips = (self.consecutive_skips + 1) * skipped
 
     def submit(
-        self, report: StepReport, local_norm: Tensor, *, skipped: bool | None = None
+        self, report: StepReport, local_norm: Callable[[], Tensor], *, skipped: bool | None = None
     ) -> None:
         """Start copying an update's results to the host.
 
         Args:
             report: Report of the update.
-            local_norm: Local norms of the update. The error about too many skips uses them to name
-                the groups with non-finite gradients.
+            local_norm: Returns the local norms of the update. The error about too many skips uses
+                them to name the groups with non-finite gradients.
             skipped: Whether the update was skipped, if the host knows it already.
         """
         if not self._reported:
@@ -135,7 +135,7 @@ class UpdateCounts:
         self,
         values: Sequence[float],
         *,
-        local_norm: Tensor,
+        local_norm: Callable[[], Tensor],
         names: tuple[str, ...],
         rates: Tensor,
     ) -> None:
@@ -145,7 +145,7 @@ class UpdateCounts:
             self._on_applied()
         at_limit = self._limit is not None and arrival.consecutive_skips >= self._limit
         if at_limit and self._error is None:
-            finite = local_norm.isfinite().tolist()
+            finite = local_norm().isfinite().tolist()
             bad = [name for name, fine in zip(names, finite, strict=True) if not fine]
             msg = (
                 f"{arrival.consecutive_skips:.0f} updates in a row were skipped, the last one at "

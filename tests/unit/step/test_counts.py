@@ -43,7 +43,7 @@ def do(counts, updates, *, local_norm=FINITE):
         applied = TRUE if is_applied else FALSE
         counts.flush()
         counts.count(applied, ~applied)
-        counts.submit(report_of(counts, applied), local_norm)
+        counts.submit(report_of(counts, applied), lambda: local_norm)
 
 
 @given(UPDATES)
@@ -108,7 +108,7 @@ def test_a_result_that_the_optimizer_has_read_is_known_at_once(skipped):
     applied = FALSE if skipped else TRUE
     counts.count(applied, ~applied)
     with late_results():
-        counts.submit(report_of(counts, applied), FINITE, skipped=skipped)
+        counts.submit(report_of(counts, applied), lambda: FINITE, skipped=skipped)
 
         assert counts.outcome_is_known
         assert counts.was_skipped() is skipped
