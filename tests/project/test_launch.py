@@ -18,7 +18,7 @@ from support.crash.contents import contents, differences
 from support.launches import FILES, PAGE, end_of, is_served, start, wait_until, write_recipe
 from support.pages import commands
 from support.paths import ROOT
-from support.trainer_ranks import free_port
+from support.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import final
 
 from support.launches import environment, wait_until
-from support.trainer_ranks import free_port
+from support.ports import free_port
 
 __all__ = ["NO_PREEMPTION", "PREEMPTION", "Slurm", "one_node_slurm", "why_not"]
 

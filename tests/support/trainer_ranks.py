@@ -3,12 +3,11 @@
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ __all__ = [
     "RESUMED",
     "SETTINGS",
     "Ending",
-    "free_port",
     "run_rank",
     "told_twice",
 ]
@@ -95,17 +93,6 @@ class Signalled(TrainerCallback):
         for _ in range(1 + self._rank):
             torch.rand(())
             random.random()  # noqa: S311  (test data, not cryptography)
-
-
-def free_port() -> int:
-    """Return a port that is not in use, and that the system gives to nobody who asks for any."""
-    ports = list(range(10_000, 20_000))
-    random.SystemRandom().shuffle(ports)
-    for port in ports:
-        with socket.socket() as server, suppress(OSError):
-            server.bind(("localhost", port))
-            return port
-    raise AssertionError(ports)
 
 
 @contextmanager

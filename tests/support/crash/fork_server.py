@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple, Self
 
 from support.paths import TESTS
+from support.ports import free_port
 
 __all__ = ["Ended", "ForkServer", "Task"]
 
@@ -169,9 +169,8 @@ def _wait_for_all(pids: list[int]) -> list[Ended]:
 def _environment(num_ranks: int) -> dict[str, str]:
     if num_ranks == 1:
         return {}
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    addresses = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    return {**addresses, "WORLD_SIZE": str(num_ranks)}
 
 
 def _let_siblings_trace() -> None:

@@ -1,7 +1,5 @@
 """Two ranks train and evaluate like one process on all data."""
 
-import socket
-
 import pytest
 import torch
 from torch import multiprocessing, nn
@@ -9,6 +7,7 @@ from torch import multiprocessing, nn
 from mfwrap import Model
 from support.model_ranks import NUM_RANKS, loader, run_rank
 from support.model_runs import classifier, sgd
+from support.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -17,10 +16,7 @@ pytestmark = pytest.mark.slow
 def folder(tmp_path_factory):
     """Run both ranks; return the folder of their results."""
     path = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run_rank, args=(str(path), port), nprocs=NUM_RANKS)
+    multiprocessing.spawn(run_rank, args=(str(path), free_port()), nprocs=NUM_RANKS)
     return path
 
 

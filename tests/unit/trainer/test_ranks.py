@@ -12,6 +12,7 @@ from torch import multiprocessing
 
 from mfwrap.checkpoints.verification import check_checkpoint
 from support.paths import TESTS
+from support.ports import free_port
 from support.resumed_training import files, resume
 from support.trainer_ranks import (
     ENDINGS,
@@ -19,7 +20,6 @@ from support.trainer_ranks import (
     NUM_STEPS,
     RESUMED,
     SETTINGS,
-    free_port,
     run_rank,
     told_twice,
 )
