@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.arguments import described
-from mfwrap.tensors.shards import local_tensors, on_device, placed_like
+from mfwrap.tensors.shards import is_distributed, local_tensors, on_device, placed_like
 from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
 
 
@@ -21,6 +21,9 @@ class AveragedGroup(NamedTuple):
 
     smoothing_factor: Tensor
     """``1 - decay``: shape ``()``, dtype and device of the averages."""
+
+    sharded: bool
+    """Whether weights or averages are distributed over ranks."""
 
     zero: Tensor
     nine: Tensor
@@ -44,7 +47,9 @@ class AveragedGroup(NamedTuple):
 
     def follow(self, share: Tensor) -> None:
         """Move the averages towards the weights by `share`, which stays on the device."""
-        averages, weights = local_tensors(self.averages), local_tensors(self.weights)
+        averages, weights = self.averages, self.weights
+        if self.sharded:
+            averages, weights = local_tensors(averages), local_tensors(weights)
         if not self.converted:
             # Pass a list of factors. torch would read a single tensor on the host, which
             # synchronizes with the device.
@@ -83,6 +88,7 @@ def grouped(
                 weights=[weights[name] for name in names],
                 averages=[averages[name] for name in names],
                 converted=(weight.device, weight.dtype) != (average.device, average.dtype),
+                sharded=any(map(is_distributed, (*weights.values(), *averages.values()))),
                 # Subtract in Python's float64: in float32, 1 - 0.9999 would be 1.00017e-4.
                 smoothing_factor=_number(1 - decay, average),
                 zero=_number(0.0, average),

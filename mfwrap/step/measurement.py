@@ -109,7 +109,7 @@ def measure(
         Norms of the unscaled gradients, and whether they are finite.
     """
     norms = NormReader(loss_scale.device) if norms is None else norms
-    squares = norms.squares(local_tensors(gradients))
+    squares = norms.squares(gradients if reduction is None else local_tensors(gradients))
     own_squares = None if local_squares is None else local_squares.squares(squares)
     if rounded_for is not None:
         squares = infinite_where_rounding_overflows(squares, gradients, rounded_for)
