@@ -38,10 +38,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mfwrap.accelerate.seen_gradients import SeenGradients
 from mfwrap.outputs import StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.measurement import Measurement
+from mfwrap.step.parameters import SeenGradients
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import norm_of_all, square_of_all
@@ -90,9 +90,6 @@ class OptimizerWindow:
     def _see(self) -> SeenGradients:
         return SeenGradients(self.update.parameters.present_gradients())
 
-    def _are_as(self, seen: SeenGradients) -> bool:
-        return seen.are(self.update.parameters.present_gradients())
-
     @property
     def num_backward(self) -> int:
         """Number of losses that were scaled in this window, and may contribute to its update."""
@@ -115,7 +112,9 @@ class OptimizerWindow:
             micro_batch: Number of the micro-batch; consecutive calls with the same number count
                 as one micro-batch. ``None`` if the loop does not number its micro-batches.
         """
-        if self._kept is not None and not self._are_as(self._kept):
+        if self._kept is not None and not self._kept.are(
+            self.update.parameters.present_gradients()
+        ):
             # The loop has zeroed the gradients without `AttachedOptimizer.zero_grad`.
             self._kept = None
         if self._measured is not None:
@@ -156,7 +155,9 @@ class OptimizerWindow:
         Raises:
             RuntimeError: If the gradients changed after a clip was folded into the step.
         """
-        if self._measured is not None and self._are_as(self._seen):
+        if self._measured is not None and self._seen.are(
+            self.update.parameters.present_gradients()
+        ):
             return self._measured
         if self._coefficient is not None:
             msg = (

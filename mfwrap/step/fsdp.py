@@ -34,7 +34,7 @@ from torch import Tensor, distributed, nn
 from mfwrap.collectives import Section, section_clock
 from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.waiting import time_method
-from mfwrap.tensors.norms import sum_of_squares
+from mfwrap.tensors.norms import NormReader
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
 from mfwrap.tensors.wrappers import sharded_parts
@@ -307,6 +307,7 @@ class _UnitSquares:
         self.is_repeated = False
         """Whether a gradient was reduced more than once since the last `reset`. This rank's own
         gradient before the first reduction is lost, so the norm of the sum cannot be computed."""
+        self._norms: dict[tuple[int, ...], NormReader] = {}
         unit.before_reduction().callbacks.add(self)
 
     def __call__(self) -> None:
@@ -316,9 +317,10 @@ class _UnitSquares:
             return
         device = present[0][1].device
         # Backward may run inside the caller's autocast, which must not change the result.
+        identities = tuple(id(parameter) for parameter, _ in present)
+        norms = self._norms.setdefault(identities, NormReader(device))
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            squares = sum_of_squares([gradient for _, gradient in present], device).unbind()
-        identities = [id(parameter) for parameter, _ in present]
+            squares = norms.squares([gradient for _, gradient in present]).unbind()
         self.is_repeated |= not self.by_parameter.keys().isdisjoint(identities)
         self.by_parameter.update(zip(identities, squares, strict=True))
 

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.arguments import described
 from mfwrap.collectives import Section, section_clock
-from mfwrap.tensors.norms import sum_of_squares
+from mfwrap.tensors.norms import NormReader
 from mfwrap.tensors.shards import on_device
 
 if TYPE_CHECKING:
@@ -91,6 +91,9 @@ class GradientTap:
         self.squares: dict[int, Tensor] = {}
         """Sum of squares of this rank's own gradient just before its last reduction, by the
         parameter's ``id``; shape ``()``, float32."""
+        # One reader for each bucket: torch sorts parameters into other buckets after the first
+        # step.
+        self._norms: dict[tuple[int, ...], NormReader] = {}
 
     def read(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Compute the sums of squares of a bucket's gradients, reading each gradient once."""
@@ -98,9 +101,11 @@ class GradientTap:
             return
         device = gradients[0].device
         # Backward may run inside the caller's autocast, which must not change the result.
+        bucket = tuple(map(id, parameters))
+        norms = self._norms.setdefault(bucket, NormReader(device))
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            squares = sum_of_squares(gradients, device).unbind()
-        self.squares.update(zip(map(id, parameters), squares, strict=True))
+            squares = norms.squares(gradients).unbind()
+        self.squares.update(zip(bucket, squares, strict=True))
 
 
 def checked_communication_hook(communication_hook: object) -> CommunicationHook | None:

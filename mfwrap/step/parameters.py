@@ -3,6 +3,7 @@
 import itertools
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
@@ -16,7 +17,7 @@ from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
 from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import SquareReduction
-from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.shards import is_distributed, local_tensors
 from mfwrap.tensors.wrappers import (
     contains_fsdp1,
     is_deepspeed_engine,
@@ -312,6 +313,40 @@ class TrainedParameters:
         """Set all gradients to ``None``, even if no optimizer holds the parameter."""
         for parameter in self._released:
             parameter.grad = None
+
+
+@final
+class SeenGradients:
+    """Remember which gradients there were, and how often each had been written to.
+
+    An ``id`` cannot identify a gradient: a new one often gets the address of a released one. A weak
+    reference can, and does not keep the gradient's memory. The references are only compared: torch
+    may have given up the Python object of a tensor that is otherwise alive.
+
+    Args:
+        gradients: Gradients that are present.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor] = ()) -> None:
+        self._references = list(map(weakref.ref, gradients))
+        self._versions = _versions(gradients)
+
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
+    def are(self, gradients: Sequence[Tensor]) -> bool:
+        """Return whether `gradients` are the same tensors, and nothing has written to them."""
+        return (
+            len(gradients) == len(self._references)
+            and all(map(operator.is_, gradients, [seen() for seen in self._references]))
+            and self._versions == _versions(gradients)
+        )
+
+
+def _versions(gradients: Sequence[Tensor]) -> list[int]:
+    # A write to a DTensor's shard does not increase the DTensor's version, so take the versions of
+    # the shards.
+    return [local._version for local in local_tensors(gradients)]
 
 
 def _check_rank_sets(reduction: SquareReduction | None) -> None:

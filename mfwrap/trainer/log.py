@@ -18,6 +18,45 @@ if TYPE_CHECKING:
 
 
 @final
+class OperationCount:
+    """Count the floating-point operations of micro-batches as the Trainer does, but quicker.
+
+    The Trainer looks through all modules of the model in each micro-batch, to multiply the number
+    of its parameters by the number of elements of the main input. This takes several percent of the
+    step of a small model. Here the parameters are counted once.
+
+    Args:
+        trainer: The trainer, during a training. A formula of its own is used for each micro-batch.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._model = trainer.model
+        self._count: Callable[[Any], float] = trainer.floating_point_ops
+        self._is_stock = getattr(self._count, "__func__", None) is Trainer.floating_point_ops
+        self._per_element: float | None = None
+
+    def __call__(self, inputs: Mapping[str, Any]) -> float:
+        """Return the operations of forward and backward of a micro-batch."""
+        main = inputs.get(str(getattr(self._model, "main_input_name", "input_ids")))
+        if not self._is_stock or not isinstance(main, Tensor) or main.numel() == 0:
+            return self._count(inputs)
+        if self._per_element is None:
+            self._per_element = self._count(inputs) / main.numel()
+        return self._per_element * main.numel()
+
+
+@contextlib.contextmanager
+def counting_operations(trainer: Trainer) -> Iterator[None]:
+    """Within the block, a training, let an `OperationCount` count the operations."""
+    # An attribute of the trainer hides the method of its class.
+    vars(trainer)["floating_point_ops"] = OperationCount(trainer)
+    try:
+        yield
+    finally:
+        del vars(trainer)["floating_point_ops"]
+
+
+@final
 class Losses:
     """Filter the losses of an `MFTrainer`, and correct the means that the Trainer logs.
 

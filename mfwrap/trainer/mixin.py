@@ -38,8 +38,7 @@ from mfwrap.trainer.events import (
     monitors,
 )
 from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
-from mfwrap.trainer.log import Losses
-from mfwrap.trainer.operations import OperationCount
+from mfwrap.trainer.log import Losses, counting_operations
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.rollback import Rollback, Rollbacks
 
@@ -136,7 +135,6 @@ class MFTrainerMixin(_Base):
         self._skip = DataSkip(self, data_skip_steps, skip_rows)
         self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
-        self._operations = OperationCount()
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
         self._back_to: str | None = None
@@ -234,11 +232,11 @@ class MFTrainerMixin(_Base):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         self._checkpoints.saved_step = None
-        self._operations.restart()
         self._watch = rank_watch()
         with (
             contextlib.nullcontext() if self._watch is None else self._watch.training(),
             self._losses.filtering(),
+            counting_operations(self),
             self._skip.of_training(),
             self._position.of_training(resume_from_checkpoint, self.args),
             records_of_training(),
@@ -341,10 +339,6 @@ class MFTrainerMixin(_Base):
         with self._losses.reporting():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return self._losses.step_log.filtered(loss, share)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return the operations of a micro-batch; count the parameters once in a training."""
-        return int(self._operations(super().floating_point_ops, self.model, inputs))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log an entry; add the values of the step and the callbacks to training logs."""

@@ -27,7 +27,7 @@ class Parts:
         for _ in range(num_updates):
             self.loss_scale.update(torch.tensor(False))  # noqa: FBT003  (torch has no keyword)
             for each in self.counts:
-                each.count(torch.tensor(True))  # noqa: FBT003  (torch has no keyword)
+                each.count(torch.tensor(True), torch.tensor(False))  # noqa: FBT003  (torch has no keyword)
 
     def states(self) -> list[dict]:
         """Return the states of loss scale, both counts and the average."""

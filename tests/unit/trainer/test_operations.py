@@ -12,12 +12,20 @@ from transformers import (
 )
 
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer.operations import OperationCount
+from mfwrap.trainer.log import OperationCount
 
 
 def arguments(folder):
-    """Return settings of a trainer that does not train."""
-    return TrainingArguments(str(folder), report_to="none", use_cpu=True)
+    """Return settings of a trainer of a short training."""
+    return TrainingArguments(
+        str(folder),
+        max_steps=6,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
 
 
 def llama():
@@ -62,12 +70,10 @@ def vit():
 def test_operations_are_those_of_the_stock_trainer(model, batches, tmp_path):
     """Each micro-batch has the operations that the stock Trainer counts."""
     network = model()
-    trainers = [kind(network, arguments(tmp_path)) for kind in (Trainer, MFTrainer)]
+    trainer = Trainer(network, arguments(tmp_path))
+    count = OperationCount(trainer)
 
-    for batch in batches:
-        stock, ours = (trainer.floating_point_ops(batch) for trainer in trainers)
-        assert ours == stock
-        assert isinstance(ours, int)
+    assert [count(batch) for batch in batches] == list(map(trainer.floating_point_ops, batches))
 
 
 def test_parameters_are_counted_once_in_a_training(tmp_path, monkeypatch):
@@ -79,22 +85,33 @@ def test_parameters_are_counted_once_in_a_training(tmp_path, monkeypatch):
         calls.append(keywords)
         return count(self, **keywords)
 
-    trainer = MFTrainer(llama(), arguments(tmp_path))
-    monkeypatch.setattr(LlamaForCausalLM, "num_parameters", counting)
-    batch = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
-    for _ in range(3):
-        trainer.floating_point_ops(batch)
-    assert len(calls) == 1
-    trainer._operations.restart()
-    trainer.floating_point_ops(batch)
+    rows = [{"input_ids": torch.zeros(5), "labels": torch.zeros(5)}] * 6
+    rows = [{name: row.long() for name, row in each.items()} for each in rows]
+    flos = []
+    for kind in (Trainer, MFTrainer):
+        trainer = kind(llama(), arguments(tmp_path / kind.__name__), train_dataset=rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaForCausalLM, "num_parameters", counting)
+            trainer.train()
+        flos.append(trainer.state.total_flos)
+        calls.append(kind)
 
-    assert len(calls) == 2
+    assert flos[0] == flos[1] > 0
+    stock, ours = calls.index(Trainer), calls.index(MFTrainer) - calls.index(Trainer) - 1
+    assert stock - ours == 5  # once instead of once for each of 6 micro-batches
+    assert "floating_point_ops" not in vars(trainer)
 
 
-def test_a_formula_of_a_subclass_is_asked_each_time():
+def test_a_formula_of_a_subclass_is_asked_each_time(tmp_path):
     """A count that is not the Trainer's own may depend on more than the number of elements."""
     answers = iter([1.0, 5.0])
-    count = OperationCount()
+
+    class Own(Trainer):
+        def floating_point_ops(self, inputs):
+            del inputs
+            return next(answers)
+
+    count = OperationCount(Own(llama(), arguments(tmp_path)))
     batch = {"input_ids": torch.zeros(2, 2)}
 
-    assert [count(lambda _: next(answers), llama(), batch) for _ in range(2)] == [1.0, 5.0]
+    assert [count(batch) for _ in range(2)] == [1.0, 5.0]

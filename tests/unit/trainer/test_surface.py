@@ -28,7 +28,6 @@ RELEASE = f"transformers {transformers.__version__}"
 OVERRIDDEN = {
     "create_accelerator_and_postprocess": ("self", ["__init__"]),
     "create_scheduler": ("self, num_training_steps, optimizer=None", ["_prepare_for_training"]),
-    "floating_point_ops": ("self, inputs", ["_run_epoch"]),
     "training_step": ("self, model, inputs, num_items_in_batch=None", ["_run_epoch"]),
     "log": (
         "self, logs, start_time=None",

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from mfwrap.accelerate.seen_gradients import SeenGradients
+from mfwrap.step.parameters import SeenGradients
 
 
 def gradients_of(count=3):
