@@ -28,6 +28,7 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.checkpoints.folders import remove_checkpoints
 from mfwrap.collectives import broadcast_from_main, gather_objects
 from mfwrap.records.json_lines import JsonLines
+from mfwrap.tensors.shards import meeting_device, on_device
 from mfwrap.trainer import MonitorCallback
 
 _PREFIX = "checkpoint-"
@@ -285,12 +286,9 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
             values["is_time"] = self._time_flag(device if output is None else output.loss.device)
         if not values:
             return
-        device = next(iter(values.values())).device
+        device = meeting_device(values.values())
         together = torch.stack(
-            [
-                value.detach().float().reshape(()).to(device, non_blocking=True)
-                for value in values.values()
-            ]
+            [on_device(value.detach().float().reshape(()), device) for value in values.values()]
         )
         self._reads.submit(together, functools.partial(self._receive, tuple(values)))
 

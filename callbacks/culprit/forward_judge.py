@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mfwrap.callbacks.culprit.named_window import NamedWindow, decoded, encoded
+from mfwrap.tensors.shards import meeting_device, on_device
 
 LOGITS, LOAD = "attention_logits", "expert_load"
 
@@ -174,11 +175,11 @@ class ForwardJudge:
         numbers |= {f"{LOAD}/{name}": _of_shares(each) for name, each in shares.items()}
         if not numbers:
             return
-        device = next(iter(numbers.values())).device
+        device = meeting_device(numbers.values())
         windows = self._use(list(numbers), device)
         nothing = torch.full((), torch.nan, device=device)
         values = torch.stack(
-            [numbers.get(name, nothing).to(device, non_blocking=True) for name in self._names]
+            [on_device(numbers.get(name, nothing), device) for name in self._names]
         )
         window = windows.use(self._names, [_PRIOR] * len(self._names))
         expected, scores = window.expected, window.scores(values)

@@ -13,6 +13,7 @@ from mfwrap.callbacks.culprit.state_judge import StateJudge, StateScores
 from mfwrap.callbacks.culprit.step_judge import JudgedStep, StepJudge, StepScores
 from mfwrap.callbacks.culprit.update_sample import UpdateSample
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
+from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import trainable
 
 
@@ -116,7 +117,7 @@ class Judges:
         is_first, self._is_first = self._is_first, False
         if self.states is not None and step % self._interval == 0:
             sample = self.states.sample(step, optimizer)
-            unknown = sample.summary.to(unknown.device, non_blocking=True)
+            unknown = on_device(sample.summary, unknown.device)
             self._sample_updates()
             self._begin_travel()
         elif self.states is not None and is_first:
@@ -127,7 +128,7 @@ class Judges:
         forward = self.forward.take() if self.forward.is_new else None
         if forward is None:
             forward = judged.summary.new_full((len(ForwardScores._fields),), torch.nan)
-        forward = forward.to(judged.summary.device, non_blocking=True)
+        forward = on_device(forward, judged.summary.device)
         summary = torch.cat([judged.summary, unknown, forward])
         return Judgement(judged, summary, optimizer, self.forward.last)
 

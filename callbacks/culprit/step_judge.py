@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mfwrap.callbacks.culprit.named_window import NamedWindow
 from mfwrap.callbacks.culprit.update_sample import Change
+from mfwrap.tensors.shards import on_device
 
 LIMITS = {"loss": 7.5, "global_norm": 8.0, "local_norm": 8.0, "update": 10.0}
 """Smallest scores that are anomalies, see `RobustWindow`."""
@@ -205,7 +206,7 @@ class StepJudge:
                 but changes nothing of what is usual.
         """
         window, device = self._windows.use(self._series, self._priors), self._first_loss.device
-        loss = loss.detach().float().mean().to(device, non_blocking=True)
+        loss = on_device(loss.detach().float().mean(), device)
         unset = self._first_loss.isnan() & loss.isfinite() & (loss != 0)
         self._first_loss = torch.where(unset, loss.abs(), self._first_loss)
         unknown = torch.full((1,), torch.nan, device=device)

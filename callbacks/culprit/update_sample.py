@@ -6,7 +6,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from mfwrap.tensors.shards import local_tensors
+from mfwrap.tensors.shards import local_tensors, on_device
 
 _SAMPLE = 256
 """Largest number of elements that are sampled of each weight."""
@@ -75,7 +75,7 @@ class UpdateSample:
     def _read(self) -> Tensor:
         if not self._views:
             return torch.zeros(0)
-        moved = [view.to(self._device, non_blocking=True) for view in self._views]
+        moved = [on_device(view, self._device) for view in self._views]
         return torch.cat(moved).float()
 
 

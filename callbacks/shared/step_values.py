@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mfwrap import StepReport
+from mfwrap.tensors.shards import on_device
 
 _OUTPUT_FIELDS = ("loss", "overflow", "loss_scale", "learning_rate", "global_norm")
 
@@ -129,12 +130,12 @@ def pack(
     # the values are read.
     tensor = torch.stack(
         [
-            value.detach().float().mean().to(device, non_blocking=True)
+            on_device(value.detach().float().mean(), device)
             for value in [*known.values(), *losses.values()]
         ]
     )
     if report is not None and rate_names:
-        rates = report.learning_rates.float().to(device, non_blocking=True)
+        rates = on_device(report.learning_rates.float(), device)
         tensor = torch.cat([tensor, rates])
     return PackedValues(
         names=tuple(known), tensor=tensor, loss_names=tuple(losses), rate_names=rate_names

@@ -38,7 +38,7 @@ from mfwrap.tensors.fingerprints import (
     fingerprints,
     row_hashes,
 )
-from mfwrap.tensors.shards import is_distributed, local_tensors
+from mfwrap.tensors.shards import is_distributed, local_tensors, meeting_device, on_device
 from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
 
 _NUM_PIECES = 4
@@ -234,8 +234,8 @@ class FingerprintRecorder:
             *(() if packed is None else (packed.tensor,)),
         ]
         if parts:
-            device = parts[-1].device
-            together = torch.cat([each.to(device, non_blocking=True) for each in parts])
+            device = meeting_device(parts)
+            together = torch.cat([on_device(each, device) for each in parts])
             self._submit(together, functools.partial(self._write, step))
         else:
             self._write(step, [])
@@ -370,7 +370,7 @@ def _hashed(inputs: Mapping[str, Tensor]) -> _MicroBatch:
     for name, tensor in inputs.items():
         [local] = local_tensors([tensor.detach()])
         rows = row_hashes(local if local.dim() else local.reshape(1))
-        rows = rows.to(device, non_blocking=True)
+        rows = on_device(rows, device)
         hashes.append(bitwise_hashes([rows])[0])
         if len(rows) == num_rows:
             total = total + rows * _odd_number(name)

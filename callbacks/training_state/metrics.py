@@ -17,6 +17,7 @@ from mfwrap.callbacks.training_state.settings import (
 )
 from mfwrap.callbacks.training_state.stable_rank import tagged_spectra
 from mfwrap.tensors.sharded_norms import tensor_norms
+from mfwrap.tensors.shards import meeting_device, on_device
 from mfwrap.tensors.wrappers import trainable, unwrapped_optimizer
 
 _MOMENTS = {"adam_m_norm": "exp_avg", "adam_v_norm": "exp_avg_sq"}
@@ -197,6 +198,6 @@ class _Numbers:
     def packed(self) -> PackedMetrics:
         if not self._values:
             return PackedMetrics((), None)
-        device = self._values[0].device
-        moved = [value.to(device, non_blocking=True) for value in self._values]
+        device = meeting_device(self._values)
+        moved = [on_device(value, device) for value in self._values]
         return PackedMetrics(tuple(self._metrics), torch.cat(moved))

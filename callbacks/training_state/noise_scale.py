@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mfwrap import StepReport
+from mfwrap.tensors.shards import on_device
 
 
 @final
@@ -60,7 +61,7 @@ class NoiseScale:
         own, reduced = norms.square().unbind()
         noise = (own - reduced) * (self._batch_size / (self._num_ranks - 1))
         signal = (reduced * self._num_ranks - own) / (self._num_ranks - 1)
-        sums = self._sums.to(norms.device, non_blocking=True)
+        sums = on_device(self._sums, norms.device)
         self._sums = torch.where(report.skipped, sums, sums + torch.stack([noise, signal]))
         if step % self._interval:
             return None

@@ -43,6 +43,7 @@ from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import metric_writers
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.records.skipped_rows import RowPlaces
+from mfwrap.tensors.shards import meeting_device, on_device
 from mfwrap.tensors.wrappers import unwrapped_network
 from mfwrap.trainer import BadSteps
 
@@ -357,10 +358,10 @@ class TrainingStateRun:
         if not values:
             self._write(step, [], None)
             return
-        device = values[0].device
+        device = meeting_device(values)
         if self._reads is None:
             self._reads = DeferredReads(device)
-        together = torch.cat([value.to(device, non_blocking=True) for value in values])
+        together = torch.cat([on_device(value, device) for value in values])
         self._reads.submit(together, functools.partial(self._receive, step))
 
     def _receive(self, step: _Step, host_values: Sequence[float]) -> None:

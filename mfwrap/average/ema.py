@@ -61,7 +61,8 @@ class ExponentialMovingAverage:
             updates applied before this one. The first steps of training then lose their influence
             quickly.
         update_every: Average at every `update_every`-th call of `update`; 1 averages at each call.
-            A call for a skipped update counts, too. `decay` is not adjusted to `update_every`.
+            A call for a skipped update counts, too. `decay` is not adjusted to `update_every`: pass
+            ``decay**update_every`` for an average that reaches as far back as with 1.
         device: Device of the averages; by default each weight's device. If the averages are on the
             CPU and the weights are not, each averaging step synchronizes with the device.
         dtype: Floating-point dtype of the averages. The default is the dtype of each weight, but at

@@ -56,8 +56,8 @@ class LossScale:
     def set(self, sens: Tensor) -> None:
         """Replace the scale in place.
 
-        `sens` is not read on the host. A value that is not positive and finite therefore shows up
-        as an overflow of the next step, not as an error.
+        Does not synchronize with the device. A value that is not positive and finite shows up as an
+        overflow of the next step, not as an error.
 
         Args:
             sens: New loss scale, shape ``()`` or ``(1,)``, any real dtype.
@@ -70,7 +70,12 @@ class LossScale:
             msg = f"`sens` must be a tensor, got {described(sens)}"
             raise TypeError(msg)
         _check_shape("sens", sens)
-        self.value.copy_(sens.detach().reshape(()), non_blocking=True)
+        if sens.device.type == "cpu" and self.value.device.type != "cpu":
+            # The value is on the host already. A copy from pinned memory would still be on its way
+            # when the loop changes the memory; one from other memory would wait for the device.
+            self.value.fill_(sens.item())
+        else:
+            self.value.copy_(sens.detach().reshape(()), non_blocking=True)
         self.is_one = False
 
     def update(self, overflow: Tensor) -> Tensor:

@@ -14,10 +14,9 @@ A maintainer must keep three rules:
 
 - The copy needs *pinned* memory. CUDA finishes a copy to pageable memory before it returns, even
   with ``non_blocking=True``.
-- Host memory must not be read before the event of its copy has completed. It must not be reused
-  before its values have been read or dropped. So a *mailbox* goes back to the free list only in
-  `flush` and `discard`. `discard` does not have to wait for the event: the copies of a stream are
-  done in order, so a later copy into the same memory overwrites the dropped values.
+- Host memory must not be read or reused before the event of its copy has completed. So a *mailbox*
+  goes back to the free list only in `flush`. `discard` does not wait for events, so it gives the
+  mailboxes up; torch frees pinned memory only after the copies that use it.
 - Nothing that `submit` calls may read a tensor on the host. Take sizes from shapes.
 """
 
@@ -122,9 +121,10 @@ class DeferredReads:
             receive(values)
 
     def discard(self) -> None:
-        """Drop all pending values without passing them on."""
+        """Drop all pending values without passing them on, and without waiting for them."""
         for mailbox, _ in self._pending:
-            self._free[mailbox.tensor.numel()].append(mailbox)
+            if mailbox.arrived is None:
+                self._free[mailbox.tensor.numel()].append(mailbox)
         self._pending.clear()
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mfwrap.tensors.shards import on_device
+
 NUM_SKETCHES = 4
 """Sums with random signs per tensor. The error of an estimated distance is about 35 %."""
 
@@ -116,7 +118,7 @@ def _sums(
         for begin in range(0, len(indices), at_once):
             together = indices[begin : begin + at_once]
             rows = torch.stack([flat[index] for index in together])
-            total = _sum(rows, start, sum_of_rows).to(flat[0].device, non_blocking=True)
+            total = on_device(_sum(rows, start, sum_of_rows), flat[0].device)
             for index, result in zip(together, total.unbind(), strict=True):
                 results[index] = result
     return results

@@ -9,7 +9,13 @@ from torch import Tensor, distributed
 from mfwrap.collectives import add_over_ranks
 from mfwrap.tensors.norms import as_real, norms_of_each, sum_of_squares
 from mfwrap.tensors.placements import without_partial_sums
-from mfwrap.tensors.shards import is_distributed, local_tensors, mesh_groups, on_device
+from mfwrap.tensors.shards import (
+    is_distributed,
+    local_tensors,
+    meeting_device,
+    mesh_groups,
+    on_device,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -166,11 +172,11 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
             whole tensor is computed, and all ranks of its mesh must call this function.
 
     Returns:
-        Shape ``(N,)``, float32, on the device of the first tensor. Does not synchronize with the
-        device.
+        Shape ``(N,)``, float32, on the first device of a tensor that is not the CPU. Does not
+        synchronize with the device.
     """
     whole = without_partial_sums(tensors)
-    norms = norms_of_each(local_tensors(whole), tensors[0].device)
+    norms = norms_of_each(local_tensors(whole), meeting_device(tensors))
     reduction = SquareReduction.among(whole)
     if reduction is None:
         return norms

@@ -86,6 +86,16 @@ def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
 
 
+def meeting_device(tensors: Iterable[Tensor]) -> torch.device:
+    """Return the device that tensors of several devices are best moved to, with `on_device`.
+
+    It is the first one that is not the CPU: a move to the CPU waits for the device. If all are on
+    the CPU, it is the CPU.
+    """
+    devices = [tensor.device for tensor in tensors]
+    return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of `tensor` on `device`, or `tensor` itself if it is there already.
 
