@@ -22,7 +22,7 @@ from mfwrap import (
 )
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import MFLossMonitor
-from support.fake_device import count_waits
+from support.device import run
 from support.host_reads import HostReads
 from support.small_networks import Classifier, labelled_batches
 
@@ -242,14 +242,13 @@ def test_a_loss_monitor_that_prints_every_step_reads_nothing(caplog):
     ]
 
 
-@pytest.mark.slow
-def test_the_loop_on_a_device_waits_once_and_then_only_if_asked(tmp_path):
-    """On a fake device, rates equal those on a CPU, and the host waits just before an update.
+def test_the_loop_on_a_device_waits_once_and_then_only_if_asked():
+    """On a simulated device rates equal those on a CPU, and the host waits just before an update.
 
     That wait is for the previous update. A question about the schedule takes its place. An
     optimizer that is not fused reads its flag, and then questions are free.
     """
-    counted = count_waits(tmp_path)
+    counted = run("support.device.ways:attached_loops")
 
     never, always, but_first = [0] * 6, [1] * 6, [0, 1, 1, 1, 1, 1]
     for optimizer in ("fused AdamW", "AdamWeightDecay", "fused SGD"):
@@ -260,6 +259,7 @@ def test_the_loop_on_a_device_waits_once_and_then_only_if_asked(tmp_path):
     assert (silent["reads"], silent["waits"]) == (always, but_first)
     assert (asked["reads"], asked["waits"], asked["asking"]) == (always, but_first, never)
     for found in counted.values():
+        assert found["faults"] == []
         assert (
             found["rates"] == found["expected"] == [0.1, 0.05, *[0.025] * 2, *[0.0125] * 2, 0.00625]
         )

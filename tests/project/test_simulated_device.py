@@ -1,0 +1,82 @@
+"""The simulated device finds faults that only show on CUDA, and mfwrap has none of them."""
+
+import pytest
+
+from support.device import run
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """Return what each planted fault, and each case without one, has shown."""
+    return run("support.device.cases:found")
+
+
+@pytest.fixture(scope="module")
+def ways():
+    """Return what each way into mfwrap has shown."""
+    return run("support.device.ways:found")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("an event reused", "event reused"),
+        ("a pinned buffer read early", "pinned buffer read early"),
+        ("a pinned buffer written early", "pinned buffer written early"),
+        ("a missing record_stream", "missing record_stream"),
+        ("a read inside a capture", "not allowed in a capture"),
+        ("a wrong stream", "wrong stream"),
+    ],
+)
+def test_a_planted_fault_is_named(cases, name, kind):
+    """The first fault that is found is the planted one."""
+    assert cases[name]["kinds"][0] == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "list_of", "entry"),
+    [
+        ("a host read in the norms", "reads", "aten::_local_scalar_dense"),
+        ("a copy from unpinned memory", "synchronizations", "copy from unpinned memory"),
+        ("a synchronization in a monitor", "synchronizations", "synchronize"),
+    ],
+)
+def test_a_planted_wait_is_named_with_its_line(cases, name, list_of, entry):
+    """A wait that is planted is listed each time, with the operator and the line that causes it."""
+    found = cases[name][list_of]
+
+    assert len(found) >= 3
+    assert all(each.startswith(f"{entry} at ") and "cases.py:" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "steps of a cell",
+        "two copies to the host",
+        "a recorded stream",
+        "a monitor",
+        "a monitor of a network on two devices",
+        "an update inside a capture",
+        "a side stream that waits",
+        "a scale from pinned memory",
+        "dropped copies",
+    ],
+)
+def test_without_a_fault_nothing_is_found(cases, name):
+    """The same work without the planted fault is silent; the host waits for events alone."""
+    found = cases[name]
+
+    assert (found["faults"], found["reads"], found["synchronizations"]) == ([], [], [])
+    assert all("deferred.py" in wait for wait in found["waits"])
+
+
+@pytest.mark.parametrize("way", ["cell", "attach", "MFTrainer", "Model"])
+def test_each_way_trains_without_a_fault(ways, way):
+    """Losses, norms and weights are those of the CPU, and the host waits for nothing but events."""
+    found = ways[way]
+
+    assert found["numbers"] == pytest.approx(found["expected"], rel=1e-5)
+    assert found["updates"] == 14
+    assert (found["faults"], found["reads"], found["synchronizations"]) == ([], [], [])
+    assert all("deferred.py" in wait for wait in found["waits"])
