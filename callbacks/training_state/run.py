@@ -350,11 +350,9 @@ class TrainingStateRun:
 
     def _submit(self, step: _Step, shown: Tensor | None) -> None:
         """Start copying the values of a step to the host, all in one tensor."""
-        values = [] if step.packed is None else [step.packed.tensor]
-        if shown is not None:
-            values.append(shown)
-        if step.judgement is not None:
-            values.append(step.judgement.summary)
+        summary = None if step.judgement is None else step.judgement.summary
+        packed = None if step.packed is None else step.packed.tensor
+        values = [value for value in (packed, shown, summary) if value is not None]
         if not values:
             self._write(step, [], None)
             return

@@ -124,6 +124,21 @@ def test_warmup_counts_updates_that_are_not_averaged():
     assert averages(ema)["0"].item() == pytest.approx(9 / 11)
 
 
+@given(st.floats(0.5, 0.999), st.integers(2, 4), st.integers(1, 5))
+def test_the_decay_to_the_power_of_update_every_keeps_its_meaning(decay, every, number):
+    """With ``decay**update_every``, an average follows a weight that stays as with 1."""
+    weight = torch.zeros(1, dtype=torch.float64)
+    often = ExponentialMovingAverage([weight], decay)
+    seldom = ExponentialMovingAverage([weight], decay**every, update_every=every)
+    weight.fill_(1)
+    for _ in range(number * every):
+        often.update()
+        seldom.update()
+
+    [[_, expected]], [[_, actual]] = often.named_averages(), seldom.named_averages()
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+
+
 def test_update_every_counts_calls():
     """With `update_every=3` every third call averages; calls for skipped updates count too."""
     weight = torch.zeros(2)
