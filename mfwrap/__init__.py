@@ -2,36 +2,41 @@
 
 from typing import TYPE_CHECKING
 
-from mfwrap.average.ema import ExponentialMovingAverage
-from mfwrap.config import StepConfig
-from mfwrap.loss_scale import (
-    AdaptiveLossScaleUpdateCell,
-    DynamicLossScaleUpdateCell,
-    FixedLossScaleUpdateCell,
-    LossScaleUpdateCell,
-)
-from mfwrap.mindspore.functional import GradOperation, grad, value_and_grad
-from mfwrap.mindspore.managers import (
-    DynamicLossScaleManager,
-    FixedLossScaleManager,
-    LossScaleManager,
-)
-from mfwrap.mindspore.scalers import DynamicLossScaler, LossScaler, StaticLossScaler, all_finite
 from mfwrap.names import ABSENT_NAMES, package_getattr
-from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer
-from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.step.cell import MFTrainOneStepCell
-from mfwrap.step.clipping import clip_by_global_norm, clip_by_value
-from mfwrap.step.mindspore_cells import (
-    TrainOneStepCell,
-    TrainOneStepWithLossScaleCell,
-    WithLossCell,
-)
-from mfwrap.step.pipeline import pipeline_stages
-from mfwrap.tensors.deferred import DeferredReads
 
 if TYPE_CHECKING:
+    from mfwrap.average.ema import ExponentialMovingAverage
+    from mfwrap.config import StepConfig
+    from mfwrap.loss_scale import (
+        AdaptiveLossScaleUpdateCell,
+        DynamicLossScaleUpdateCell,
+        FixedLossScaleUpdateCell,
+        LossScaleUpdateCell,
+    )
+    from mfwrap.mindspore.functional import GradOperation, grad, value_and_grad
+    from mfwrap.mindspore.managers import (
+        DynamicLossScaleManager,
+        FixedLossScaleManager,
+        LossScaleManager,
+    )
+    from mfwrap.mindspore.scalers import (
+        DynamicLossScaler,
+        LossScaler,
+        StaticLossScaler,
+        all_finite,
+    )
     from mfwrap.model.model import Model
+    from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer
+    from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
+    from mfwrap.step.cell import MFTrainOneStepCell
+    from mfwrap.step.clipping import clip_by_global_norm, clip_by_value
+    from mfwrap.step.mindspore_cells import (
+        TrainOneStepCell,
+        TrainOneStepWithLossScaleCell,
+        WithLossCell,
+    )
+    from mfwrap.step.pipeline import pipeline_stages
+    from mfwrap.tensors.deferred import DeferredReads
 
 __version__ = "0.1.0"
 
@@ -69,4 +74,43 @@ __all__ = [
 ]
 
 
-__getattr__ = package_getattr(__name__, {"Model": "mfwrap.model.model"}, ABSENT_NAMES)
+# Modules are imported when a name is first used: the command line, for example, shows its help
+# without torch.
+_HOMES = {
+    "AdamWeightDecay": "mfwrap.optimizers",
+    "AdaptiveLossScaleUpdateCell": "mfwrap.loss_scale",
+    "ChainedOptimizer": "mfwrap.optimizers",
+    "DeferredReads": "mfwrap.tensors.deferred",
+    "DynamicLossScaleManager": "mfwrap.mindspore.managers",
+    "DynamicLossScaleUpdateCell": "mfwrap.loss_scale",
+    "DynamicLossScaler": "mfwrap.mindspore.scalers",
+    "ExponentialMovingAverage": "mfwrap.average.ema",
+    "FixedLossScaleManager": "mfwrap.mindspore.managers",
+    "FixedLossScaleUpdateCell": "mfwrap.loss_scale",
+    "GradOperation": "mfwrap.mindspore.functional",
+    "LocalNormStepOutput": "mfwrap.outputs",
+    "LossScaleManager": "mfwrap.mindspore.managers",
+    "LossScaleUpdateCell": "mfwrap.loss_scale",
+    "LossScaler": "mfwrap.mindspore.scalers",
+    "MFTrainOneStepCell": "mfwrap.step.cell",
+    "Model": "mfwrap.model.model",
+    "StaticLossScaler": "mfwrap.mindspore.scalers",
+    "StepConfig": "mfwrap.config",
+    "StepOutput": "mfwrap.outputs",
+    "StepReport": "mfwrap.outputs",
+    "TrainOneStepCell": "mfwrap.step.mindspore_cells",
+    "TrainOneStepWithLossScaleCell": "mfwrap.step.mindspore_cells",
+    "WithLossCell": "mfwrap.step.mindspore_cells",
+    "all_finite": "mfwrap.mindspore.scalers",
+    "clip_by_global_norm": "mfwrap.step.clipping",
+    "clip_by_value": "mfwrap.step.clipping",
+    "grad": "mfwrap.mindspore.functional",
+    "pipeline_stages": "mfwrap.step.pipeline",
+    "value_and_grad": "mfwrap.mindspore.functional",
+}
+
+__getattr__ = package_getattr(__name__, _HOMES, ABSENT_NAMES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import sys
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -160,7 +161,9 @@ def package_getattr(
 
     def getattribute(name: str) -> Any:
         if name in homes:
-            return getattr(importlib.import_module(homes[name]), name)
+            found = getattr(importlib.import_module(homes[name]), name)
+            vars(sys.modules[package])[name] = found  # no call the next time
+            return found
         if name in absent:
             msg = f"{package} has no `{name}`; write {absent[name]}"
             raise ImportError(msg, name=package)

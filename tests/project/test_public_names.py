@@ -69,3 +69,38 @@ def test_scripts_run_by_their_module(script, tmp_path):
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 
     assert shown.stdout.startswith("usage:")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import mfwrap", "import mfwrap.cli", "import mfwrap; dir(mfwrap); mfwrap.__version__"],
+)
+def test_the_command_line_starts_without_torch(statement):
+    """The package and the command line load torch only for what needs it."""
+    code = f"{statement}; import sys; print('torch' in sys.modules)"
+    shown = subprocess.run(
+        [sys.executable, "-Pc", code], capture_output=True, text=True, check=True
+    )
+
+    assert shown.stdout.strip() == "False"
+
+
+def test_the_help_needs_no_torch():
+    """`mfwrap --help` shows its text in a process that cannot import torch."""
+    code = "import sys; sys.modules['torch'] = None; from mfwrap.cli import main; main()"
+    command = [sys.executable, "-Pc", code, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert "mfwrap train" in shown.stdout
+
+
+def test_a_name_that_was_used_is_a_plain_attribute():
+    """A public name is resolved once; an unknown one is an AttributeError."""
+    mfwrap = importlib.import_module("mfwrap")
+    from mfwrap.step.cell import MFTrainOneStepCell  # noqa: PLC0415  (imports the name's home)
+
+    assert mfwrap.MFTrainOneStepCell is MFTrainOneStepCell
+    assert vars(mfwrap)["MFTrainOneStepCell"] is MFTrainOneStepCell
+    assert {"MFTrainOneStepCell", "Model", "grad"} <= set(dir(mfwrap))
+    with pytest.raises(AttributeError, match="has no attribute 'MFTrainOneStepCel'"):
+        _ = mfwrap.MFTrainOneStepCel
