@@ -15,10 +15,10 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants peers table layouts lint format benchmark docs clean
+.PHONY: help train test test-full test-cuda mutants peers table layouts lint format benchmark benchmark-full docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
 
 train: $(VENV)/.linked ## train the default recipe, a small Llama; the run goes to runs/causal_lm
 	$(RUN) -m mfwrap.recipes.causal_lm
@@ -64,12 +64,11 @@ format: $(VENV)/.linked ## format the code and repair what ruff can repair
 	$(RUN) -m ruff format
 
 # Without PYTHONSAFEPATH, because the scripts import modules from their own folder.
-benchmark: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure steps, ranks and monitors, compared with other libraries, and checksums
-	PYTHONSAFEPATH= $(RUN) benchmarks/epilogue.py
-	PYTHONSAFEPATH= $(RUN) benchmarks/trainer.py
-	PYTHONSAFEPATH= $(RUN) benchmarks/distributed.py
-	PYTHONSAFEPATH= $(RUN) benchmarks/monitors.py
-	PYTHONSAFEPATH= $(RUN) benchmarks/verification.py
+benchmark: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure against other libraries, into benchmarks/RESULTS.md
+	PYTHONSAFEPATH= $(RUN) benchmarks/run.py
+
+benchmark-full: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure the same for longer, for less spread
+	PYTHONSAFEPATH= $(RUN) benchmarks/run.py --full
 
 docs: $(VENV)/.installed-docs $(VENV)/.linked ## build the site of the documentation into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

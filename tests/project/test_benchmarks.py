@@ -1,0 +1,89 @@
+"""The benchmarks run, and write only their own part of the results."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+MARK = re.compile(r"<!-- (\w+) (cpu|cuda) -->\n(.*?)\n<!-- end -->", re.DOTALL)
+
+
+def bodies(path):
+    """Return the results in a file by section and device."""
+    return {(key, device): body for key, device, body in MARK.findall(path.read_text("utf-8"))}
+
+
+def run(results, *arguments):
+    """Run the program that measures, with tiny sizes."""
+    command = [sys.executable, BENCHMARKS / "run.py", "--quick", "--results", results, *arguments]
+    subprocess.run(command, check=True)
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Return a copy of the results."""
+    return Path(shutil.copy(BENCHMARKS / "RESULTS.md", tmp_path))
+
+
+@pytest.fixture(scope="module")
+def sections():
+    """Return the sections that are measured."""
+    path = BENCHMARKS / "run.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_run", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module.SECTIONS
+
+
+def test_each_section_has_its_place_in_the_results(sections):
+    """Each section has a mark for the CPU, and one for a GPU if it can run there."""
+    expected = {(key, "cpu") for key in sections}
+    expected |= {(key, "cuda") for key, section in sections.items() if section.on_cuda}
+
+    assert set(bodies(BENCHMARKS / "RESULTS.md")) == expected
+
+
+def test_each_result_says_what_was_run(sections):
+    """A result has its date, its machine and, for each table, its command."""
+    for (key, device), body in bodies(BENCHMARKS / "RESULTS.md").items():
+        if body.startswith("Not measured"):
+            continue
+        assert re.match(r"\d{4}-\d\d-\d\d, .*torch \d", body), (key, device)
+        programs = {name.split()[0] for name in (*sections[key].usual, *sections[key].full)}
+        commands = re.findall(r"^`python benchmarks/(\w+\.py)", body, re.MULTILINE)
+        assert commands
+        assert set(commands) <= programs
+
+
+def test_a_section_that_is_measured_keeps_the_others(results):
+    """Measuring one section replaces its table and nothing else."""
+    before = bodies(results)
+    run(results, "--only", "host")
+    after = bodies(results)
+
+    changed = {key for key in after if after[key] != before[key]}
+    assert changed == {("host", "cpu")}
+    rows = [line for line in after["host", "cpu"].splitlines() if line.startswith("| mfwrap")]
+    assert len(rows) == 4
+    for row in rows:
+        assert re.fullmatch(
+            r"\| [^|]+ \| [\d.]+ \([\d.]+ to [\d.]+\) \| \d+\.\d\d \| \d+ \|", row
+        ), row
+
+
+@pytest.mark.slow
+def test_the_benchmarks_without_other_libraries_run(results):
+    """Programs that need no library beside those of the tests run with tiny sizes."""
+    names = ("imports", "checksums")
+    run(results, "--only", *names)
+
+    found = bodies(results)
+    assert all(found[name, "cpu"].count("\n|") >= 4 for name in names)
