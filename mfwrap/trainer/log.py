@@ -35,9 +35,11 @@ class OperationCount:
         self._is_stock = getattr(self._count, "__func__", None) is Trainer.floating_point_ops
         self._per_element: float | None = None
 
-    def __call__(self, inputs: Mapping[str, Any]) -> float:
+    def __call__(self, inputs: Any) -> float:
         """Return the operations of forward and backward of a micro-batch."""
-        main = inputs.get(str(getattr(self._model, "main_input_name", "input_ids")))
+        name = str(getattr(self._model, "main_input_name", "input_ids"))
+        # TRL's trainers for reinforcement learning begin with a list of samples.
+        main = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not self._is_stock or not isinstance(main, Tensor) or main.numel() == 0:
             return self._count(inputs)
         if self._per_element is None:

@@ -2,6 +2,7 @@
 
 import random
 import re
+import resource
 
 import pytest
 import yaml
@@ -40,6 +41,12 @@ def kills_in(moments, draw, number):
     return [(draw.randrange(NUM_RANKS), make) for make in kinds]
 
 
+def cpu_seconds_of_children():
+    """Return the CPU time of all processes that were started here and have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def output(folder):
     """Return the end of what torchrun and its workers have printed."""
     return (folder / "output.txt").read_text()[-4000:]
@@ -72,11 +79,14 @@ def check_script(folder, script, num_kills):
         (folder / name).mkdir()
         (folder / name / "script.py").write_text(script, encoding="utf-8")
     alone, killed = folder / "alone", folder / "killed"
+    before = cpu_seconds_of_children()
     assert launch_and_kill(alone, ["script.py"], **OWN_STORE) == (0, 0), output(alone)
+    # torchrun itself takes about as long as a worker takes to start.
+    start_seconds = (cpu_seconds_of_children() - before) / (NUM_RANKS + 1)
 
     draw = random.Random(0)  # noqa: S311  (test data, not cryptography)
     size = sum(path.stat().st_size for path in (alone / "run").glob("*.jsonl"))
-    moments = Moments(killed / "run", draw, 6.0, max(size / 6, 1))
+    moments = Moments(killed / "run", draw, start_seconds / 2, max(size / 6, 1))
     kills = kills_in(moments, draw, num_kills)
     ended = launch_and_kill(killed, ["script.py"], kills, **OWN_STORE)
 

@@ -63,7 +63,7 @@ def vit():
             [{"input_ids": torch.zeros(*shape, dtype=torch.long)} for shape in [(2, 5), (3, 7)]],
         ),
         (vit, [{"pixel_values": torch.zeros(n, 3, 8, 8)} for n in (1, 4)]),
-        (llama, [{"labels": torch.zeros(2, 2)}, {"input_ids": torch.zeros(0, 5)}]),
+        (llama, [{"labels": torch.zeros(2, 2)}, {"input_ids": torch.zeros(0, 5)}, [{}, {}]]),
     ],
     ids=["tokens", "images", "no input"],
 )
