@@ -154,6 +154,20 @@ class ExponentialMovingAverage:
         else:
             self._applied_updates.add_(on_device(applied, self._applied_updates.device))
 
+    def count_replay(self) -> None:
+        """Count a call of `update` that a graph of the device has replayed."""
+        self._num_calls += 1
+
+    @property
+    def obstacle_to_capture(self) -> str | None:
+        """Why a graph of the device cannot hold `update`; ``None`` if it can."""
+        if self._update_every > 1:
+            return f"if `ema` does not follow each update, got update_every={self._update_every}"
+        weights = zip(self._weights.values(), self._averages.values(), strict=True)
+        if any(weight.device != average.device for weight, average in weights):
+            return "if the averages of `ema` are on another device than the weights"
+        return None
+
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
         """Put the averages into the parameters and buffers inside the block, for evaluation.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mfwrap.arguments import described
+from mfwrap.arguments import check_bool, described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import Section, section_clock
 from mfwrap.config import SpikePolicyName, StepConfig
@@ -21,6 +21,7 @@ from mfwrap.step.accelerator import (
     join_saves,
     remove_grad_scaler,
 )
+from mfwrap.step.captured import CapturedStep
 from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 from mfwrap.step.fsdp import sharded_local_squares_of
@@ -32,6 +33,7 @@ from mfwrap.step.parameters import (
 )
 from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.ranks import agreement_of
+from mfwrap.step.rate_table import RateTable
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES
 from mfwrap.step.state import check_keys, restore, state_of
@@ -95,6 +97,10 @@ class MFTrainOneStepCell(LossScaleHooks):
             taken. ``None`` keeps torch's all-reduce.
         sync_each_batch: See `StepConfig`.
         accumulate_allreduce_grads_in_fp32: See `StepConfig`.
+        capture: Capture one whole update in a graph of the device (a CUDA graph), and replay it
+            with one call of the host for each update; see `mfwrap.step.captured`. All batches must
+            have the shapes of the first one. The schedule, and the error about too many skips, come
+            one update later. On a CPU the same steps run without a graph. Not measured on a GPU.
 
     Raises:
         RuntimeError: If the network has a communication hook already, and another one is needed for
@@ -145,6 +151,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         communication_hook: CommunicationHook | None = None,
         sync_each_batch: bool = False,
         accumulate_allreduce_grads_in_fp32: bool = False,
+        capture: bool = False,
     ) -> None:
         self.config = StepConfig(
             use_clip_grad=use_clip_grad,
@@ -170,6 +177,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Schedule that the cell steps; ``None`` without one. Save its state separately."""
         module = self._accumulate.network
         present = functools.partial(network_parameters, module)
+        check_bool("capture", capture)
         parameters = TrainedParameters(
             present(),
             inner,
@@ -179,10 +187,18 @@ class MFTrainOneStepCell(LossScaleHooks):
         )
         self.ema = _checked_average(ema, parameters)
         loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
+        rates = RateTable(inner, self.lr_scheduler, parameters.device) if capture else None
+        advanced = self.lr_scheduler if rates is None or self.lr_scheduler is None else rates
         self._update = StepUpdate(
-            parameters, inner, self.config, loss_scale, lr_scheduler=self.lr_scheduler, ema=ema
+            parameters, inner, self.config, loss_scale, lr_scheduler=advanced, ema=ema
         )
         super().__init__(module, inner, parameters, loss_scale)
+        self._captured: CapturedStep | None = None
+        if rates is not None:
+            self._refuse_own_step()
+            self._captured = CapturedStep(
+                self._accumulate, self._update, inner, loss_scale, self.ema, rates
+            )
         self._connect_ranks(parameters, communication_hook)
         if accelerator is not None:
             remove_grad_scaler(accelerator)
@@ -199,6 +215,14 @@ class MFTrainOneStepCell(LossScaleHooks):
             )
             raise ValueError(msg)
         self.config.check_communication_hook(hook)
+
+    def _refuse_own_step(self) -> None:
+        if self._is_custom:
+            msg = (
+                "`capture` must be False for a subclass with its own `__call__`, which is not "
+                f"captured, got {type(self).__name__}"
+            )
+            raise ValueError(msg)
 
     def _connect_ranks(
         self, parameters: TrainedParameters, communication_hook: CommunicationHook | None
@@ -274,6 +298,10 @@ class MFTrainOneStepCell(LossScaleHooks):
 
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
         self.config.check_micro_batches(len(calls))
+        if self._captured is not None:
+            self.last_report = self._captured(calls)
+            section_clock.switch(Section.DATA)
+            return self.last_report.output
         self._update.release_gradients()
         guard = self._guard
         try:
@@ -338,6 +366,8 @@ class MFTrainOneStepCell(LossScaleHooks):
             [(owner, state_dict) for owner in self._update.state_owners()],
             None if self.ema is None else (self.ema, state_dict["ema"]),
         )
+        if self._captured is not None:
+            self._captured.forget_counts()
 
 
 def _checked_average(

@@ -155,8 +155,11 @@ class UpdateCounts:
             self._error = RuntimeError(msg)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the counters by name: tensors of shape ``()``, int64, never changed in place."""
+        """Return the counters by name: shape ``()``, int64, changed in place by captured steps."""
         return {name: getattr(self, name) for name in COUNTERS}
+
+    def replaced(self) -> list[tuple[object, str]]:
+        return [(self, name) for name in COUNTERS]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Call `flush`, and return copies of the counters."""

@@ -49,7 +49,7 @@ def learning_rates(
         ValueError: If a rate is a number and non-finite, unless `may_be_bad`. A rate that is a
             tensor is not read; see `has_bad_rate`.
     """
-    fault = None if may_be_bad else _bad_number(optimizer)
+    fault = None if may_be_bad else bad_rate(optimizer)
     if fault is not None:
         raise ValueError(fault)
     rates = [math.nan if (lr := g.get("lr")) is None else lr for g in optimizer.param_groups]
@@ -97,7 +97,7 @@ def has_bad_rate(optimizer: Optimizer, device: torch.device) -> Tensor | None:
     Returns:
         Shape ``()``, bool, on `device`; ``None`` if all rates are finite numbers.
     """
-    fault = _bad_number(optimizer)
+    fault = bad_rate(optimizer)
     if fault is not None:
         _logger.warning("all stages of the pipeline skip an update: %s", fault)
         return torch.ones((), dtype=torch.bool, device=device)
@@ -107,7 +107,8 @@ def has_bad_rate(optimizer: Optimizer, device: torch.device) -> Tensor | None:
     return ~torch.stack([_rate(rate, device) for rate in rates]).isfinite().all()
 
 
-def _bad_number(optimizer: Optimizer) -> str | None:
+def bad_rate(optimizer: Optimizer) -> str | None:
+    """Describe the first learning rate that is a non-finite number; ``None`` if there is none."""
     for number, group in enumerate(optimizer.param_groups):
         rate = group.get("lr")
         if rate is not None and not isinstance(rate, Tensor) and not math.isfinite(rate):

@@ -192,6 +192,15 @@ class TrainedParameters:
         groups = self._optimizer.param_groups
         return sum(len(group["params"]) for group in groups) == len(self._held)
 
+    def check_current(self) -> None:
+        """Raise ``RuntimeError`` unless `are_current`."""
+        if not self.are_current:
+            msg = (
+                f"`optimizer` must hold the same {len(self._held)} parameters as when the cell was "
+                "built, got other parameters; build a new cell after adding or replacing parameters"
+            )
+            raise RuntimeError(msg)
+
     def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
         """Return each parameter's gradient; ``None`` for a parameter that backward did not reach.
 
@@ -207,12 +216,7 @@ class TrainedParameters:
                 device.
             TypeError: If a gradient is sparse.
         """
-        if not self.are_current:
-            msg = (
-                f"`optimizer` must hold the same {len(self._held)} parameters as when the cell was "
-                "built, got other parameters; build a new cell after adding or replacing parameters"
-            )
-            raise RuntimeError(msg)
+        self.check_current()
         device = self.tensors[0].device
         if device != self.device:
             msg = (
@@ -222,7 +226,8 @@ class TrainedParameters:
             raise RuntimeError(msg)
         for parameter in self._outside:
             parameter.grad = None
-        place_gradients(self._distributed)
+        if self._distributed:
+            place_gradients(self._distributed)
         gradients = [parameter.grad for parameter in self.tensors]
         if {gradient.layout for gradient in gradients if gradient is not None} - _DENSE:
             self._refuse_sparse(gradients)

@@ -89,12 +89,8 @@ class SpikePolicy:
     def __init__(self, policy: str, limit: float, device: torch.device) -> None:
         self._clips = policy == "clip"
         self._limit = limit
-        self._device = device
-        self._restart()
-
-    def _restart(self) -> None:
-        self._window = RobustWindow(1, prior=PRIOR_DEVIATION, device=self._device)
-        self._in_a_row = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._window = RobustWindow(1, prior=PRIOR_DEVIATION, device=device)
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
     def judge(self, global_norm: Tensor) -> SpikeVerdict:
         """Judge the norm of an update that is not decided yet.
@@ -131,10 +127,13 @@ class SpikePolicy:
             level = torch.where(is_new_level, level, level + verdict.coefficient.log())
         self._window.add(level.reshape(1), applied | is_new_level)
 
+    def replaced(self) -> list[tuple[object, str]]:
+        return [(self, "_in_a_row"), *self._window.replaced()]
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the window and the number of spikes in a row; the tensors do not change later."""
-        window = {f"spike_{name}": tensor for name, tensor in self._window.state_dict().items()}
-        return {**window, _IN_A_ROW: self._in_a_row}
+        """Return copies of the window and of the number of spikes in a row."""
+        window = {f"spike_{name}": t.clone() for name, t in self._window.state_dict().items()}
+        return {**window, _IN_A_ROW: self._in_a_row.clone()}
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Raise the errors that `load_state_dict` would raise, without changing anything."""
@@ -166,12 +165,13 @@ class SpikePolicy:
             ValueError: If a tensor has another shape or dtype.
         """
         self.check(state_dict)
-        self._restart()
-        if STATE_NAMES.isdisjoint(state_dict):
-            return
         own = self._window.state_dict()
+        if STATE_NAMES.isdisjoint(state_dict):
+            self._window.load_state_dict({n: torch.full_like(t, torch.nan) for n, t in own.items()})
+            self._in_a_row = torch.zeros_like(self._in_a_row)
+            return
         self._window.load_state_dict({name: state_dict[f"spike_{name}"] for name in own})
-        self._in_a_row = state_dict[_IN_A_ROW].detach().clone().to(self._device)
+        self._in_a_row = state_dict[_IN_A_ROW].detach().clone().to(self._in_a_row.device)
 
 
 def spike_policy(config: StepConfig, device: torch.device) -> SpikePolicy | None:

@@ -14,6 +14,9 @@ from mfwrap.loss_scale.live import LossScale
 class StateOwner(Protocol):
     """A part of an update that has a state of its own, such as the counts of updates."""
 
+    def replaced(self) -> list[tuple[object, str]]:
+        """Return the attributes that an update sets to new tensors: owners and names."""
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state; the tensors do not change later."""
 

@@ -22,8 +22,7 @@ Do not add anything that reads a tensor on the host (``item``, ``if tensor``, ``
 tests count such reads.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -37,10 +36,9 @@ from mfwrap.loss_scale.live import LiveLossScale
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
-from mfwrap.step.float32_gradients import infinite_where_rounding_overflows
 from mfwrap.step.forward import Normalizer
 from mfwrap.step.local_norms import LocalSquares
-from mfwrap.step.measurement import Measurement
+from mfwrap.step.measurement import Measurement, measure
 from mfwrap.step.optimizers import (
     SkippableOptimizer,
     group_names,
@@ -52,112 +50,7 @@ from mfwrap.step.ranks import RankAgreement, StageTotals
 from mfwrap.step.schedules import Schedule
 from mfwrap.step.spikes import SpikeVerdict, spike_policy
 from mfwrap.step.state import StateOwner
-from mfwrap.tensors.norm_groups import NormGroups
-from mfwrap.tensors.norms import NormReader, sums_by_group
-from mfwrap.tensors.sharded_norms import SquareReduction
-from mfwrap.tensors.shards import local_tensors
-
-
-def measure(
-    gradients: Sequence[Tensor | None],
-    groups: NormGroups,
-    loss_scale: Tensor,
-    normalizer: Normalizer | None = None,
-    *,
-    local_squares: LocalSquares | None = None,
-    agreement: RankAgreement | None = None,
-    reduction: SquareReduction | None = None,
-    loss: Tensor | None = None,
-    stages: StageTotals | None = None,
-    has_bad_rate: Tensor | None = None,
-    rounded_for: Sequence[Tensor] | None = None,
-    norms: NormReader | None = None,
-    scale_is_one: bool = False,
-) -> Measurement:
-    """Compute norms and the overflow flag in one read of the gradients.
-
-    Does not synchronize with the device.
-
-    Args:
-        gradients: Scaled gradients, one for each parameter of `groups`; ``None`` counts as zeros.
-        groups: Groups of local norms.
-        loss_scale: Loss scale, shape ``()``, float32, on the training device.
-        normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
-        local_squares: Source of the norms of this rank's own gradients; ``None`` if `gradients`
-            are this rank's own.
-        agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
-            there are no such ranks.
-        reduction: Sum over the ranks that hold shards of the gradients; ``None`` without shards.
-            All these ranks get the same sums. A partial `normalizer` is summed in the same message.
-        loss: Loss to report, shape ``()``, float32; needed with `stages`.
-        stages: Sum over the ranks that hold other stages of a pipeline; ``None`` without a
-            pipeline. It also makes `loss`, `normalizer` and `has_bad_rate` known on all these
-            ranks.
-        has_bad_rate: As in `StageTotals`.
-        rounded_for: Parameters of `gradients`, whose dtypes float32 gradients will be rounded to;
-            ``None`` if the gradients have the dtypes of their parameters.
-        norms: Reader that has read the gradients of these parameters before, to save time.
-        scale_is_one: Whether the host knows that `loss_scale` is 1.
-
-    Returns:
-        Norms of the unscaled gradients, and whether they are finite.
-    """
-    norms = NormReader(loss_scale.device) if norms is None else norms
-    squares = norms.squares(gradients if reduction is None else local_tensors(gradients))
-    own_squares = None if local_squares is None else local_squares.squares(squares)
-    if rounded_for is not None:
-        squares = infinite_where_rounding_overflows(squares, gradients, rounded_for)
-    if reduction is not None:
-        squares, total = reduction(squares, None if normalizer is None else normalizer.reduced)
-        if normalizer is not None and normalizer.is_partial:
-            normalizer = Normalizer(total, normalizer.local)
-    square = squares.sum() if agreement is None else agreement.mean(squares.sum())
-    if stages is not None and loss is not None:
-        square, loss, normalizer, has_bad_rate = stages(square, loss, normalizer, has_bad_rate)
-    is_copied = normalizer is None and not scale_is_one
-    divisor = own_divisor = loss_scale.clone() if is_copied else None
-    if normalizer is not None:
-        divisor = loss_scale * _nonzero(normalizer.reduced)
-        own_divisor = loss_scale * _nonzero(normalizer.local)
-    reduction_norms = None
-    if own_squares is None:
-        own_squares = squares
-    elif agreement is None and stages is None:
-        reduction_norms = torch.stack((own_squares.sum(), square)).sqrt()
-        if divisor is not None and own_divisor is not None:
-            reduction_norms /= torch.stack((own_divisor, divisor))
-    global_norm = square.sqrt() if divisor is None else square.sqrt() / divisor
-    is_sound = global_norm < math.inf  # False for NaN
-    if divisor is not None:
-        # Check the divisor here, too, because the host never reads it: a loop may set a scale <= 0,
-        # and a network may return a denominator that is nan or infinite.
-        is_sound &= (divisor > 0) & (divisor < math.inf)
-    return Measurement(
-        overflow=~is_sound,
-        divisor=divisor,
-        global_norm=global_norm,
-        own_squares=own_squares,
-        own_divisor=own_divisor,
-        groups=groups,
-        has_targets=None if normalizer is None else normalizer.reduced != 0,
-        loss=loss,
-        reduction_norms=reduction_norms,
-        has_bad_rate=has_bad_rate,
-    )
-
-
-def _nonzero(divisor: Tensor) -> Tensor:
-    # A batch without targets has zero gradients and a zero divisor: 0 / 0 would give a nan norm.
-    return torch.where(divisor == 0, 1.0, divisor)
-
-
-def local_norm(measured: Measurement) -> Tensor:
-    """Return the L2 norm by group of this rank's own unscaled gradients, shape ``(G,)``, float32.
-
-    They are computed when they are needed: most steps without ``StepConfig.local_norm`` need none.
-    """
-    norms = sums_by_group(measured.own_squares, measured.groups.members).sqrt()
-    return norms if measured.own_divisor is None else norms / measured.own_divisor
+from mfwrap.tensors.norms import NormReader
 
 
 @final
@@ -345,11 +238,33 @@ class StepUpdate:
             ValueError: If a learning rate is a non-finite number.
         """
         section_clock.switch(Section.UPDATE)
+        # Flush as late as possible: this step's backward is queued by now, so the device is busy
+        # while the host waits. But flush before the optimizer's step, because the flush advances
+        # the schedule, which sets the learning rate of this update.
+        self.flush()
+        report, read = self.decide(loss, measured, coefficient, losses)
+        self.counts.submit(report, measured.local_norm, skipped=read)
+        return report
+
+    def decide(
+        self,
+        loss: Tensor,
+        measured: Measurement,
+        coefficient: Tensor | None = None,
+        losses: Mapping[str, Tensor] | None = None,
+    ) -> tuple[StepReport, bool | None]:
+        """Do `apply` without what the host needs of this update and of the previous one.
+
+        Args:
+            loss: As in `apply`, like the other arguments.
+            measured: See `loss`.
+            coefficient: See `loss`.
+            losses: See `loss`.
+
+        Returns:
+            The report, and whether the update was skipped; ``None`` if only the device knows.
+        """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            # Flush as late as possible: this step's backward is queued by now, so the device is
-            # busy while the host waits. But flush before the optimizer's step, because the flush
-            # advances the schedule, which sets the learning rate of this update.
-            self.flush()
             # The ranks of a pipeline have agreed to skip: an error on one rank would stop the rest.
             rates = learning_rates(
                 self._optimizer.optimizer, self._device, may_be_bad=self.stages is not None
@@ -370,8 +285,7 @@ class StepUpdate:
             report = self._report(
                 loss, measured, skipped, rates, losses, spike, norm_is_asked_for=is_asked_for
             )
-            self.counts.submit(report, lambda: local_norm(measured), skipped=read)
-        return report
+        return report, read
 
     def flush(self) -> None:
         """Step the schedule if the last update was applied, and check for too many skips in a row.
@@ -386,6 +300,15 @@ class StepUpdate:
     def state_owners(self) -> tuple[StateOwner, ...]:
         """Return the objects whose states belong into a checkpoint; their names are distinct."""
         return (self.counts,) if self._spikes is None else (self.counts, self._spikes)
+
+    def replaced(self) -> list[tuple[object, str]]:
+        """Return the attributes that an update sets to new tensors: owners and names."""
+        return [place for owner in self.state_owners() for place in owner.replaced()]
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether no update needs the host to know whether to skip it."""
+        return self._optimizer.skips_on_device
 
     def _skips(self, measured: Measurement, spike: SpikeVerdict | None) -> Tensor:
         skips = measured.overflow if spike is None else measured.overflow | spike.skips
@@ -441,7 +364,7 @@ class StepUpdate:
         )
         if self._config.local_norm:
             output = LocalNormStepOutput(
-                **output._asdict(), local_norm=local_norm(measured), size=groups.sizes
+                **output._asdict(), local_norm=measured.local_norm(), size=groups.sizes
             )
         return StepReport(
             output=output,

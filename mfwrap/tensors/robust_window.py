@@ -109,6 +109,10 @@ class RobustWindow:
         prior = self._prior * (_PRIOR_STEPS / (_PRIOR_STEPS + number)).clamp(min=_LEAST)
         self.deviation = (prior.square() + variance).sqrt()
 
+    def replaced(self) -> list[tuple[object, str]]:
+        """Return the attributes that `add` sets to new tensors: owners and names."""
+        return [(self, name) for name in ("_values", "_distances", "expected", "deviation")]
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the window: ``values``, shape ``(K, 5)``, and ``distances``, ``(K, length)``.
 

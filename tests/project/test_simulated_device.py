@@ -17,6 +17,12 @@ def ways():
     return run("support.device.ways:found")
 
 
+@pytest.fixture(scope="module")
+def captures():
+    """Return what captured steps have shown."""
+    return run("support.device.captures:found")
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -80,3 +86,35 @@ def test_each_way_trains_without_a_fault(ways, way):
     assert found["updates"] == 14
     assert (found["faults"], found["reads"], found["synchronizations"]) == ([], [], [])
     assert all("deferred.py" in wait for wait in found["waits"])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_replayed_steps_are_the_plain_steps(captures, optimizer):
+    """Replays of a graph compute what plain steps do; the network runs for captures only.
+
+    Between the updates parameters are frozen, states loaded, and the rate and the scale set. The
+    graph is then captured again: six runs of two micro-batches for 14 updates.
+    """
+    found = captures[optimizer]
+
+    assert found["numbers"] == pytest.approx(found["expected"], rel=1e-6, nan_ok=True)
+    assert found["forwards"] == [12, 28]
+    assert (found["faults"], found["reads"]) == ([], [])
+    assert all("captured.py:" in each for each in found["synchronizations"])
+    assert len(found["synchronizations"]) <= 1
+    assert all("deferred.py" in wait for wait in found["waits"])
+
+
+@pytest.mark.parametrize("name", ["state in new tensors", "a batch that is not copied"])
+def test_a_replay_uses_the_memory_of_the_capture(captures, name):
+    """What is not kept in the memory of the capture gives other numbers."""
+    found = captures[name]
+
+    assert found["numbers"] != pytest.approx(found["expected"], rel=1e-3, nan_ok=True)
+
+
+def test_a_read_in_a_captured_network_is_named(captures):
+    """A network that reads its loss on the host is found in the capture, with the operator."""
+    first = captures["a network that reads its loss"]["faults"][0]
+
+    assert first.startswith("not allowed in a capture: the host reads (aten::_local_scalar_dense)")

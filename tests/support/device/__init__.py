@@ -14,8 +14,10 @@ the same numbers, and checks what would be wrong if the work were done late:
 - `pinned`: pinned host memory. A copy from the device arrives only when the host waits for it;
   until then the memory holds NaN, and reading it is a fault. So is writing to memory that is being
   copied.
-- `device`: the device itself, what it has seen (`Device.watching`), and a stand-in for the capture
-  of a graph (`Device.capturing`), which refuses what CUDA refuses.
+- `graphs`: graphs, which refuse in a capture what CUDA refuses, and replay the recorded operators
+  from and into the memory of the capture.
+- `device`: the device itself, what it has seen (`Device.watching`), and a capture without a graph
+  (`Device.capturing`).
 
 torch keeps one place for a device type of somebody else's, and it cannot be given back. So programs
 that use the device run in a process of their own; `run` starts one.

@@ -9,10 +9,10 @@ Source of the idea: ``torch.cuda._sanitizer``.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 Clock = dict[int, int]
 
@@ -139,6 +139,7 @@ class Stream:
         self.number = number
         self.position = 0
         self._seen: Clock = {}
+        self._blocks: list[AbstractContextManager[None]] = []
 
     def clock(self) -> Clock:
         return {**self._seen, self.number: self.position}
@@ -158,6 +159,14 @@ class Stream:
 
     def wait_stream(self, stream: "Stream") -> None:
         merge(self._seen, stream.clock())
+
+    def __enter__(self) -> Self:
+        self._blocks.append(self._timeline.on(self))
+        self._blocks[-1].__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._blocks.pop().__exit__(None, None, None)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = Event(None, self._timeline) if event is None else event

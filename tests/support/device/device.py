@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from support.device.clocks import Event, Stream, Timeline, Watch
+from support.device.graphs import Graph
 from support.device.pinned import PinnedTensor, arrive, pinned
 from support.device.tensors import Runtime
 
@@ -48,6 +49,8 @@ class Device:
 
         substitutes: Any = torch
         substitutes.Event = BoundEvent
+        substitutes.Stream = lambda *_: timeline.new_stream()
+        torch.accelerator.Graph = functools.partial(Graph, self._runtime.recorder)  # type: ignore[assignment, misc]  # (a stand-in)
         torch.accelerator.current_stream = lambda *_: timeline.current  # type: ignore[assignment]  # (a stand-in)
         torch.accelerator.synchronize = lambda *_: timeline.synchronize("synchronize")  # type: ignore[assignment]  # (a stand-in)
         tensor = torch.tensor

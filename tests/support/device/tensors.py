@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from support.device.clocks import Memory, Timeline
+from support.device.graphs import Recorder
 from support.device.pinned import Copy, PinnedTensor, pinned, plain
 
 _DATA_DEPENDENT = {
@@ -67,6 +68,9 @@ class SimulatedTensor(Tensor):
     def record_stream(self, stream: Any) -> None:
         self.memory.record_stream(stream)
 
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
 
 class Runtime:
     """Run operators on the device.
@@ -78,6 +82,7 @@ class Runtime:
 
     def __init__(self, device: torch.device, timeline: Timeline) -> None:
         self.device = device
+        self.recorder = Recorder(timeline)
         self._timeline = timeline
 
     def is_ours(self, value: Any) -> bool:
@@ -107,12 +112,15 @@ class Runtime:
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         ours = [x for x in tree_leaves((args, kwargs)) if self.is_ours(x)]
         raw_args, raw_kwargs = tree_map(self._raw, (args, kwargs))
+        written = self._written(func, args, kwargs)
+        if not func.is_view:
+            self.recorder.before(name, ours, written)
         result = func(*raw_args, **raw_kwargs)
         by_raw = {id(x.raw): x for x in ours}
         memories = {x.raw.untyped_storage().data_ptr(): x.memory for x in ours if x.numel()}
         if not func.is_view:
             self._timeline.current.queue()
-            written = self._written(func, args, kwargs)
+            self.recorder.record(lambda: func(*raw_args, **raw_kwargs), result)
             for x in ours:
                 x.memory.use(name, writes=any(x is each for each in written))
             for x in written:
@@ -152,6 +160,7 @@ class Runtime:
         if memory is None:
             memory = Memory(self._timeline)
             memory.use("its creation", writes=True)
+            self.recorder.allocated(memory)
         return SimulatedTensor(raw, memory, self)
 
     def _copy(self, target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002  (torch's signature)
@@ -159,9 +168,11 @@ class Runtime:
             return target
         self._timeline.current.queue()
         if self.is_ours(target) and self.is_ours(source):
+            self.recorder.before("aten::copy_", [target, source], [target])
             source.memory.use("aten::copy_", writes=False)
             target.memory.use("aten::copy_", writes=True)
             target.raw.copy_(source.raw)
+            self.recorder.record(lambda: target.raw.copy_(source.raw), target.raw)
             return target
         if self.is_ours(target):
             target.memory.use("aten::copy_", writes=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfwrap.step.forward import Normalizer
-from mfwrap.step.update import local_norm, measure
+from mfwrap.step.measurement import measure
 from mfwrap.tensors.norm_groups import group_parameters
 from mfwrap.tensors.sharded_norms import SquareReduction
 from support.host_reads import HostReads
@@ -47,7 +47,7 @@ def test_norms_are_those_of_the_unscaled_gradients(rows, scale):
         result.global_norm.double(), torch.cat(exact).norm(), rtol=1e-5, atol=1e-20
     )
     torch.testing.assert_close(
-        local_norm(result).double(), torch.stack([e.norm() for e in exact]), rtol=1e-5, atol=1e-20
+        result.local_norm().double(), torch.stack([e.norm() for e in exact]), rtol=1e-5, atol=1e-20
     )
     assert not result.overflow
     assert result.divisor == scale
@@ -65,7 +65,7 @@ def test_one_element_that_is_not_finite_is_an_overflow(place, value):
 
     assert result.overflow
     assert not result.global_norm.isfinite()
-    assert local_norm(result).isfinite().tolist() == [place == 1, place == 0]
+    assert result.local_norm().isfinite().tolist() == [place == 1, place == 0]
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, NAN])
@@ -79,7 +79,7 @@ def test_an_absent_gradient_is_a_gradient_of_zeros():
     result = measured([None, torch.tensor([3.0, 4.0])])
 
     assert result.global_norm == 5
-    assert local_norm(result).tolist() == [0, 5]
+    assert result.local_norm().tolist() == [0, 5]
 
 
 def test_no_gradient_at_all_is_no_overflow():
@@ -96,7 +96,7 @@ def test_local_norms_are_those_of_the_groups():
 
     result = measured(gradients, groups=["a|c", "b"])
 
-    assert local_norm(result).tolist() == [5, 5]
+    assert result.local_norm().tolist() == [5, 5]
 
 
 def test_the_divisor_is_a_copy_of_the_scale():
@@ -118,7 +118,7 @@ def test_a_normalizer_divides_beside_the_scale():
 
     assert result.divisor == 50
     assert result.global_norm == 1
-    assert local_norm(result) == 2.5
+    assert result.local_norm() == 2.5
     assert result.has_targets
 
 
@@ -143,10 +143,10 @@ def test_a_partial_normalizer_is_summed_with_the_shards():
     normalizer = Normalizer(torch.tensor(5.0), torch.tensor(2.0), is_partial=True)
 
     result = measured([gradient], 10.0, normalizer=normalizer, reduction=reduction)
-    assert (result.divisor, result.global_norm, local_norm(result)) == (50, 1, 2.5)
+    assert (result.divisor, result.global_norm, result.local_norm()) == (50, 1, 2.5)
 
     result = measured([gradient], 10.0, reduction=reduction)
-    assert (result.divisor, result.global_norm, local_norm(result)) == (10, 5, 5)
+    assert (result.divisor, result.global_norm, result.local_norm()) == (10, 5, 5)
 
 
 def test_without_targets_the_norms_are_zero():
@@ -157,7 +157,7 @@ def test_without_targets_the_norms_are_zero():
 
     assert not result.has_targets
     assert not result.overflow
-    assert result.global_norm == local_norm(result) == 0
+    assert result.global_norm == result.local_norm() == 0
 
 
 def test_measuring_reads_nothing_on_the_host():
