@@ -77,7 +77,7 @@ def test_without_a_fault_nothing_is_found(cases, name):
     assert all("deferred.py" in wait for wait in found["waits"])
 
 
-@pytest.mark.parametrize("way", ["cell", "attach", "MFTrainer", "Model"])
+@pytest.mark.parametrize("way", ["cell", "attach", "MFTrainer", "every monitor", "Model"])
 def test_each_way_trains_without_a_fault(ways, way):
     """Losses, norms and weights are those of the CPU, and the host waits for nothing but events."""
     found = ways[way]
@@ -85,6 +85,16 @@ def test_each_way_trains_without_a_fault(ways, way):
     assert found["numbers"] == pytest.approx(found["expected"], rel=1e-5)
     assert found["updates"] == 14
     assert (found["faults"], found["reads"], found["synchronizations"]) == ([], [], [])
+    assert all("deferred.py" in wait for wait in found["waits"])
+
+
+def test_the_hook_of_replicas_waits_for_nothing(ways):
+    """Under DistributedDataParallel mfwrap's hook adds no wait to torch's own, which is in C++."""
+    found = ways["DDP"]
+
+    assert found["numbers"] == pytest.approx(found["expected"], rel=1e-5)
+    assert (found["updates"], found["faults"], found["reads"]) == (14, [], [])
+    assert {each.rpartition(" at ")[2] for each in found["synchronizations"]} == {"autograd"}
     assert all("deferred.py" in wait for wait in found["waits"])
 
 

@@ -26,9 +26,11 @@ def place() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if not {"torch", "contextlib.py", "functools.py"} & {path.name, *path.parts} and (
-            path.parent.name != "device" or path.name.startswith(("cases", "ways"))
-        ):
+        is_torchs = {"torch", "contextlib.py", "functools.py"} & {path.name, *path.parts}
+        # A mode of torch runs the operator of its caller.
+        is_mode = frame.f_code.co_name == "__torch_function__"
+        is_own = path.parent.name == "device" and path.stem not in {"cases", "ways", "captures"}
+        if not (is_torchs or is_mode or is_own):
             return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"

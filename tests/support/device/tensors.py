@@ -71,6 +71,13 @@ class SimulatedTensor(Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.raw.untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A saved tensor is on the CPU when it is loaded.
+        return self.cpu().__reduce_ex__(protocol)
+
 
 class Runtime:
     """Run operators on the device.

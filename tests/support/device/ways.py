@@ -4,12 +4,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,11 +29,15 @@ from mfwrap import (
 )
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import (
+    CheckpointMonitor,
     EMACallback,
+    EvalCallback,
     LocalNormMonitor,
     LossMonitor,
+    MetricsRecorder,
     MFLossMonitor,
     RankClock,
+    ReplicaCheck,
     TimeMonitor,
     TrainingStateMonitor,
 )
@@ -118,7 +124,19 @@ def norms_and_weights(reports: list[Any], network: nn.Module) -> list[float]:
 
 def cell(device: torch.device, steps: Steps) -> list[float]:
     """Train with the cell: accumulation, clipping, scale, schedule, average and norms."""
-    network = llama(device)
+    return _with_cell(llama(device), device, steps)
+
+
+def hook(device: torch.device, steps: Steps) -> list[float]:
+    """Train with the cell and DistributedDataParallel on one rank, whose hook takes the norms."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return _with_cell(DistributedDataParallel(llama(device)), device, steps)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _with_cell(network: nn.Module, device: torch.device, steps: Steps) -> list[float]:
     optimizer = torch.optim.AdamW(network.parameters(), 1e-2, fused=True)
     trained = MFTrainOneStepCell(
         network,
@@ -186,7 +204,52 @@ class _Watching(TrainerCallback):
 
 
 def trainer(device: torch.device, steps: Steps) -> list[float]:
-    """Train with MFTrainer and its monitors."""
+    """Train with MFTrainer and its usual monitors."""
+    return _trained(
+        device,
+        steps,
+        lambda folder: [
+            MFLossMonitor(),
+            TrainingStateMonitor(folder=folder, replay=True),
+            LocalNormMonitor(folder=folder),
+            RankClock(),
+        ],
+    )
+
+
+FORMATS = ["jsonl"]
+EVERY_OUTPUT: dict[str, Any] = {
+    **{
+        f"{name}_format": FORMATS
+        for name in (
+            *("local_norm", "device_local_norm", "local_loss", "device_local_loss"),
+            *("optimizer_state", "weight_state", "max_attention_logit"),
+        )
+    },
+    "stable_rank_config": {"format": FORMATS, "step_interval": 4, "target": ["q_proj"]},
+    "throughput_baseline": 1.0,
+    "fingerprints": True,
+}
+
+
+def monitors(device: torch.device, steps: Steps) -> list[float]:
+    """Train with MFTrainer and every other monitor and output, and save checkpoints."""
+    return _trained(
+        device,
+        steps,
+        lambda folder: [
+            MetricsRecorder(folder, evaluates_average=True),
+            TrainingStateMonitor(folder=folder, replay=True, **EVERY_OUTPUT),
+            EvalCallback(lambda: {"answer": 42}, step_interval=5),
+            ReplicaCheck(3, gradients=True, folder=folder),
+            CheckpointMonitor(5),
+        ],
+    )
+
+
+def _trained(
+    device: torch.device, steps: Steps, callbacks: Callable[[Path], list[TrainerCallback]]
+) -> list[float]:
     _accelerator(device)
     tokens = torch.cat(batches(torch.device("cpu")))
     outputs: list[Any] = []
@@ -214,14 +277,7 @@ def trainer(device: torch.device, steps: Steps) -> list[float]:
             llama(torch.device("cpu")),
             arguments,
             train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-            callbacks=[
-                Outputs(),
-                MFLossMonitor(),
-                TrainingStateMonitor(folder=folder, replay=True),
-                LocalNormMonitor(folder=folder),
-                RankClock(),
-                _Watching(steps),
-            ],
+            callbacks=[Outputs(), *callbacks(Path(folder)), _Watching(steps)],
             step=StepConfig(local_norm=True, local_norm_groups="layer"),
             ema=lambda network: ExponentialMovingAverage(network, 0.9),
             scale_sense=dynamic_scale(),
@@ -257,8 +313,10 @@ def model(device: torch.device, steps: Steps) -> list[float]:
 
 WAYS: dict[str, Callable[[torch.device, Steps], list[float]]] = {
     "cell": cell,
+    "DDP": hook,
     "attach": attached,
     "MFTrainer": trainer,
+    "every monitor": monitors,
     "Model": model,
 }
 
