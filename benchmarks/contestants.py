@@ -1,10 +1,10 @@
 """Contestants of epilogue.py: ways to do everything after backward."""
 
 import abc
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from ema_pytorch import EMA
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -17,6 +17,7 @@ LOSS_SCALE = 2.0**16
 MAX_GRAD_NORM = 1.0
 DECAY = 0.999
 LEARNING_RATE = 1e-4
+UPDATE_EVERY = 4
 
 
 class Model(nn.Module):
@@ -39,6 +40,10 @@ class Contestant(abc.ABC):
     """
 
     name: str
+    compared_with = "mfwrap, fused AdamW"
+    """Name of the contestant of mfwrap that averages as often."""
+    cycle = 1
+    """Number of steps after which the work repeats."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -64,7 +69,7 @@ class Contestant(abc.ABC):
 class Mfwrap(Contestant):
     """Do the part of `MFTrainOneStepCell` that follows backward."""
 
-    name = "mfwrap, fused AdamW"
+    name = Contestant.compared_with
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -76,11 +81,18 @@ class Mfwrap(Contestant):
             optimizer,
             StepConfig(use_clip_grad=True, max_grad_norm=MAX_GRAD_NORM, local_norm=True),
             LossScale(loss_scale, self.device),
-            ema=ExponentialMovingAverage(model, DECAY),
+            ema=ExponentialMovingAverage(model, DECAY**self.cycle, update_every=self.cycle),
         )
 
     def step(self) -> None:
         self._update(self._loss)
+
+
+class MfwrapEveryFourth(Mfwrap):
+    """Average at every fourth update."""
+
+    name = compared_with = f"mfwrap, average every {UPDATE_EVERY} updates"
+    cycle = UPDATE_EVERY
 
 
 class Torch(Contestant):
@@ -135,6 +147,27 @@ class TorchFusedWithoutNorms(TorchFused):
     reads_norms = False
 
 
+class TorchFusedEveryFourth(TorchFused):
+    """Do the same as `TorchFused`, and average at every fourth update."""
+
+    name = f"torch, fused AdamW, foreach average every {UPDATE_EVERY} updates"
+    compared_with = MfwrapEveryFourth.name
+    cycle = UPDATE_EVERY
+
+    def make_average(self) -> Callable[[], None]:
+        averages = [parameter.detach().clone() for parameter in self.parameters]
+        follow = get_ema_multi_avg_fn(DECAY**self.cycle)
+        num_updates = 0
+
+        def average() -> None:
+            nonlocal num_updates
+            num_updates += 1
+            if num_updates % self.cycle == 0:
+                follow(averages, self.parameters, 0)
+
+        return average
+
+
 class TorchForeach(TorchFused):
     """Use foreach AdamW, and one foreach call for the average."""
 
@@ -158,6 +191,8 @@ class TorchEmaPytorch(Torch):
     name = "torch, fused AdamW, ema-pytorch"
 
     def make_average(self) -> Callable[[], None]:
+        from ema_pytorch import EMA  # noqa: PLC0415  (may not be installed)
+
         average = EMA(self.model, beta=DECAY, update_after_step=0, update_every=1)
         update: Callable[[], None] = average.update
         return update
@@ -169,5 +204,7 @@ CONTESTANTS: tuple[type[Contestant], ...] = (
     TorchFusedWithoutNorms,
     TorchForeach,
     TorchAveragedModel,
-    TorchEmaPytorch,
+    *((TorchEmaPytorch,) if importlib.util.find_spec("ema_pytorch") else ()),
+    MfwrapEveryFourth,
+    TorchFusedEveryFourth,
 )

@@ -5,16 +5,23 @@
 
 All contestants get the same parameters and the same scaled gradients. They take turns, in an order
 that changes from round to round. Each contestant unscales, clips by the global norm, skips on
-overflow, runs AdamW, averages the weights and computes the norm of every gradient. The table shows
-the median and the quartiles of the times over rounds, and the median over rounds of the ratio of
-mfwrap's time to the contestant's time.
+overflow, runs AdamW, averages the weights and computes the norm of every gradient. Contestants that
+average at every fourth update take four steps in a turn; their times and bytes are the means of the
+four, so that each round has the same share of averaging.
+
+Each repeat builds all contestants anew. The table shows the median and the quartiles of the times
+over all rounds. The ratio of a repeat is the median over its rounds of mfwrap's time divided by the
+contestant's time; the table shows the median and the range of the ratios over repeats.
 """
 
 import argparse
+import gc
 import random
 import statistics
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,41 +57,62 @@ def measure(
     for round_index in range(-2, rounds):
         order.shuffle(contestants)
         for contestant in contestants:
-            contestant.load_gradients(gradients)
-            synchronize(device)
-            started = time.perf_counter()
-            contestant.step()
-            synchronize(device)
+            elapsed = 0.0
+            for _ in range(contestant.cycle):
+                contestant.load_gradients(gradients)
+                synchronize(device)
+                started = time.perf_counter()
+                contestant.step()
+                synchronize(device)
+                elapsed += time.perf_counter() - started
             if round_index >= 0:
-                seconds[contestant.name].append(time.perf_counter() - started)
+                seconds[contestant.name].append(elapsed / contestant.cycle)
     return seconds
+
+
+def mean_over_cycle(
+    contestant: Contestant, gradients: list[Tensor], count: Callable[[Callable[[], None]], int]
+) -> float:
+    """Return the mean of what `count` returns for each step of a cycle."""
+    total = 0
+    for _ in range(contestant.cycle):
+        contestant.load_gradients(gradients)
+        total += count(contestant.step)
+    return total / contestant.cycle
 
 
 def report(
     contestants: list[Contestant],
     gradients: list[Tensor],
-    seconds: dict[str, list[float]],
+    repeats: list[dict[str, list[float]]],
     num_parameters: int,
 ) -> None:
     """Print the table, with one row per contestant."""
-    ours = seconds[contestants[0].name]
     print(
-        "| everything after backward | ms, median (quartiles) | mfwrap takes | bytes per parameter "
-        "| host reads | peak memory over state |\n| --- | --- | --- | --- | --- | --- |"
+        "| everything after backward | ms, median (quartiles) | mfwrap takes, median (range) "
+        "| bytes per parameter | host reads | peak memory over state |\n"
+        "| --- | --- | --- | --- | --- | --- |"
     )
     for contestant in contestants:
-        times = seconds[contestant.name]
+        name, ours = contestant.name, contestant.compared_with
+        times = [each for seconds in repeats for each in seconds[name]]
         low, median, high = statistics.quantiles(times, n=4)
-        ratio = statistics.median(a / b for a, b in zip(ours, times, strict=True))
-        contestant.load_gradients(gradients)
-        reads = count_host_reads(contestant.step)
-        contestant.load_gradients(gradients)
-        traffic = count_traffic(contestant.step, larger_than=num_parameters // 10**5)
-        contestant.load_gradients(gradients)
-        excess = transient_peak(contestant.step, gradients[0].device) / contestant.state_bytes()
+        ratios = [
+            statistics.median(a / b for a, b in zip(seconds[ours], seconds[name], strict=True))
+            for seconds in repeats
+        ]
+        ratio, least, most = statistics.median(ratios), min(ratios), max(ratios)
+        reads = mean_over_cycle(contestant, gradients, count_host_reads)
+        count_bytes = partial(count_traffic, larger_than=num_parameters // 10**5)
+        traffic = mean_over_cycle(contestant, gradients, count_bytes)
+        peak = 0
+        for _ in range(contestant.cycle):
+            contestant.load_gradients(gradients)
+            peak = max(peak, transient_peak(contestant.step, gradients[0].device))
         print(
-            f"| {contestant.name} | {median * 1e3:.2f} ({low * 1e3:.2f} to {high * 1e3:.2f}) "
-            f"| {ratio:.2f} of it | {traffic / num_parameters:.0f} | {reads} | {excess:+.1%} |"
+            f"| {name} | {median * 1e3:.2f} ({low * 1e3:.2f} to {high * 1e3:.2f}) "
+            f"| {ratio:.2f} ({least:.2f} to {most:.2f}) of it | {traffic / num_parameters:.0f} "
+            f"| {reads:.0f} | {peak / contestant.state_bytes():+.1%} |"
         )
 
 
@@ -94,7 +122,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--width", type=int, help="hidden size (default: 384, on cuda 1024)")
     parser.add_argument("--layers", type=int, help="layers (default: 6, on cuda 24)")
-    parser.add_argument("--rounds", type=int, default=40, help="measured rounds (default: 40)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of a repeat (default: 6)")
+    parser.add_argument("--repeats", type=int, default=11, help="repeats (default: 11)")
     return parser.parse_args()
 
 
@@ -110,14 +139,19 @@ def main() -> None:
     weights = [torch.randn(shape, device=device) * 0.02 for shape in gpt2_shapes(width, layers)]
     gradients = [torch.randn_like(weight) * 1e-3 * 2.0**16 for weight in weights]
     num_parameters = sum(weight.numel() for weight in weights)
-    contestants = [kind(Model(weights)) for kind in CONTESTANTS]
     print(
         f"{num_parameters / MILLION:.1f} million float32 parameters in {len(weights)} tensors on "
         f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"{arguments.rounds} rounds\n"
+        f"{arguments.repeats} repeats of {arguments.rounds} rounds\n"
     )
-    seconds = measure(list(contestants), gradients, arguments.rounds, device)
-    report(contestants, gradients, seconds, num_parameters)
+    contestants: list[Contestant] = []
+    repeats = []
+    for _ in range(arguments.repeats):
+        contestants.clear()
+        gc.collect()  # free the contestants of the last repeat
+        contestants += [kind(Model(weights)) for kind in CONTESTANTS]
+        repeats.append(measure(list(contestants), gradients, arguments.rounds, device))
+    report(contestants, gradients, repeats, num_parameters)
 
 
 if __name__ == "__main__":

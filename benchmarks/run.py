@@ -43,13 +43,13 @@ class Section:
     on_cuda: str | None = None
 
 
-TINY = "trainer.py --width 64 --layers 3 --batch-size 1 --sequence-length 16"
+TINY = "trainer.py --width 64 --layers 4 --vocabulary 512 --batch-size 1 --sequence-length 16"
 SMALL = "trainer.py --width 256 --layers 6 --batch-size 4"
 SECTIONS = {
     "epilogue": Section(
-        usual=["epilogue.py --rounds 40"],
-        full=["epilogue.py --rounds 200"],
-        quick=["epilogue.py --width 32 --layers 1 --rounds 2"],
+        usual=["epilogue.py"],
+        full=["epilogue.py --rounds 20"],
+        quick=["epilogue.py --width 32 --layers 1 --rounds 2 --repeats 2"],
         on_cuda="epilogue.py --device cuda",
     ),
     "host": Section(
@@ -60,8 +60,8 @@ SECTIONS = {
     "trainer": Section(
         usual=[
             f"{TINY} --steps 60 --rounds 3",
-            f"{SMALL} --steps 10 --rounds 3",
-            "trainer.py --steps 12 --rounds 3",
+            f"{SMALL} --steps 5 --rounds 3",
+            "trainer.py --steps 5 --rounds 3",
         ],
         full=[f"{TINY} --steps 200", f"{SMALL} --steps 20", "trainer.py --steps 60"],
         quick=[f"{TINY} --steps 4 --rounds 2"],

@@ -1,4 +1,4 @@
-"""Measure whole training steps: MFTrainer compared with the stock Trainer and Lightning.
+"""Measure whole training steps: mfwrap compared with the stock Trainer, Lightning and loops.
 
     python benchmarks/trainer.py                       # a Llama of 31 million parameters
     python benchmarks/trainer.py --device cuda --width 1024 --layers 16 --batch-size 16
@@ -11,6 +11,9 @@ A round trains every contestant from the start, and leaves out the first two ste
 time in a round is the median of its steps. Its ratio in a round is the median over steps of its
 time divided by the stock Trainer's time for the same step. The table shows the median and the range
 of times and ratios over rounds.
+
+Peak memory is measured in one more run of two steps, which is not timed. It is the largest sum of
+all tensors at any time of the run: weights, gradients, moments, averages, activations and data.
 """
 
 import argparse
@@ -26,17 +29,24 @@ from torch.multiprocessing import get_context
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from counting import transient_peak
 from trainer_contestants import CONTESTANTS, Setting
 
 LEFT_OUT = 2
+STEPS_FOR_MEMORY = 2
+"""The second step is the first one with the optimizer's whole state."""
+PRELOADED = ["transformers.trainer", "transformers.models.llama.modeling_llama"]
+"""Modules, slow to import, that are imported once for the processes of all contestants."""
 
 
-def build_model(width: int, layers: int, sequence_length: int) -> LlamaForCausalLM:
-    """Return a Llama with a vocabulary of 4096."""
+def build_model(
+    width: int, layers: int, sequence_length: int, vocabulary: int = 4096
+) -> LlamaForCausalLM:
+    """Return a Llama of these sizes, with random weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=4096,
+            vocab_size=vocabulary,
             hidden_size=width,
             intermediate_size=3 * width,
             num_hidden_layers=layers,
@@ -67,6 +77,22 @@ def argument_parser(description: str | None, steps: int) -> argparse.ArgumentPar
     return parser
 
 
+def build_setting(arguments: argparse.Namespace, steps: int, folder: str) -> Setting:
+    """Return model and data for a number of updates."""
+    generator = torch.Generator().manual_seed(0)
+    num_samples = arguments.batch_size * arguments.accumulation * steps
+    length, vocabulary = arguments.sequence_length, arguments.vocabulary
+    return Setting(
+        build_model(arguments.width, arguments.layers, length, vocabulary),
+        torch.randint(0, vocabulary, (num_samples, length), generator=generator),
+        folder,
+        arguments.device,
+        arguments.batch_size,
+        arguments.accumulation,
+        steps,
+    )
+
+
 def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
     """Train one contestant in its own process.
 
@@ -85,27 +111,47 @@ def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
         turn.send("done")
         turn.recv()
 
-    generator = torch.Generator().manual_seed(0)
-    num_samples = arguments.batch_size * arguments.accumulation * arguments.steps
-    length = arguments.sequence_length
     with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(
-            build_model(arguments.width, arguments.layers, length),
-            torch.randint(0, 4096, (num_samples, length), generator=generator),
-            folder,
-            arguments.device,
-            arguments.batch_size,
-            arguments.accumulation,
-            arguments.steps,
-        )
+        setting = build_setting(arguments, arguments.steps, folder)
         turn.send("ready")
         turn.recv()
         CONTESTANTS[index].train(setting, step_done)
 
 
+def train_for_memory(index: int, end: Connection, arguments: argparse.Namespace) -> None:
+    """Train one contestant in its own process, and send the bytes of its peak memory.
+
+    Args:
+        index: Index of the contestant in `CONTESTANTS`.
+        end: Connection to the main process.
+        arguments: Device and sizes.
+    """
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def build_and_train() -> None:
+            setting = build_setting(arguments, STEPS_FOR_MEMORY, folder)
+            CONTESTANTS[index].train(setting, lambda: None)
+
+        end.send(transient_peak(build_and_train, torch.device(arguments.device)))
+
+
+def peak_memory(index: int, arguments: argparse.Namespace) -> int:
+    """Return the peak memory of a short run of a contestant, in bytes."""
+    context = get_context("forkserver")
+    end, other_end = context.Pipe()
+    process = context.Process(target=train_for_memory, args=(index, other_end, arguments))
+    process.start()
+    other_end.close()
+    peak: int = end.recv()  # raises EOFError if the contestant fails
+    process.join()
+    return peak
+
+
 def seconds_of_steps(arguments: argparse.Namespace, order: random.Random) -> list[list[float]]:
     """Train every contestant once, and return the times of its steps, without the first steps."""
-    context = get_context("spawn")
+    context = get_context("forkserver")
     processes, turns = [], []
     for index in range(len(CONTESTANTS)):
         turn, other_end = context.Pipe()
@@ -146,8 +192,9 @@ def main() -> None:
     # Use few tokens for the number of parameters, as in fine-tuning. With many tokens, forward and
     # backward take nearly all of the time, and the contestants cannot be told apart.
     parser.set_defaults(width=512, layers=8, batch_size=1)
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the vocabulary")
     arguments = parser.parse_args()
-    length = arguments.sequence_length
+    get_context("forkserver").set_forkserver_preload(PRELOADED)
     order = random.Random(0)  # noqa: S311  (not cryptographic)
     milliseconds: list[list[float]] = [[] for _ in CONTESTANTS]
     ratios: list[list[float]] = [[] for _ in CONTESTANTS]
@@ -157,18 +204,22 @@ def main() -> None:
             milliseconds[index].append(statistics.median(each) * 1e3)
             of_stock = [a / b for a, b in zip(each, times[0], strict=True)]
             ratios[index].append(statistics.median(of_stock))
-    model = build_model(arguments.width, arguments.layers, length)
+    length = arguments.sequence_length
+    model = build_model(arguments.width, arguments.layers, length, arguments.vocabulary)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"Llama of {num_parameters / 1e6:.1f} million float32 parameters on {arguments.device}, "
         f"{arguments.batch_size * arguments.accumulation * length} tokens in "
         f"{arguments.accumulation} micro-batches a step, {torch.get_num_threads()} threads, torch "
         f"{torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps\n\n"
-        "| training step | ms, median (least to most) | of the stock Trainer |\n| --- | --- | --- |"
+        "| training step | ms, median (least to most) | of the stock Trainer | peak memory, MB |\n"
+        "| --- | --- | --- | --- |"
     )
     for index, contestant in enumerate(CONTESTANTS):
         time_of_step = median_and_spread(milliseconds[index], ".1f")
-        print(f"| {contestant.name} | {time_of_step} | {median_and_spread(ratios[index], '.3f')} |")
+        ratio = median_and_spread(ratios[index], ".3f")
+        peak = peak_memory(index, arguments) / 1e6
+        print(f"| {contestant.name} | {time_of_step} | {ratio} | {peak:.1f} |")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 import abc
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -20,12 +22,19 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
+    MFTrainOneStepCell,
+    StepConfig,
+)
+from mfwrap.accelerate import attach
 from mfwrap.callbacks import MFLossMonitor
 from mfwrap.trainer import MFTrainer
 
 DECAY = 0.999
 LEARNING_RATE = 1e-4
+MAX_GRAD_NORM = 1.0
 WARMUP = 2
 
 
@@ -45,6 +54,11 @@ class Setting:
         """Return one sample per sequence."""
         return [{"input_ids": row, "labels": row} for row in self.tokens]
 
+    def loader(self) -> DataLoader[dict[str, Tensor]]:
+        """Return a loader of micro-batches, in random order."""
+        dataset: Any = self.dataset()
+        return DataLoader(dataset, self.batch_size, shuffle=True)
+
 
 class Contestant(abc.ABC):
     """One way to train."""
@@ -54,6 +68,10 @@ class Contestant(abc.ABC):
     @abc.abstractmethod
     def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
         """Train, and call `step_done` at the end of each update."""
+
+
+def _dynamic_scale() -> DynamicLossScaleUpdateCell:
+    return DynamicLossScaleUpdateCell(65536, 2, 2000)
 
 
 class _EndOfStep(TrainerCallback):
@@ -71,6 +89,7 @@ def _arguments(setting: Setting) -> TrainingArguments:
         per_device_train_batch_size=setting.batch_size,
         gradient_accumulation_steps=setting.accumulation,
         learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
         lr_scheduler_type="cosine",
         warmup_steps=WARMUP,
         use_cpu=setting.device == "cpu",
@@ -144,7 +163,7 @@ class Ours(Contestant):
             callbacks=[MFLossMonitor()],
             step=StepConfig(local_norm=True),
             ema=lambda model: ExponentialMovingAverage(model, DECAY),
-            scale_sense=DynamicLossScaleUpdateCell(65536, 2, 2000),
+            scale_sense=_dynamic_scale(),
         )
         _train(trainer, step_done)
 
@@ -187,7 +206,7 @@ class Lightning(Contestant):
             accelerator=setting.device,
             max_steps=setting.steps,
             accumulate_grad_batches=setting.accumulation,
-            gradient_clip_val=1.0,
+            gradient_clip_val=MAX_GRAD_NORM,
             callbacks=[
                 Steps(),
                 WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
@@ -198,9 +217,118 @@ class Lightning(Contestant):
             enable_model_summary=False,
             default_root_dir=setting.folder,
         )
-        dataset: Any = setting.dataset()
-        loader: Any = DataLoader(dataset, setting.batch_size, shuffle=True)
-        trainer.fit(Module(), loader)
+        trainer.fit(Module(), setting.loader())
+
+
+def _optimizer_and_schedule(setting: Setting) -> tuple[torch.optim.AdamW, LambdaLR]:
+    optimizer = torch.optim.AdamW(setting.model.parameters(), LEARNING_RATE, fused=True)
+    return optimizer, get_cosine_schedule_with_warmup(optimizer, WARMUP, setting.steps)
+
+
+def _updates(setting: Setting) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield the micro-batches of each update, on the device."""
+    micro_batches = []
+    for batch in setting.loader():
+        micro_batches.append({name: tensor.to(setting.device) for name, tensor in batch.items()})
+        if len(micro_batches) == setting.accumulation:
+            yield micro_batches
+            micro_batches = []
+
+
+class PlainLoop(Contestant):
+    """Use torch alone, as torchtune's recipes for one device do: no norms, no average.
+
+    torchtune's weights for micro-batches of different lengths are left out: these have one length.
+    """
+
+    name = "plain loop, as in torchtune's recipes"
+
+    def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
+        model = setting.model.to(setting.device).train()  # type: ignore[arg-type]  # (transformers wraps the method without its types)
+        optimizer, schedule = _optimizer_and_schedule(setting)
+        for micro_batches in _updates(setting):
+            running_loss = torch.zeros((), device=setting.device)
+            for batch in micro_batches:
+                loss = model(**batch).loss / setting.accumulation
+                running_loss += loss.detach()
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            schedule.step()
+            self.loss = running_loss.item()  # these recipes log the loss of each update
+            step_done()
+
+
+class CellLoop(Contestant):
+    """Use `MFTrainOneStepCell` in the plain loop, with everything on."""
+
+    name = "plain loop, MFTrainOneStepCell, everything on"
+
+    def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
+        model = setting.model.to(setting.device).train()  # type: ignore[arg-type]  # (transformers wraps the method without its types)
+        optimizer, schedule = _optimizer_and_schedule(setting)
+        cell = MFTrainOneStepCell(
+            model,
+            optimizer,
+            use_clip_grad=True,
+            max_grad_norm=MAX_GRAD_NORM,
+            scale_sense=_dynamic_scale(),
+            local_norm=True,
+            gradient_accumulation_steps=setting.accumulation,
+            lr_scheduler=schedule,
+            ema=ExponentialMovingAverage(model, DECAY),
+        )
+        for micro_batches in _updates(setting):
+            self.loss = cell.step(micro_batches).loss.item()
+            step_done()
+        cell.flush()
+
+
+class AccelerateLoop(Contestant):
+    """Use a loop of accelerate as it is: no norms by parameter, no average."""
+
+    name = "accelerate loop"
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Do what comes before ``accelerator.prepare``."""
+
+    def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
+        accelerator = Accelerator(
+            cpu=setting.device == "cpu", gradient_accumulation_steps=setting.accumulation
+        )
+        self.prepare(accelerator)
+        model, optimizer, schedule, loader = accelerator.prepare(
+            setting.model, *_optimizer_and_schedule(setting), setting.loader()
+        )
+        model.train()
+        parameters = list(model.parameters())
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                self.loss = loss.item()
+                step_done()
+
+
+class AttachedLoop(AccelerateLoop):
+    """Use `attach` in the loop of accelerate, with everything on."""
+
+    name = "accelerate loop, mfwrap attached, everything on"
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        attach(
+            accelerator,
+            StepConfig(local_norm=True),
+            ema=lambda model: ExponentialMovingAverage(model, DECAY),
+            scale_sense=_dynamic_scale(),
+        )
 
 
 CONTESTANTS: tuple[Contestant, ...] = (
@@ -208,4 +336,8 @@ CONTESTANTS: tuple[Contestant, ...] = (
     StockWithCallbacks(),
     Ours(),
     *((Lightning(),) if importlib.util.find_spec("lightning") else ()),
+    AccelerateLoop(),
+    AttachedLoop(),
+    PlainLoop(),
+    CellLoop(),
 )
