@@ -106,4 +106,8 @@ def _float32(value: float) -> str:
 def _vector(value: float) -> str:
     """Format a norm as MindFormers does, as an array of one element: ``[3.]``."""
     with np.errstate(over="ignore"):
-        return str(np.array([value]).astype(np.float32))
+        number = np.float32(value)
+    if 1e-4 <= number < 1e6:
+        # NumPy prints such an array without an exponent. This is how, in a tenth of the time.
+        return f"[{np.format_float_positional(number, precision=8, unique=True, trim='.')}]"
+    return str(np.array([number]))

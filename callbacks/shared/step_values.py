@@ -94,6 +94,11 @@ class PackedValues:
         )
 
 
+def _number(value: Tensor) -> Tensor:
+    value = value.detach().float()
+    return value if value.dim() == 0 else value.mean()
+
+
 def pack(
     output: Any,
     *,
@@ -129,10 +134,7 @@ def pack(
     # `stack` makes a copy. The copy is needed because the caller may overwrite its tensors before
     # the values are read.
     tensor = torch.stack(
-        [
-            on_device(value.detach().float().mean(), device)
-            for value in [*known.values(), *losses.values()]
-        ]
+        [on_device(_number(value), device) for value in [*known.values(), *losses.values()]]
     )
     if report is not None and rate_names:
         rates = on_device(report.learning_rates.float(), device)

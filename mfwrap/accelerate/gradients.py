@@ -102,7 +102,7 @@ class OptimizerWindow:
 
     def holds_used_gradients(self) -> bool:
         """Return whether the gradients contain those that the optimizer's last step has used."""
-        return self._kept is not None and bool(self.update.parameters.present_gradients())
+        return self._kept is not None and self.update.parameters.have_gradients
 
     def before_backward(self, loss: Tensor, micro_batch: int | None) -> None:
         """Note the loss of the next backward, and prepare present gradients for accumulation.
@@ -147,7 +147,7 @@ class OptimizerWindow:
         parameters = self.update.parameters
         # With FSDP2 a shard has no gradient before the last micro-batch. Until then torch keeps
         # the whole gradients in private attributes, so assume here that gradients exist.
-        return parameters.reduction is not None or bool(parameters.present_gradients())
+        return parameters.reduction is not None or parameters.have_gradients
 
     def measured(self) -> Measurement:
         """Return norms and overflow; read the gradients only if they changed since the last read.

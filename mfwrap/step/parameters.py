@@ -292,6 +292,11 @@ class TrainedParameters:
         if fault is not None:
             warnings.warn(fault, stacklevel=callers_stacklevel())
 
+    @property
+    def have_gradients(self) -> bool:
+        """Whether any of the parameters has a gradient."""
+        return any(parameter.grad is not None for parameter in self.tensors)
+
     def present_gradients(self) -> list[Tensor]:
         """Return the gradients that are not ``None``."""
         return [g for parameter in self.tensors if (g := parameter.grad) is not None]

@@ -20,6 +20,8 @@ from mfwrap.termination import RankTermination
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
 
 class BadSteps(NamedTuple):
     """Steps of a training that went wrong, for `Rollback`."""
@@ -172,8 +174,9 @@ class StepCallbackHandler(CallbackHandler):
         control.should_save |= may_cancel
         # What callbacks do for these events does not belong to a step.
         is_pause = event in {"on_evaluate", "on_log", "on_save"}
-        left_out = section_clock.left_out() if is_pause else contextlib.nullcontext()
-        with left_out, self._calling_termination(event):
+        left_out = section_clock.left_out() if is_pause else _NOTHING
+        terminates = event in vars(TerminationCallback)
+        with left_out, self._calling_termination() if terminates else _NOTHING:
             changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
                 event, args, state, control, **keywords
             )
@@ -200,14 +203,11 @@ class StepCallbackHandler(CallbackHandler):
         return changed
 
     @contextlib.contextmanager
-    def _calling_termination(self, event: str) -> Iterator[None]:
-        """Within the block, have the callback for SIGTERM in the list if it handles the event.
+    def _calling_termination(self) -> Iterator[None]:
+        """Within the block, have the callback for SIGTERM in the list.
 
         At any other time the list is that of a stock Trainer, which users read and change.
         """
-        if event not in vars(TerminationCallback):
-            yield
-            return
         callbacks = self.callbacks
         # Call it after the callback that decides when to evaluate and save, whose decision it may
         # cancel, and before the user's callbacks, which may prepare for an evaluation.

@@ -1,6 +1,7 @@
 """Add the step's counts to a Trainer's log, and leave non-finite losses out of logged means."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,47 +16,6 @@ from mfwrap.trainer.events import monitors
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
-
-
-@final
-class OperationCount:
-    """Count the floating-point operations of micro-batches as the Trainer does, but quicker.
-
-    The Trainer looks through all modules of the model in each micro-batch, to multiply the number
-    of its parameters by the number of elements of the main input. This takes several percent of the
-    step of a small model. Here the parameters are counted once.
-
-    Args:
-        trainer: The trainer, during a training. A formula of its own is used for each micro-batch.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._model = trainer.model
-        self._count: Callable[[Any], float] = trainer.floating_point_ops
-        self._is_stock = getattr(self._count, "__func__", None) is Trainer.floating_point_ops
-        self._per_element: float | None = None
-
-    def __call__(self, inputs: Any) -> float:
-        """Return the operations of forward and backward of a micro-batch."""
-        name = str(getattr(self._model, "main_input_name", "input_ids"))
-        # TRL's trainers for reinforcement learning begin with a list of samples.
-        main = inputs.get(name) if isinstance(inputs, Mapping) else None
-        if not self._is_stock or not isinstance(main, Tensor) or main.numel() == 0:
-            return self._count(inputs)
-        if self._per_element is None:
-            self._per_element = self._count(inputs) / main.numel()
-        return self._per_element * main.numel()
-
-
-@contextlib.contextmanager
-def counting_operations(trainer: Trainer) -> Iterator[None]:
-    """Within the block, a training, let an `OperationCount` count the operations."""
-    # An attribute of the trainer hides the method of its class.
-    vars(trainer)["floating_point_ops"] = OperationCount(trainer)
-    try:
-        yield
-    finally:
-        del vars(trainer)["floating_point_ops"]
 
 
 @final
@@ -75,16 +35,25 @@ class Losses:
         self.step_log = StepLog(trainer.accelerator.device)
         """Counts since the last log."""
         self._training_loss: float | None = None
+        # Micro-batches of this update, each with its weight.
+        self._shares: list[tuple[Any, Tensor]] = []
 
     @contextlib.contextmanager
     def filtering(self) -> Iterator[None]:
-        """Reset the counts; within the block, switch off the Trainer's own filter of losses."""
+        """Reset the counts; within the block, filter losses and count targets for the Trainer."""
         args = self._trainer.args
         filters = args.logging_nan_inf_filter
         self.step_log = StepLog(self._trainer.accelerator.device, filters=filters)
         # The Trainer's own filter reads each loss on the host; `StepLog` filters on the device.
-        with replaced(args, logging_nan_inf_filter=False):
-            yield
+        count = self._trainer._get_num_items_in_batch  # noqa: SLF001  (the Trainer's own count)
+        # An attribute of the trainer hides the method of its class.
+        own = vars(self._trainer)
+        own["_get_num_items_in_batch"] = functools.partial(self.num_items, count)
+        try:
+            with replaced(args, logging_nan_inf_filter=False):
+                yield
+        finally:
+            del own["_get_num_items_in_batch"]
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -125,19 +94,45 @@ class Losses:
             num_items: Number of targets in all micro-batches of the update; ``None`` if the Trainer
                 weighs micro-batches equally.
         """
+        if self._shares and self._shares[0][0] is inputs:
+            return self._shares.pop(0)[1]
         trainer = self._trainer
-        counts_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        # On several ranks, counting targets would cost a collective per micro-batch, so weigh all
-        # micro-batches equally there.
-        counts_here = self.step_log.filters and counts_items and trainer.args.world_size == 1
         num_micro_batches = trainer.current_gradient_accumulation_steps
-        if num_items is None or not counts_here or num_micro_batches == 1:
+        if num_items is None or not self._counts_items or num_micro_batches == 1:
             return 1 / num_micro_batches
         count = trainer._get_num_items_in_batch  # noqa: SLF001  (the Trainer's own count)
         items = count([inputs], trainer.args.device)
         # Under DataParallel both counts are repeated once per device, so take the first ratio.
         share: Tensor | float = 1.0 if items is None else (items / num_items).reshape(-1)[0]
         return share
+
+    @property
+    def _counts_items(self) -> bool:
+        """Whether micro-batches are weighed by their targets."""
+        trainer = self._trainer
+        counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        # On several ranks, counting targets would cost a collective per micro-batch, so weigh all
+        # micro-batches equally there.
+        return self.step_log.filters and counts and trainer.args.world_size == 1
+
+    def num_items(self, count: Callable[..., Any], batches: list[Any], device: Any) -> Any:
+        """Return the number of targets of an update, and remember those of each micro-batch.
+
+        Args:
+            count: The Trainer's own count, which takes `batches` and `device`.
+            batches: Micro-batches of the update.
+            device: Device of the number.
+        """
+        self._shares = []
+        if len(batches) < 2 or not self._counts_items or self._trainer.args.n_gpu > 1:
+            return count(batches, device)
+        each = [count([batch], device) for batch in batches]
+        if not all(isinstance(items, Tensor) and items.dim() == 0 for items in each):
+            return count(batches, device)
+        of_each = torch.stack(each)
+        total = of_each.sum()
+        self._shares = list(zip(batches, (of_each / total).unbind(), strict=True))
+        return total
 
     def completed(self, logs: dict[str, float]) -> dict[str, float]:
         """Return a log entry of the Trainer, with the values of the step and the callbacks added.
@@ -299,12 +294,12 @@ class StepLog:
             # `torch.full` fills on the device. `torch.tensor` would synchronize with the device, to
             # copy the number from the host.
             weights = [
-                torch.as_tensor(share, dtype=torch.float64)
+                share
                 if isinstance(share, Tensor)
                 else torch.full((), share, dtype=torch.float64, device=self._device)
                 for share in shares
             ]
-            self._left_share = self._left_share + (bad * torch.stack(weights)).sum()
+            self._left_share = self._left_share + (bad * torch.stack(weights).double()).sum()
 
     def count(self, report: StepReport) -> None:
         """Count an update."""

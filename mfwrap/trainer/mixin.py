@@ -38,8 +38,9 @@ from mfwrap.trainer.events import (
     monitors,
 )
 from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
-from mfwrap.trainer.log import Losses, counting_operations
+from mfwrap.trainer.log import Losses
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
+from mfwrap.trainer.repeated_work import TrainMode, counting_operations
 from mfwrap.trainer.rollback import Rollback, Rollbacks
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ class MFTrainerMixin(_Base):
             communication_hook=communication_hook,
         )
         self._losses = Losses(self)
+        self._train_mode = TrainMode()
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the schedule, which then advances only for applied updates."""
@@ -336,7 +338,7 @@ class MFTrainerMixin(_Base):
         if self._watch is not None:
             self._watch.begin_update()
         share = self._losses.share_of_update(inputs, num_items_in_batch)
-        with self._losses.reporting():
+        with self._losses.reporting(), self._train_mode.quick(model):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return self._losses.step_log.filtered(loss, share)
 

@@ -9,7 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.checkpoints.random_states import random_states, restore_random_states
+from mfwrap.checkpoints.random_states import (
+    HostStates,
+    random_states,
+    restore_random_states,
+)
 
 
 def drawn():
@@ -90,3 +94,50 @@ def test_round_trip_on_cuda():
 
     for device, numbers in enumerate(expected):
         assert torch.equal(torch.randn(5, device=f"cuda:{device}"), numbers)
+
+
+def numpys(state):
+    """Return a state of NumPy's generator with its words as bytes, so that it can be compared."""
+    kind, words, *rest = state
+    return (kind, words.tobytes(), *rest)
+
+
+@given(
+    draws=st.lists(
+        st.sampled_from(["rand", "randn", "seed", "nothing", "restore", "waiting"]), max_size=8
+    )
+)
+def test_numpys_state_is_the_present_one(draws):
+    """The state is NumPy's own after any number of draws, also while a normal number is waiting."""
+    legacy = np.random  # the global generator
+    first = HostStates.now()
+    for draw in draws:
+        if draw == "seed":
+            legacy.seed(5)
+        elif draw == "restore":
+            first.restore()
+        elif draw == "waiting":
+            # Drawing the number that is waiting takes nothing from the words of the generator.
+            legacy.set_state((*legacy.get_state()[:3], 1, 0.5))
+            legacy.rand()
+            HostStates.now()
+            legacy.randn()
+        elif draw != "nothing":
+            getattr(legacy, draw)()
+        assert numpys(HostStates.now().numpy) == numpys(legacy.get_state())
+    first.restore()
+
+
+def test_another_generator_of_numpy_is_read_each_time():
+    """Another bit generator in the global one's place has words of another form."""
+    legacy = np.random  # the global generator
+    usual = legacy.get_bit_generator()
+    other = np.random.MT19937(3)
+    legacy.set_bit_generator(other)
+    try:
+        found = HostStates.now().numpy
+    finally:
+        legacy.set_bit_generator(usual)
+
+    assert found[1].tolist() == other.state["state"]["key"].tolist()
+    assert numpys(HostStates.now().numpy) == numpys(legacy.get_state())

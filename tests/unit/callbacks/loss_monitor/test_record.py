@@ -195,3 +195,11 @@ def test_a_norm_beyond_float32():
     first, _ = record_lines(record(global_norm=1e300))
 
     assert first.endswith("global_norm: [inf]")
+
+
+@given(norm=FLOAT32 | st.floats(1e-5, 1e7) | st.sampled_from([1e-4, 1e6, 999999.94, 9.9999997e-05]))
+def test_a_norm_is_printed_as_an_array_of_numpy(norm):
+    """The norm is what NumPy prints for an array of one element, as in MindFormers."""
+    first, _ = record_lines(record(global_norm=norm))
+
+    assert first.endswith(f"global_norm: {np.array([norm], dtype=np.float32)}")
