@@ -149,11 +149,26 @@ def peak_memory(index: int, arguments: argparse.Namespace) -> int:
     return peak
 
 
-def seconds_of_steps(arguments: argparse.Namespace, order: random.Random) -> list[list[float]]:
-    """Train every contestant once, and return the times of its steps, without the first steps."""
+def chosen(names: list[str]) -> list[int]:
+    """Return the stock Trainer, and the contestants whose names contain one of these; all for none.
+
+    Returns:
+        Indices in `CONTESTANTS`.
+    """
+    return [
+        index
+        for index, contestant in enumerate(CONTESTANTS)
+        if not index or not names or any(name in contestant.name for name in names)
+    ]
+
+
+def seconds_of_steps(
+    contestants: list[int], arguments: argparse.Namespace, order: random.Random
+) -> dict[int, list[float]]:
+    """Train contestants once, and return the times of their steps, without the first steps."""
     context = get_context("forkserver")
-    processes, turns = [], []
-    for index in range(len(CONTESTANTS)):
+    processes, turns = [], {}
+    for index in contestants:
         turn, other_end = context.Pipe()
         # If a contestant fails, `recv` below raises EOFError and ends this process. The other
         # contestants then end too, because they are daemons.
@@ -161,11 +176,11 @@ def seconds_of_steps(arguments: argparse.Namespace, order: random.Random) -> lis
         process.start()
         other_end.close()
         processes.append(process)
-        turns.append(turn)
-    for turn in turns:
+        turns[index] = turn
+    for turn in turns.values():
         turn.recv()
-    times: list[list[float]] = [[] for _ in CONTESTANTS]
-    indices = list(range(len(CONTESTANTS)))
+    times: dict[int, list[float]] = {index: [] for index in contestants}
+    indices = list(contestants)
     for _ in range(arguments.steps):
         order.shuffle(indices)
         for index in indices:
@@ -173,10 +188,10 @@ def seconds_of_steps(arguments: argparse.Namespace, order: random.Random) -> lis
             turns[index].send("go on")
             turns[index].recv()
             times[index].append(time.perf_counter() - start)
-    for turn, process in zip(turns, processes, strict=True):
+    for turn, process in zip(turns.values(), processes, strict=True):
         turn.send("finish")
         process.join()
-    return [each[LEFT_OUT:] for each in times]
+    return {index: each[LEFT_OUT:] for index, each in times.items()}
 
 
 def median_and_spread(values: list[float], form: str) -> str:
@@ -193,14 +208,16 @@ def main() -> None:
     # backward take nearly all of the time, and the contestants cannot be told apart.
     parser.set_defaults(width=512, layers=8, batch_size=1)
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the vocabulary")
+    parser.add_argument("--only", nargs="+", default=[], help="parts of names of contestants")
     arguments = parser.parse_args()
+    contestants = chosen(arguments.only)
     get_context("forkserver").set_forkserver_preload(PRELOADED)
     order = random.Random(0)  # noqa: S311  (not cryptographic)
-    milliseconds: list[list[float]] = [[] for _ in CONTESTANTS]
-    ratios: list[list[float]] = [[] for _ in CONTESTANTS]
+    milliseconds: dict[int, list[float]] = {index: [] for index in contestants}
+    ratios: dict[int, list[float]] = {index: [] for index in contestants}
     for _ in range(arguments.rounds):
-        times = seconds_of_steps(arguments, order)
-        for index, each in enumerate(times):
+        times = seconds_of_steps(contestants, arguments, order)
+        for index, each in times.items():
             milliseconds[index].append(statistics.median(each) * 1e3)
             of_stock = [a / b for a, b in zip(each, times[0], strict=True)]
             ratios[index].append(statistics.median(of_stock))
@@ -215,11 +232,11 @@ def main() -> None:
         "| training step | ms, median (least to most) | of the stock Trainer | peak memory, MB |\n"
         "| --- | --- | --- | --- |"
     )
-    for index, contestant in enumerate(CONTESTANTS):
+    for index in contestants:
         time_of_step = median_and_spread(milliseconds[index], ".1f")
         ratio = median_and_spread(ratios[index], ".3f")
         peak = peak_memory(index, arguments) / 1e6
-        print(f"| {contestant.name} | {time_of_step} | {ratio} | {peak:.1f} |")
+        print(f"| {CONTESTANTS[index].name} | {time_of_step} | {ratio} | {peak:.1f} |")
 
 
 if __name__ == "__main__":
