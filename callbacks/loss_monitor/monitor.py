@@ -1,5 +1,6 @@
 """MindFormers' loss monitor: a record of each step in the log and in TensorBoard."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -273,8 +274,10 @@ class MFLossMonitor(MonitorCallback, ExportableState):
 
     def _print(self, record: StepRecord) -> None:
         logger = run_logger(__package__)
-        for line in record_lines(record):
-            logger.info("%s", line)
+        # Formatting takes longer than everything else here, so skip it if the level hides it.
+        if logger.isEnabledFor(logging.INFO):
+            for line in record_lines(record):
+                logger.info("%s", line)
         if self._writer is not None:
             self._writer.write(record)
 

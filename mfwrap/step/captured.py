@@ -180,13 +180,17 @@ class CapturedStep:
         try:
             with self._on_own_stream(), graph, _capturable(self._optimizer):
                 self._step(calls)
-        except RuntimeError as error:
+        except BaseException as error:
             # The capture has computed nothing, so the old memory has the present state.
             for (owner, name), place in zip(self._update.replaced(), self._places, strict=True):
                 setattr(owner, name, place)
+            if not isinstance(error, RuntimeError):
+                raise
+            # The end of a capture that has failed raises an error of its own.
+            cause = error if error.__context__ is None else error.__context__
             msg = (
                 "a step must not read a tensor on the host, or do anything else that a graph "
-                f"cannot hold, with capture=True, got: {error}"
+                f"cannot hold, with capture=True, got: {cause}"
             )
             raise RuntimeError(msg) from error
         return graph
@@ -230,9 +234,11 @@ class CapturedStep:
             return
         current = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(current)
-        with self._stream:
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with self._stream:
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
 
 @torch.no_grad()

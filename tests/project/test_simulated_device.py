@@ -128,3 +128,13 @@ def test_a_read_in_a_captured_network_is_named(captures):
     first = captures["a network that reads its loss"]["faults"][0]
 
     assert first.startswith("not allowed in a capture: the host reads (aten::_local_scalar_dense)")
+
+
+def test_a_capture_that_fails_changes_nothing(captures):
+    """The error is given in one sentence; the same update can be captured again."""
+    found = captures["a capture that fails"]
+
+    [error] = found["errors"]
+    assert "hold, with capture=True, got: a kernel that cannot be captured" in error
+    assert found["numbers"] == pytest.approx(found["expected"], rel=1e-6, nan_ok=True)
+    assert (found["faults"], found["reads"]) == ([], [])

@@ -21,14 +21,19 @@ FACTORS = (1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, float("nan"), 1.0, 50.0, 1.0, 
 
 
 class Network(nn.Module):
-    """Small network that counts the calls of its forward."""
+    """Small network that counts the calls of its forward.
 
-    def __init__(self, *, reads: bool = False) -> None:
+    Args:
+        reads: Whether it reads its loss on the host.
+        fails_at: Number of the call that raises an error; 0 for none.
+    """
+
+    def __init__(self, *, reads: bool = False, fails_at: int = 0) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
         self.register_buffer("steps", torch.zeros(()))
         self.calls = 0
-        self._reads = reads
+        self._reads, self._fails_at = reads, fails_at
 
     def forward(self, inputs: Tensor, factor: Tensor) -> Tensor:
         self.calls += 1
@@ -36,6 +41,9 @@ class Network(nn.Module):
         loss: Tensor = (self.second(self.first(inputs).tanh()).square() * factor).mean()
         if self._reads and self.calls > 1:
             loss.item()
+        if self.calls == self._fails_at:
+            msg = "a kernel that cannot be captured"
+            raise RuntimeError(msg)
         return loss
 
 
@@ -45,7 +53,8 @@ class Training:
     Args:
         device: Training device.
         capture: Whether to capture the updates.
-        reads: Whether the network reads its loss on the host.
+        reads: See `Network`.
+        fails_at: See `Network`.
         optimizer: Makes the optimizer.
     """
 
@@ -55,10 +64,11 @@ class Training:
         *,
         capture: bool,
         reads: bool = False,
+        fails_at: int = 0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
         torch.manual_seed(0)
-        self.network = Network(reads=reads).to(device)
+        self.network = Network(reads=reads, fails_at=fails_at).to(device)
         self.optimizer = optimizer(self.network.parameters(), lr=2.0**-4, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 2.0**-n)
         self.cell = MFTrainOneStepCell(
@@ -124,19 +134,23 @@ def _steps(
     device: Device, planted: AbstractContextManager[Any] | None = None, **settings: Any
 ) -> dict[str, Any]:
     training = Training(device.device, capture=True, **settings)
-    faults, reads, synchronizations, waits = [], [], [], []
+    faults, reads, synchronizations, waits, errors = [], [], [], [], []
     with nullcontext() if planted is None else planted:
         for number in range(len(FACTORS)):
             changes = number in {4, 5, 7, 9, 11}
             with device.watching() as watch:
-                training.update(number)
+                try:
+                    training.update(number)
+                except RuntimeError as error:
+                    errors.append(str(error))
+                    training.update(number)
             faults += [str(fault) for fault in watch.faults]
             if not changes:
                 reads += watch.reads
                 synchronizations += watch.synchronizations
                 waits += watch.waits
-    settings.pop("reads", None)
-    plain = Training(torch.device("cpu"), capture=False, **settings)
+    optimizer = settings.get("optimizer", torch.optim.AdamW)
+    plain = Training(torch.device("cpu"), capture=False, optimizer=optimizer)
     for number in range(len(FACTORS)):
         plain.update(number)
     return {
@@ -147,6 +161,7 @@ def _steps(
         "reads": reads,
         "synchronizations": synchronizations,
         "waits": waits,
+        "errors": errors,
     }
 
 
@@ -170,6 +185,7 @@ CASES: dict[str, Callable[[Device], dict[str, Any]]] = {
         device, patch.object(captured, "StaticBatch", _Bound)
     ),
     "a network that reads its loss": lambda device: _steps(device, reads=True),
+    "a capture that fails": lambda device: _steps(device, fails_at=7),
 }
 
 

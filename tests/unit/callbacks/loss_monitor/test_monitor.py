@@ -1,11 +1,13 @@
 """The loss monitor in a hand-written loop that sends transformers' events."""
 
+import logging
 import math
 
 import pytest
 import torch
 
 from mfwrap import MFTrainOneStepCell
+from mfwrap.callbacks.loss_monitor import monitor
 from support.monitored_loop import Loop, output, records, shown
 from support.small_networks import Classifier, labelled_batches
 
@@ -41,6 +43,23 @@ def test_record_of_mindformers(caplog):
             ),
         ),
     ]
+
+
+def test_a_record_that_the_level_hides_is_not_formatted(caplog, monkeypatch):
+    """With a level above INFO nothing is formatted; from then on, records are printed again."""
+    formatted = []
+    monkeypatch.setattr(
+        monitor, "record_lines", lambda record: formatted.append(record) or ("a line",)
+    )
+    loop = Loop()
+    loop.send("on_train_begin")
+    with caplog.at_level(logging.WARNING, logger="mfwrap.callbacks"):
+        for _ in range(3):
+            loop.step(output())
+    hidden = len(formatted)
+    loop.send("on_train_end")
+
+    assert (hidden, len(formatted)) == (0, 1)
 
 
 def test_a_step_is_printed_at_the_end_of_the_next(caplog):
