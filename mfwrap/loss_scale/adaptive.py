@@ -82,16 +82,17 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         flag = as_flag(overflow)
         counters = self._counters
         due = window_is_full(counters, counters["scale_window"])
-        changed = change_scale(
+        restart = flag | due
+        grew = change_scale(
             loss_scale,
             falls=flag,
-            grows=due & ~flag,
+            grows=restart ^ flag,  # due, and no overflow
             factor=self.scale_factor,
             ratio=self._decrease_ratio,
             floor=1.0,
         )
-        restart_window(counters, flag | due)
-        self._adapt_window(flag, grew=changed & ~flag)
+        restart_window(counters, restart)
+        self._adapt_window(flag, grew=grew)
         return overflow
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -194,27 +194,32 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
 
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         self.to(loss_scale.device)
-        flag = as_flag(overflow)
+        flag = falls = as_flag(overflow)
         counters = self._counters
-        overflow_count = counters["overflow_count"].add_(flag)
-        falls = flag & (overflow_count >= self.hysteresis)
+        overflow_count = counters["overflow_count"]
+        if self.hysteresis > 1:
+            overflow_count.add_(flag)
+            falls = flag & (overflow_count >= self.hysteresis)
         due = window_is_full(counters, self.scale_window)
-        changed = change_scale(
+        restart = flag | due
+        grows = change_scale(
             loss_scale,
             falls=falls,
-            grows=due & ~flag,
+            grows=restart ^ flag,  # due, and no overflow
             factor=self.scale_factor,
             ratio=self._decrease_ratio,
             floor=self.min_loss_scale,
         )
-        overflow_count.masked_fill_(changed, 0)
-        restart_window(counters, flag | due)
+        if self.hysteresis > 1:
+            overflow_count.masked_fill_(falls | grows, 0)
+        restart_window(counters, restart)
         return overflow
 
 
 def as_flag(overflow: Tensor) -> Tensor:
     """Return the overflow flag as a bool tensor of shape ``()``."""
-    return overflow.reshape(()) if overflow.dtype == torch.bool else overflow.reshape(()) != 0
+    flag = overflow if overflow.dim() == 0 else overflow.reshape(())
+    return flag if flag.dtype == torch.bool else flag != 0
 
 
 def window_is_full(counters: Mapping[str, Tensor], scale_window: int | Tensor) -> Tensor:
@@ -225,29 +230,31 @@ def window_is_full(counters: Mapping[str, Tensor], scale_window: int | Tensor) -
 def restart_window(counters: Mapping[str, Tensor], restart: Tensor) -> None:
     """Restart the window at this call if `restart` is true, and count the call."""
     last = counters["last_overflow_iter"]
-    last.copy_(torch.where(restart, counters["cur_iter"], last))
+    torch.where(restart, counters["cur_iter"], last, out=last)
     counters["cur_iter"].add_(1)
 
 
 def change_scale(
     loss_scale: Tensor, *, falls: Tensor, grows: Tensor, factor: float, ratio: float, floor: float
 ) -> Tensor:
-    """Change `loss_scale` in place and return whether it fell or grew: shape ``()``, bool.
+    """Change `loss_scale` in place and return whether it grew: shape ``()``, bool.
 
     Args:
         loss_scale: Shape ``()`` or ``(1,)``, float32.
         falls: Whether to multiply by `ratio`. The result is at least `floor`.
-        grows: Whether to multiply by `factor`. An infinite product leaves the scale unchanged.
+        grows: Whether to multiply by `factor`, if it does not fall. An infinite product leaves the
+            scale unchanged.
         factor: Factor of growth.
         ratio: Factor of the fall, usually the reciprocal of `factor`.
         floor: Lower bound of the scale after a fall.
     """
     grown = loss_scale * factor
-    grows = grows & (grown < math.inf).reshape(())
+    fits = grown < math.inf
+    grows = grows & (fits if fits.dim() == 0 else fits.reshape(()))
     # MindSpore multiplies by the float32 reciprocal; dividing would give a different last bit.
     fallen = (loss_scale * ratio).clamp(min=floor)
-    loss_scale.copy_(torch.where(falls, fallen, torch.where(grows, grown, loss_scale)))
-    return falls | grows
+    torch.where(falls, fallen, torch.where(grows, grown, loss_scale), out=loss_scale)
+    return grows
 
 
 def _check_counters(state_dict: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
