@@ -40,7 +40,12 @@ from mfwrap.trainer.events import (
 from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.log import Losses
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
-from mfwrap.trainer.repeated_work import TrainMode, counting_operations
+from mfwrap.trainer.repeated_work import (
+    ListedNetwork,
+    TrainMode,
+    clipping_listed_parameters,
+    counting_operations,
+)
 from mfwrap.trainer.rollback import Rollback, Rollbacks
 
 if TYPE_CHECKING:
@@ -173,7 +178,8 @@ class MFTrainerMixin(_Base):
             communication_hook=communication_hook,
         )
         self._losses = Losses(self)
-        self._train_mode = TrainMode()
+        self._listed = ListedNetwork()
+        self._train_mode = TrainMode(self._listed)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the schedule, which then advances only for applied updates."""
@@ -239,6 +245,7 @@ class MFTrainerMixin(_Base):
             contextlib.nullcontext() if self._watch is None else self._watch.training(),
             self._losses.filtering(),
             counting_operations(self),
+            clipping_listed_parameters(self, self._listed),
             self._skip.of_training(),
             self._position.of_training(resume_from_checkpoint, self.args),
             records_of_training(),

@@ -1,4 +1,4 @@
-"""Do once what the Trainer repeats for each micro-batch, and what then changes nothing."""
+"""Do once what the Trainer repeats for each micro-batch or update, and what changes nothing."""
 
 import contextlib
 import operator
@@ -45,12 +45,49 @@ class OperationCount:
 @contextlib.contextmanager
 def counting_operations(trainer: Trainer) -> Iterator[None]:
     """Within the block, a training, let an `OperationCount` count the operations."""
-    # An attribute of the trainer hides the method of its class.
-    vars(trainer)["floating_point_ops"] = OperationCount(trainer)
-    try:
+    with _hidden(trainer, floating_point_ops=OperationCount(trainer)):
         yield
-    finally:
-        del vars(trainer)["floating_point_ops"]
+
+
+@final
+class ListedNetwork:
+    """List a network's modules and parameters once, and again when they have changed."""
+
+    def __init__(self) -> None:
+        self._network: nn.Module | None = None
+        self._modules: list[nn.Module] = []
+        self._leaves: list[nn.Module] = []
+        self._parents: list[nn.Module] = []
+        self._children: list[list[nn.Module | None]] = []
+        # What the modules hold as parameters, with repetitions and None.
+        self._held: list[nn.Parameter | None] | None = None
+        self._parameters: list[nn.Parameter] = []
+
+    def modules(self, network: nn.Module) -> list[nn.Module]:
+        """Return the network's modules; the same list as before if they have not changed."""
+        is_known = (
+            network is self._network
+            and _children(self._parents) == self._children
+            and not any(map(_MODULES, self._leaves))
+        )
+        if not is_known:
+            self._network, self._held = network, None
+            self._modules = list(network.modules())
+            self._parents = [module for module in self._modules if module._modules]
+            self._leaves = [module for module in self._modules if not module._modules]
+            self._children = _children(self._parents)
+        return self._modules
+
+    def parameters(self, network: nn.Module) -> list[nn.Parameter]:
+        """Return the network's parameters, as its method does."""
+        held = [each for module in self.modules(network) for each in module._parameters.values()]
+        if not _are_same(held, self._held):
+            self._held, self._parameters = held, list(network.parameters())
+        return self._parameters
+
+
+def _are_same(held: list[nn.Parameter | None], known: list[nn.Parameter | None] | None) -> bool:
+    return known is not None and len(held) == len(known) and all(map(operator.is_, held, known))
 
 
 @final
@@ -58,24 +95,23 @@ class TrainMode:
     """Set a network to training mode as the Trainer does, but quicker.
 
     In each micro-batch the Trainer calls ``model.train()``, which sets an attribute of every
-    module. This takes several percent of the step of a small model. Here the modules are listed
-    once, and the call does nothing if all of them are in training mode. A module that a loop has
-    set to evaluation mode is set to training mode again, as by the Trainer.
+    module. This takes several percent of the step of a small model. Here the call does nothing if
+    all modules are in training mode. A module that a loop has set to evaluation mode is set to
+    training mode again, as by the Trainer.
+
+    Args:
+        listed: List of the network's modules.
     """
 
-    def __init__(self) -> None:
-        self._network: nn.Module | None = None
-        # All modules; empty if one of them has a method `train` of its own.
-        self._modules: list[nn.Module] = []
-        self._leaves: list[nn.Module] = []
-        self._parents: list[nn.Module] = []
-        self._children: list[list[nn.Module | None]] = []
+    def __init__(self, listed: ListedNetwork) -> None:
+        self._listed = listed
+        self._asked: list[nn.Module] | None = None
+        self._has_own_method = False
 
     @contextlib.contextmanager
     def quick(self, network: nn.Module) -> Iterator[None]:
         """Within the block, ``network.train()`` does nothing if it would change nothing."""
-        own = vars(network)
-        if "train" in own:
+        if "train" in vars(network):
             yield
             return
 
@@ -84,28 +120,54 @@ class TrainMode:
                 return network
             return type(network).train(network, mode)
 
-        # An attribute of the network hides the method of its class.
-        own["train"] = train
-        try:
+        with _hidden(network, train=train):
             yield
-        finally:
-            own.pop("train", None)
 
     def _is_training(self, network: nn.Module) -> bool:
-        if network is not self._network or not self._has_listed_modules():
-            self._list_modules(network)
-        return bool(self._modules) and all(map(_IS_TRAINING, self._modules))
+        modules = self._listed.modules(network)
+        if modules is not self._asked:
+            self._asked = modules
+            self._has_own_method = not all(_changes_nothing(m, network) for m in modules)
+        return not self._has_own_method and all(map(_IS_TRAINING, modules))
 
-    def _has_listed_modules(self) -> bool:
-        return _children(self._parents) == self._children and not any(map(_MODULES, self._leaves))
 
-    def _list_modules(self, network: nn.Module) -> None:
-        modules = list(network.modules())
-        self._network = network
-        self._modules = modules if all(_changes_nothing(m, network) for m in modules) else []
-        self._parents = [module for module in self._modules if module._modules]
-        self._leaves = [module for module in self._modules if not module._modules]
-        self._children = _children(self._parents)
+@contextlib.contextmanager
+def clipping_listed_parameters(trainer: Trainer, listed: ListedNetwork) -> Iterator[None]:
+    """Within the block, a training, list the parameters whose gradients are clipped only once.
+
+    In each update the Trainer looks through all modules of the model for them.
+
+    Args:
+        trainer: The trainer.
+        listed: List of the network's parameters.
+    """
+    clip: Callable[[nn.Module], Any] = trainer._clip_grad_norm  # noqa: SLF001  (the Trainer's own clip)
+
+    def clip_listed(network: nn.Module) -> Any:
+        if type(network).parameters is not nn.Module.parameters or "parameters" in vars(network):
+            return clip(network)
+        known = listed.parameters(network)
+
+        def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002  (torch's signature)
+            return iter(known) if recurse else nn.Module.parameters(network, recurse)
+
+        with _hidden(network, parameters=parameters):
+            return clip(network)
+
+    with _hidden(trainer, _clip_grad_norm=clip_listed):
+        yield
+
+
+@contextlib.contextmanager
+def _hidden(owner: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, hide methods of the owner's class by attributes of the owner."""
+    own = vars(owner)
+    own.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            own.pop(name, None)
 
 
 _IS_TRAINING = operator.attrgetter("training")

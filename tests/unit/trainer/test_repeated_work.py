@@ -1,5 +1,7 @@
 """What the Trainer repeats for each micro-batch is the same when it is done less often."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from transformers import (
 )
 
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer.repeated_work import OperationCount, TrainMode
+from mfwrap.trainer.repeated_work import ListedNetwork, OperationCount, TrainMode
 
 
 def arguments(folder):
@@ -132,7 +134,7 @@ def nested():
 @pytest.mark.parametrize("make", [nested, llama])
 def test_training_mode_is_set_as_by_torch(make):
     """Modules in evaluation mode, also new ones, are set to training mode."""
-    network, quick = make(), TrainMode()
+    network, quick = make(), TrainMode(ListedNetwork())
     calls = []
     kind = type(network)
     set_mode = kind.train
@@ -164,7 +166,7 @@ def test_training_mode_is_set_as_by_torch(make):
 
     # A class with a method of its own is asked each time.
     network.__class__ = Counting
-    quick = TrainMode()
+    quick = TrainMode(ListedNetwork())
     assert all(train())
     assert all(train())
     assert calls == [True, True]
@@ -178,7 +180,7 @@ def test_a_frozen_module_with_a_mode_of_its_own_is_asked():
             del mode
             return super().train(False)  # noqa: FBT003  (torch's signature)
 
-    network, quick = nn.Sequential(nn.Linear(2, 2), Frozen(2)), TrainMode()
+    network, quick = nn.Sequential(nn.Linear(2, 2), Frozen(2)), TrainMode(ListedNetwork())
     network[1].training = True
     with quick.quick(network):
         network.train()
@@ -202,6 +204,78 @@ def test_a_callbacks_evaluation_mode_is_undone(tmp_path):
         kind(llama(), arguments(tmp_path), train_dataset=rows, callbacks=[Evaluating()]).train()
 
     assert seen == [True] * 12
+
+
+@pytest.mark.parametrize("make", [nested, llama])
+def test_listed_parameters_are_those_of_torch(make):
+    """Parameters that are added, removed, replaced, shared or in new modules are in the list."""
+    network, listed = make(), ListedNetwork()
+
+    def are_listed():
+        known, expected = listed.parameters(network), list(network.parameters())
+        return len(known) == len(expected) and all(map(operator.is_, known, expected))
+
+    assert are_listed()
+    assert listed.parameters(network) is listed.parameters(network)
+    *_, parent, leaf = network.modules()
+    leaf.register_parameter("added", nn.Parameter(torch.zeros(2)))
+    assert are_listed()
+    leaf.added = None
+    assert are_listed()
+    leaf.added = nn.Parameter(torch.zeros(2))
+    assert are_listed()
+    leaf.added = nn.Parameter(torch.zeros(2))
+    assert are_listed()
+    parent.shared = leaf.added
+    assert are_listed()
+    del leaf.added
+    assert are_listed()
+    leaf.deeper = nn.Linear(2, 1)
+    assert are_listed()
+    network = make()
+    assert are_listed()
+
+
+def test_parameters_are_looked_for_once_in_a_training(tmp_path, monkeypatch):
+    """Clipping lists them in the first update, and again after a callback has added some."""
+    counts, updates = [], []
+    parameters = nn.Module.named_parameters
+
+    def counting(self, *arguments, **keywords):
+        counts.append(self)
+        return parameters(self, *arguments, **keywords)
+
+    class Own(MFTrainer):
+        def _clip_grad_norm(self, model):
+            before = len(counts)
+            with monkeypatch.context() as patch:
+                patch.setattr(nn.Module, "named_parameters", counting)
+                norm = super()._clip_grad_norm(model)
+            updates.append(len(counts) - before)
+            return norm
+
+    class Adding(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **_):
+            if state.global_step == 3:
+                model.added = nn.Linear(2, 2)
+
+    rows = [{name: torch.zeros(5).long() for name in ("input_ids", "labels")}] * 6
+    trainer = Own(llama(), arguments(tmp_path), train_dataset=rows, callbacks=[Adding()])
+    listing = []
+    listed = ListedNetwork.parameters
+
+    def listing_parameters(self, network):
+        found = listed(self, network)
+        listing.append(len(found))
+        return found
+
+    monkeypatch.setattr(ListedNetwork, "parameters", listing_parameters)
+    trainer.train()
+
+    assert updates == [0] * 6  # the Trainer itself looks through no module
+    assert [n - listing[0] for n in listing] == [0, 0, 0, 2, 2, 2]
+    assert "_clip_grad_norm" not in vars(trainer)
+    assert "parameters" not in vars(trainer.model)
 
 
 @pytest.mark.parametrize("kind", [Trainer, MFTrainer])

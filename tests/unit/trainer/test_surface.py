@@ -62,6 +62,7 @@ OVERRIDDEN = {
 """Methods of the Trainer that MFTrainer overrides: their parameters, and their callers."""
 
 CALLED = {
+    "_clip_grad_norm": (Trainer, "self, model"),
     "_get_num_items_in_batch": (Trainer, "self, batch_samples, device"),
     "_prepare_inputs": (Trainer, "self, inputs"),
     "_push_from_checkpoint": (Trainer, "self, checkpoint_folder"),
