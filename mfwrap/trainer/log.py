@@ -1,7 +1,9 @@
 """Add the step's counts to a Trainer's log, and leave non-finite losses out of logged means."""
 
 import contextlib
+import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,6 +13,7 @@ from transformers import Trainer
 
 from mfwrap.outputs import LocalNormStepOutput, StepReport
 from mfwrap.step.forward import named_losses
+from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.events import monitors
 
@@ -84,6 +87,17 @@ class Losses:
         finally:
             del vars(trainer)["compute_loss"]
 
+    def share_later(self, inputs: dict[str, Any], num_items: Any) -> Callable[[], Tensor | float]:
+        """Return a function that returns `share_of_update`; call this before the training step.
+
+        On a CPU few shares are needed, and this does not compute the share yet.
+        """
+        if self.step_log.reads_at_once:
+            # The training step of a subclass may take the labels out of the micro-batch.
+            return functools.partial(self.share_of_update, copy.copy(inputs), num_items)
+        share = self.share_of_update(inputs, num_items)
+        return lambda: share
+
     def share_of_update(self, inputs: dict[str, Any], num_items: Any) -> Tensor | float:
         """Return the weight of a micro-batch in the loss of its update.
 
@@ -118,13 +132,16 @@ class Losses:
     def num_items(self, count: Callable[..., Any], batches: list[Any], device: Any) -> Any:
         """Return the number of targets of an update, and remember those of each micro-batch.
 
+        On a CPU those of a micro-batch are counted later, and only if its loss is non-finite.
+
         Args:
             count: The Trainer's own count, which takes `batches` and `device`.
             batches: Micro-batches of the update.
             device: Device of the number.
         """
         self._shares = []
-        if len(batches) < 2 or not self._counts_items or self._trainer.args.n_gpu > 1:
+        counts_now = not self.step_log.reads_at_once and self._trainer.args.n_gpu <= 1
+        if len(batches) < 2 or not counts_now or not self._counts_items:
             return count(batches, device)
         each = [count([batch], device) for batch in batches]
         if not all(isinstance(items, Tensor) and items.dim() == 0 for items in each):
@@ -238,7 +255,8 @@ class StepLog:
     """Count steps, overflows and non-finite losses on the device.
 
     A micro-batch costs one kernel (``nan_to_num``). Its loss is kept, and all kept losses are
-    counted together when a count is needed.
+    counted together when a count is needed. On a CPU, where reading a loss costs nothing, only
+    non-finite losses are kept.
 
     Args:
         device: The training device.
@@ -247,6 +265,7 @@ class StepLog:
 
     def __init__(self, device: torch.device, *, filters: bool = True) -> None:
         self._device = device
+        self._reads = DeferredReads(device)
         self.filters = filters
         """Whether non-finite losses are replaced by 0."""
         self.begin = 0
@@ -263,20 +282,28 @@ class StepLog:
         self._non_finite_losses = self._zero()
         self._overflows = self._zero()
 
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether losses are read on the host as soon as they are there."""
+        return self._reads.are_free
+
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self._device)
 
-    def filtered(self, loss: Tensor, share: Tensor | float) -> Tensor:
+    def filtered(self, loss: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
         """Return the loss of a micro-batch, or 0 if it is non-finite and `filters` is true.
 
         Does not synchronize with the device.
 
         Args:
             loss: Loss of the micro-batch, shape ``()``.
-            share: Weight of the micro-batch in the loss of its update.
+            share: Returns the weight of the micro-batch in the loss of its update. On a CPU it is
+                called only if the loss is non-finite.
         """
         self._num_losses += 1
-        self._pending.append((loss, share))
+        if self.reads_at_once and math.isfinite(loss.item()):
+            return loss
+        self._pending.append((loss, share()))
         if len(self._pending) == _MAX_PENDING:
             self._settle()
         return loss.nan_to_num(0.0, 0.0, 0.0) if self.filters else loss

@@ -344,7 +344,7 @@ class MFTrainerMixin(_Base):
         """Do forward and backward of a micro-batch; return its loss, or 0 if it is non-finite."""
         if self._watch is not None:
             self._watch.begin_update()
-        share = self._losses.share_of_update(inputs, num_items_in_batch)
+        share = self._losses.share_later(inputs, num_items_in_batch)
         with self._losses.reporting(), self._train_mode.quick(model):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return self._losses.step_log.filtered(loss, share)

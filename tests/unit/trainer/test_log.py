@@ -1,5 +1,7 @@
 """MFTrainer adds the step's numbers to the Trainer's log, and leaves non-finite losses out."""
 
+import contextlib
+import functools
 import json
 import math
 
@@ -14,6 +16,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.log import StepLog
+from support.deferral import late_results
 from support.trainer_runs import (
     Counting,
     Run,
@@ -329,19 +332,34 @@ def test_tensorboard_gets_what_the_log_has(tmp_path, monkeypatch):
 
 
 CPU = torch.device("cpu")
+
+
+def _itself(part: float | torch.Tensor) -> float | torch.Tensor:
+    return part
+
+
 ANY_LOSS = st.one_of(st.floats(-1e3, 1e3, width=32), st.sampled_from([NAN, INF, -INF]))
 
 
-@given(updates=st.lists(st.tuples(ANY_LOSS, ANY_LOSS, st.floats(0.01, 0.99)), max_size=90))
-def test_the_sum_is_completed_by_the_share_of_filtered_losses(updates):
+@given(
+    updates=st.lists(st.tuples(ANY_LOSS, ANY_LOSS, st.floats(0.01, 0.99)), max_size=90),
+    arrives_late=st.booleans(),
+)
+def test_the_sum_is_completed_by_the_share_of_filtered_losses(updates, arrives_late):
     """`completed_sum` agrees with float64, whether shares are numbers or tensors."""
+    with late_results() if arrives_late else contextlib.nullcontext():
+        check_completed_sum(updates)
+
+
+def check_completed_sum(updates):
+    """Compare a sum with float64 arithmetic."""
     log = StepLog(CPU)
     kept = total = torch.zeros((), dtype=torch.float64)
     left_out = 0
     for first, second, share in updates:
         shares = (share, torch.tensor(1 - share, dtype=torch.float64))
         for loss, part in zip((first, second), shares, strict=True):
-            filtered = log.filtered(torch.tensor(loss), part)
+            filtered = log.filtered(torch.tensor(loss), functools.partial(_itself, part))
             assert filtered.item() == (loss if math.isfinite(loss) else 0)
             total = total + filtered.double()
             kept = kept + (part if math.isfinite(loss) else 0)
@@ -365,8 +383,8 @@ def test_a_state_includes_pending_losses(pending):
     """A saved state includes pending losses; loading it drops losses that were pending before."""
     log, other = StepLog(CPU), StepLog(CPU)
     for _ in range(pending):
-        log.filtered(torch.tensor(NAN), 0.25)
-        other.filtered(torch.tensor(INF), 0.5)
+        log.filtered(torch.tensor(NAN), lambda: 0.25)
+        other.filtered(torch.tensor(INF), lambda: 0.5)
 
     other.load_state_dict(log.state_dict())
 
@@ -378,6 +396,40 @@ def test_without_the_filter_losses_are_counted_and_kept():
     """Without the filter, a non-finite loss is counted and returned unchanged."""
     log = StepLog(CPU, filters=False)
 
-    assert log.filtered(torch.tensor(INF), 0.5).isinf()
+    assert log.filtered(torch.tensor(INF), lambda: 0.5).isinf()
     state = log.state_dict()
     assert (state["non_finite_losses"], state["left_out"], state["left_share"]) == (1, 0, 0)
+
+
+def test_on_a_cpu_only_the_share_of_a_bad_loss_is_counted():
+    """A finite loss is read at once, returned as it is, and its share is not asked for."""
+    log, asked = StepLog(CPU), []
+    losses = [torch.tensor(loss) for loss in (1.0, NAN, 2.0)]
+
+    kept = [log.filtered(loss, lambda: asked.append(1) or 0.5) for loss in losses]
+
+    assert (kept[0] is losses[0], kept[1].item(), kept[2] is losses[2], asked) == (
+        True,
+        0,
+        True,
+        [1],
+    )
+
+
+class PopsLabels(MFTrainer):
+    """A trainer whose step takes the labels out of the micro-batch."""
+
+    def _prepare_inputs(self, inputs):
+        prepared = super()._prepare_inputs(inputs)
+        inputs.pop("labels")
+        return prepared
+
+
+@pytest.mark.parametrize("arrives_late", [True, False])
+def test_the_share_is_that_of_the_labels_before_the_step(arrives_late, tmp_path):
+    """A step that takes the labels out of its micro-batch changes no mean."""
+    with late_results() if arrives_late else contextlib.nullcontext():
+        run, losses = spoilt_run(tmp_path, [1, NAN], kind=PopsLabels, data=Counting(64))
+
+    expected = [losses.mean(0, 2, 3), losses.mean(4, 5, 6, 7)]
+    assert values(run, "loss")[:2] == pytest.approx(expected, rel=1e-6)
