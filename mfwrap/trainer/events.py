@@ -166,6 +166,7 @@ class StepCallbackHandler(CallbackHandler):
         # there, so that the host does not wait. This is safe: if the update was skipped, the
         # deferred schedule drops the step just before the next update.
         attached.answers_late = False
+        self.trainer.listed_network.take_back()
         self.before_event(event)
         report = attached.last_report
         if event == "on_step_end" and report is not None:
@@ -175,7 +176,7 @@ class StepCallbackHandler(CallbackHandler):
         # What callbacks do for these events does not belong to a step.
         is_pause = event in {"on_evaluate", "on_log", "on_save"}
         left_out = section_clock.left_out() if is_pause else _NOTHING
-        terminates = event in vars(TerminationCallback)
+        terminates = event in _ENDING_EVENTS
         with left_out, self._calling_termination() if terminates else _NOTHING:
             changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
                 event, args, state, control, **keywords
@@ -183,7 +184,10 @@ class StepCallbackHandler(CallbackHandler):
         if event == "on_step_begin":
             section_clock.begin_step()
         attached.answers_late = event == "on_optimizer_step"
-        if event == "on_step_end":
+        if event == "on_optimizer_step":
+            # Next, the Trainer zeroes the gradients.
+            self.trainer.listed_network.lend_parameters(self.trainer.model_wrapped)
+        elif event == "on_step_end":
             self.postpones_save = changed.should_save and _ends_epoch(state)
             changed.should_save = changed.should_save and not self.postpones_save
         elif may_cancel:
@@ -386,3 +390,7 @@ def _construct_again(exporting: Any, arguments: Mapping[str, Any]) -> None:
             "`restore_callback_states_from_checkpoint` to False"
         )
         raise TypeError(msg) from error
+
+
+_ENDING_EVENTS = frozenset(vars(TerminationCallback))
+"""Names of the events in which `TerminationCallback` may act."""

@@ -178,8 +178,8 @@ class MFTrainerMixin(_Base):
             communication_hook=communication_hook,
         )
         self._losses = Losses(self)
-        self._listed = ListedNetwork()
-        self._train_mode = TrainMode(self._listed)
+        self.listed_network = ListedNetwork()
+        self._train_mode = TrainMode(self.listed_network)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the schedule, which then advances only for applied updates."""
@@ -245,7 +245,7 @@ class MFTrainerMixin(_Base):
             contextlib.nullcontext() if self._watch is None else self._watch.training(),
             self._losses.filtering(),
             counting_operations(self),
-            clipping_listed_parameters(self, self._listed),
+            clipping_listed_parameters(self, self.listed_network),
             self._skip.of_training(),
             self._position.of_training(resume_from_checkpoint, self.args),
             records_of_training(),

@@ -62,6 +62,7 @@ class ListedNetwork:
         # What the modules hold as parameters, with repetitions and None.
         self._held: list[nn.Parameter | None] | None = None
         self._parameters: list[nn.Parameter] = []
+        self._lent_to: nn.Module | None = None
 
     def modules(self, network: nn.Module) -> list[nn.Module]:
         """Return the network's modules; the same list as before if they have not changed."""
@@ -84,6 +85,24 @@ class ListedNetwork:
         if not _are_same(held, self._held):
             self._held, self._parameters = held, list(network.parameters())
         return self._parameters
+
+    def lend_parameters(self, network: nn.Module) -> None:
+        """Let ``network.parameters()`` return this list's parameters, until `take_back`."""
+        if type(network).parameters is not nn.Module.parameters or "parameters" in vars(network):
+            return
+        known = self.parameters(network)
+
+        def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002  (torch's signature)
+            return iter(known) if recurse else nn.Module.parameters(network, recurse)
+
+        vars(network)["parameters"] = parameters
+        self._lent_to = network
+
+    def take_back(self) -> None:
+        """Let a network list its parameters itself."""
+        network, self._lent_to = self._lent_to, None
+        if network is not None:
+            vars(network).pop("parameters", None)
 
 
 def _are_same(held: list[nn.Parameter | None], known: list[nn.Parameter | None] | None) -> bool:
@@ -111,7 +130,8 @@ class TrainMode:
     @contextlib.contextmanager
     def quick(self, network: nn.Module) -> Iterator[None]:
         """Within the block, ``network.train()`` does nothing if it would change nothing."""
-        if "train" in vars(network):
+        own = vars(network)
+        if "train" in own:
             yield
             return
 
@@ -120,8 +140,11 @@ class TrainMode:
                 return network
             return type(network).train(network, mode)
 
-        with _hidden(network, train=train):
+        own["train"] = train
+        try:
             yield
+        finally:
+            own.pop("train", None)
 
     def _is_training(self, network: nn.Module) -> bool:
         modules = self._listed.modules(network)
@@ -135,7 +158,8 @@ class TrainMode:
 def clipping_listed_parameters(trainer: Trainer, listed: ListedNetwork) -> Iterator[None]:
     """Within the block, a training, list the parameters whose gradients are clipped only once.
 
-    In each update the Trainer looks through all modules of the model for them.
+    In each update the Trainer looks through all modules of the model for them, and once more to
+    zero the gradients.
 
     Args:
         trainer: The trainer.
@@ -144,18 +168,17 @@ def clipping_listed_parameters(trainer: Trainer, listed: ListedNetwork) -> Itera
     clip: Callable[[nn.Module], Any] = trainer._clip_grad_norm  # noqa: SLF001  (the Trainer's own clip)
 
     def clip_listed(network: nn.Module) -> Any:
-        if type(network).parameters is not nn.Module.parameters or "parameters" in vars(network):
+        listed.lend_parameters(network)
+        try:
             return clip(network)
-        known = listed.parameters(network)
-
-        def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002  (torch's signature)
-            return iter(known) if recurse else nn.Module.parameters(network, recurse)
-
-        with _hidden(network, parameters=parameters):
-            return clip(network)
+        finally:
+            listed.take_back()
 
     with _hidden(trainer, _clip_grad_norm=clip_listed):
-        yield
+        try:
+            yield
+        finally:
+            listed.take_back()
 
 
 @contextlib.contextmanager

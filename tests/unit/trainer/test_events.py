@@ -33,6 +33,7 @@ from mfwrap.trainer.events import (
     monitors,
     restore_in_place,
 )
+from mfwrap.trainer.repeated_work import ListedNetwork
 from support.trainer_runs import new_trainer
 
 
@@ -72,13 +73,24 @@ class Listener(TrainerCallback):
         self._record(keywords)
 
 
+def stub_trainer(handler, attached):
+    """Return what a handler asks of its trainer."""
+    network = nn.Linear(1, 1)
+    return SimpleNamespace(
+        callback_handler=handler,
+        attached=attached,
+        listed_network=ListedNetwork(),
+        model_wrapped=network,
+    )
+
+
 def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]:
     """Return a handler, the handler's only callback, and the attached step with this report."""
     listener = Listener()
     handler = CallbackHandler([listener], None, None, None, None)
     attached = SimpleNamespace(last_report=last, answers_late=False)
     listener.attached = attached
-    trainer = SimpleNamespace(callback_handler=handler, attached=attached)
+    trainer = stub_trainer(handler, attached)
     add_step_to_events(trainer, listener.order.append, lambda *_: None, RankTermination())
     return handler, listener, attached
 
@@ -96,7 +108,7 @@ def test_the_handler_keeps_its_own_class():
 
     handler = Own([], None, None, None, None)
     handler.train_dataloader = "loader"
-    trainer = SimpleNamespace(callback_handler=handler, attached=None)
+    trainer = stub_trainer(handler, None)
     add_step_to_events(trainer, print, print, RankTermination())
 
     assert isinstance(handler, Own)
@@ -279,9 +291,7 @@ def test_sigterm_is_handled_between_the_flow_and_other_callbacks(first, tmp_path
     handler = CallbackHandler([*first, DefaultFlowCallback(), order], None, None, None, None)
     order.handler = handler
     before = list(handler.callbacks)
-    trainer = SimpleNamespace(
-        callback_handler=handler, attached=SimpleNamespace(last_report=None, answers_late=False)
-    )
+    trainer = stub_trainer(handler, SimpleNamespace(last_report=None, answers_late=False))
     add_step_to_events(trainer, print, print, termination)
     args = TrainingArguments(str(tmp_path), eval_strategy="epoch", save_strategy="epoch")
     state = TrainerState(max_steps=9, epoch=1.5, global_step=3)

@@ -238,7 +238,7 @@ def test_listed_parameters_are_those_of_torch(make):
 
 def test_parameters_are_looked_for_once_in_a_training(tmp_path, monkeypatch):
     """Clipping lists them in the first update, and again after a callback has added some."""
-    counts, updates = [], []
+    counts, updates, lent = [], [], []
     parameters = nn.Module.named_parameters
 
     def counting(self, *arguments, **keywords):
@@ -259,8 +259,25 @@ def test_parameters_are_looked_for_once_in_a_training(tmp_path, monkeypatch):
             if state.global_step == 3:
                 model.added = nn.Linear(2, 2)
 
+    class Looking(TrainerCallback):
+        def __getattribute__(self, name):
+            if name.startswith("on_"):
+                lent.append("parameters" in vars(trainer.model))
+            return super().__getattribute__(name)
+
     rows = [{name: torch.zeros(5).long() for name in ("input_ids", "labels")}] * 6
     trainer = Own(llama(), arguments(tmp_path), train_dataset=rows, callbacks=[Adding()])
+    trainer.add_callback(Looking())
+    zeroed = []
+
+    def zeroing(*, set_to_none=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "named_parameters", counting)
+            before = len(counts)
+            nn.Module.zero_grad(trainer.model, set_to_none=set_to_none)
+        zeroed.append((len(counts) - before, {p.grad for p in trainer.model.parameters()}))
+
+    trainer.model.zero_grad = zeroing
     listing = []
     listed = ListedNetwork.parameters
 
@@ -273,7 +290,11 @@ def test_parameters_are_looked_for_once_in_a_training(tmp_path, monkeypatch):
     trainer.train()
 
     assert updates == [0] * 6  # the Trainer itself looks through no module
-    assert [n - listing[0] for n in listing] == [0, 0, 0, 2, 2, 2]
+    before_training, *of_updates = zeroed
+    assert before_training == (1, {None})
+    assert of_updates == [(0, {None})] * 6
+    assert [n - listing[0] for n in listing[::2]] == [0, 0, 0, 2, 2, 2]
+    assert set(lent) == {False}  # no callback sees a network that lists its parameters otherwise
     assert "_clip_grad_norm" not in vars(trainer)
     assert "parameters" not in vars(trainer.model)
 
