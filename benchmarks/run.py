@@ -43,7 +43,10 @@ class Section:
     on_cuda: str | None = None
 
 
-TINY = "trainer.py --width 64 --layers 4 --vocabulary 512 --batch-size 1 --sequence-length 16"
+TINY = (
+    "trainer.py --width 64 --layers 4 --vocabulary 512 --batch-size 1 --sequence-length 16 "
+    "--threads 1"
+)
 SMALL = "trainer.py --width 256 --layers 6 --batch-size 4"
 SECTIONS = {
     "epilogue": Section(

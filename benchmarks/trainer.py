@@ -102,6 +102,7 @@ def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
             start a step. This process sends a message back when the step has ended.
         arguments: Device and sizes.
     """
+    torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
 
@@ -126,6 +127,7 @@ def train_for_memory(index: int, end: Connection, arguments: argparse.Namespace)
         end: Connection to the main process.
         arguments: Device and sizes.
     """
+    torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
@@ -208,6 +210,7 @@ def main() -> None:
     # backward take nearly all of the time, and the contestants cannot be told apart.
     parser.set_defaults(width=512, layers=8, batch_size=1)
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the vocabulary")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--only", nargs="+", default=[], help="parts of names of contestants")
     arguments = parser.parse_args()
     contestants = chosen(arguments.only)
@@ -227,7 +230,7 @@ def main() -> None:
     print(
         f"Llama of {num_parameters / 1e6:.1f} million float32 parameters on {arguments.device}, "
         f"{arguments.batch_size * arguments.accumulation * length} tokens in "
-        f"{arguments.accumulation} micro-batches a step, {torch.get_num_threads()} threads, torch "
+        f"{arguments.accumulation} micro-batches a step, {arguments.threads} threads, torch "
         f"{torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps\n\n"
         "| training step | ms, median (least to most) | of the stock Trainer | peak memory, MB |\n"
         "| --- | --- | --- | --- |"

@@ -119,10 +119,17 @@ class AttachedAccelerator:
 
     def backward(self, *args: Any, **keywords: Any) -> None:
         """Run backward as accelerate does; explain an error that another rank has caused."""
+        gradient = None
+        if len(args) == 1 and "gradient" not in keywords:
+            gradient = self.attachment.step.first_gradient(args[0])
+        if gradient is not None:
+            keywords["gradient"] = gradient
+        self.scaler.multiplies = gradient is None
         try:
             with self.attachment.ranks.updating(ends=False):
                 super().backward(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
         finally:
+            self.scaler.multiplies = True
             self.attachment.end_backward()
         section_clock.switch(Section.DATA)
         for window in self.attachment.step.windows.values():
@@ -322,16 +329,20 @@ class StepScaler:
         self.attachment = attachment
         self._accelerator = accelerator
         self._grad_scaler = accelerator.scaler
+        self.multiplies = True
+        """Whether `scale` multiplies; ``False`` if backward begins with the loss scale."""
 
     def is_enabled(self) -> bool:
         """Return True: losses are always scaled, if only by 1."""
         return True
 
     def scale(self, outputs: Tensor) -> Tensor:
-        """Return a loss times the loss scale."""
+        """Return a loss times the loss scale, or the loss itself unless `multiplies`."""
         self.attachment.build(final=True)
         numbered = self.attachment.numbers_micro_batches
-        loss = self.attachment.step.scaled(outputs, self._accelerator.step if numbered else None)
+        loss = self.attachment.step.scaled(
+            outputs, self._accelerator.step if numbered else None, multiplies=self.multiplies
+        )
         if section_clock.is_on:
             self.attachment.sections.follow(loss)
         self.attachment.begin_backward()

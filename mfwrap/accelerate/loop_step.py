@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -128,13 +129,33 @@ class LoopStep:
         self._shared_scale.discard()
         self._ema = self._average = None
 
-    def scaled(self, loss: Tensor, micro_batch: int | None = None) -> Tensor:
+    def first_gradient(self, loss: object) -> Tensor | None:
+        """Return the gradient that backward may begin with in place of 1: the loss scale.
+
+        The gradients are those of the loss times the loss scale, to the bit, and neither the loss
+        nor its gradient has to be multiplied. ``None`` if the loss must be multiplied, or if the
+        loss scale is 1.
+
+        Args:
+            loss: Loss of a micro-batch.
+        """
+        if not isinstance(loss, Tensor) or loss.dim() or loss.dtype != torch.float32:
+            # The gradient of a float16 loss is float16, in which the loss scale would overflow.
+            return None
+        self._shared_scale.settle()
+        return None if self.loss_scale.is_one else on_device(self.loss_scale.value, loss.device)
+
+    def scaled(
+        self, loss: Tensor, micro_batch: int | None = None, *, multiplies: bool = True
+    ) -> Tensor:
         """Return the loss times the loss scale; call it before backward.
 
         Args:
             loss: Loss of a micro-batch. If it has several elements, reports show their mean.
             micro_batch: Number of the micro-batch within its update; ``None`` if the loop does not
                 number its micro-batches.
+            multiplies: Whether to multiply the loss; ``False`` if backward begins with
+                `first_gradient`.
 
         Raises:
             TypeError: If `loss` is not a tensor.
@@ -147,7 +168,7 @@ class LoopStep:
         detached = loss.detach() if loss.dim() == 0 else loss.detach().float().mean()
         for window in self.windows.values():
             window.before_backward(detached, micro_batch)
-        if self.loss_scale.is_one:
+        if self.loss_scale.is_one or not multiplies:
             return loss
         return loss * on_device(self.loss_scale.value, loss.device)
 

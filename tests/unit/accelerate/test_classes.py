@@ -219,3 +219,59 @@ def test_stages_of_transformers_are_refused():
 
     with pytest.raises(ValueError, match="must not be split by transformers, got pp_size=2"):
         accelerator.prepare(split_for_generation(small_llama()))
+
+
+def _backward(loss_of, *, by_hand: bool, **keywords):
+    """Return the gradient of a weight at loss scale 2**16, and the loss as the step reports it."""
+    accelerator = new_accelerator(gradient_accumulation_steps=3)
+    attached = attach(accelerator, scale_sense=2.0**16)
+    network = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[0.3, -1.7]]))
+    network, optimizer = accelerator.prepare(network, SGD(network.parameters(), lr=0.1))
+    loss = loss_of(network(torch.tensor([[0.7, 0.9]])))
+    if by_hand:
+        accelerator.scaler.scale(loss / 3).backward(**keywords)
+    else:
+        accelerator.backward(loss, **keywords)
+    assert accelerator.scaler.multiplies
+    gradient = network.weight.grad.clone()
+    optimizer.step()
+    return gradient, attached.last_output.loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["scalar", "vector"])
+def test_backward_begins_with_the_loss_scale(dtype, shape):
+    """The gradients and the reported loss are, to the bit, those of the multiplied loss."""
+    found = [
+        _backward(lambda y: y.to(dtype).square().sum().reshape(shape), by_hand=by_hand)
+        for by_hand in (True, False)
+    ]
+
+    (gradient, loss), (other, other_loss) = found
+    assert gradient.abs().max() > 2.0**10
+    assert torch.equal(gradient, other)
+    assert torch.equal(loss, other_loss)
+
+
+def test_a_gradient_of_the_loop_is_multiplied_by_the_loss_scale():
+    """With a ``gradient`` of its own, the loop's loss is multiplied as before."""
+    first = torch.tensor(0.25)
+    expected, _ = _backward(lambda y: y.square().sum(), by_hand=True, gradient=first)
+    found, _ = _backward(lambda y: y.square().sum(), by_hand=False, gradient=first)
+
+    assert torch.equal(found, expected)
+
+
+def test_after_an_error_in_backward_a_loss_is_multiplied():
+    """A backward that raises leaves the gradient scaler as it was."""
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator, scale_sense=8.0)
+    network = nn.Linear(2, 1)
+    network, _ = accelerator.prepare(network, SGD(network.parameters(), lr=0.1))
+
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        accelerator.backward(torch.ones(()))
+
+    assert accelerator.scaler.scale(network(torch.ones(1, 2)).sum().detach() * 0 + 1) == 8.0

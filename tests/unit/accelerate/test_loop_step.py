@@ -99,6 +99,18 @@ def test_at_scale_one_a_loss_is_itself():
     assert Training().step.scaled(loss) is loss
 
 
+def test_backward_begins_with_the_scale_only_where_it_fits():
+    """A float32 scalar needs no multiplication; any other loss does, and scale 1 needs nothing."""
+    training = Training(scale_sense=2.0**17)
+    loss = torch.ones(())
+
+    assert training.step.first_gradient(loss) == 2.0**17
+    assert training.step.scaled(loss, multiplies=False) is loss
+    others = [loss.half(), loss.bfloat16(), loss.double(), torch.ones(1), 1.0]
+    assert [training.step.first_gradient(other) for other in others] == [None] * 5
+    assert Training().step.first_gradient(loss) is None
+
+
 def test_schedules_are_resolved_before_each_update():
     """The schedules are resolved before each update is applied."""
     training = Training()
