@@ -10,6 +10,7 @@ from mfwrap.callbacks.checkpoint_health import newest_healthy_checkpoint
 from mfwrap.callbacks.checkpoint_monitor import CheckpointMonitor
 from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.local_norm_monitor import LocalNormMonitor
+from mfwrap.callbacks.loop.monitor import LoopMonitor
 from mfwrap.callbacks.loss_monitor.monitor import MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder
 from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
@@ -39,6 +40,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateScheduler",
     "LocalNormMonitor",
+    "LoopMonitor",
     "LossMonitor",
     "MFLossMonitor",
     "MetricsRecorder",

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from mfwrap.accelerate.classes import LoopRanks, StepScaler, attached_class
 from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.accelerate.prepared import attached_again, restore_prepared
-from mfwrap.accelerate.saving import AttachedCheckpoints
+from mfwrap.accelerate.saving import AttachedCheckpoints, LoopObserver
 from mfwrap.accelerate.setup import (
     EMA,
     attached_handler_class,
@@ -106,6 +106,8 @@ class AttachedStep:
         optimizer directly instead of doing an update."""
         self.checkpoints = AttachedCheckpoints(self, accelerator)
         """Saving and loading in ``save_state`` and ``load_state``."""
+        self.observers: list[LoopObserver] = []
+        """Objects that follow the loop, such as `mfwrap.callbacks.LoopMonitor`."""
         accelerator.scaler = self._scaler
         accelerator.attachment = self
         accelerator.__class__ = attached_class(self._kind)
@@ -113,6 +115,11 @@ class AttachedStep:
             self._ddp_handler.__class__ = attached_handler_class(
                 self._handler_kind, communication_hook
             )
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Accelerator that the step is attached to."""
+        return self._accelerator
 
     @property
     def last_report(self) -> StepReport | None:

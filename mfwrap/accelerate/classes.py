@@ -205,6 +205,8 @@ class AttachedAccelerator:
     def end_training(self) -> None:
         """Flush the step, tell the other ranks of the end, then end as accelerate does."""
         self.attachment.flush()
+        for observer in self.attachment.observers:
+            observer.before_end()
         watch = rank_watch()
         if watch is not None:
             watch.leave("has ended its training")

@@ -61,6 +61,8 @@ class LoopStep:
         self.rate_factor = 1.0
         """Factor of all learning rates in the next updates. The groups of the optimizers, and so
         the schedules, keep their own rates."""
+        self.before_update: list[Callable[[], None]] = []
+        """Functions to call once the gradients are measured and before they are used."""
         self._config = config
         self._ema: ExponentialMovingAverage | None = None
         self._average: SharedAverage | None = None
@@ -219,6 +221,8 @@ class LoopStep:
             )
             raise RuntimeError(msg)
         measured = window.measured()
+        for call in self.before_update:
+            call()
         # Flush only after the call that measures this update's gradients. The call has queued work,
         # so the device is busy while the host waits for the result of the previous update.
         self.flush()

@@ -10,7 +10,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 from accelerate import Accelerator
 
@@ -32,6 +32,27 @@ from mfwrap.records.run_files import resume_records, save_records
 
 if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep
+
+
+class LoopObserver(Protocol):
+    """What an attached step tells an object that follows its loop."""
+
+    def before_save(self, folder: Path) -> None:
+        """Write pending records, and own files into the checkpoint; called on every rank.
+
+        Args:
+            folder: Temporary folder of the checkpoint.
+        """
+
+    def after_load(self, folder: Path) -> None:
+        """Restore what `before_save` has written; called on every rank.
+
+        Args:
+            folder: Folder of the checkpoint, which may lack the files.
+        """
+
+    def before_end(self) -> None:
+        """Write pending records, because ``end_training`` is about to close the trackers."""
 
 
 @final
@@ -122,6 +143,8 @@ class AttachedCheckpoints:
             self._attached.load_files(path)
             self._batch.apply()
             resume_records(path)
+            for observer in self._attached.observers:
+                observer.after_load(path)
         return loaded
 
     def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
@@ -133,6 +156,8 @@ class AttachedCheckpoints:
         self._attached.save_files(folder, each_node=each_node)
         if is_writer(self._accelerator):
             self._batch.save(folder)
+        for observer in self._attached.observers:
+            observer.before_save(folder)
         save_records(folder, self._saves_in)
 
     def _on_load(self, _models: object, input_dir: str) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -247,6 +247,11 @@ class MFTrainOneStepCell(LossScaleHooks):
             accumulate.float32 = Float32Gradients([accumulate.network], parts)
 
     @property
+    def before_update(self) -> list[Callable[[], None]]:
+        """Functions to call in each update before the weights change; captured: before forward."""
+        return self._update.before_update
+
+    @property
     def local_norm_names(self) -> tuple[str, ...]:
         """Names of the groups of local norms, in the order of the output's ``local_norm``."""
         return self._update.parameters.groups().names
@@ -299,6 +304,8 @@ class MFTrainOneStepCell(LossScaleHooks):
     def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
         self.config.check_micro_batches(len(calls))
         if self._captured is not None:
+            for call in self.before_update:
+                call()
             self.last_report = self._captured(calls)
             section_clock.switch(Section.DATA)
             return self.last_report.output

@@ -22,7 +22,7 @@ Do not add anything that reads a tensor on the host (``item``, ``if tensor``, ``
 tests count such reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import final
 
 import torch
@@ -103,6 +103,8 @@ class StepUpdate:
         self.local_squares = local_squares
         self.agreement = agreement
         self.stages = stages
+        self.before_update: list[Callable[[], None]] = []
+        """Functions to call once the gradients are measured and before they are used."""
         self._device = parameters.device
         self._norms = NormReader(self._device)
         self._spikes = spike_policy(config, self._device)
@@ -241,6 +243,8 @@ class StepUpdate:
         # Flush as late as possible: this step's backward is queued by now, so the device is busy
         # while the host waits. But flush before the optimizer's step, because the flush advances
         # the schedule, which sets the learning rate of this update.
+        for call in self.before_update:
+            call()
         self.flush()
         report, read = self.decide(loss, measured, coefficient, losses)
         self.counts.submit(report, measured.local_norm, skipped=read)

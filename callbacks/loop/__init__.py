@@ -1,0 +1,1 @@
+"""Follow a loop of your own: its events, its records and its trackers."""

@@ -1,0 +1,30 @@
+"""The arguments that monitors read, in a loop that has no ``TrainingArguments``."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopArguments:
+    """Stand in for ``TrainingArguments`` in a loop of your own; monitors read these fields."""
+
+    output_dir: str
+    max_steps: int
+    gradient_accumulation_steps: int
+    process_index: int
+    fp16: bool
+    bf16: bool
+    seed: int
+    num_train_epochs: float = 0.0
+    data_seed: int | None = None
+    max_grad_norm: float | None = None
+    torch_compile: bool = False
+    eval_on_start: bool = False
+    load_best_model_at_end: bool = False
+    save_total_limit: int | None = None
+    accelerator_config: object = None
+    resume_from_checkpoint: str | None = None
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this is the process that writes checkpoints."""
+        return self.process_index == 0

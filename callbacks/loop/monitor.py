@@ -1,0 +1,299 @@
+"""`LoopMonitor`: the monitors of a loop of your own, in two lines."""
+
+import atexit
+import contextlib
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from mfwrap import MFTrainOneStepCell, StepReport
+from mfwrap.accelerate import AttachedStep
+from mfwrap.arguments import check_int, described, directory_name
+from mfwrap.callbacks.loop.arguments import LoopArguments
+from mfwrap.callbacks.loop.csv_file import CsvFile
+from mfwrap.callbacks.loop.source import AttachedSource, OptimizerSource, source_of
+from mfwrap.callbacks.loop.trackers import Tracker, Trackers
+from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
+from mfwrap.checkpoints.file_formats import json_content
+from mfwrap.checkpoints.folders import whole_file
+from mfwrap.collectives import this_rank
+
+STATE_FILE = "mfwrap_monitor.json"
+_UNKNOWN_LENGTH = 2**31 - 1
+_FORMATS = ("jsonl", "trackers")
+
+
+@final
+class LoopMonitor:
+    """Monitor a loop of your own: send the events, count the steps, and write each step's record.
+
+    Two lines are enough: one that makes the monitor, after the model and the optimizer are
+    prepared, and `end_step` after each update. Each update then has a record in
+    ``training_state.jsonl`` and a row in ``metrics.csv`` in `folder`, with its loss, learning rate,
+    loss scale, norm, flags and, if the step computes them, local norms; bad steps have a record in
+    ``anomalies.jsonl``. The trackers get the same numbers, at the step that they belong to.
+
+    A step's numbers are copied to the host in the background, and written just before the weights
+    change in the next update: by then the loop has not logged anything of the next step. The last
+    step is written by `close`, by ``accelerator.end_training``, or when the program ends.
+
+    With `attach`, ``save_state`` and ``load_state`` save and restore the monitor, too.
+
+    Args:
+        step: What does the updates: the result of `mfwrap.accelerate.attach`, a cell, or, in a
+            plain torch loop, the optimizer.
+        folder: Run folder.
+        model: Network, in a plain torch loop; ``None`` takes that of the cell, or the first one
+            that the accelerator has prepared.
+        trackers: Where to log besides the files, see `mfwrap.callbacks.loop.trackers.Tracker`.
+            ``None`` takes the trackers of the attached accelerator, which ``init_trackers`` may
+            start later.
+        callbacks: Further monitors, which get the events.
+        prefix: Beginning of the names in trackers, so that they differ from those of the loop.
+        first_step: Updates before this loop; ``load_state`` of an attached loop sets it.
+        max_steps: Updates of the whole run; ``None`` if unknown.
+        settings: Keywords of `TrainingStateMonitor`, such as ``weight_state_format``. The formats
+            ``"jsonl"`` and ``"trackers"`` write to the files and to the trackers; the CSV file has
+            what the trackers get.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        step: AttachedStep | MFTrainOneStepCell | torch.optim.Optimizer,
+        folder: str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        trackers: Sequence[Tracker] | Tracker | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        prefix: str = "mfwrap/",
+        first_step: int = 0,
+        max_steps: int | None = None,
+        **settings: Any,
+    ) -> None:
+        check_int("first_step", first_step, minimum=0)
+        if max_steps is not None:
+            check_int("max_steps", max_steps, minimum=1)
+        for callback in callbacks:
+            if not isinstance(callback, TrainerCallback):
+                msg = (
+                    f"`callbacks` must hold transformers.TrainerCallback, got {described(callback)}"
+                )
+                raise TypeError(msg)
+        self._source = source_of(step, model)
+        self._folder = Path(directory_name("folder", folder) or "")
+        self._trackers = Trackers(self._chosen(trackers), prefix)
+        self._csv: CsvFile | None = None
+        formats: dict[str, Any] = {
+            "local_norm_format": _FORMATS,
+            "local_loss_format": _FORMATS,
+        }
+        monitor = TrainingStateMonitor(**formats | settings, folder=folder, log_to=self._log)
+        self._callbacks: list[TrainerCallback] = [monitor, *callbacks]
+        self._control = TrainerControl()
+        self._state = TrainerState(
+            global_step=first_step,
+            max_steps=max_steps or _UNKNOWN_LENGTH,
+            is_world_process_zero=this_rank() == 0,
+            is_local_process_zero=this_rank() == 0,
+        )
+        self._has_begun = False
+        self._args: LoopArguments | None = None
+        self._last_report: StepReport | None = None
+        self._ends: list[Callable[[], None]] = [
+            self._source.call_before_update(self._before_update)
+        ]
+        self._connect()
+
+    def _chosen(self, trackers: Any) -> Sequence[Tracker]:
+        if trackers is None:
+            return [] if self._source.accelerator is None else [self._source.accelerator]
+        return trackers if isinstance(trackers, (list, tuple)) else [trackers]
+
+    def _connect(self) -> None:
+        """Begin at the first forward pass; follow the checkpoints and the end of the loop."""
+        model = self._source.model
+        if model is not None:
+            hook = model.register_forward_pre_hook(lambda *_: self._begin())
+            self._ends.append(hook.remove)
+        if isinstance(self._source, AttachedSource):
+            observers = self._source.attached.observers
+            observers.append(self)
+            self._ends.append(lambda: observers.remove(self))
+        itself = weakref.WeakMethod(self.close)
+
+        def close_at_exit() -> None:
+            close = itself()
+            if close is not None:
+                close()
+
+        self._at_exit = atexit.register(close_at_exit)
+        self._ends.append(lambda: atexit.unregister(close_at_exit))
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates so far; log your own numbers of the last update at this step."""
+        return self._state.global_step
+
+    def end_step(
+        self, loss: Tensor | float | None = None, *, grad_norm: Tensor | float | None = None
+    ) -> None:
+        """Record the update that the loop has just done. Does not synchronize with the device.
+
+        With `attach` or a cell, it does nothing if there was no update since the last call, so a
+        loop that accumulates gradients may call it after each micro-batch.
+
+        Args:
+            loss: Loss of the update, in a plain torch loop; leave it out otherwise.
+            grad_norm: Norm of its gradients before clipping, in a plain torch loop.
+
+        Raises:
+            ValueError: If `loss` is missing in a plain torch loop, or given in another loop.
+        """
+        if isinstance(self._source, OptimizerSource) != (loss is not None):
+            is_plain = isinstance(self._source, OptimizerSource)
+            expected = "must be given" if is_plain else "must be left out"
+            msg = (
+                f"`loss` {expected} in a loop with {described(self._source.optimizer)}, got {loss}"
+            )
+            raise ValueError(msg)
+        report = self._source.report()
+        if isinstance(self._source, OptimizerSource) and loss is not None:
+            output: Any = self._source.output(loss, grad_norm)
+        elif report is None or report is self._last_report:
+            return
+        else:
+            output = report.output
+        self._begin()
+        self._last_report = report
+        self._state.global_step += 1
+        self._send("on_step_end", step_output=output, step_report=report)
+        self._send("on_step_begin")
+
+    def flush(self) -> None:
+        """Write what is pending. Call it on every rank before you save a checkpoint yourself."""
+        if self._has_begun:
+            self._send("on_pre_save")
+
+    def close(self) -> None:
+        """Write the last step, close all files, and stop following the loop."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(ValueError):
+                end()
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        # An error of the loop is more important than one of its last record.
+        with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
+            self.close()
+
+    def before_save(self, folder: Path) -> None:
+        """Write what is pending, and the monitors' state into a checkpoint of `attach`."""
+        self.flush()
+        if self._state.is_world_process_zero:
+            with whole_file(folder / STATE_FILE) as partial:
+                partial.write_text(json.dumps(self.state_dict()), encoding="utf-8")
+
+    def after_load(self, folder: Path) -> None:
+        """Continue from a checkpoint of `attach`; one without a state begins at `global_step`."""
+        self._stop()
+        if (folder / STATE_FILE).is_file():
+            self.load_state_dict(json_content(folder / STATE_FILE))
+
+    def before_end(self) -> None:
+        """Write the last step, because the trackers are about to be closed."""
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates and the states of the monitors, ready for JSON."""
+        return {
+            "global_step": self._state.global_step,
+            "callbacks": [dict(one.state()["attributes"]) for one in self._stateful()],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned.
+
+        Raises:
+            ValueError: If the state is that of another list of monitors.
+        """
+        saved, own = state_dict["callbacks"], list(self._stateful())
+        if len(saved) != len(own):
+            msg = f"the state must be that of {len(own)} monitors, got {len(saved)}"
+            raise ValueError(msg)
+        self._stop()
+        self._state.global_step = state_dict["global_step"]
+        for callback, attributes in zip(own, saved, strict=True):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+    def _stateful(self) -> Iterator[ExportableState]:
+        return (one for one in self._callbacks if isinstance(one, ExportableState))
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._args = self._arguments()
+        self._last_report = self._source.report()
+        if self._state.is_world_process_zero:
+            self._csv = CsvFile(self._folder / "metrics.csv", self._state.global_step)
+        self._send("on_train_begin", train_dataloader=self._loader())
+        self._send("on_step_begin")
+
+    def _before_update(self) -> None:
+        self._begin()
+        self._send("on_pre_optimizer_step")
+
+    def _stop(self) -> None:
+        if self._has_begun:
+            self._has_begun = False
+            self._send("on_train_end")
+
+    def _arguments(self) -> LoopArguments:
+        accelerator = self._source.accelerator
+        precision = "no" if accelerator is None else accelerator.mixed_precision
+        return LoopArguments(
+            output_dir=str(self._folder),
+            max_steps=self._state.max_steps,
+            gradient_accumulation_steps=(
+                1 if accelerator is None else accelerator.gradient_accumulation_steps
+            ),
+            process_index=this_rank(),
+            fp16=precision == "fp16",
+            bf16=precision == "bf16",
+            seed=torch.initial_seed(),
+        )
+
+    def _loader(self) -> Any:
+        accelerator = self._source.accelerator
+        loaders = [] if accelerator is None else accelerator._dataloaders
+        return next(iter(loaders), None)
+
+    def _send(self, event: str, **keywords: Any) -> None:
+        known = {"model": self._source.model, "optimizer": self._source.optimizer, **keywords}
+        for callback in self._callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self._args, self._state, self._control, **known)
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        """Write a step's numbers to the CSV file and the trackers; on the main process only."""
+        if self._csv is not None:
+            self._csv.append(step, values)
+        self._trackers.log(values, step)

@@ -1,0 +1,164 @@
+"""What does the updates of a loop of your own: an attached step, a cell, or a torch optimizer."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mfwrap import MFTrainOneStepCell, StepReport
+from mfwrap.accelerate import AttachedStep
+from mfwrap.arguments import described
+from mfwrap.tensors.wrappers import unwrapped_optimizer
+
+
+class PlainOutput(NamedTuple):
+    """Numbers of an update in a loop without mfwrap's step; ``None`` where they are unknown."""
+
+    loss: Tensor
+    learning_rate: Tensor | None
+    global_norm: Tensor | None
+
+
+class UpdateSource(abc.ABC):
+    """What does the updates of a loop."""
+
+    accelerator: Accelerator | None = None
+
+    @property
+    @abc.abstractmethod
+    def model(self) -> nn.Module | None:
+        """Network, with its wrappers; ``None`` if unknown."""
+
+    @property
+    @abc.abstractmethod
+    def optimizer(self) -> Any:
+        """Optimizer, with its wrapper; ``None`` if there is none yet."""
+
+    @abc.abstractmethod
+    def call_before_update(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Have a function called before the weights change; return a function that ends this."""
+
+    def report(self) -> StepReport | None:
+        """Return the report of the last update; ``None`` if there is none."""
+        return None
+
+
+class _Listed(UpdateSource):
+    """A step that has a list of functions to call before each update."""
+
+    calls: list[Callable[[], None]]
+
+    def call_before_update(self, call: Callable[[], None]) -> Callable[[], None]:
+        self.calls.append(call)
+        return lambda: self.calls.remove(call)
+
+
+@final
+class AttachedSource(_Listed):
+    """The step that `attach` has put behind an accelerator."""
+
+    def __init__(self, attached: AttachedStep, model: nn.Module | None) -> None:
+        self.attached = attached
+        self.accelerator = attached.accelerator
+        self.calls = attached.step.before_update
+        self._model = model
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The first prepared model."""
+        models = self.attached.accelerator._models
+        return self._model if self._model is not None else next(iter(models), None)
+
+    @property
+    def optimizer(self) -> Any:
+        """The first prepared optimizer."""
+        return next(iter(self.attached.accelerator._optimizers), None)
+
+    def report(self) -> StepReport | None:
+        """Return the report of the last update."""
+        return self.attached.last_report
+
+
+@final
+class CellSource(_Listed):
+    """A cell, which does a whole update in one call."""
+
+    def __init__(self, cell: MFTrainOneStepCell) -> None:
+        self._cell = cell
+        self.calls = cell.before_update
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The cell's network."""
+        return self._cell.network
+
+    @property
+    def optimizer(self) -> Any:
+        """The cell's optimizer."""
+        return self._cell.optimizer
+
+    def report(self) -> StepReport | None:
+        """Return the report of the last update."""
+        return self._cell.last_report
+
+
+@final
+class OptimizerSource(UpdateSource):
+    """A torch optimizer in a loop without mfwrap's step."""
+
+    def __init__(self, optimizer: Any, model: nn.Module | None) -> None:
+        self._optimizer = optimizer
+        self._model = model
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The given network."""
+        return self._model
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self._optimizer
+
+    def call_before_update(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Have a function called before each ``optimizer.step``; return one that ends this."""
+        hook = unwrapped_optimizer(self._optimizer).register_step_pre_hook(lambda *_: call())
+        remove: Callable[[], None] = hook.remove
+        return remove
+
+    def output(self, loss: Tensor | float, grad_norm: Tensor | float | None) -> PlainOutput:
+        """Return the numbers of an update, as tensors on the device of the loss."""
+        mean = torch.as_tensor(loss).detach().float().mean()
+        rate = unwrapped_optimizer(self._optimizer).param_groups[0]["lr"]
+        return PlainOutput(
+            mean, _filled(rate, mean), None if grad_norm is None else _filled(grad_norm, mean)
+        )
+
+
+def _filled(number: Tensor | float, like: Tensor) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.detach().float()
+    return torch.full_like(like, number)
+
+
+def source_of(step: object, model: nn.Module | None) -> UpdateSource:
+    """Return the source of the updates.
+
+    Raises:
+        TypeError: If `step` is none of the three kinds.
+    """
+    if isinstance(step, AttachedStep):
+        return AttachedSource(step, model)
+    if isinstance(step, MFTrainOneStepCell):
+        return CellSource(step)
+    if isinstance(unwrapped_optimizer(step) if hasattr(step, "optimizer") else step, Optimizer):
+        return OptimizerSource(step, model)
+    msg = (
+        "`step` must be what `attach` returned, an MFTrainOneStepCell or a torch optimizer, got "
+        f"{described(step)}"
+    )
+    raise TypeError(msg)

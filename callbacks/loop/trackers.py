@@ -1,0 +1,99 @@
+"""Pass the records of steps on to experiment trackers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+from accelerate import Accelerator
+
+from mfwrap.arguments import described
+from mfwrap.callbacks.shared.run_log import WarnOnce
+
+Tracker: TypeAlias = Any
+"""An ``Accelerator`` (all of its trackers), a tracker of accelerate, a run of wandb or trackio, the
+module ``mlflow``, a TensorBoard ``SummaryWriter``, or a function of a dict of numbers and the
+step."""
+
+_Log: TypeAlias = Callable[[dict[str, float], int], None]
+
+
+@final
+class Trackers:
+    """Log the numbers of a step to several trackers, under names with a prefix.
+
+    wandb has one row for each step and ignores rows of earlier steps. If the loop has already
+    logged a later step there, the numbers go into the row of that step. In either case they have
+    ``<prefix>step``, which wandb draws them over.
+
+    Args:
+        trackers: Where to log.
+        prefix: Beginning of all names, so that they differ from those of the loop.
+
+    Raises:
+        TypeError: If a tracker is none of the kinds that `Tracker` lists.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], prefix: str) -> None:
+        self._prefix = prefix
+        self._trackers = list(trackers)
+        self._warn_once = WarnOnce(__package__)
+        self._known_runs: list[Any] = []
+        for tracker in trackers:
+            if not isinstance(tracker, Accelerator):
+                self._log_of(tracker)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log numbers.
+
+        Args:
+            values: Numbers by name.
+            step: Number of the step that they belong to.
+        """
+        named = {f"{self._prefix}{name}": value for name, value in values.items()}
+        for tracker in self._trackers:
+            inner = tracker.trackers if isinstance(tracker, Accelerator) else [tracker]
+            for each in inner:
+                self._log_of(each)(named, step)
+
+    def _log_of(self, tracker: Any) -> _Log:
+        """Return the function that logs to one tracker."""
+        run = getattr(tracker, "tracker", None) if getattr(tracker, "name", "") == "wandb" else None
+        for found in (run, tracker):
+            if hasattr(found, "define_metric"):
+                return lambda values, step: self._log_to_wandb(found, values, step)
+        if hasattr(tracker, "add_scalar"):
+            return lambda values, step: _log_to_tensorboard(tracker, values, step)
+        if hasattr(tracker, "log_metrics"):
+            return lambda values, step: _log_to_mlflow(tracker, values, step)
+        if hasattr(tracker, "log"):
+            return lambda values, step: tracker.log(values, step=step)
+        if callable(tracker):
+            log: _Log = tracker
+            return log
+        msg = (
+            "`trackers` must hold an Accelerator, a tracker of accelerate, a run of wandb or "
+            "trackio, the module mlflow, a SummaryWriter, or a function of numbers and step; got "
+            f"{described(tracker)}"
+        )
+        raise TypeError(msg)
+
+    def _log_to_wandb(self, run: Any, values: dict[str, float], step: int) -> None:
+        axis = f"{self._prefix}step"
+        if run not in self._known_runs:
+            self._known_runs.append(run)
+            run.define_metric(axis)
+            run.define_metric(f"{self._prefix}*", step_metric=axis)
+        if run.step > step:
+            self._warn_once(
+                f"the loop has logged step {run.step} to wandb before step {step} was known; its "
+                f"numbers are in a later row, with {axis} {step}; log updates by their number"
+            )
+        run.log({**values, axis: step}, step=max(step, run.step))
+
+
+def _log_to_tensorboard(writer: Any, values: dict[str, float], step: int) -> None:
+    for name, value in values.items():
+        writer.add_scalar(name, value, global_step=step)
+
+
+def _log_to_mlflow(mlflow: Any, values: dict[str, float], step: int) -> None:
+    mlflow.log_metrics(values, step=step)

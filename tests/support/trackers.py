@@ -1,0 +1,90 @@
+"""Read back what experiment trackers have written offline."""
+
+import json
+import sqlite3
+import struct
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 2**15
+_HEADER = 7
+
+
+def wandb_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of the history of wandb's only offline run below a folder.
+
+    The file is a log of LevelDB: blocks of 32 KiB, with a header of seven bytes before each chunk,
+    and in the first block seven bytes of wandb.
+    """
+    from wandb.proto import wandb_internal_pb2  # noqa: PLC0415  (slow)
+
+    [file] = folder.glob("**/*.wandb")
+    rows = []
+    for content in _chunks(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): item for item in record.history.item}
+            row = {name: json.loads(item.value_json) for name, item in items.items()}
+            rows.append({**row, "_step": record.history.step.num})
+    return rows
+
+
+def _chunks(data: bytes) -> list[bytes]:
+    contents, position, whole = [], _HEADER, b""
+    while position + _HEADER <= len(data):
+        left = _BLOCK - position % _BLOCK
+        if left < _HEADER:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + _HEADER])
+        if not kind:
+            position += left
+            continue
+        whole += data[position + _HEADER : position + _HEADER + length]
+        position += _HEADER + length
+        if kind in {1, 4}:  # a whole record, or the last part of one
+            contents.append(whole)
+            whole = b""
+    return contents
+
+
+def trackio_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of trackio's only project in a folder, with their ``_step``."""
+    [file] = folder.glob("*.db")
+    with sqlite3.connect(file) as database:
+        rows = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+    return [{**json.loads(metrics), "_step": step} for step, metrics in rows]
+
+
+def mlflow_rows(uri: str) -> list[dict[str, Any]]:
+    """Return a row for each step of the only MLflow run at a tracking URI."""
+    import mlflow  # noqa: PLC0415  (slow)
+
+    client = mlflow.MlflowClient(uri)
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    [run] = client.search_runs(experiments)
+    rows: dict[int, dict[str, Any]] = {}
+    for name in run.data.metrics:
+        for point in client.get_metric_history(run.info.run_id, name):
+            row = rows.setdefault(point.step, {"_step": point.step})
+            assert name not in row, f"{name} is twice at step {point.step}"
+            row[name] = point.value
+    return [rows[step] for step in sorted(rows)]
+
+
+def tensorboard_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return a row for each step of the events files in a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415  (slow)
+        EventAccumulator,
+    )
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    rows: dict[int, dict[str, Any]] = {}
+    for tag in events.Tags()["scalars"]:
+        for point in events.Scalars(tag):
+            row = rows.setdefault(point.step, {"_step": point.step})
+            assert tag not in row, f"{tag} is twice at step {point.step}"
+            row[tag] = point.value
+    return [rows[step] for step in sorted(rows)]

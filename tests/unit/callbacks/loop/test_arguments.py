@@ -1,0 +1,29 @@
+"""The arguments of a loop have what monitors read."""
+
+import re
+from pathlib import Path
+
+from mfwrap.callbacks.loop.arguments import LoopArguments
+
+ROOT = Path(__file__).parents[4]
+NEVER_IN_A_LOOP = {"device"}  # `CheckpointMonitor` needs a Trainer
+
+
+def test_monitors_find_what_they_read():
+    """Each attribute of ``args`` that a monitor reads is there."""
+    arguments = LoopArguments(
+        output_dir="run",
+        max_steps=3,
+        gradient_accumulation_steps=2,
+        process_index=1,
+        fp16=False,
+        bf16=True,
+        seed=0,
+    )
+    read = set()
+    for file in (ROOT / "callbacks").rglob("*.py"):
+        read |= set(re.findall(r"(?<![\w_])args\.([a-z_0-9]+)", file.read_text(encoding="utf-8")))
+
+    assert len(read) > 10
+    assert {name for name in read - NEVER_IN_A_LOOP if not hasattr(arguments, name)} == set()
+    assert not arguments.should_save

@@ -1,0 +1,65 @@
+"""A CSV file has one row for each step, whatever names come later and wherever a crash cut it."""
+
+import csv
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mfwrap.callbacks.loop.csv_file import CsvFile
+
+NUMBERS = st.one_of(st.floats(), st.integers(-(2**53), 2**53), st.booleans())
+ROWS = st.lists(st.dictionaries(st.sampled_from(["a", 'b,"', "c/d"]), NUMBERS), max_size=6)
+
+
+def read(path):
+    """Return the rows of a file; empty cells are left out."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def same(found, expected):
+    """Return whether two lists of rows have the same numbers, NaN included."""
+    texts = [
+        [{k: repr(float(v)) for k, v in row.items()} for row in one] for one in (found, expected)
+    ]
+    return texts[0] == texts[1]
+
+
+@given(rows=ROWS)
+def test_all_numbers_are_read_back(rows, tmp_path_factory):
+    """Any numbers under any names come back as they were."""
+    path = tmp_path_factory.mktemp("csv") / "metrics.csv"
+    file = CsvFile(path, 0)
+    for step, row in enumerate(rows, 1):
+        file.append(step, row)
+
+    expected = [{"step": step, **row} for step, row in enumerate(rows, 1)]
+    assert same(read(path) if rows else [], expected)
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_cut_row_and_later_rows_are_removed(cut, tmp_path):
+    """A resumed run keeps whole rows up to its step, and adds its own."""
+    path = tmp_path / "metrics.csv"
+    file = CsvFile(path, 0)
+    for step in range(1, 6):
+        file.append(step, {"loss": step / 2})
+    path.write_bytes(path.read_bytes()[:-cut])
+
+    resumed = CsvFile(path, 3)
+    resumed.append(4, {"loss": math.inf, "norm": 1})
+
+    expected = [{"step": n, "loss": n / 2} for n in (1, 2, 3)]
+    assert same(read(path), [*expected, {"step": 4, "loss": math.inf, "norm": 1}])
+
+
+def test_a_run_from_the_start_begins_an_empty_file(tmp_path):
+    """Rows of an earlier run in the same folder are removed."""
+    path = tmp_path / "metrics.csv"
+    CsvFile(path, 0).append(1, {"loss": 1.0})
+
+    CsvFile(path, 0).append(1, {"loss": 2.0})
+
+    assert read(path) == [{"step": 1, "loss": 2.0}]

@@ -1,0 +1,234 @@
+"""`LoopMonitor` records each update of a loop of one's own once, at its own step."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+from accelerate.tracking import TensorBoardTracker
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from mfwrap import MFTrainOneStepCell, StepConfig, WithLossCell
+from mfwrap.accelerate import attach
+from mfwrap.callbacks import LocalNormMonitor, LoopMonitor
+from mfwrap.records import read_json_lines
+from support.attached_runs import new_accelerator
+from support.deferral import late_results
+from support.trackers import tensorboard_rows
+
+NAN = float("nan")
+NUM_STEPS = 4
+
+
+def rows_of(file):
+    """Return the rows of a CSV file, with numbers for texts."""
+    with file.open(encoding="utf-8", newline="") as lines:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+
+
+class Loop:
+    """An accelerate loop of two micro-batches an update, which logs its own numbers."""
+
+    def __init__(self, folder, *, factors=(), log_with=None, **settings) -> None:
+        torch.manual_seed(0)
+        self.accelerator = new_accelerator(
+            gradient_accumulation_steps=2, log_with=log_with, project_dir=str(folder)
+        )
+        if log_with is not None:
+            self.accelerator.init_trackers("logs")
+        self.attached = attach(self.accelerator, StepConfig(local_norm=True, use_clip_grad=True))
+        network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=True)
+        data = TensorDataset(torch.randn(2 * NUM_STEPS, 2, 4))
+        loader = DataLoader(data, 1)
+        self.network, self.optimizer, self.loader = self.accelerator.prepare(
+            network, optimizer, loader
+        )
+        self.factors = dict(factors)
+        self.monitor = LoopMonitor(self.attached, folder / "run", **settings)
+        self.losses, self.norms = [], []
+
+    def train(self, batches=None, *, logs=False, at_each_batch=False):
+        """Train on some batches; log each update's loss before or after the monitor gets it."""
+        for number, [inputs] in enumerate(self.loader if batches is None else batches):
+            with self.accelerator.accumulate(self.network):
+                loss = self.network(inputs).square().mean() * self.factors.get(number, 1.0)
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if at_each_batch or self.accelerator.sync_gradients:
+                self.monitor.end_step()
+            if self.accelerator.sync_gradients:
+                self.losses.append(self.attached.last_output.loss.item())
+                self.norms.append(self.attached.last_output.local_norm.tolist())
+                if logs:
+                    step = self.monitor.global_step
+                    self.accelerator.log({"loss": self.losses[-1]}, step=step)
+
+
+@pytest.mark.parametrize("at_each_batch", [True, False])
+@pytest.mark.parametrize("arrives_late", [True, False])
+def test_each_update_has_one_record(tmp_path, at_each_batch, arrives_late):
+    """JSON lines and CSV have loss, norms and weights of each update, in an accelerate loop."""
+    both = ["jsonl", "trackers"]
+    with late_results() if arrives_late else torch.enable_grad():
+        loop = Loop(tmp_path, weight_state_format=both)
+        loop.train(at_each_batch=at_each_batch)
+        loop.accelerator.end_training()
+
+    records = read_json_lines(tmp_path / "run" / "training_state.jsonl")
+    rows = rows_of(tmp_path / "run" / "metrics.csv")
+    names = [f"local_norm/{name}" for name in loop.attached.local_norm_names]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [record["loss"] for record in records] == loop.losses
+    assert [[record[name] for name in names] for record in records] == loop.norms
+    weights = math.sqrt(sum(p.detach().double().square().sum() for p in loop.network.parameters()))
+    assert records[-1]["weight_norm"] == pytest.approx(weights, rel=1e-6)
+    for record, row in zip(records, rows, strict=True):
+        del record["epoch"]
+        assert row == record
+
+
+def test_the_loops_own_numbers_stay_apart(tmp_path):
+    """In TensorBoard each step has the loop's loss and the monitor's, under names that differ."""
+    loop = Loop(tmp_path, log_with="tensorboard")
+    loop.train(logs=True)
+    loop.accelerator.end_training()
+
+    rows = tensorboard_rows(tmp_path / "logs")
+    assert [row["_step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["loss"] for row in rows] == pytest.approx(loop.losses)
+    assert [row["mfwrap/loss"] for row in rows] == pytest.approx(loop.losses)
+
+
+def test_an_anomaly_is_recorded_with_its_layer(tmp_path):
+    """A non-finite gradient is skipped, and its record names the step."""
+    loop = Loop(tmp_path, factors={4: NAN})
+    loop.train()
+    loop.monitor.close()
+
+    [anomaly, *_] = read_json_lines(tmp_path / "run" / "anomalies.jsonl")
+    assert anomaly["step"] == 3
+    rows = rows_of(tmp_path / "run" / "metrics.csv")
+    assert [row["skipped"] for row in rows] == [0, 0, 1, 0]
+    assert math.isnan(rows[2]["loss"])
+
+
+def test_a_checkpoint_restores_records_and_states(tmp_path):
+    """After ``load_state`` the records of later steps are gone, and the steps go on from there."""
+    straight = Loop(tmp_path / "straight")
+    straight.train()
+    straight.monitor.close()
+    first = Loop(tmp_path / "stopped")
+    batches = list(first.loader)
+    first.train(batches[:4])
+    first.accelerator.save_state(tmp_path / "checkpoint")
+    first.train(batches[4:6])
+    first.monitor.close()
+    second = Loop(tmp_path / "stopped")
+    second.accelerator.load_state(tmp_path / "checkpoint")
+    second.train(batches[4:])
+    second.monitor.close()
+
+    for name in ("training_state.jsonl", "metrics.csv"):
+        texts = [(tmp_path / one / "run" / name).read_text() for one in ("straight", "stopped")]
+        assert texts[0].replace('"epoch": 1, ', "") == texts[1].replace('"epoch": 1, ', "")
+
+
+def test_a_cell_has_its_records(tmp_path):
+    """A loop around a cell needs the same two lines, and other monitors find the run folder."""
+    network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=True)
+    cell = MFTrainOneStepCell(network, optimizer, local_norm=True)
+    losses = []
+    with LoopMonitor(cell, tmp_path, callbacks=[LocalNormMonitor()]) as monitor:
+        for _ in range(3):
+            losses.append(cell(torch.ones(4, 2), torch.ones(4, 1)).loss.item())
+            monitor.end_step()
+
+    assert [row["loss"] for row in rows_of(tmp_path / "metrics.csv")] == losses
+    assert len(read_json_lines(tmp_path / "local_norms.jsonl")) == 3
+    assert cell.before_update == []
+
+
+def test_a_plain_loop_gives_its_loss(tmp_path):
+    """In a loop of torch alone the loop gives loss and norm, and the rate is the optimizer's."""
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.25)
+    logged = []
+    with LoopMonitor(
+        optimizer,
+        tmp_path,
+        model=network,
+        trackers=lambda values, step: logged.append((step, values)),
+        prefix="own/",
+    ) as monitor:
+        for number in (1.0, 2.0):
+            loss = network(torch.ones(1, 2)).square().sum() * number
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.end_step(loss, grad_norm=norm)
+
+    assert [step for step, _ in logged] == [1, 2]
+    assert logged[1][1]["own/loss"] == pytest.approx(loss.item())
+    assert logged[1][1]["own/global_norm"] == pytest.approx(norm.item())
+    assert logged[1][1]["own/learning_rate"] == 0.25
+
+
+def test_the_last_step_is_written_when_the_program_ends(tmp_path):
+    """A monitor that nobody closes writes its last step at the end of the program."""
+    loop = Loop(tmp_path)
+    loop.train()
+    records = tmp_path / "run" / "training_state.jsonl"
+    assert len(read_json_lines(records)) == NUM_STEPS - 1
+    loop.monitor._at_exit()
+    assert len(read_json_lines(records)) == NUM_STEPS
+
+
+def test_what_a_loop_must_not_give(tmp_path):
+    """A wrong step, tracker, callback or loss is one sentence."""
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="`step` must be what `attach` returned"):
+        LoopMonitor(network, tmp_path)
+    with pytest.raises(TypeError, match="`trackers` must hold"):
+        LoopMonitor(optimizer, tmp_path, trackers=[3])
+    with pytest.raises(TypeError, match="`callbacks` must hold"):
+        LoopMonitor(optimizer, tmp_path, callbacks=[print])
+    with pytest.raises(ValueError, match="`loss` must be given"):
+        LoopMonitor(optimizer, tmp_path).end_step()
+    loop = Loop(tmp_path)
+    with pytest.raises(ValueError, match="`loss` must be left out"):
+        loop.monitor.end_step(1.0)
+    with pytest.raises(ValueError, match="must be that of 1 monitors, got 0"):
+        loop.monitor.load_state_dict({"global_step": 1, "callbacks": []})
+
+
+def test_a_state_is_json(tmp_path):
+    """The state of a monitor survives JSON, and continues at its step."""
+    loop = Loop(tmp_path)
+    loop.train()
+    loop.monitor.flush()
+    state = json.loads(json.dumps(loop.monitor.state_dict()))
+    assert state["global_step"] == NUM_STEPS
+
+    other = Loop(tmp_path / "other")
+    other.monitor.load_state_dict(state)
+    assert other.monitor.global_step == NUM_STEPS
+
+
+def test_the_accelerators_trackers_may_start_later(tmp_path):
+    """Trackers that ``init_trackers`` starts after the monitor was made get the records, too."""
+    loop = Loop(tmp_path)
+    tracker = TensorBoardTracker("later", tmp_path)
+    tracker.start()
+    loop.accelerator.trackers = [tracker]
+    loop.train()
+    loop.accelerator.end_training()
+
+    assert [row["_step"] for row in tensorboard_rows(tmp_path / "later")] == [1, 2, 3, 4]

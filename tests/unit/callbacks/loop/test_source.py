@@ -1,0 +1,67 @@
+"""Each kind of loop has its network, its optimizer and a call before the weights change."""
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap.accelerate import attach
+from mfwrap.callbacks.loop.source import source_of
+from support.attached_runs import new_accelerator
+
+
+def attached_loop():
+    """Return an attached step, its network, and a function that does an update."""
+    accelerator = new_accelerator()
+    attached = attach(accelerator)
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    network, optimizer = accelerator.prepare(network, optimizer)
+
+    def update():
+        accelerator.backward(network(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return attached, network, update
+
+
+def cell_loop():
+    """Return a cell, its network, and a function that does an update."""
+    network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+    cell = MFTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.5))
+    return cell, network, lambda: cell(torch.ones(4, 2), torch.ones(4, 1))
+
+
+def plain_loop():
+    """Return an optimizer, its network, and a function that does an update."""
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+
+    def update():
+        network(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    return optimizer, network, update
+
+
+@pytest.mark.parametrize("make", [attached_loop, cell_loop, plain_loop])
+def test_the_call_comes_before_the_weights_change(make):
+    """The function sees gradients and unchanged weights, until it is removed."""
+    step, network, update = make()
+    source = source_of(step, network if make is plain_loop else None)
+    before = [p.detach().clone() for p in network.parameters()]
+    seen = []
+
+    def look():
+        unchanged = [torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)]
+        seen.append((all(unchanged), all(p.grad is not None for p in network.parameters())))
+
+    end = source.call_before_update(look)
+    update()
+    end()
+    update()
+
+    assert seen == [(True, True)]
+    assert source.model is network
+    assert source.optimizer is not None

@@ -1,0 +1,149 @@
+"""Each tracker has the record of every step once, at its own step, beside the loop's numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+from mfwrap import StepConfig
+from mfwrap.accelerate import attach
+from mfwrap.callbacks import LoopMonitor
+from mfwrap.callbacks.loop.trackers import Trackers
+from support.attached_runs import new_accelerator
+from support.trackers import mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
+
+NUM_STEPS = 5
+
+
+def train(folder, kind, *, logs_first, init=None):
+    """Train with a tracker of accelerate, to which the loop logs too; return the losses."""
+    torch.manual_seed(0)
+    accelerator = new_accelerator(log_with=kind, project_dir=str(folder))
+    accelerator.init_trackers("run", init_kwargs={} if init is None else {kind: init})
+    attached = attach(accelerator, StepConfig(local_norm=True, use_clip_grad=True))
+    network = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=True)
+    network, optimizer = accelerator.prepare(network, optimizer)
+    monitor = LoopMonitor(attached, folder / "run", find_culprit=False)
+    losses = []
+    for step in range(1, NUM_STEPS + 1):
+        loss = network(torch.randn(4, 4)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if logs_first:
+            accelerator.log({"loss": losses[-1]}, step=step)
+        monitor.end_step()
+        if not logs_first:
+            accelerator.log({"loss": losses[-1]}, step=step)
+    accelerator.end_training()
+    return losses
+
+
+def check(rows, losses):
+    """Check the rows of all steps, which may be one or two for each step."""
+    for name in ("loss", "mfwrap/loss"):
+        found = [(row["_step"], row[name]) for row in rows if name in row]
+        assert found == [(n, pytest.approx(loss)) for n, loss in enumerate(losses, 1)]
+    assert all("mfwrap/local_norm/weight" in row for row in rows if "mfwrap/loss" in row)
+
+
+@pytest.mark.parametrize("logs_first", [True, False])
+def test_tensorboard(tmp_path, logs_first):
+    """Curves of the loop and of the monitor have each step once."""
+    losses = train(tmp_path, "tensorboard", logs_first=logs_first)
+
+    check(tensorboard_rows(tmp_path / "run"), losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logs_first", [True, False])
+def test_wandb(tmp_path, logs_first, monkeypatch):
+    """An offline run of wandb has one row for each step, with the numbers of both."""
+    wandb = pytest.importorskip("wandb")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
+    losses = train(tmp_path, "wandb", logs_first=logs_first, init={"dir": str(tmp_path)})
+
+    wandb.teardown()  # waits until wandb's process has written everything
+    rows = wandb_rows(tmp_path)
+    check(rows, losses)
+    assert [row["mfwrap/step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all("loss" in row and "mfwrap/loss" in row for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logs_first", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow(tmp_path, logs_first, monkeypatch):
+    """An MLflow run in SQLite has each step once."""
+    pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    losses = train(tmp_path, "mlflow", logs_first=logs_first)
+
+    check(mlflow_rows(uri), losses)
+
+
+@pytest.mark.slow
+def test_trackio(tmp_path, monkeypatch):
+    """A local trackio project has each step once."""
+    trackio_utils = pytest.importorskip("trackio.utils")
+    for module in ("trackio.utils", "trackio.sqlite_storage"):
+        monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    assert tmp_path / "trackio" == trackio_utils.TRACKIO_DIR
+    losses = train(tmp_path, "trackio", logs_first=True)
+
+    check(trackio_rows(tmp_path / "trackio"), losses)
+
+
+class Run:
+    """Rows as wandb keeps them: one for each step, none for an earlier step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.rows: dict[int, dict] = {}
+        self.axes: list[tuple] = []
+
+    def define_metric(self, name, step_metric=None):
+        """Keep the axis of a metric."""
+        self.axes.append((name, step_metric))
+
+    def log(self, values, step):
+        """Add values to the row of a step."""
+        if step >= self.step:
+            self.step = step
+            self.rows.setdefault(step, {}).update(values)
+
+
+def test_a_wandb_run_that_is_ahead_loses_nothing(caplog):
+    """If the loop has logged a later step, the numbers go there, drawn over their own step."""
+    run = Run()
+    trackers = Trackers([run], "mfwrap/")
+    run.log({"seen": 64}, step=64)
+    trackers.log({"loss": 1.0}, 1)
+
+    assert run.rows == {64: {"seen": 64, "mfwrap/loss": 1.0, "mfwrap/step": 1}}
+    assert run.axes == [("mfwrap/step", None), ("mfwrap/*", "mfwrap/step")]
+    assert "logged step 64 to wandb before step 1 was known" in caplog.text
+
+
+def test_writers_modules_and_functions(tmp_path):
+    """A SummaryWriter, an object like the module mlflow, and a function get the numbers."""
+
+    class Module:
+        calls: list[tuple] = []  # noqa: RUF012  (one test alone uses the class)
+
+        def log_metrics(self, values, step):
+            """Keep the call."""
+            self.calls.append((values, step))
+
+    writer, module, given = SummaryWriter(tmp_path), Module(), []
+    trackers = Trackers([writer, module, lambda *call: given.append(call)], "m/")
+    trackers.log({"loss": 0.5}, 7)
+    writer.close()
+
+    assert tensorboard_rows(tmp_path) == [{"_step": 7, "m/loss": 0.5}]
+    assert module.calls == given == [({"m/loss": 0.5}, 7)]
