@@ -1,6 +1,12 @@
 """The arguments that monitors read, in a loop that has no ``TrainingArguments``."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from mfwrap.collectives import this_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +34,25 @@ class LoopArguments:
     def should_save(self) -> bool:
         """Whether this is the process that writes checkpoints."""
         return self.process_index == 0
+
+
+def loop_arguments(folder: Path, max_steps: int, accelerator: Accelerator | None) -> LoopArguments:
+    """Return the arguments of a loop.
+
+    Args:
+        folder: Run folder.
+        max_steps: Updates of the run.
+        accelerator: Accelerator of the loop; ``None`` without accelerate.
+    """
+    precision = "no" if accelerator is None else accelerator.mixed_precision
+    return LoopArguments(
+        output_dir=str(folder),
+        max_steps=max_steps,
+        gradient_accumulation_steps=(
+            1 if accelerator is None else accelerator.gradient_accumulation_steps
+        ),
+        process_index=this_rank(),
+        fp16=precision == "fp16",
+        bf16=precision == "bf16",
+        seed=torch.initial_seed(),
+    )

@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 from mfwrap import MFTrainOneStepCell, StepReport
 from mfwrap.accelerate import AttachedStep
 from mfwrap.arguments import check_int, described, directory_name
-from mfwrap.callbacks.loop.arguments import LoopArguments
+from mfwrap.callbacks.loop.arguments import LoopArguments, loop_arguments
 from mfwrap.callbacks.loop.csv_file import CsvFile
 from mfwrap.callbacks.loop.source import AttachedSource, OptimizerSource, source_of
 from mfwrap.callbacks.loop.trackers import Tracker, Trackers
@@ -249,11 +249,11 @@ class LoopMonitor:
         if self._has_begun:
             return
         self._has_begun = True
-        self._args = self._arguments()
+        self._args = loop_arguments(self._folder, self._state.max_steps, self._source.accelerator)
         self._last_report = self._source.report()
         if self._state.is_world_process_zero:
             self._csv = CsvFile(self._folder / "metrics.csv", self._state.global_step)
-        self._send("on_train_begin", train_dataloader=self._loader())
+        self._send("on_train_begin", train_dataloader=self._source.loader)
         self._send("on_step_begin")
 
     def _before_update(self) -> None:
@@ -264,26 +264,6 @@ class LoopMonitor:
         if self._has_begun:
             self._has_begun = False
             self._send("on_train_end")
-
-    def _arguments(self) -> LoopArguments:
-        accelerator = self._source.accelerator
-        precision = "no" if accelerator is None else accelerator.mixed_precision
-        return LoopArguments(
-            output_dir=str(self._folder),
-            max_steps=self._state.max_steps,
-            gradient_accumulation_steps=(
-                1 if accelerator is None else accelerator.gradient_accumulation_steps
-            ),
-            process_index=this_rank(),
-            fp16=precision == "fp16",
-            bf16=precision == "bf16",
-            seed=torch.initial_seed(),
-        )
-
-    def _loader(self) -> Any:
-        accelerator = self._source.accelerator
-        loaders = [] if accelerator is None else accelerator._dataloaders
-        return next(iter(loaders), None)
 
     def _send(self, event: str, **keywords: Any) -> None:
         known = {"model": self._source.model, "optimizer": self._source.optimizer, **keywords}

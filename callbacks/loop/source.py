@@ -29,6 +29,12 @@ class UpdateSource(abc.ABC):
     accelerator: Accelerator | None = None
 
     @property
+    def loader(self) -> Any:
+        """The first prepared data loader; ``None`` without one."""
+        loaders = [] if self.accelerator is None else self.accelerator._dataloaders
+        return next(iter(loaders), None)
+
+    @property
     @abc.abstractmethod
     def model(self) -> nn.Module | None:
         """Network, with its wrappers; ``None`` if unknown."""

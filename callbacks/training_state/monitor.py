@@ -76,6 +76,8 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._settings = settings
         self._run: TrainingStateRun | None = None
         self._scale_before: Tensor | None = None
+        # Model and optimizer of `on_train_begin`, for loops that do not pass them again.
+        self._known: dict[str, Any] = {}
         self._warn_once = WarnOnce(__package__)
         self._num_scale_overflows = 0
         self._bad_steps: list[BadSteps] = []
@@ -95,12 +97,14 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     ) -> None:
         """Begin a run: determine its length, and record the norms of the weights."""
         self._close()
+        self._known = _not_none(known)
         self._run = self._begin(args, state, state.global_step, known)
 
     def on_step_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
     ) -> None:
         """Start the clock, and keep the loss scale that the step uses."""
+        known |= self._known | _not_none(known)
         if self._run is None:
             self._run = self._begin(args, state, state.global_step, known)
         attached = getattr(known.get("optimizer"), "attachment", None)
@@ -113,6 +117,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
     ) -> None:
         """Write and judge the previous step, before this step's update changes the weights."""
+        known |= self._known | _not_none(known)
         del args
         if self._run is not None:
             self._run.fingerprints.end_forward()
@@ -133,6 +138,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         Raises:
             TypeError: If `step_output` is not the output of a step.
         """
+        known |= self._known | _not_none(known)
         if self._run is None:
             self._run = self._begin(args, state, state.global_step - 1, known)
         if step_output is None and step_report is not None:
@@ -244,6 +250,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         """Write and judge the last step, and close all files."""
         self._flush()
         self._close()
+        self._known = {}
 
     def state(self) -> dict[str, Any]:
         """Return the state that a Trainer writes into its checkpoint.
@@ -301,6 +308,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             if run.finder is not None:
                 self._num_scale_overflows = run.finder.num_scale_overflows
             run.close()
+
+
+def _not_none(known: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: known[name] for name in ("model", "optimizer") if known.get(name) is not None}
 
 
 def _missing_values(

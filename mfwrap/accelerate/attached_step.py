@@ -76,7 +76,8 @@ class AttachedStep:
         average and ``prepare`` has not called it yet."""
         self._make_ema = None if isinstance(ema, ExponentialMovingAverage) else ema
         self._arguments = (config, ema, scale_sense, communication_hook)
-        self._accelerator = accelerator
+        self.accelerator = accelerator
+        """Accelerator that the step is attached to."""
         self._kind = type(accelerator)
         self._grad_scaler = accelerator.scaler
         self._communication_hook = communication_hook
@@ -115,11 +116,6 @@ class AttachedStep:
             self._ddp_handler.__class__ = attached_handler_class(
                 self._handler_kind, communication_hook
             )
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """Accelerator that the step is attached to."""
-        return self._accelerator
 
     @property
     def last_report(self) -> StepReport | None:
@@ -187,7 +183,7 @@ class AttachedStep:
         Otherwise the gradients are divided by the loss scale. torch cannot remove a communication
         hook, so the hook that `attach` registered stays in the model, but it takes no more norms.
         """
-        accelerator = self._accelerator
+        accelerator = self.accelerator
         if accelerator.__dict__.get("attachment") is not self:
             return
         scales = self._grad_scaler is not None and self._grad_scaler.is_enabled()
@@ -214,7 +210,7 @@ class AttachedStep:
             del accelerator.attachment
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (type(self), self._accelerator, self._arguments, self.step.state_dict())
+        arguments = (type(self), self.accelerator, self._arguments, self.step.state_dict())
         return attached_again, arguments
 
     def see_model(self, prepared: nn.Module) -> None:
@@ -243,15 +239,15 @@ class AttachedStep:
             ValueError: If `attach` got a callable for the average and there is not exactly one
                 trained model, or if no optimizer holds any of the averaged parameters.
         """
-        models = self._accelerator._models
+        models = self.accelerator._models
         if self._make_ema is not None and self.ema is None:
-            trained = trained_models(models, self._accelerator._optimizers)
+            trained = trained_models(models, self.accelerator._optimizers)
             if trained or final:
                 self.ema = made_average(self._make_ema, trained)
         if self.ema is not None and not self.step.windows:
             self.ema.check_placement()
             self.step.follow(self.ema)
-        for wrapper in self._accelerator._optimizers:
+        for wrapper in self.accelerator._optimizers:
             optimizer = wrapper.optimizer
             window = self.step.windows.get(optimizer)
             if window is not None:
@@ -285,7 +281,7 @@ class AttachedStep:
         # Most loops say whether more micro-batches follow. In others, the second backward before an
         # update shows that they accumulate.
         is_first = all(window.num_backward == 1 for window in self.step.windows.values())
-        self._float32.accumulate(on=not (self._accelerator.sync_gradients and is_first))
+        self._float32.accumulate(on=not (self.accelerator.sync_gradients and is_first))
         self._float32.begin_backward()
 
     def end_backward(self) -> None:
@@ -299,7 +295,7 @@ class AttachedStep:
             self._float32 = None
 
     def _prepared_optimizers(self) -> list[Optimizer]:
-        return [wrapper.optimizer for wrapper in self._accelerator._optimizers]
+        return [wrapper.optimizer for wrapper in self.accelerator._optimizers]
 
     def _add(self, optimizer: Optimizer, parameters: TrainedParameters) -> None:
         parts = self._distributed_parts
@@ -307,7 +303,7 @@ class AttachedStep:
             optimizer,
             parameters,
             local_squares=sharded_local_squares_of(
-                ShardedParts(*self._accelerator._models),
+                ShardedParts(*self.accelerator._models),
                 parameters.tensors,
                 local_squares_of(
                     parts,
@@ -329,7 +325,7 @@ class AttachedStep:
             self._leave_float32()
             self._distributed_parts.clear()
             # The models that are prepared next are compared across ranks again.
-            self.ranks = LoopRanks(self._accelerator, self._distributed_parts, self.config)
+            self.ranks = LoopRanks(self.accelerator, self._distributed_parts, self.config)
             if self._make_ema is not None:
                 self.ema = None
 
@@ -344,7 +340,7 @@ class AttachedStep:
             each_node: Whether the main process of every node writes the files. If False, only the
                 main process of the whole run writes them.
         """
-        save_step(folder, self.step, is_writer=is_writer(self._accelerator, each_node=each_node))
+        save_step(folder, self.step, is_writer=is_writer(self.accelerator, each_node=each_node))
 
     def load_files(self, folder: Path) -> None:
         """Restore the state that `save_files` wrote; change nothing if a part does not fit.

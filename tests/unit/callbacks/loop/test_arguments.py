@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
-from mfwrap.callbacks.loop.arguments import LoopArguments
+import pytest
+
+from mfwrap.callbacks.loop.arguments import LoopArguments, loop_arguments
+from support.attached_runs import new_accelerator
 
 ROOT = Path(__file__).parents[4]
 NEVER_IN_A_LOOP = {"device"}  # `CheckpointMonitor` needs a Trainer
@@ -27,3 +30,15 @@ def test_monitors_find_what_they_read():
     assert len(read) > 10
     assert {name for name in read - NEVER_IN_A_LOOP if not hasattr(arguments, name)} == set()
     assert not arguments.should_save
+
+
+@pytest.mark.parametrize(("precision", "flags"), [("no", (False, False)), ("bf16", (False, True))])
+def test_they_are_those_of_the_accelerator(precision, flags, tmp_path):
+    """Accumulation and precision are the accelerator's; without one there is neither."""
+    accelerator = new_accelerator(precision, gradient_accumulation_steps=3)
+
+    found = loop_arguments(tmp_path, 7, accelerator)
+
+    assert (found.gradient_accumulation_steps, found.fp16, found.bf16) == (3, *flags)
+    assert (found.output_dir, found.max_steps, found.should_save) == (str(tmp_path), 7, True)
+    assert loop_arguments(tmp_path, 7, None).gradient_accumulation_steps == 1

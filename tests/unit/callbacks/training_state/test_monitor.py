@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from mfwrap import StepConfig
 from mfwrap.callbacks import (
@@ -351,3 +351,25 @@ def test_nothing_more_is_read_on_the_host(tmp_path):
     assert len(lines(tmp_path)) == 6
     shown = {tag.split("/")[0] for tag in lines(tmp_path)[3]}
     assert {"weight_stable_rank", "max_attention_logit", "adam_m_norm"} <= shown
+
+
+def test_a_loop_names_its_model_once(tmp_path):
+    """A loop that gives model and optimizer to ``on_train_begin`` alone has all metrics."""
+    network = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    monitor = TrainingStateMonitor(
+        weight_state_format="jsonl", optimizer_state_format="jsonl", folder=tmp_path
+    )
+    state, control = TrainerState(max_steps=2), TrainerControl()
+    monitor.on_train_begin(None, state, control, model=network, optimizer=optimizer)
+    for _ in range(2):
+        loss = network(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        optimizer.step()
+        state.global_step += 1
+        monitor.on_step_end(None, state, control, step_output=loss.detach())
+    monitor.on_train_end(None, state, control)
+
+    records = read_json_lines(tmp_path / "training_state.jsonl")
+    names = {"weight_norm", "adam_m_norm/weight", "adam_v_norm/bias"}
+    assert [names <= record.keys() for record in records] == [True, True]
