@@ -61,7 +61,7 @@ def cli() -> None:
       mfwrap recipes
       mfwrap train image_classification --set training.num_train_epochs=3
       mfwrap init causal_lm && mfwrap validate causal_lm.yaml
-      torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
+      torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
         -m mfwrap train causal_lm.yaml --resume=auto
       mfwrap import-mindformers pretrain_llama.yaml > llama.yaml
 
@@ -354,6 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             prog_name="mfwrap",
             standalone_mode=False,
         )
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()  # the whole help
+        code = 2
     except click.ClickException as error:
         _say(f"{error.format_message()} See mfwrap --help.")
         code = 2
@@ -386,8 +389,7 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
 
 def _hide_progress_bars(recipe: "Recipe") -> None:
     """Hide progress bars if the recipe disables them or standard error is not a terminal."""
-    if not sys.stderr.isatty():
-        recipe.arguments.disable_tqdm = True
+    recipe.arguments.disable_tqdm |= not sys.stderr.isatty()
     if recipe.arguments.disable_tqdm:
         import datasets  # noqa: PLC0415  (slow)
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415  (slow)
@@ -409,8 +411,7 @@ def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
 def _leave_process_group() -> None:
     from accelerate import PartialState  # noqa: PLC0415  (slow)
 
-    # Free the network first: if the network outlives the process group, the processes may hang at
-    # exit.
+    # If the network outlives the process group, the processes may hang at exit.
     gc.collect()
     PartialState().destroy_process_group()
 

@@ -406,6 +406,13 @@ def test_help_has_examples(capsys, command):
     assert ("Example" in out) == (command != "recipes")
 
 
+def test_without_arguments(capsys):
+    """The bare command prints its help alone to standard error, and exits with click's code 2."""
+    help_text = call(capsys, "--help")[1]
+
+    assert call(capsys) == (2, "", help_text)
+
+
 def test_completion():
     """A shell completes commands and recipe names."""
     complete = ShellComplete(cli, {}, "mfwrap", "_MFWRAP_COMPLETE")
