@@ -115,8 +115,9 @@ def train(
     weights are averaged, model_ema to its run folder. If that folder already holds checkpoints,
     pass --resume or --overwrite.
 
-    At SIGTERM or SIGUSR1, the run finishes its step, saves a checkpoint and exits with 75. With
-    --resume=auto, the same command then continues the run, also after a crash.
+    At SIGTERM or SIGUSR1, the run finishes its step, saves a checkpoint and exits with 75; at the
+    first Ctrl-C, with 130. A second Ctrl-C interrupts at once. With --resume=auto, the same command
+    then continues the run, also after a crash.
 
     \b
     Examples:
@@ -128,17 +129,21 @@ def train(
       mfwrap train my.yaml --overwrite
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
     from mfwrap.termination import EXIT_STOPPED, exiting_when_stopped  # noqa: PLC0415  (slow)
+    from mfwrap.trainer.stops import continued_by  # noqa: PLC0415  (slow)
 
-    try:
-        with exiting_when_stopped():
-            _train(_checked(recipe, overrides), resume, skip_rows, overwrite=overwrite)
-    except SystemExit as stopped:
-        if stopped.code == EXIT_STOPPED:
-            given = [word for override in overrides for word in ("--set", override)]
-            given += [] if skip_rows is None else ["--skip-rows", skip_rows]
-            again = shlex.join(["mfwrap", "train", recipe, *given, "--resume=auto"])
-            _say(f"stopped by a signal; continue with: {again}")
-        raise
+    given = [word for override in overrides for word in ("--set", override)]
+    given += ["--skip-rows", skip_rows] if skip_rows else []
+    again = shlex.join(["mfwrap", "train", recipe, *given, "--resume=auto"])
+    with continued_by(again) as continuation:
+        try:
+            with exiting_when_stopped():
+                _train(_checked(recipe, overrides), resume, skip_rows, overwrite=overwrite)
+        except (KeyboardInterrupt, SystemExit) as stopped:
+            if continuation.is_said:
+                sys.exit(getattr(stopped, "code", 130))
+            if getattr(stopped, "code", None) == EXIT_STOPPED:  # before the training
+                _say(f"stopped by a signal; continue with: {again}")
+            raise
 
 
 def _train(
@@ -191,9 +196,8 @@ def validate(recipe: str, overrides: Sequence[str]) -> None:
 def recipes() -> None:
     """List the recipes that come with the package."""
     shipped = shipped_recipes()
-    width = max(map(len, shipped))
     for one in shipped.values():
-        click.echo(f"{one.name:{width}}  {one.summary}")
+        click.echo(f"{one.name:{max(map(len, shipped))}}  {one.summary}")
 
 
 @cli.command()
@@ -349,11 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: Command-line arguments without the program's name; by default ``sys.argv[1:]``.
     """
     try:
-        code = cli.main(
-            None if arguments is None else list(arguments),
-            prog_name="mfwrap",
-            standalone_mode=False,
-        )
+        given = None if arguments is None else list(arguments)
+        code = cli.main(given, prog_name="mfwrap", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()  # the whole help
         code = 2
@@ -389,7 +390,8 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
 
 def _hide_progress_bars(recipe: "Recipe") -> None:
     """Hide progress bars if the recipe disables them or standard error is not a terminal."""
-    recipe.arguments.disable_tqdm |= not sys.stderr.isatty()
+    if not sys.stderr.isatty():
+        recipe.arguments.disable_tqdm = True
     if recipe.arguments.disable_tqdm:
         import datasets  # noqa: PLC0415  (slow)
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415  (slow)
@@ -444,7 +446,6 @@ def _write_new(file: Path, text: str) -> None:
 
 
 def _warn(name: str, notes: Sequence[str]) -> None:
-    """Print warnings about a file, one line each."""
     for note in notes:
         _say(f"warning: {name}: {note}")
 
@@ -456,5 +457,4 @@ def _say(line: str) -> None:
 
 
 def _is_first_process() -> bool:
-    """Return whether this process has rank 0; always True without a launcher."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0"  # also without a launcher

@@ -1,12 +1,14 @@
-"""Stop a training on SIGTERM or SIGUSR1 after a step that all ranks finish."""
+"""Stop a training on SIGTERM, SIGUSR1 or Ctrl-C after a step that all ranks finish."""
 
 import contextlib
 import ctypes
 import itertools
+import os
 import queue
 import re
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +50,7 @@ _trainings = itertools.count()
 class RankTermination:
     """Stop all ranks after the same step if any rank receives a signal within a ``with`` block.
 
-    The signals are SIGTERM and SIGUSR1.
+    The signals are SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).
 
     With one process, the last step is the step during which the signal arrives. With several
     processes, a thread of each rank checks ``torch.distributed``'s key-value store twice a second
@@ -61,6 +63,8 @@ class RankTermination:
         self._last_step: LastStep | None = None
         self.is_stopping = False
         """Last result of `stops_after`: whether training must stop; the same on all ranks."""
+        self.is_interrupted = False
+        """After `conclude`: whether only SIGINT has stopped training; the same on all ranks."""
 
     def __enter__(self) -> Self:
         self.is_stopping = False
@@ -106,11 +110,14 @@ class RankTermination:
             device: Device that the process group's backend can send from (a GPU for NCCL).
         """
         self._flag.__exit__(None, None, None)
-        if self._last_step is None:
-            return self._flag.is_set
-        # Answer first: another rank may be waiting to learn which step this rank has begun.
-        self._last_step.close()
-        return any_rank(flag=self._flag.is_set, device=device)
+        is_stopped, is_terminated = self._flag.is_set, self._flag.is_terminated
+        if self._last_step is not None:
+            # Answer first: another rank may be waiting to learn which step this rank has begun.
+            self._last_step.close()
+            is_stopped = any_rank(flag=is_stopped, device=device)
+            is_terminated = is_stopped and any_rank(flag=is_terminated, device=device)
+        self.is_interrupted = is_stopped and not is_terminated
+        return is_stopped
 
 
 def _last_step_of_all_ranks() -> "LastStep":
@@ -249,17 +256,22 @@ def _dead(who: str) -> RuntimeError:
 
 @final
 class StopFlag:
-    """Within a ``with`` block, record SIGTERM and SIGUSR1; repeating a signal ends the process.
+    """Within a ``with`` block, record SIGTERM, SIGUSR1 and SIGINT; a repeated one ends the process.
 
-    A signal that is repeated within 5 seconds is ignored, because it may be a copy from a launcher.
+    SIGTERM or SIGUSR1 that is repeated within 5 seconds is ignored, because it may be a copy from a
+    launcher. A second SIGINT raises ``KeyboardInterrupt`` at once; under torchrun or on several
+    ranks, where it may be a copy, too, only after 5 seconds.
 
     Python handles signals only in the main thread. In any other thread the block does nothing.
-    SIGUSR1 is left alone if other code handles it.
+    SIGUSR1 and SIGINT are left alone if other code handles them.
     """
 
     def __init__(self) -> None:
         self.is_set = False
         """Whether the process has received a signal in the current or last block."""
+        self.is_terminated = False
+        """Whether any of these signals was SIGTERM or SIGUSR1."""
+        self._interrupted_at: float | None = None
         self._received: set[int] = set()
         self._before: dict[int, Any] = {}
         # A `SimpleQueue` may be filled by a signal handler, whatever the main thread is doing.
@@ -268,7 +280,8 @@ class StopFlag:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self.is_set = False
+        self.is_set = self.is_terminated = False
+        self._interrupted_at = None
         self._received.clear()
         if threading.current_thread() is threading.main_thread():
             self._is_over.clear()
@@ -281,6 +294,8 @@ class StopFlag:
             for number in _SIGNALS:
                 if number == signal.SIGTERM or is_free(number):
                     self._before[number] = signal.signal(number, self._receive)
+            if is_free(signal.SIGINT):
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(
@@ -299,18 +314,27 @@ class StopFlag:
             # Leave a handler that other code has set meanwhile: transformers' callback for
             # `enable_jit_checkpoint` removes its own handler when a training ends, which must not
             # be put back.
-            ours = signal.SIG_IGN if number in self._received else self._receive
+            ours: Any = signal.SIG_IGN if number in self._received else self._receive
+            if number == signal.SIGINT:
+                ours = self._interrupt
             if signal.getsignal(number) == ours:
                 signal.signal(number, before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.is_set = True
+        self.is_set = self.is_terminated = True
         self._received.add(number)
         # Ignore copies; afterwards `_restore` sets the default action, which ends the process at
         # once. A Python handler would run only after the current call into torch has returned.
         signal.signal(number, signal.SIG_IGN)
         self._to_restore.put(number)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        now, first = time.monotonic(), self._interrupted_at
+        if first is None:
+            self.is_set, self._interrupted_at = True, now
+        elif not _may_be_copied() or now - first > _SECONDS_OF_COPIES:
+            signal.default_int_handler(number, frame)
 
     def _restore(self) -> None:
         while (number := self._to_restore.get()) is not None:
@@ -324,12 +348,19 @@ class StopFlag:
         return type(self), ()
 
 
+def _may_be_copied() -> bool:
+    """Return whether a launcher may pass a Ctrl-C on that the process has got itself."""
+    return num_ranks() > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def is_free(number: int) -> bool:
     """Return whether no code but this module handles a signal.
 
     A handler in C, such as that of ``faulthandler.register``, is found on Linux only.
     """
     handler = signal.getsignal(number)
+    if number == signal.SIGINT and handler == signal.default_int_handler:
+        return True
     if handler == signal.SIG_DFL:
         return not _is_caught(number)
     return handler == _exit or isinstance(getattr(handler, "__self__", None), StopFlag)
@@ -349,7 +380,8 @@ def _is_caught(number: int) -> bool:
 def exiting_when_stopped() -> Iterator[None]:
     """Within the block, exit with `EXIT_STOPPED` at a signal that arrives outside of a training.
 
-    A training within the block stops after its step and saves first; see `RankTermination`.
+    A training within the block stops after its step and saves first; see `RankTermination`. Ctrl-C
+    outside of a training raises ``KeyboardInterrupt``, as usual.
     """
     before = {
         number: signal.getsignal(number)

@@ -16,13 +16,13 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 
 
 def leave_signals_to_parent(loader: Any) -> None:
-    """Make the workers of a data loader ignore SIGUSR1, and a SIGTERM of any other process.
+    """Make the workers of a data loader ignore SIGUSR1, SIGINT, and SIGTERM of other processes.
 
-    torchrun and Slurm send these signals to the workers, too. If a worker ended, the data loader
-    would raise an error in the training process before its step and its checkpoint are done. The
-    workers still end if the training process sends them SIGTERM, and within a second after the
-    training process has ended. Where other code in the worker handles SIGUSR1, such as
-    ``faulthandler``, its handler stays.
+    torchrun and Slurm send these signals to the workers, too, as does Ctrl-C in a terminal. If a
+    worker ended, the data loader would raise an error in the training process before its step and
+    its checkpoint are done. The workers still end if the training process sends them SIGTERM, and
+    within a second after the training process has ended. Where other code in the worker handles
+    SIGUSR1, such as ``faulthandler``, its handler stays.
 
     Does nothing on a platform without ``sigtimedwait``, such as macOS.
 
@@ -50,12 +50,13 @@ class WorkerStart:
     user_function: Callable[[int], None] | None
 
     def __call__(self, worker_id: int) -> None:
-        """Ignore SIGUSR1, watch for SIGTERM in a thread, and call the user's function."""
+        """Ignore signals, watch for SIGTERM in a thread, and call the user's function."""
         # A worker that is forked has the handler of its training process, which does nothing in the
         # worker, but gives programs that the worker starts the default action. A worker that is
         # spawned has the default action, which ends it.
-        if is_free(signal.SIGUSR1):
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            if is_free(number):
+                signal.signal(number, signal.SIG_IGN)
         # torch's own handler for SIGTERM, set before this call, ends the worker whoever has sent
         # the signal. A Python handler would not learn the sender. Block the signal instead, so that
         # a thread can receive it together with the number of the sender.

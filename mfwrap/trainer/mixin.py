@@ -27,7 +27,7 @@ from mfwrap.records.skipped_rows import SkipRows
 from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
-from mfwrap.termination import EXIT_STOPPED, RankTermination
+from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
 from mfwrap.trainer.data_position import TrainerPosition
 from mfwrap.trainer.data_skip import DataSkip
@@ -47,6 +47,7 @@ from mfwrap.trainer.repeated_work import (
     counting_operations,
 )
 from mfwrap.trainer.rollback import Rollback, Rollbacks
+from mfwrap.trainer.stops import save_last_step, stop
 
 if TYPE_CHECKING:
     # The mixin is combined with a Trainer, so it has the Trainer's methods.
@@ -82,6 +83,8 @@ class MFTrainerMixin(_Base):
     - At SIGTERM or SIGUSR1 the current step is finished, a checkpoint is saved, and the process
       exits with status 75. With several ranks, a signal to any rank stops all of them after the
       same step. The same signal again, after more than 5 seconds, ends the process at once.
+    - The first Ctrl-C does the same, and then raises ``KeyboardInterrupt``. The second raises it at
+      once.
     - ``train(resume_from_checkpoint="auto")`` starts a training, or resumes it from the newest
       intact checkpoint in ``args.output_dir``.
 
@@ -256,15 +259,11 @@ class MFTrainerMixin(_Base):
                 batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
             )
             must_exit = self._termination.conclude(self.accelerator.device)
-            # The model of `load_best_model_at_end` no longer has the weights of the last step.
-            has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
-            is_saved = self._checkpoints.saved_step == self.state.global_step
             self._back_to = self.rollbacks.decide()
-            if must_exit and not has_best and not is_saved and self._back_to is None:
-                trained: Any = self.model
-                self._save_checkpoint(trained, trial)
+            if must_exit and self._back_to is None:
+                save_last_step(self, trial, self._checkpoints.saved_step)
         if must_exit:
-            raise SystemExit(EXIT_STOPPED)
+            stop(self, trial, is_interrupted=self._termination.is_interrupted)
         return result
 
     def _init_training_state(

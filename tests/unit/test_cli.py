@@ -115,10 +115,14 @@ def test_one_command_that_comes_back(recipe, capsys):
 
 @pytest.mark.parametrize(
     ("number", "event", "saved"),
-    [(signal.SIGTERM, "on_step_end", [3]), (signal.SIGUSR1, "on_train_end", [3, 6])],
+    [
+        (signal.SIGTERM, "on_step_end", [3]),
+        (signal.SIGUSR1, "on_train_end", [3, 6]),
+        (signal.SIGINT, "on_step_end", [3]),
+    ],
 )
 def test_a_signal_stops_a_run(recipe, capsys, monkeypatch, number, event, saved):
-    """A run that gets a signal after its second step or at its end saves and exits with 75."""
+    """A run that gets a signal after its second step or at its end saves and exits."""
 
     def tell_to_end(_recorder, _args, state, _control, **_):
         if state.global_step in {2, 6}:
@@ -130,9 +134,12 @@ def test_a_signal_stops_a_run(recipe, capsys, monkeypatch, number, event, saved)
         Path("bad.jsonl").write_text('{"epoch": 0, "position": 1}\n')
         code, _, err = call(capsys, "train", recipe, *options)
 
-    assert code == 75
+    assert code == (130 if number == signal.SIGINT else 75)
     again = f"mfwrap train {recipe} {shlex.join(options)} --resume=auto"
-    assert f"stopped by a signal; continue with: {again}\n" in err
+    who = "Ctrl-C" if number == signal.SIGINT else "a signal"
+    newest = Path("runs/small") / f"checkpoint-{saved[-1]}"
+    line = f"mfwrap: stopped by {who} after step {saved[-1]}, checkpoint {newest}; continue with: "
+    assert [each for each in err.splitlines() if "stopped" in each] == [line + again]
     found = sorted(int(path.name[11:]) for path in Path("runs/small").glob("checkpoint-*"))
     assert found == saved
     assert not Path("runs/small/result.json").exists()

@@ -418,3 +418,61 @@ def test_the_second_signal_within_a_long_call():
             assert told_until_it_ends(process) == -signal.SIGTERM
         finally:
             process.kill()
+
+
+@pytest.fixture
+def _python_handles_ctrl_c():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_python_handles_ctrl_c")
+def test_ctrl_c():
+    """The first Ctrl-C sets the flag, the second raises, and the handler is restored."""
+    with StopFlag() as flag:
+        tell_to_end(signal.SIGINT)
+        assert (flag.is_set, flag.is_terminated) == (True, False)
+        with pytest.raises(KeyboardInterrupt):
+            tell_to_end(signal.SIGINT)
+
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("_python_handles_ctrl_c")
+def test_a_copy_of_ctrl_c(monkeypatch):
+    """Under torchrun, a second Ctrl-C may be torchrun's copy, and only a later one raises."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    with StopFlag():
+        tell_to_end(signal.SIGINT)
+        tell_to_end(signal.SIGINT)
+        monkeypatch.setattr(termination, "_SECONDS_OF_COPIES", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            tell_to_end(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("_python_handles_ctrl_c")
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_another_handler_of_ctrl_c(handler):
+    """A handler of other code stays, as does that of a process in the background."""
+    signal.signal(signal.SIGINT, handler)
+    with StopFlag() as flag:
+        tell_to_end(signal.SIGINT)
+
+    assert not flag.is_set
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+@pytest.mark.usefixtures("_python_handles_ctrl_c")
+@pytest.mark.parametrize(
+    ("numbers", "is_interrupted"),
+    [([signal.SIGINT], True), ([signal.SIGINT, signal.SIGTERM], False), ([], False)],
+)
+def test_what_has_stopped_a_training(numbers, is_interrupted):
+    """A training counts as interrupted if Ctrl-C has stopped it, and no other signal."""
+    with RankTermination() as ranks:
+        for number in numbers:
+            tell_to_end(number)
+        assert ranks.conclude(CPU) == bool(numbers)
+
+    assert ranks.is_interrupted == is_interrupted

@@ -1,10 +1,11 @@
-"""A training that was ended by SIGTERM resumes like an uninterrupted one."""
+"""A training that was ended by SIGTERM or Ctrl-C resumes like an uninterrupted one."""
 
 import dataclasses
 import functools
 import os
 import signal
 
+import numpy as np
 import pytest
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -15,6 +16,7 @@ from support.signals import told_until_it_ends
 from support.training_state import assert_same_state
 
 SETTINGS = RunSettings(save_steps=2, logging_steps=5)
+RANDOM_LINES = np.random.default_rng(0).integers(1, 3 * NUM_STEPS - 3, 4).tolist()
 
 
 def lasting(end):
@@ -63,13 +65,59 @@ def test_told_to_end(left_alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_told_to_end_with_data_workers(tmp_path):
-    """The step is finished and saved even if the data workers get the SIGTERM, too."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_with_data_workers(tmp_path, number):
+    """The step is finished and saved even if the data workers get the signal, too."""
     settings = dataclasses.replace(SETTINGS, workers=1)
-    status, told = signalled(tmp_path, 2, signal.SIGTERM, settings, os.killpg)
+    status, told = signalled(tmp_path, 2, number, settings, os.killpg)
 
-    assert status == 75
+    assert status == (75 if number == signal.SIGTERM else -signal.SIGINT)
     assert told[-1].startswith("saved ")
+
+
+@pytest.mark.fast_sample(1)
+@pytest.mark.parametrize("line", RANDOM_LINES)
+def test_interrupted_at_a_random_moment(left_alone, tmp_path, line):
+    """Ctrl-C at any moment finishes the step and saves it; the resumed weights are bitwise same."""
+    status, told = signalled(tmp_path, line, signal.SIGINT)
+
+    assert status == -signal.SIGINT  # as Python ends after a KeyboardInterrupt
+    assert told[-1].startswith("saved ")
+    last = get_last_checkpoint(str(tmp_path))
+    assert last == str(tmp_path / f"checkpoint-{told[-1].split()[1]}")
+    assert_same_state(left_alone, end_from_last_checkpoint(tmp_path))
+
+
+@pytest.mark.slow
+def test_interrupted_twice(tmp_path):
+    """The second Ctrl-C interrupts in the middle of the step."""
+    with start_process(tmp_path, SETTINGS, waits=True) as process:
+        assert process.stdout.readline() == "micro-batch 0\n"
+        process.send_signal(signal.SIGINT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "micro-batch 0\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == -signal.SIGINT
+
+    assert get_last_checkpoint(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "who"),
+    [(signal.SIGTERM, SystemExit, "a signal"), (signal.SIGINT, KeyboardInterrupt, "Ctrl-C")],
+)
+def test_one_line_says_how_to_continue(tmp_path, capsys, number, kind, who):
+    """A stopped training says which checkpoint it has, and the call that continues it."""
+    before = signal.getsignal(number)
+    with pytest.raises(kind):
+        trained(tmp_path, SETTINGS, callbacks=[ToldToEnd("on_substep_end", 3, number)])
+
+    assert signal.getsignal(number) is before
+    lines = [line for line in capsys.readouterr().err.splitlines() if "mfwrap: " in line]
+    checkpoint = tmp_path / "checkpoint-4"
+    how = "continue with: trainer.train(resume_from_checkpoint=True)"
+    assert lines == [f"mfwrap: stopped by {who} after step 4, checkpoint {checkpoint}; {how}"]
 
 
 @pytest.mark.slow
@@ -91,21 +139,22 @@ def test_told_to_end_twice(tmp_path):
 
 
 class ToldToEnd(TrainerCallback):
-    """Send this process a SIGTERM once, at an event.
+    """Send this process a signal once, at an event.
 
     Args:
         event: Name of the event.
         step: Number of updates before the signal.
+        number: The signal.
     """
 
-    def __init__(self, event, step) -> None:
-        self.step, self.happened = step, []
+    def __init__(self, event, step, number=signal.SIGTERM) -> None:
+        self.step, self.number = step, number
         setattr(self, event, self._send)
 
     def _send(self, _args, state, control, **_):
         if state.global_step == self.step:
             self.step = None
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.number)
         return control
 
 

@@ -1,0 +1,90 @@
+"""End a training that a signal has stopped: save its last step, and say how to continue."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never, final
+
+from transformers.trainer_utils import get_last_checkpoint
+
+from mfwrap.termination import EXIT_STOPPED
+
+if TYPE_CHECKING:
+    from mfwrap.trainer.mixin import MFTrainerMixin
+
+
+@final
+@dataclass
+class Continuation:
+    """How to continue a training that is stopped."""
+
+    command: str
+    is_said: bool = False
+    """Whether the line about a stopped training has named the command, on any rank."""
+
+
+_enclosing: list[Continuation] = []
+"""Continuations of the enclosing blocks of `continued_by`, the innermost last."""
+
+
+@contextlib.contextmanager
+def continued_by(command: str) -> Iterator[Continuation]:
+    """Within the block, the line about a stopped training names a command that continues it.
+
+    Args:
+        command: Command of a shell.
+    """
+    _enclosing.append(Continuation(command))
+    try:
+        yield _enclosing[-1]
+    finally:
+        _enclosing.pop()
+
+
+def save_last_step(trainer: "MFTrainerMixin", trial: Any, saved_step: int | None) -> None:
+    """Save a stopped training unless its last step is saved, or the best weights are loaded.
+
+    Args:
+        trainer: Trainer after its training.
+        trial: Trial of a hyperparameter search; ``None`` without one.
+        saved_step: Step of the last checkpoint of this training; ``None`` without any.
+    """
+    # The model of `load_best_model_at_end` no longer has the weights of the last step.
+    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
+        return
+    if saved_step != trainer.state.global_step:
+        model: Any = trainer.model
+        trainer._save_checkpoint(model, trial)  # noqa: SLF001  (transformers has no public name)
+
+
+def stop(trainer: "MFTrainerMixin", trial: Any, *, is_interrupted: bool) -> Never:
+    """Say on the main process how to continue a stopped training, and end it.
+
+    Args:
+        trainer: Trainer, whose last step is saved.
+        trial: Trial of a hyperparameter search; ``None`` without one.
+        is_interrupted: Whether Ctrl-C has stopped the training, and no other signal.
+
+    Raises:
+        KeyboardInterrupt: If Ctrl-C has stopped the training.
+        SystemExit: With status 75, if SIGTERM or SIGUSR1 has.
+    """
+    again = "trainer.train(resume_from_checkpoint=True)"
+    if _enclosing:
+        again, _enclosing[-1].is_said = _enclosing[-1].command, True
+    if trainer.is_world_process_zero():
+        # The run folder exists unless the training has never saved.
+        folder = Path(trainer._get_output_dir(trial))  # noqa: SLF001  (transformers has no public name)
+        newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        who = "Ctrl-C" if is_interrupted else "a signal"
+        saved = "without a checkpoint" if newest is None else f"checkpoint {newest}"
+        step = trainer.state.global_step
+        line = f"mfwrap: stopped by {who} after step {step}, {saved}; continue with: {again}\n"
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    if is_interrupted:
+        # Not a subclass, for which Python would not exit with the status of a Ctrl-C.
+        raise KeyboardInterrupt
+    raise SystemExit(EXIT_STOPPED)
