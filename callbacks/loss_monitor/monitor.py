@@ -62,6 +62,9 @@ class MFLossMonitor(MonitorCallback, ExportableState):
       ``, train_throughput_per_npu: 1.234T`` (TFLOP/s of this device). If the device's peak rate is
       known too, ``, mfu: 41.0%`` follows. Recomputed operations count as FLOPs.
 
+    While an `MFTrainer` shows its progress bar in a terminal, the records are not printed;
+    ``console="lines"`` prints them instead of the bar.
+
     Some loops, such as a stock Trainer's, do not pass the output of a step. The numbers then come
     from ``on_log``, where the loss is the mean of the steps since the last log. A warning, logged
     once, names the values that are missing. In a loop of your own, set ``max_steps`` and
@@ -83,6 +86,7 @@ class MFLossMonitor(MonitorCallback, ExportableState):
     @takes_settings(LossMonitorSettings)
     def __init__(self, settings: LossMonitorSettings) -> None:
         self._settings = settings
+        self.step_lines = "always" if settings.console == "lines" else "without a bar"
         self._writer = None
         if settings.tensorboard_dir is not None:
             self._writer = ScalarWriter(

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 from mfwrap.arguments import check_int, check_positive_number, directory_name
 from mfwrap.callbacks.shared.progress import RunSettings
@@ -12,7 +13,7 @@ from mfwrap.callbacks.shared.settings import check_bools
 class LossMonitorSettings(RunSettings):
     """Arguments of `mfwrap.callbacks.MFLossMonitor`.
 
-    Source: MindFormers, ``MFLossMonitor``; `loss_over_ranks` and the arguments after it are ours.
+    Source: MindFormers, ``MFLossMonitor``; `console` and the arguments after it are ours.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -23,6 +24,10 @@ class LossMonitorSettings(RunSettings):
     """Steps from one record to the next."""
 
     _: KW_ONLY
+
+    console: Literal["auto", "lines"] = "auto"
+    """``"lines"`` prints the records. With ``"auto"``, they are not printed while an `MFTrainer`
+    shows its progress bar in a terminal."""
 
     loss_over_ranks: bool = True
     """Print the mean of all ranks' losses. ``False``: print the main process's own loss, without
@@ -57,6 +62,9 @@ class LossMonitorSettings(RunSettings):
         for name in ("flops_per_step", "peak_tflops"):
             if getattr(self, name) is not None:
                 check_positive_number(name, getattr(self, name), finite=True)
+        if self.console not in {"auto", "lines"}:
+            msg = f"`console` must be 'auto' or 'lines', got {self.console!r}"
+            raise ValueError(msg)
         check_bools(self)
         self._check_pairs()
 

@@ -54,8 +54,13 @@ def _standard_output() -> logging.Handler:
     handler.setFormatter(logging.Formatter(_FORMAT))
     # Records also propagate to the root logger. If the root logger has handlers, they print each
     # record, so this handler must not print the record a second time.
-    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    handler.addFilter(lambda _: not logging.getLogger().handlers and not _has_bar())
     return handler
+
+
+def _has_bar() -> bool:
+    """Return whether `MFTrainer` shows a progress bar and writes the records above it."""
+    return any(handler.name == "mfwrap-bar" for handler in logging.getLogger("mfwrap").handlers)
 
 
 def print_line(line: str) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerState
@@ -19,6 +19,8 @@ from mfwrap.termination import RankTermination
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
+
+StepLines = Literal["never", "without a bar", "always"]
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -54,6 +56,10 @@ class MonitorCallback(TrainerCallback):
     saves_checkpoints: bool = False
     """Whether the callback requests checkpoints. `MFTrainer` then checks before the first step that
     the disk has room for one."""
+
+    step_lines: StepLines = "never"
+    """Whether the callback prints each step: ``"without a bar"`` if `MFTrainer` shows no progress
+    bar in a terminal, ``"always"`` instead of such a bar, or ``"never"``."""
 
     names_rows: bool = False
     """Whether the callback names rows of batches, and `take_row_places` is called."""

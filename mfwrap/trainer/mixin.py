@@ -29,6 +29,7 @@ from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
+from mfwrap.trainer.console import show_in_one_place
 from mfwrap.trainer.data_position import TrainerPosition
 from mfwrap.trainer.data_skip import DataSkip
 from mfwrap.trainer.events import (
@@ -83,8 +84,7 @@ class MFTrainerMixin(_Base):
     - At SIGTERM or SIGUSR1 the current step is finished, a checkpoint is saved, and the process
       exits with status 75. With several ranks, a signal to any rank stops all of them after the
       same step. The same signal again, after more than 5 seconds, ends the process at once.
-    - The first Ctrl-C does the same, and then raises ``KeyboardInterrupt``. The second raises it at
-      once.
+    - The first Ctrl-C does the same, then raises ``KeyboardInterrupt``; the second raises at once.
     - ``train(resume_from_checkpoint="auto")`` starts a training, or resumes it from the newest
       intact checkpoint in ``args.output_dir``.
 
@@ -154,6 +154,7 @@ class MFTrainerMixin(_Base):
         check_construction(self)
         after_event = None if rollback is None else self.rollbacks.after_event
         add_step_to_events(self, self._before_event, after_event, self._termination)
+        show_in_one_place(self.callback_handler)
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:
