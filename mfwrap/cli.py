@@ -168,7 +168,8 @@ def _train(
     if _is_first_process():
         for name, value in result.metrics.items():
             click.echo(f"{name}: {value:.6g}")
-        click.echo(f"run folder: {result.folder}")
+        page = shlex.join(["mfwrap", "report", str(result.folder)])
+        click.echo(f"run folder: {result.folder}\nrun page: {page}")
 
 
 @cli.command()
@@ -334,9 +335,8 @@ def verify(run: Path) -> None:
             num_damaged += 1
             click.echo(f"{folder}: damaged: {error}")
             continue
-        if verified.caveat is None:
-            found = f"intact ({verified.num_files} files, {verified.num_bytes:,} bytes)"
-        else:
+        found = f"intact ({verified.num_files} files, {verified.num_bytes:,} bytes)"
+        if verified.caveat is not None:
             found = f"no damage found, but {verified.caveat}"
         click.echo(f"{folder}: {found}")
     if num_damaged:
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code.
 
     Args:
-        arguments: Command-line arguments without the program's name; by default ``sys.argv[1:]``.
+        arguments: Arguments without the program's name; by default ``sys.argv[1:]``.
     """
     try:
         given = None if arguments is None else list(arguments)

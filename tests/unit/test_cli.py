@@ -50,7 +50,7 @@ def test_train_and_plot(recipe, capsys):
 
     assert code == 0
     assert "ema_eval_loss: " in out
-    assert out.endswith(f"run folder: {folder}\n")
+    assert out.endswith(f"run folder: {folder}\nrun page: mfwrap report {folder}\n")
     assert call(capsys, "plot", folder)[:2] == (0, f"wrote {folder / 'run.png'}\n")
     with Image.open(folder / "run.png") as picture:
         assert picture.format == "PNG"
