@@ -101,11 +101,22 @@ class StepProgressCallback(ProgressCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **known: Any) -> None:
         """Show the last step, and close the bar."""
         self._reads.flush()
+        self._release_log()
+        if not self._is_hidden:
+            super().on_train_end(args, state, control, **known)  # type: ignore[no-untyped-call]  # (transformers)
+
+    def end_with_error(self) -> None:
+        """Leave the terminal to the error that ends the training."""
+        self._reads.discard()
+        self._release_log()
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+    def _release_log(self) -> None:
         if self._log is not None:
             logging.getLogger("mfwrap").removeHandler(self._log)
             self._log = None
-        if not self._is_hidden:
-            super().on_train_end(args, state, control, **known)  # type: ignore[no-untyped-call]  # (transformers)
 
     def _copy(self, step: int, report: StepReport) -> None:
         output = report.output

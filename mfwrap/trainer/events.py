@@ -289,7 +289,8 @@ def new_step_handler(kind: type[CallbackHandler]) -> StepCallbackHandler:
 def flushed_at_end(attached: AttachedStep, callbacks: list[Any]) -> Iterator[None]:
     """Train within the block; then flush the step, and stop deferring the steps of schedules.
 
-    After an error, the callbacks also put the raw weights back into the model.
+    After an error, the callbacks also put the raw weights back into the model, and the progress bar
+    is closed.
 
     Args:
         attached: Step of the training.
@@ -305,6 +306,9 @@ def flushed_at_end(attached: AttachedStep, callbacks: list[Any]) -> Iterator[Non
             attached.flush()
         for callback in monitors(callbacks):
             callback.put_weights_back()
+        for callback in callbacks:
+            if hasattr(callback, "end_with_error"):
+                callback.end_with_error()
         raise
     finally:
         # After the training, a schedule must advance as soon as its `step` is called.

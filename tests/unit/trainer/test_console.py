@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import re
@@ -11,8 +12,11 @@ import sys
 import termios
 
 import pytest
+from transformers import TrainerCallback
 
+from mfwrap.trainer import MFTrainer
 from support.recipe_texts import recipe_text
+from support.trainer_runs import new_trainer
 
 COLUMNS = 100
 
@@ -105,3 +109,24 @@ def test_in_a_file(recipe):
     assert not re.search(r"\d+/6 \[", written)
     assert "\r" not in written
     assert "{'loss'" not in written
+
+
+def test_an_error_leaves_the_terminal(tmp_path, monkeypatch):
+    """After a training that raised, the logger has no handler of the bar, and the bar is closed."""
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                msg = "no more"
+                raise OSError(msg)
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    before = list(logging.getLogger("mfwrap").handlers)
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[Failing()], disable_tqdm=False)
+    [bar] = [one for one in trainer.callback_handler.callbacks if hasattr(one, "training_bar")]
+
+    with pytest.raises(OSError, match="no more"):
+        trainer.train()
+
+    assert logging.getLogger("mfwrap").handlers == before
+    assert bar.training_bar is None
