@@ -389,15 +389,15 @@ def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
 
 
 def _hide_progress_bars(recipe: "Recipe") -> None:
-    """Hide progress bars if the recipe disables them or standard error is not a terminal."""
-    if not sys.stderr.isatty():
-        recipe.arguments.disable_tqdm = True
+    """Hide all bars but the training's; hide it, too, if the recipe or standard error says so."""
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415  (slow)
+
+    disable_progress_bar()  # of loading and saving models
+    recipe.arguments.disable_tqdm = recipe.arguments.disable_tqdm or not sys.stderr.isatty()
     if recipe.arguments.disable_tqdm:
         import datasets  # noqa: PLC0415  (slow)
-        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415  (slow)
 
         datasets.disable_progress_bars()
-        disable_progress_bar()
 
 
 def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:

@@ -77,6 +77,9 @@ class StepProgressCallback(ProgressCallback):
         """Count a step of an evaluation."""
         if not self._is_hidden:
             super().on_prediction_step(*args, **known)  # type: ignore[no-untyped-call]  # (transformers)
+            if self.prediction_bar is not None:
+                # Remove it also if it is not within a training; transformers would leave it.
+                self.prediction_bar.leave = False
 
     def on_log(
         self,
