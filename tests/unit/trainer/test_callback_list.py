@@ -1,7 +1,7 @@
 """The list of callbacks is that of a stock Trainer, and is changed by the same methods."""
 
 import pytest
-from transformers import DefaultFlowCallback, Trainer, TrainerCallback
+from transformers import DefaultFlowCallback, ProgressCallback, Trainer, TrainerCallback
 
 from mfwrap.trainer import MFTrainer
 from support.trainer_runs import messages_of, new_trainer, train
@@ -42,19 +42,32 @@ def both(tmp_path, change=lambda _: None, **settings):
         trainer = new_trainer(kind, tmp_path, **settings)
         change(trainer)
         listed.append(names(trainer.callback_handler))
-        assert trainer.callback_handler.callback_list.splitlines()[0] == listed[-1][0]
+        real = [type(each).__name__ for each in trainer.callback_handler.callbacks]
+        assert trainer.callback_handler.callback_list == "\n".join(real)
     return listed
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])
 @pytest.mark.parametrize("given", [[], [Given], [Given(), TrainerCallback()]], ids=len)
 def test_the_default_list(tmp_path, given, disable_tqdm):
-    """The list has the Trainer's own callbacks and the user's, and none of MFTrainer's."""
+    """The list has the Trainer's own callbacks and the user's; only the bar is MFTrainer's."""
     stock, ours = both(tmp_path, callbacks=given, disable_tqdm=disable_tqdm)
 
     assert ours == stock
     assert ours.count("Given") == min(len(given), 1)
     assert ("ProgressCallback" in ours) is not disable_tqdm
+
+
+def test_the_bar_is_removed_by_its_name_in_transformers(tmp_path):
+    """``remove_callback(ProgressCallback)`` removes the bar."""
+
+    def remove(trainer):
+        trainer.remove_callback(ProgressCallback)
+
+    stock, ours = both(tmp_path, remove, disable_tqdm=False)
+
+    assert ours == stock
+    assert "ProgressCallback" not in ours
 
 
 CHANGES = {
