@@ -26,11 +26,13 @@ from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.optimization import check_optimizer
 from mfwrap.recipe.optimizers import OptimizerChoice
 from mfwrap.recipe.parameter_groups import parameter_groups
+from mfwrap.recipe.replacements import without_replaced
 from mfwrap.recipe.schedules import GroupedScheduleChoice, ScheduleChoice
 from mfwrap.recipe.sections import Sections
 from mfwrap.recipe.step import StepChoice, read_average, read_step, read_wrapper
 from mfwrap.recipe.training import read_peft, read_training
 from mfwrap.recipes.data.columns import Columns, needed_columns
+from mfwrap.recipes.data.endings import type_of
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.settings import (
     ModelError,
@@ -121,7 +123,8 @@ def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
         name: Name for error messages; its stem is the default name of the run folder.
         overrides: See `load_recipe`.
     """
-    recipe = read_document(RecipeDocument.parse(text, name).overridden(overrides))
+    document = RecipeDocument.parse(text, name).overridden(overrides)
+    recipe = read_document(without_replaced(document))
     if recipe.without_meaning:
         keys = ", ".join(recipe.without_meaning)
         says = f"{name}: these settings have no effect in mfwrap: {keys}"
@@ -217,15 +220,28 @@ def _check_accumulation(
 
 
 def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
-    kind, _ = objects.named_type(("data",), sections.data, SOURCES)
-    for option in ("sequence_length", "packing"):
-        if sections.data.get(option) is not None and option not in task.options:
+    section = sections.data
+    if "type" not in section and _are_names(section.get("path")):
+        try:
+            section = {"type": type_of(section["path"]), **section}
+        except ValueError as error:
+            raise objects.refusal(("data",), section, error) from error
+    kind, _ = objects.named_type(("data",), section, SOURCES)
+    for option in ("image_size", "packing", "sequence_length"):
+        if section.get(option) is not None and option not in task.options:
             says = f"is not a setting of the task {sections.task}"
             raise objects.document.error(("data", option), says)
-    data = objects.parse(("data",), SOURCES[kind], sections.data)
+    data = objects.parse(("data",), SOURCES[kind], section)
     if data.known_columns is not None:
         check_columns(objects.document, task, data.known_columns | data.columns.keys())
     return data
+
+
+def _are_names(value: object) -> bool:
+    """Return whether a value is a string, or a list of strings that is not empty."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(one, str) for one in value)
+    return isinstance(value, str)
 
 
 def check_columns(document: RecipeDocument, task: Task, found: Collection[str]) -> Columns:
@@ -239,7 +255,9 @@ def check_columns(document: RecipeDocument, task: Task, found: Collection[str]) 
     columns = needed_columns(task.needs, found)
     if columns is None:
         wanted = " or ".join(str(sorted(needed)) for needed in task.needs)
+        example = min(task.needs[-1].keys() - set(found))
         says = f"expected data with the columns {wanted}, got {sorted(found)}"
+        says = f"{says}; if they have other names, set data.columns, as in {{{example}: NAME}}"
         raise document.error(("data", "type"), says)
     return columns
 

@@ -20,7 +20,7 @@ from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.recipe.resumption import former_run, write_result
 from mfwrap.recipe.training import optimized
-from mfwrap.recipes.data.columns import ClassCheck, check_rows
+from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 
@@ -181,11 +181,17 @@ def checked_rows(recipe: Recipe) -> Rows:
     column = recipe.task.classes
     classes = None if column is None else ClassCheck(column, recipe.model.num_labels)
 
+    checked: list[Dataset] = []
+
     def check(table: Dataset) -> None:
         columns = check_columns(recipe.document, recipe.task, table.column_names)
-        check_rows(table, columns, recipe.data.columns)
+        if recipe.data.image_size is not None:
+            columns = {**columns, "image": ANY_IMAGE}
+        names = recipe.data.column_labels
+        check_rows(table, columns, names, like=checked[0] if checked else None)
+        checked.append(table)
         if classes is not None:
-            classes.check(table, recipe.data.columns)
+            classes.check(table, names)
 
     try:
         with data_errors(objects):

@@ -48,7 +48,9 @@ def needed_columns(needs: Sequence[Columns], found: Collection[str]) -> Columns 
     return next((columns for columns in needs if columns.keys() <= set(found)), None)
 
 
-def check_rows(rows: Dataset, columns: Columns, names: Mapping[str, str]) -> None:
+def check_rows(
+    rows: Dataset, columns: Columns, names: Mapping[str, str], like: Dataset | None = None
+) -> None:
     """Check that every value fits the kind of its column.
 
     Args:
@@ -56,19 +58,21 @@ def check_rows(rows: Dataset, columns: Columns, names: Mapping[str, str]) -> Non
         columns: Columns to check.
         names: The user's name of each renamed column, keyed by the task's name. Messages use the
             user's names.
+        like: Rows whose first row decides what fits; by default `rows`.
 
     Raises:
         DataError: If a value does not fit. The message names column, row and value.
     """
     for column, kind in columns.items():
         if kind is not None:
-            _check(rows, names, column, kind)
+            _check(rows, names, column, kind, rows if like is None else like)
 
 
-def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind) -> None:
-    if not len(rows) or _is_clean(rows, column, kind.dtypes):
+def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind, like: Dataset) -> None:
+    is_of_same_type = rows.features[column] == like.features[column]
+    if not len(rows) or (is_of_same_type and _is_clean(rows, column, kind.dtypes)):
         return
-    first = next(_values(rows, column))
+    first = next(_values(like, column), None)
     wanted, fits = kind.expect(first)
     for number, value in enumerate(_values(rows, column), start=1):
         if not fits(value):
@@ -87,7 +91,8 @@ def _error(
     names: Mapping[str, str], column: str, wanted: str, value: Any, number: int
 ) -> DataError:
     name = names.get(column, column)
-    got = f"{value!r:.60} in row {number} (counted from 1)"
+    shown = _form(value) if isinstance(value, PIL.Image.Image) else f"{value!r:.60}"
+    got = f"{shown} in row {number} (counted from 1)"
     msg = f"`data` must have {wanted} in each row of column `{name}`, got {got}"
     return DataError(msg, number)
 
@@ -258,7 +263,8 @@ def _expect_image(first: Any) -> tuple[str, Callable[[Any], bool]]:
     form = _form(first)
     if form is None:
         return "an image, or rows of numbers", lambda _: False
-    return f"an image of {form} (as in row 1)", lambda value: _form(value) == form
+    wanted = f"an image of {form} (as in row 1)"
+    return wanted, lambda value: _form(value) == form
 
 
 def _form(image: Any) -> str | None:
@@ -290,6 +296,11 @@ WORDS = Kind(
 )
 LABELS = Kind(_expect_labels, as_long_as="tokens")
 IMAGE = Kind(_expect_image)
+ANY_IMAGE = Kind(
+    lambda _: ("an image file", lambda value: isinstance(value, PIL.Image.Image)),
+)
+"""An image of any size, which will be scaled."""
+
 MESSAGES = Kind(lambda _: (_MESSAGES, _are_messages))
 TURN = Kind(_expect_turn, _STRINGS)
 """A prompt or an answer: a string, or a list of messages."""

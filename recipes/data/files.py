@@ -1,32 +1,37 @@
-"""Data from local files, and from the `datasets` library."""
+"""Data from local files: tables, JSON, Parquet and text."""
 
 import contextlib
+import glob
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import datasets
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 
-from mfwrap.recipes.data.lines import check_json_lines, read_lines
-from mfwrap.recipes.data.places import check_place
+from mfwrap.recipes.data.lines import (
+    check_json,
+    check_json_lines,
+    check_table,
+    read_lines,
+    read_text,
+    table_rows,
+)
 from mfwrap.recipes.data.source import DataSource, Rows
 
 Files = str | list[str]
 
-_SAVED = ("dataset_info.json", "dataset_dict.json")
-"""A folder written by ``save_to_disk`` has one of these files."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class _FilesSource(DataSource):
+class FilesSource(DataSource):
     """Base of the sources that read local files."""
 
     path: Files
-    """File or files with training rows."""
+    """File or files with training rows. A pattern such as ``data/*.csv`` means all files that
+    match it, in the order of their names."""
 
     eval_path: Files | None = None
     """File or files with held-out rows. Without them, `eval_fraction` of the rows is held out."""
@@ -47,32 +52,123 @@ class _FilesSource(DataSource):
         """Return the files of each key: ``path`` and, if it is set, ``eval_path``."""
         given = {"path": self.path, "eval_path": self.eval_path}
         return {
-            name: [files] if isinstance(files, str) else files
+            name: [one for file in listed(files) for one in _matches(file)]
             for name, files in given.items()
             if files is not None
         }
 
+    def load(self, builder: str, **options: Any) -> Rows:
+        """Read all files with the library `datasets`.
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class JsonLinesSource(_FilesSource):
-    """JSON Lines files: one JSON object per line, whose keys are the columns."""
+        Args:
+            builder: Name of the library's builder, such as ``"csv"``.
+            options: Options of the builder.
 
-    type: Literal["json_lines"] = "json_lines"
-
-    def read(self) -> Rows:
-        files = self.files()
-        for name, listed in files.items():
-            check_json_lines(name, listed)
-        splits = dict(zip(("train", "test"), files.values(), strict=False))
+        Raises:
+            ValueError: If the library cannot read the files. The message has its reason.
+        """
+        splits = dict(zip(("train", "test"), self.files().values(), strict=False))
         try:
-            with _silent_library():
-                found = load_dataset("json", data_files=splits)
+            with silent_library():
+                found = load_dataset(builder, data_files=splits, **options)
         except (DatasetsError, ValueError) as error:
             cause = error.__cause__ or error
             msg = f"`path` must hold rows with the same columns; cannot read {self.path!r}: {cause}"
             raise ValueError(msg) from error
         return Rows(found["train"], found["test"] if self.eval_path else None)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TableSource(FilesSource):
+    """Tables: a header with the names of the columns, and one row per line.
+
+    An empty field is null. Other words for null, such as ``NA`` and ``None``, are text.
+    """
+
+    type: Literal["csv", "tsv"]
+
+    delimiter: str | None = None
+    """Character between two fields; by default a comma for ``csv`` and a tab for ``tsv``."""
+
+    column_names: list[str] | None = None
+    """Names of the columns, for files without a header."""
+
+    def __post_init__(self) -> None:
+        """Check that the delimiter is one character."""
+        super().__post_init__()
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            msg = f"`delimiter` must be one character, for example ';', got {self.delimiter!r}"
+            raise ValueError(msg)
+        names = self.column_names
+        if names is not None and (not names or len(set(names)) < len(names)):
+            msg = f"`column_names` must have different names, got {names!r:.80}"
+            raise ValueError(msg)
+
+    def read(self) -> Rows:
+        for name, files in self.files().items():
+            check_table(name, files, self._separator, self.column_names)
+        return self.load(
+            "csv",
+            sep=self._separator,
+            column_names=self.column_names,
+            keep_default_na=False,
+            na_values=[""],
+        )
+
+    def place(self, row: int, *, held_out: bool) -> str | None:
+        name = "eval_path" if held_out else "path"
+        first = 0 if self.column_names is not None else 1  # after the header of each file
+        rows = itertools.chain.from_iterable(
+            itertools.islice(table_rows(name, file, self._separator), first, None)
+            for file in self.files()[name]
+        )
+        found = next(itertools.islice(rows, row - 1, None), None)
+        return None if found is None else found.place
+
+    @property
+    def _separator(self) -> str:
+        return self.delimiter or ("\t" if self.type == "tsv" else ",")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ParquetSource(FilesSource):
+    """Parquet files."""
+
+    type: Literal["parquet"] = "parquet"
+
+    def read(self) -> Rows:
+        return self.load("parquet")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class JsonSource(FilesSource):
+    """JSON files: a list of objects, whose keys are the columns, or one object per line."""
+
+    type: Literal["json"] = "json"
+
+    field: str | None = None
+    """Key of the list, if each file is an object that holds the list."""
+
+    def read(self) -> Rows:
+        for name, files in self.files().items():
+            check_json(name, files, self.field)
+        return self.load("json", field=self.field)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class JsonLinesSource(FilesSource):
+    """JSON Lines files: one JSON object per line, whose keys are the columns."""
+
+    type: Literal["json_lines"] = "json_lines"
+
+    def read(self) -> Rows:
+        for name, files in self.files().items():
+            check_json_lines(name, files)
+        return self.load("json")
 
     def place(self, row: int, *, held_out: bool) -> str | None:
         name = "eval_path" if held_out else "path"
@@ -83,7 +179,7 @@ class JsonLinesSource(_FilesSource):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TextSource(_FilesSource):
+class TextSource(FilesSource):
     """Text files: one row per line or per file. The column is ``text``."""
 
     type: Literal["text"] = "text"
@@ -101,66 +197,12 @@ class TextSource(_FilesSource):
         if self.rows_are == "lines":
             texts = [line.text.rstrip("\r\n") for line in read_lines(name, files)]
         else:
-            # `read_lines` first, because its error names the line.
-            for _ in read_lines(name, files):
-                pass
-            texts = [Path(file).read_text(encoding="utf-8-sig") for file in files]
+            texts = [read_text(name, file) for file in files]
         return Dataset.from_dict({"text": texts})
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class DatasetsSource(DataSource):
-    """A data set of the Hugging Face hub, or a folder written by ``Dataset.save_to_disk``."""
-
-    type: Literal["datasets"] = "datasets"
-
-    path: str
-    """Name on the hub, or path of the folder."""
-
-    name: str | None = None
-    """Configuration of the data set on the hub."""
-
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
-
-    split: str = "train"
-    """Split with training rows."""
-
-    eval_split: str | None = None
-    """Split with held-out rows. Without it, `eval_fraction` of the rows is held out."""
-
-    def __post_init__(self) -> None:
-        """Check that the path is a saved data set or the form of a name on the hub."""
-        super().__post_init__()
-        check_place("path", self.path, _SAVED, "a data set saved by `Dataset.save_to_disk`")
-
-    @property
-    def why_unread(self) -> str | None:
-        return None if Path(self.path).is_dir() else "the data are on the hub"
-
-    def read(self) -> Rows:
-        train = self._split(self.split)
-        return Rows(train, self._split(self.eval_split) if self.eval_split else None)
-
-    def _split(self, split: str) -> Dataset:
-        if self.why_unread is not None:
-            return load_dataset(self.path, self.name, split=split, revision=self.revision)
-        try:
-            found = load_from_disk(self.path)
-        except (OSError, ValueError) as error:
-            msg = f"`path` must be an undamaged data set, got {self.path!r}: {error}"
-            raise ValueError(msg) from error
-        if not isinstance(found, DatasetDict):
-            return found
-        if split not in found:
-            msg = f"`split` must be one of {list(found)}, got {split!r}"
-            raise ValueError(msg)
-        return found[split]
-
-
 @contextlib.contextmanager
-def _silent_library() -> Iterator[None]:
+def silent_library() -> Iterator[None]:
     """Suppress the log of `datasets`; turn its exceptions into one-line recipe errors."""
     level = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -168,3 +210,16 @@ def _silent_library() -> Iterator[None]:
         yield
     finally:
         datasets.logging.set_verbosity(level)
+
+
+def listed(files: Files) -> Sequence[str]:
+    """Return one file, or a list of files, as a list."""
+    return [files] if isinstance(files, str) else files
+
+
+def _matches(file: str) -> Sequence[str]:
+    """Return the files that match a pattern; without a match, or for another name, the name."""
+    if not glob.has_magic(file) or Path(file).exists():
+        return [file]
+    # `Path.glob` refuses absolute patterns.
+    return sorted(glob.glob(file, recursive=True)) or [file]  # noqa: PTH207  (see above)

@@ -58,9 +58,10 @@ class DataSource(Section, abc.ABC):
     known_columns: ClassVar[frozenset[str] | None] = None
     """Columns of this source; ``None`` if they are known only after the data have been read."""
 
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str | list[str]] = field(default_factory=dict)
     """Name of a column in the data, keyed by the task's name for it: with ``{text: body}``, the
-    column ``body`` is used as ``text``."""
+    column ``body`` is used as ``text``. With a list of names, each row has a list of their
+    values: ``{features: [age, weight]}``."""
 
     eval_fraction: float = 0.1
     """Share of the rows to hold out if the source has no rows for evaluation; 0 holds out none."""
@@ -77,6 +78,10 @@ class DataSource(Section, abc.ABC):
     sequence_length: int | None = None
     """Maximum number of tokens in a sequence, for tasks that tokenize the data themselves."""
 
+    image_size: int | None = None
+    """For ``image_classification``: width and height, in pixels, to which all images are scaled, in
+    three colors. By default, all images must have the same size and the same channels."""
+
     packing: bool | None = None
     """For ``causal_lm``: concatenate all texts, and cut the result into sequences. By default, each
     text is cut by itself."""
@@ -86,7 +91,12 @@ class DataSource(Section, abc.ABC):
         if not 0 <= self.eval_fraction < 1:
             msg = f"`eval_fraction` must be in [0, 1), got {self.eval_fraction}"
             raise ValueError(msg)
-        limits = {"max_train_samples": 1, "max_eval_samples": 1, "sequence_length": 2}
+        limits = {
+            "max_train_samples": 1,
+            "max_eval_samples": 1,
+            "sequence_length": 2,
+            "image_size": 1,
+        }
         for name, limit in limits.items():
             value = getattr(self, name)
             if value is not None:
@@ -101,6 +111,14 @@ class DataSource(Section, abc.ABC):
     def why_unread(self) -> str | None:
         """Why the rows cannot be read without a network; ``None`` if they can be."""
         return None
+
+    @property
+    def column_labels(self) -> dict[str, str]:
+        """The user's name of each column in `columns`, for messages, by the task's name."""
+        return {
+            ours: theirs if isinstance(theirs, str) else ", ".join(theirs)
+            for ours, theirs in self.columns.items()
+        }
 
     @abc.abstractmethod
     def read(self) -> Rows:
@@ -156,17 +174,28 @@ class DataSource(Section, abc.ABC):
             raise DataError(msg, error.row) from error
 
     def _check_columns(self, known: Collection[str]) -> None:
-        for column in self.columns.values():
-            if column not in known:
-                msg = f"`columns` must have values among {sorted(known)}, got {column!r}"
-                raise ValueError(msg)
+        for theirs in self.columns.values():
+            for column in [theirs] if isinstance(theirs, str) else theirs:
+                if column not in known:
+                    msg = f"`columns` must have values among {sorted(known)}, got {column!r}"
+                    raise ValueError(msg)
 
     def _renamed(self, rows: Dataset) -> Dataset:
         self._check_columns(rows.column_names)
+        lists = {ours: names for ours, names in self.columns.items() if isinstance(names, list)}
+        joined = {
+            ours: [list(values) for values in zip(*(rows[name] for name in names), strict=True)]
+            for ours, names in lists.items()
+        }
         for ours, theirs in self.columns.items():
-            if ours != theirs and ours in rows.column_names:
+            if isinstance(theirs, str) and ours != theirs:
+                if ours in rows.column_names:
+                    rows = rows.remove_columns(ours)
+                rows = rows.rename_column(theirs, ours)
+        for ours, values in joined.items():
+            if ours in rows.column_names:
                 rows = rows.remove_columns(ours)
-            rows = rows.rename_column(theirs, ours)
+            rows = rows.add_column(ours, values)
         return rows
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from datasets import ClassLabel, Dataset, List
 from torch import Tensor
@@ -89,15 +90,16 @@ def build_image_classification(
     """Return the Trainer's keyword arguments for classifying images; the metric is ``accuracy``.
 
     An ``image`` is a PIL image, or values in [0, 1] of shape ``(H, W)`` or ``(H, W, C)``. All
-    images must have the same size. The model gets values in [-1, 1].
+    images must have the same size, unless ``data.image_size`` is set. The model gets values in
+    [-1, 1].
     """
-    del data
+    size = data.image_size
     labels = _labels(rows, "label")
-    num_channels, height, _ = _pixels(rows.train[0]["image"]).shape
+    num_channels, height, _ = _pixels(rows.train[0]["image"], size).shape
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return {
-            "pixel_values": torch.stack([_pixels(one["pixel_values"]) for one in examples]),
+            "pixel_values": torch.stack([_pixels(one["pixel_values"], size) for one in examples]),
             "labels": torch.tensor([labels.index(one["labels"]) for one in examples]),
         }
 
@@ -222,8 +224,10 @@ def _first_tokens(words: list[int | None], labels: list[int]) -> list[int]:
     ]
 
 
-def _pixels(image: Any) -> Tensor:
-    """Return an image as ``(C, H, W)``, float32, in [-1, 1]."""
+def _pixels(image: Any, size: int | None) -> Tensor:
+    """Return an image as ``(C, H, W)``, float32, in [-1, 1], scaled to `size` if it is set."""
+    if size is not None:
+        image = image.convert("RGB").resize((size, size), PIL.Image.Resampling.BICUBIC)
     values = np.asarray(image)
     scale = 255 if values.dtype == np.uint8 else 1
     if values.ndim == 2:

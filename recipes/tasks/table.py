@@ -39,7 +39,15 @@ from mfwrap.recipes.data.columns import (
     WORDS,
     Columns,
 )
-from mfwrap.recipes.data.files import DatasetsSource, JsonLinesSource, TextSource
+from mfwrap.recipes.data.files import (
+    JsonLinesSource,
+    JsonSource,
+    ParquetSource,
+    TableSource,
+    TextSource,
+)
+from mfwrap.recipes.data.images import ImageFolderSource
+from mfwrap.recipes.data.library import DatasetsSource
 from mfwrap.recipes.data.mindformers import MindFormersSource
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.perceptron import PerceptronConfig
@@ -59,16 +67,21 @@ from mfwrap.trainer import MFTrainer, MFTrainerMixin
 
 SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
     {
+        "csv": TableSource,
         "datasets": DatasetsSource,
         "diabetes": DiabetesSource,
         "digits": DigitsSource,
         "docstrings": DocstringsSource,
+        "image_folder": ImageFolderSource,
+        "json": JsonSource,
         "json_lines": JsonLinesSource,
         "mindformers": MindFormersSource,
         "package_docstrings": PackageDocstringsSource,
+        "parquet": ParquetSource,
         "python_tokens": PythonTokensSource,
         "python_topics": PythonTopicsSource,
         "text": TextSource,
+        "tsv": TableSource,
     }
 )
 """Sources of data by their ``type`` in a recipe."""
@@ -200,6 +213,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             needs=({"image": IMAGE, "label": LABEL},),
             build=build_image_classification,
             classes="label",
+            options=frozenset({"image_size"}),
             auto_class=AutoModelForImageClassification,
             uses_tokenizer=False,
             mindformers_trainers=frozenset({"ImageClassificationTrainer", "image_classification"}),

@@ -30,6 +30,16 @@ def is_long(words: list[str]) -> bool:
     return words[0] == "train" and not any("max_steps" in word for word in words)
 
 
+def write_data(folder: Path) -> None:
+    """Write the data files that the pages name."""
+    reviews = "".join(f"review {n},{['bad', 'good'][n % 2]}\n" for n in range(40))
+    (folder / "reviews.csv").write_text(f"review,stars\n{reviews}")
+    (folder / "prices.csv").write_text("rooms,area,price\n1,30,2\n2,50,3\n")
+    (folder / "parts").mkdir()
+    for name in ("parts/1.jsonl", "check.jsonl"):
+        (folder / name).write_text('{"features": [1.0], "target": 2.0}\n')
+
+
 def named(pages: list[Path]) -> list:
     """Return pytest parameters for pages, with their paths as ids."""
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
@@ -55,6 +65,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
     (tmp_path / "pretrain_llama.yaml").write_text(mindformers_text())
     (tmp_path / "finetune_llama.yaml").write_text(mindformers_text({"run_mode": "finetune"}))
     (tmp_path / "bad_rows.jsonl").write_text('{"epoch": 0, "position": 12}\n')
+    write_data(tmp_path)
     for name in ("first", "second", "one_gpu", "two_gpus"):
         write_run(tmp_path / "runs" / name)
     for words in mfwrap_commands(page):
@@ -67,7 +78,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
 def test_yaml_is_valid(page, tmp_path, monkeypatch):
     """Every YAML block on a page is a valid recipe, or valid sections of a recipe."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.jsonl").write_text('{"measurements": [1.0], "price": 2.0}\n')
+    write_data(tmp_path)
     for text in blocks(page, "yaml"):
         sections = yaml.safe_load(text)
         whole = text if "task" in sections else recipe_text(**sections)

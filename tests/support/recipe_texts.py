@@ -15,9 +15,31 @@ SMALL_LLAMA = {
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
+BERT = {
+    "config": {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "max_position_embeddings": 64,
+    },
+    "tokenizer": "bytes",
+}
+PERCEPTRON = {"config": {"model_type": "perceptron", "hidden_size": 8, "num_hidden_layers": 1}}
+VIT = {
+    "config": {
+        "model_type": "vit",
+        "patch_size": 4,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+}
 RECIPE = {
     "task": "regression",
-    "model": {"config": {"model_type": "perceptron", "hidden_size": 8, "num_hidden_layers": 1}},
+    "model": PERCEPTRON,
     "data": {"type": "diabetes", "max_train_samples": 64, "max_eval_samples": 16},
     "training": {
         "max_steps": 6,

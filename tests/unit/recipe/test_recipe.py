@@ -54,7 +54,7 @@ def test_shipped_recipes_are_valid(name):
         ("ema.decai=0.5", "ema.decai: unknown key; did you mean 'decay'?"),
         ("ema.dtype=float32", "ema.dtype: unknown key; known: ['decay', 'device', 'update_every'"),
         ("task=regresion", "task: expected one of ['causal_lm', "),
-        ("data.type=diabetess", "data.type: expected one of ['datasets', "),
+        ("data.type=diabetess", "data.type: expected one of ['csv', 'datasets', "),
         ("data.type=digits", "data.type: expected data with the columns ['features', 'target']"),
         ("data.eval_fraction=1", "data.eval_fraction: must be in [0, 1), got 1"),
         ("data.eval_fractio=0.1", "data.eval_fractio: unknown key; did you mean 'eval_fraction'?"),
@@ -64,7 +64,7 @@ def test_shipped_recipes_are_valid(name):
             "data.columns: must have values among ['features', 'target']",
         ),
         (
-            "model.path=x",
+            "model={path: x, config: {model_type: perceptron}}",
             "model.path: must be set if `config` is not, and left out if it is, got both",
         ),
         ("model.config.hidden_sise=3", "did you mean 'hidden_size'?"),

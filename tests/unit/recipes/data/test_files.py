@@ -1,13 +1,18 @@
-"""Files and saved data sets are read as rows, and the error for a bad line names the line."""
+"""Files are read as rows, and the error for a bad line names the line."""
 
+import csv
+import gzip
+import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-from datasets import Dataset, DatasetDict
+from pyarrow import parquet
 
 from mfwrap.recipe import RecipeError
-from mfwrap.recipe.run import build_trainer
+from mfwrap.recipe.run import build_trainer, checked_rows
 from support.recipe_data import recipe_of
+from support.recipe_texts import BERT, PERCEPTRON
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -63,21 +68,201 @@ def test_rows_that_are_not_of_one_form(tmp_path, monkeypatch):
         build_trainer(recipe_of("causal_lm", section))
 
 
-def test_datasets_of_a_folder(tmp_path):
-    """A saved data set is read by split, and its columns are renamed."""
-    parts = {
-        name: Dataset.from_dict({"body": [f"{name} {n}" for n in range(4)]})
-        for name in ("train", "validation")
-    }
-    DatasetDict(parts).save_to_disk(tmp_path / "saved")
-    section = {
-        "type": "datasets",
-        "path": str(tmp_path / "saved"),
-        "eval_split": "validation",
-        "columns": {"text": "body"},
-        "max_train_samples": 2,
-    }
-    rows = recipe_of("causal_lm", section).data.rows()
+REVIEWS = [
+    {"review": f"text, number {n}", "stars": ["bad", "good"][n % 2], "age": n / 4, "weight": n}
+    for n in range(8)
+]
+COLUMNS = {"text": "review", "label": "stars"}
 
-    assert rows.train["text"][:] == ["train 0", "train 1"]
-    assert rows.evaluation["text"][:] == [f"validation {n}" for n in range(4)]
+
+def write_table(file, rows, delimiter=",", *, header=True):
+    """Write rows as a table, with Python's own writer."""
+    with Path(file).open("w", encoding="utf-8", newline="") as opened:
+        writer = csv.DictWriter(opened, list(rows[0]), delimiter=delimiter)
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def written(folder, kind):
+    """Write the rows of `REVIEWS` to a file of a kind, and return its name."""
+    file = folder / f"rows.{kind}"
+    if kind == "csv":
+        write_table(file, REVIEWS)
+    elif kind == "tsv":
+        write_table(file, REVIEWS, "\t")
+    elif kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(REVIEWS), file)
+    elif kind == "json":
+        file.write_text(json.dumps(REVIEWS))
+    elif kind == "csv.gz":
+        write_table(folder / "plain.csv", REVIEWS)
+        file.write_bytes(gzip.compress((folder / "plain.csv").read_bytes()))
+    elif kind == "jsonl.gz":
+        file.write_bytes(gzip.compress("\n".join(map(json.dumps, REVIEWS)).encode()))
+    else:
+        file.write_text("\n".join(map(json.dumps, REVIEWS)))
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "json", "jsonl", "csv.gz", "jsonl.gz"])
+def test_the_ending_decides(tmp_path, kind):
+    """Without a type, the ending of the file decides how it is read; the rows are the same."""
+    section = {"path": written(tmp_path, kind), "columns": COLUMNS, "eval_fraction": 0}
+    rows = checked_rows(recipe_of("sequence_classification", section, model=BERT))
+
+    assert rows.train["text"][:] == [row["review"] for row in REVIEWS]
+    assert rows.train["label"][:] == [row["stars"] for row in REVIEWS]
+
+
+def test_a_pattern_means_all_files(tmp_path):
+    """A pattern means all files that match it, in the order of their names."""
+    write_table(tmp_path / "b.csv", REVIEWS[4:])
+    write_table(tmp_path / "a.csv", REVIEWS[:4])
+    section = {"path": str(tmp_path / "*.csv"), "columns": COLUMNS, "eval_fraction": 0}
+    rows = checked_rows(recipe_of("sequence_classification", section, model=BERT))
+
+    assert rows.train["text"][:] == [row["review"] for row in REVIEWS]
+
+
+def test_a_table_without_header(tmp_path):
+    """With `column_names` and `delimiter`, a table of any form is read."""
+    file = tmp_path / "rows.csv"
+    write_table(file, REVIEWS, ";", header=False)
+    section = {"path": str(file), "delimiter": ";", "column_names": list(REVIEWS[0])}
+    rows = checked_rows(
+        recipe_of("sequence_classification", section | {"columns": COLUMNS}, model=BERT)
+    )
+
+    assert len(rows.train) + len(rows.evaluation) == len(REVIEWS)
+
+
+def test_columns_become_a_list(tmp_path):
+    """A list of columns makes one column of lists, as a regression needs it."""
+    columns = {"features": ["age", "weight"], "target": "weight"}
+    section = {"path": written(tmp_path, "csv"), "columns": columns, "eval_fraction": 0}
+    rows = checked_rows(recipe_of("regression", section, model=PERCEPTRON))
+
+    assert rows.train["features"][:] == [[row["age"], row["weight"]] for row in REVIEWS]
+    assert rows.train["target"][:] == [row["weight"] for row in REVIEWS]
+
+
+def test_words_for_null_are_text(tmp_path):
+    """``NA`` and ``None`` in a table are text, not null."""
+    words = ["NA", "None", "null", "nan"]
+    write_table(tmp_path / "rows.csv", [{"text": word, "label": word} for word in words])
+    section = {"path": str(tmp_path / "rows.csv"), "eval_fraction": 0}
+    rows = checked_rows(recipe_of("sequence_classification", section, model=BERT))
+
+    assert rows.train["text"][:] == words
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "json", "jsonl"])
+def test_a_null_is_refused(tmp_path, monkeypatch, kind):
+    """A row without a text is an error that names the recipe's line, the row and its place."""
+    monkeypatch.setitem(REVIEWS[5], "review", None)
+    monkeypatch.setitem(REVIEWS[2], "review", "two\nlines")
+    file = written(tmp_path, kind)
+    recipe = recipe_of("sequence_classification", {"path": file, "columns": COLUMNS}, model=BERT)
+    # A header and a text of two lines precede the row in a table.
+    place = {"csv": f", at {file}:8", "tsv": f", at {file}:8", "jsonl": f", at {file}:6"}
+
+    with pytest.raises(RecipeError) as caught:
+        checked_rows(recipe)
+    assert str(caught.value).endswith(
+        "data: must have a string in each row of column `review`, got None in row 6 (counted from "
+        f"1){place.get(kind, '')}"
+    )
+    assert str(caught.value).startswith("r:")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "a,b\n1,2\n3,4,5\n",
+            "must have 2 fields in each row, as many as columns, got 3 at FILE:3",
+        ),
+        ("a,b\n1,2,3\n", "must have 2 fields in each row, as many as columns, got 3 at FILE:2"),
+        (
+            'a,b\n1,"x\ny"\n\n3\n',
+            "must have 2 fields in each row, as many as columns, got 1 at FILE:5",
+        ),
+        ("a,b,a\n1,2,3\n", "must have columns of different names, got 'a' twice at FILE:1"),
+        ("a;b\n1;2\n", "set `delimiter` to ';' if that is the delimiter, got the header 'a;b'"),
+        ("a,b\n", "must hold a header and rows, got none in FILE"),
+        ("", "must hold a header and rows, got none in FILE"),
+        ("a,b\n1,\udce9\n", "must hold UTF-8 text, got the byte 0xe9 at FILE:2"),
+    ],
+)
+def test_a_faulty_table_is_named(tmp_path, text, says):
+    """A table that would be read wrongly is an error that names the file and the line."""
+    file = tmp_path / "rows.csv"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    recipe = recipe_of("causal_lm", {"path": str(file)})
+
+    with pytest.raises(RecipeError, match=r"^r:\d+: data\.path: ") as caught:
+        checked_rows(recipe)
+    assert says.replace("FILE", str(file)) in str(caught.value)
+
+
+def test_a_long_field(tmp_path):
+    """A field longer than the default limit of Python's reader is read whole."""
+    texts = ["x" * 200_000, "short"]
+    write_table(tmp_path / "rows.csv", [{"text": text} for text in texts])
+    rows = recipe_of("causal_lm", {"path": str(tmp_path / "rows.csv"), "eval_fraction": 0})
+
+    assert checked_rows(rows).train["text"][:] == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"data": [{"text": "a"}]}', "if its key 'data' is the list, set `field` to it"),
+        ("[]", "must hold a list of objects, got [] in FILE"),
+        ("[1]", "must hold a list of objects, got 1 in row 1 of FILE"),
+        ('[{"text": "a"}, 5]', "must hold a list of objects, got 5 in row 2 of FILE"),
+        ('[{"text":\n "a"},,]', "must hold JSON, got a fault (Expecting value) at FILE:2"),
+        ('{"text": "a"}\n{"text": }\n', "must hold one JSON object per line, got "),
+    ],
+)
+def test_a_faulty_json_file_is_named(tmp_path, content, says):
+    """A JSON file that is not a list of objects is an error that names the file."""
+    file = tmp_path / "rows.json"
+    file.write_text(content)
+
+    with pytest.raises(RecipeError, match=r"data\.path: ") as caught:
+        checked_rows(recipe_of("causal_lm", {"path": str(file)}))
+    assert says.replace("FILE", str(file)) in str(caught.value)
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_json_of_both_forms(tmp_path, lines):
+    """A JSON file may have an object per line, or a list under a key."""
+    file = tmp_path / "rows.json"
+    texts = [{"text": "a"}, {"text": "b"}]
+    file.write_text("\n".join(map(json.dumps, texts)) if lines else json.dumps({"rows": texts}))
+    section = {"path": str(file), "eval_fraction": 0} | ({} if lines else {"field": "rows"})
+
+    assert checked_rows(recipe_of("causal_lm", section)).train["text"][:] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"path": "none.csv"}, r"data\.path: must name existing files, got 'none.csv'"),
+        ({"path": "no*.csv"}, r"data\.path: must name existing files, got 'no\*\.csv'"),
+        ({"path": "rows.xlsx"}, r"data\.path: must end in .*, or `type` must be set, got"),
+        ({"path": []}, r"data\.type: required"),
+        ({"path": ["a.csv", "b.json"]}, r"must name files of one type, got \['csv', 'json'\]"),
+        ({"type": "csv", "path": "a.csv", "delimiter": "ab"}, r"data\.delimiter: must be one"),
+        ({"type": "csv", "path": "a.csv", "column_names": ["a", "a"]}, r"data\.column_names: "),
+    ],
+)
+def test_settings_out_of_range(tmp_path, monkeypatch, section, says):
+    """A path that cannot be read, and a wrong setting, are errors when the recipe is parsed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("text\na\n")
+    (tmp_path / "b.json").write_text('[{"text": "a"}]')
+    with pytest.raises(RecipeError, match=says):
+        recipe_of("causal_lm", section)

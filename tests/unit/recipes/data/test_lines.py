@@ -1,8 +1,13 @@
 """A faulty line of a data file is an error that names file and line."""
 
+import bz2
+import csv
+import gzip
+import lzma
+
 import pytest
 
-from mfwrap.recipes.data.lines import check_json_lines, read_lines
+from mfwrap.recipes.data.lines import check_json_lines, read_lines, table_rows
 
 
 def test_lines_are_counted_from_1(tmp_path):
@@ -56,3 +61,28 @@ def test_files_without_rows(tmp_path):
         list(read_lines("path", ["/dev/zero"]))
     with pytest.raises(ValueError, match=r"`path` must name readable files, got '.*none'"):
         list(read_lines("path", [str(tmp_path / "none")]))
+
+
+@pytest.mark.parametrize("ending", ["gz", "bz2", "xz"])
+def test_compressed_files(tmp_path, ending):
+    """A compressed file is read, and a damaged one is an error that names it."""
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[ending]
+    file = tmp_path / f"a.txt.{ending}"
+    content = compress(b"one\ntwo\n" * 100)
+    file.write_bytes(content)
+    assert len(list(read_lines("path", [str(file)]))) == 200
+
+    for damaged in (content[:-4], b"no archive"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"`path` must name readable files, got '{file}': "):
+            list(read_lines("path", [str(file)]))
+
+
+def test_the_limit_of_a_field_is_restored(tmp_path):
+    """Reading a table leaves Python's own limit of a field's length as it was."""
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    limit = csv.field_size_limit()
+    rows = table_rows("path", str(tmp_path / "a.csv"), ",")
+
+    assert [(row.number, row.fields) for row in rows] == [(1, ["a", "b"]), (2, ["1", "2"])]
+    assert csv.field_size_limit() == limit

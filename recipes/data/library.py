@@ -1,0 +1,126 @@
+"""Data of the library `datasets`: the hub, saved data sets, and files that it reads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+from mfwrap.recipes.data.files import Files, listed, silent_library
+from mfwrap.recipes.data.images import IMAGE_ENDINGS
+from mfwrap.recipes.data.places import check_place, is_folder
+from mfwrap.recipes.data.source import DataSource, Rows
+
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""A folder written by ``save_to_disk`` has one of these files."""
+
+_BUILDERS = frozenset({"arrow", "csv", "imagefolder", "json", "parquet", "text", "webdataset"})
+"""Builders of the library that read files and run no code of the files. ``pandas``, which reads
+pickles, is left out."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DatasetsSource(DataSource):
+    """A data set that the library `datasets` loads: ``load_dataset(path, name, ...)``."""
+
+    type: Literal["datasets"] = "datasets"
+
+    path: str
+    """Name on the hub, a folder with data files, a folder written by ``Dataset.save_to_disk``, or
+    the name of a builder, such as ``csv``, which needs `data_files`."""
+
+    name: str | None = None
+    """Configuration of the data set on the hub."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+    data_files: Files | dict[str, Files] | None = None
+    """Files to read, relative to `path`: a file or pattern, a list, or either for each split."""
+
+    data_dir: str | None = None
+    """Folder below `path` with the files to read."""
+
+    split: str = "train"
+    """Split with training rows; also a part of one, such as ``train[:10%]``."""
+
+    eval_split: str | None = None
+    """Split with held-out rows. Without it, `eval_fraction` of the rows is held out."""
+
+    def __post_init__(self) -> None:
+        """Check that the path can be loaded, and that local files exist."""
+        super().__post_init__()
+        if self.path == "pandas":
+            msg = f"`path` must be one of {sorted(_BUILDERS)}, because pickles can run any code"
+            msg = f"{msg}, got {self.path!r}"
+            raise ValueError(msg)
+        if self.path in _BUILDERS and not is_folder(self.path):
+            if self.data_files is None and self.data_dir is None:
+                msg = f"`path` {self.path!r} is a builder of datasets and needs `data_files`"
+                raise ValueError(msg)
+        elif not is_folder(self.path):
+            check_place("path", self.path, (), "a data set")
+        elif not self._is_saved and not _has_files(self.path):
+            says = "a folder with data files or a data set saved by `Dataset.save_to_disk`"
+            msg = f"`path` must be {says}, got the folder {self.path!r}"
+            raise ValueError(msg)
+        if self._is_saved:
+            for key in ("name", "revision", "data_files", "data_dir"):
+                if getattr(self, key) is not None:
+                    says = "left out for a data set saved by `Dataset.save_to_disk`"
+                    msg = f"`{key}` must be {says}, got {getattr(self, key)!r:.60}"
+                    raise ValueError(msg)
+
+    @property
+    def why_unread(self) -> str | None:
+        if is_folder(self.path):
+            return None
+        if self.path in _BUILDERS:
+            files = self._data_files()
+            is_remote = any("://" in file for file in [*files, self.data_dir or ""])
+            return "the data are on the network" if is_remote else None
+        return "the data are on the hub"
+
+    def read(self) -> Rows:
+        train = self._split(self.split)
+        return Rows(train, self._split(self.eval_split) if self.eval_split else None)
+
+    @property
+    def _is_saved(self) -> bool:
+        return any(Path(self.path, file).is_file() for file in SAVED)
+
+    def _data_files(self) -> list[str]:
+        given = self.data_files or []
+        groups = given.values() if isinstance(given, dict) else [given]
+        return [file for group in groups for file in listed(group)]
+
+    def _split(self, split: str) -> Dataset:
+        if not self._is_saved:
+            options: dict[str, Any] = {"data_files": self.data_files, "data_dir": self.data_dir}
+            if self.why_unread is not None:
+                return load_dataset(
+                    self.path, self.name, split=split, revision=self.revision, **options
+                )
+            with silent_library():
+                return load_dataset(self.path, self.name, split=split, **options)
+        try:
+            found = load_from_disk(self.path)
+        except (OSError, ValueError) as error:
+            msg = f"`path` must be an undamaged data set, got {self.path!r}: {error}"
+            raise ValueError(msg) from error
+        if not isinstance(found, DatasetDict):
+            return found
+        if split not in found:
+            msg = f"`split` must be one of {list(found)}, got {split!r}"
+            raise ValueError(msg)
+        return found[split]
+
+
+def _has_files(folder: str) -> bool:
+    """Return whether a folder, or a folder inside it, has files that `datasets` may read."""
+    endings = {".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tar", ".tsv", ".txt"}
+    return any(
+        one.suffix.lower() in endings | IMAGE_ENDINGS or one.suffix == ".gz"
+        for one in Path(folder).rglob("*")
+    )
