@@ -7,7 +7,6 @@ import gc
 import os
 import shlex
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -16,9 +15,19 @@ from typing import TYPE_CHECKING, NoReturn
 # imported inside the commands that need them (PLC0415).
 try:
     import click
-    from click.shell_completion import CompletionItem
 
     from mfwrap.comparison.command import compare
+    from mfwrap.recipe.command import (
+        checked_recipe,
+        data,
+        is_first_process,
+        overrides_option,
+        recipe_argument,
+        recipe_names,
+        say,
+        validate,
+        warn,
+    )
     from mfwrap.recipe.document import RecipeError
     from mfwrap.recipe.library import find_recipe, shipped_recipes
 except ImportError as error:  # installed without the extra `recipes`
@@ -28,25 +37,6 @@ if TYPE_CHECKING:
     from mfwrap.recipe.recipe import Recipe
 
 _RESUME_NEWEST = ""
-
-
-def _recipe_names(
-    context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Return shell completions for RECIPE: the names of shipped recipes, and files."""
-    del context, parameter
-    names = [CompletionItem(one) for one in shipped_recipes() if one.startswith(incomplete)]
-    return [*names, CompletionItem(incomplete, type="file")]
-
-
-_recipe = click.argument("recipe", shell_complete=_recipe_names)
-_overrides = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Replace a value of the recipe: --set training.max_steps=10. May be given several times.",
-)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -80,8 +70,8 @@ def cli() -> None:
 
 
 @cli.command()
-@_recipe
-@_overrides
+@recipe_argument
+@overrides_option
 @click.option(
     "--resume",
     is_flag=False,
@@ -137,12 +127,12 @@ def train(
     with continued_by(again) as continuation:
         try:
             with exiting_when_stopped():
-                _train(_checked(recipe, overrides), resume, skip_rows, overwrite=overwrite)
+                _train(checked_recipe(recipe, overrides), resume, skip_rows, overwrite=overwrite)
         except (KeyboardInterrupt, SystemExit) as stopped:
             if continuation.is_said:
                 sys.exit(getattr(stopped, "code", 130))
             if getattr(stopped, "code", None) == EXIT_STOPPED:  # before the training
-                _say(f"stopped by a signal; continue with: {again}")
+                say(f"stopped by a signal; continue with: {again}")
             raise
 
 
@@ -157,7 +147,7 @@ def _train(
     _hide_progress_bars(checked)
     try:
         result = run_recipe(
-            checked, resume=chosen, overwrite=overwrite, skip_rows=skip_rows, say=_say
+            checked, resume=chosen, overwrite=overwrite, skip_rows=skip_rows, say=say
         )
     except RecipeError:
         raise
@@ -165,32 +155,11 @@ def _train(
         _fail(checked, error)
     finally:
         _leave_process_group()
-    if _is_first_process():
+    if is_first_process():
         for name, value in result.metrics.items():
             click.echo(f"{name}: {value:.6g}")
         page = shlex.join(["mfwrap", "report", str(result.folder)])
         click.echo(f"run folder: {result.folder}\nrun page: {page}")
-
-
-@cli.command()
-@_recipe
-@_overrides
-def validate(recipe: str, overrides: Sequence[str]) -> None:
-    """Check every value of RECIPE, and try its first step.
-
-    The step has two rows in each batch, and writes to a temporary folder. It is not tried if the
-    data or the model are on the hub, or if the model has more than 30 million parameters.
-
-    \b
-    Example:
-      mfwrap validate my.yaml --set training.learning_rate=1e-3
-    """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
-    checked = _checked(recipe, overrides)
-    from mfwrap.recipe.rehearsal import rehearse  # noqa: PLC0415  (loads transformers)
-
-    reason = rehearse(checked)
-    note = "" if reason is None else f"; its first step was not tried, because {reason}"
-    click.echo(f"{recipe}: valid{note}")
 
 
 @cli.command()
@@ -202,7 +171,7 @@ def recipes() -> None:
 
 
 @cli.command()
-@click.argument("name", shell_complete=_recipe_names)
+@click.argument("name", shell_complete=recipe_names)
 @click.option("--output", type=click.Path(path_type=Path), help="File; by default NAME.yaml.")
 def init(name: str, output: Path | None) -> None:
     """Write the shipped recipe NAME to a file, as a starting point for your own.
@@ -247,9 +216,9 @@ def import_mindformers(file: Path, output: Path | None, accept: Sequence[str]) -
         msg = f"{file}: no such file; expected a MindFormers YAML file"
         raise RecipeError(msg)
     imported = convert(find_recipe(str(file))[0], str(file), accept)
-    _warn(str(file), [f"lost ({loss.name}): {loss.says}" for loss in imported.losses])
+    warn(str(file), [f"lost ({loss.name}): {loss.says}" for loss in imported.losses])
     for note in imported.notes:
-        _say(f"{file}: {note}")
+        say(f"{file}: {note}")
     if output is None:
         click.echo(imported.text, nl=False)
     else:
@@ -343,7 +312,8 @@ def verify(run: Path) -> None:
         sys.exit(1)
 
 
-cli.add_command(compare)
+for _command in (compare, data, validate):
+    cli.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -359,33 +329,18 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         error.show()  # the whole help
         code = 2
     except click.ClickException as error:
-        _say(f"{error.format_message()} See mfwrap --help.")
+        say(f"{error.format_message()} See mfwrap --help.")
         code = 2
     except RecipeError as error:
-        _say(str(error))
+        say(str(error))
         code = 2
     except ConnectionError as error:  # names the rank, so each rank prints its own
         click.echo(f"mfwrap: {error}", err=True)
         code = 1
     except (click.Abort, KeyboardInterrupt):
-        _say("interrupted")
+        say("interrupted")
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _checked(word: str, overrides: Sequence[str]) -> "Recipe":
-    from mfwrap.recipe.recipe import RecipeWarning, parse_recipe  # noqa: PLC0415  (slow)
-
-    text, name = find_recipe(word)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default", UserWarning)
-        # Silence this warning: the line printed below lists the same keys.
-        warnings.simplefilter("ignore", RecipeWarning)
-        recipe = parse_recipe(text, name, overrides)
-    _warn(name, [" ".join(str(warning.message).split()) for warning in caught])
-    if recipe.without_meaning:
-        _warn(name, ["ignored keys: " + ", ".join(recipe.without_meaning)])
-    return recipe
 
 
 def _hide_progress_bars(recipe: "Recipe") -> None:
@@ -443,18 +398,3 @@ def _write_new(file: Path, text: str) -> None:
     except OSError as error:
         msg = f"cannot write {file}: {error.strerror}"
         raise RecipeError(msg) from error
-
-
-def _warn(name: str, notes: Sequence[str]) -> None:
-    for note in notes:
-        _say(f"warning: {name}: {note}")
-
-
-def _say(line: str) -> None:
-    """Print a line to standard error, in the first process only."""
-    if _is_first_process():
-        click.echo(f"mfwrap: {line}", err=True)
-
-
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"  # also without a launcher

@@ -47,7 +47,7 @@ def rehearse(recipe: Recipe) -> str | None:
     """
     if recipe.data.why_unread is not None:
         return recipe.data.why_unread
-    with _quiet():
+    with quiet():
         reason = _reason_to_skip(recipe)
         if reason is not None:
             checked_rows(recipe)
@@ -137,7 +137,7 @@ class _OneStep(TrainerCallback):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress what a run prints, and restore torch's random numbers."""
     level = logging.root.manager.disable
     with (

@@ -130,6 +130,25 @@ class ModelSettings(Section):
             name in {None, _BYTES} or is_folder(resolve_package("", str(name))) for name in names
         )
 
+    def without_weights(self) -> "ModelSettings":
+        """Return settings of the same model with random weights, and with the same tokenizer.
+
+        A checkpoint's configuration is read, its weights are not.
+        """
+        if self.path is None:
+            return self
+        name = resolve_package("path", self.path)
+        revision = {} if self.revision is None else {"revision": self.revision}
+        found = AutoConfig.from_pretrained(
+            name, trust_remote_code=self.trust_remote_code, **revision
+        ).to_dict()
+        known = config_keys(found["model_type"]) - _OF_ALL
+        config = {key: value for key, value in found.items() if key in known | {"model_type"}}
+        tokenizer = self.path if self.tokenizer is None else self.tokenizer
+        return dataclasses.replace(
+            self, path=None, revision=None, config=config, tokenizer=tokenizer
+        )
+
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build or load the tokenizer, with a padding token."""
         setting = "path" if self.tokenizer is None else "tokenizer"

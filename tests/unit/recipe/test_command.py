@@ -1,0 +1,48 @@
+"""`mfwrap data` shows rows, and reports faults like `mfwrap validate`."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mfwrap.cli import cli, main
+
+# Ignore the warnings that TRL and datasets emit.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_rows_are_shown():
+    """The number of rows follows the option; nothing is written to the run folder."""
+    with CliRunner().isolated_filesystem() as folder:
+        shown = CliRunner().invoke(cli, ["data", "regression", "--rows", "3"])
+        assert not list(Path(folder).iterdir())
+
+    assert shown.exit_code == 0
+    assert [line for line in shown.stdout.splitlines() if line.startswith("row")] == [
+        "row 1", "row 2", "row 3",
+    ]  # fmt: skip
+
+
+def test_five_rows_by_default():
+    """Without the option, five rows are shown."""
+    shown = CliRunner().invoke(cli, ["data", "image_classification", "--held-out"])
+
+    assert shown.stdout.count("row ") == 5
+
+
+def test_faults_are_one_sentence(tmp_path, capsys):
+    """A null in a file is one line on standard error, for all commands with a recipe."""
+    (tmp_path / "rows.csv").write_text('text,label\none,a\n"",b\n')
+    said = set()
+    for command in ("data", "validate", "train"):
+        words = [command, "sequence_classification", "--set", f"data.path={tmp_path}/rows.csv"]
+        with pytest.raises(SystemExit) as left:
+            main([*words, "--set", f"training.output_dir={tmp_path}/run"])
+        assert left.value.code == 2
+        said.add(capsys.readouterr().err)
+
+    (line,) = said
+    assert line == (
+        "mfwrap: sequence_classification:15: data: must have a string in each row of column "
+        f"`text`, got None in row 2 (counted from 1), at {tmp_path}/rows.csv:3\n"
+    )
