@@ -18,7 +18,7 @@ from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.recipe import Recipe, data_errors, read_document
 from mfwrap.recipe.rehearsal import quiet
 from mfwrap.recipe.run import build_trainer, checked_rows
-from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.models.settings import ModelSettings, WeightlessModel
 
 _MAX_ROWS = 1_000
 """Number of rows to prepare, enough to fill packed sequences. All rows are checked."""
@@ -112,8 +112,8 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
     """Return the Trainer's keywords of a task whose data need no Trainer."""
     objects = RecipeObjects(recipe.document)
     rows = checked_rows(recipe)
-    with data_errors(objects), torch.device("meta"):
-        return recipe.task.build(recipe.model.without_weights(), recipe.data, rows)
+    with data_errors(objects):
+        return recipe.task.build(WeightlessModel.of(recipe.model), recipe.data, rows)
 
 
 def _of_trainer(recipe: Recipe, key: str) -> tuple[Any, Any, PreTrainedTokenizerBase]:

@@ -158,6 +158,10 @@ def read_document(document: RecipeDocument) -> Recipe:
     if network is not None:
         check_max_length(document, training.arguments, network)
     _check_dtypes(document, model, training.arguments)
+    if data.is_streamed and training.arguments.max_steps <= 0:
+        says = "expected a number of updates, because streamed data have no length"
+        got = training.arguments.max_steps
+        raise document.error(("training", "max_steps"), f"{says}, got {got}")
     check_optimizer(objects, training)
     if network is not None and training.optimizer is not None and sections.peft is None:
         # With an adapter, the trained parameters have other names.

@@ -189,14 +189,15 @@ def checked_rows(recipe: Recipe) -> Rows:
             columns = {**columns, "image": ANY_IMAGE}
         names = recipe.data.column_labels
         check_rows(table, columns, names, like=checked[0] if checked else None)
-        checked.append(table)
+        if not checked:
+            checked.append(table)
         if classes is not None:
             classes.check(table, names)
 
     try:
         with data_errors(objects):
             rows = recipe.data.rows(check)
-            if classes is not None:
+            if classes is not None and not recipe.data.is_streamed:
                 classes.check_number()
             return rows
     except RecipeError:

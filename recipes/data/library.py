@@ -1,11 +1,14 @@
 """Data of the library `datasets`: the hub, saved data sets, and files that it reads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from mfwrap.arguments import check_int
+from mfwrap.recipes.data import streams
 from mfwrap.recipes.data.files import Files, listed, silent_library
 from mfwrap.recipes.data.images import IMAGE_ENDINGS
 from mfwrap.recipes.data.places import check_place, is_folder
@@ -48,9 +51,27 @@ class DatasetsSource(DataSource):
     eval_split: str | None = None
     """Split with held-out rows. Without it, `eval_fraction` of the rows is held out."""
 
+    streaming: bool = False
+    """Read the training rows while the training goes on, in their order, and store none of them.
+    Without `eval_split`, the first `max_eval_samples` rows are held out."""
+
+    shuffle_buffer: int | None = None
+    """With `streaming`: number of rows from which the next row is drawn at random, with
+    `split_seed`. By default, the rows keep their order."""
+
     def __post_init__(self) -> None:
         """Check that the path can be loaded, and that local files exist."""
         super().__post_init__()
+        self._check_path()
+        if self.shuffle_buffer is not None:
+            check_int("shuffle_buffer", self.shuffle_buffer, minimum=2)
+            if not self.streaming:
+                msg = f"`shuffle_buffer` needs `streaming: true`, got {self.shuffle_buffer}"
+                raise ValueError(msg)
+        if self._is_saved:
+            self._check_saved()
+
+    def _check_path(self) -> None:
         if self.path == "pandas":
             msg = f"`path` must be one of {sorted(_BUILDERS)}, because pickles can run any code"
             msg = f"{msg}, got {self.path!r}"
@@ -65,22 +86,49 @@ class DatasetsSource(DataSource):
             says = "a folder with data files or a data set saved by `Dataset.save_to_disk`"
             msg = f"`path` must be {says}, got the folder {self.path!r}"
             raise ValueError(msg)
-        if self._is_saved:
-            for key in ("name", "revision", "data_files", "data_dir"):
-                if getattr(self, key) is not None:
-                    says = "left out for a data set saved by `Dataset.save_to_disk`"
-                    msg = f"`{key}` must be {says}, got {getattr(self, key)!r:.60}"
-                    raise ValueError(msg)
+
+    def _check_saved(self) -> None:
+        for key in ("name", "revision", "data_files", "data_dir", "streaming"):
+            if getattr(self, key) not in (None, False):
+                says = "left out for a data set saved by `Dataset.save_to_disk`"
+                msg = f"`{key}` must be {says}, got {getattr(self, key)!r:.60}"
+                raise ValueError(msg)
 
     @property
     def why_unread(self) -> str | None:
         if is_folder(self.path):
             return None
         if self.path in _BUILDERS:
-            files = self._data_files()
+            files = _names(self.data_files)
             is_remote = any("://" in file for file in [*files, self.data_dir or ""])
             return "the data are on the network" if is_remote else None
         return "the data are on the hub"
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.streaming
+
+    def rows(self, check: Callable[[Dataset], None] = lambda _: None) -> Rows:
+        """Return the rows; those of a stream are checked as they are read."""
+        if not self.streaming:
+            return super().rows(check)
+        train = streams.renamed(self._split(self.split), self.columns)
+        number = self.max_eval_samples
+        held_out = None
+        if self.eval_split is not None:
+            stream = streams.renamed(self._split(self.eval_split), self.columns)
+            held_out = streams.held_out_rows(stream, number)
+        elif number is not None:
+            held_out = streams.held_out_rows(train, number)
+            train = train.skip(number)
+        if held_out is not None:
+            check(held_out)
+        train = streams.checked(train, check)
+        if self.shuffle_buffer is not None:
+            train = train.shuffle(seed=self.split_seed, buffer_size=self.shuffle_buffer)
+        if self.max_train_samples is not None:
+            train = train.take(self.max_train_samples)
+        return Rows(train, held_out)
 
     def read(self) -> Rows:
         train = self._split(self.split)
@@ -90,14 +138,13 @@ class DatasetsSource(DataSource):
     def _is_saved(self) -> bool:
         return any(Path(self.path, file).is_file() for file in SAVED)
 
-    def _data_files(self) -> list[str]:
-        given = self.data_files or []
-        groups = given.values() if isinstance(given, dict) else [given]
-        return [file for group in groups for file in listed(group)]
-
     def _split(self, split: str) -> Dataset:
         if not self._is_saved:
-            options: dict[str, Any] = {"data_files": self.data_files, "data_dir": self.data_dir}
+            options: dict[str, Any] = {
+                "data_files": self.data_files,
+                "data_dir": self.data_dir,
+                "streaming": self.streaming,
+            }
             if self.why_unread is not None:
                 return load_dataset(
                     self.path, self.name, split=split, revision=self.revision, **options
@@ -115,6 +162,11 @@ class DatasetsSource(DataSource):
             msg = f"`split` must be one of {list(found)}, got {split!r}"
             raise ValueError(msg)
         return found[split]
+
+
+def _names(files: Files | dict[str, Files] | None) -> list[str]:
+    groups = files.values() if isinstance(files, dict) else [files or []]
+    return [file for group in groups for file in listed(group)]
 
 
 def _has_files(folder: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from mfwrap.arguments import check_int
 
@@ -37,10 +37,10 @@ class DataError(ValueError):
 class Rows(NamedTuple):
     """Training rows, and held-out rows for evaluation."""
 
-    train: Dataset
+    train: Dataset | IterableDataset
     evaluation: Dataset | None
 
-    def prepared(self, prepare: Callable[[Dataset], Dataset]) -> dict[str, Dataset | None]:
+    def prepared(self, prepare: Callable[[Any], Any]) -> dict[str, Dataset | None]:
         """Apply a function to both data sets, and return them as keywords of the Trainer."""
         evaluation = None if self.evaluation is None else prepare(self.evaluation)
         return {"train_dataset": prepare(self.train), "eval_dataset": evaluation}
@@ -119,6 +119,11 @@ class DataSource(Section, abc.ABC):
             ours: theirs if isinstance(theirs, str) else ", ".join(theirs)
             for ours, theirs in self.columns.items()
         }
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the training rows are read while the training goes on."""
+        return False
 
     @abc.abstractmethod
     def read(self) -> Rows:

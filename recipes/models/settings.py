@@ -42,7 +42,6 @@ class ModelError(ValueError):
     """A model that does not fit its data; the message begins with the key of ``model``."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
     """The section ``model``.
@@ -128,25 +127,6 @@ class ModelSettings(Section):
         names = (self.path, self.tokenizer)
         return all(
             name in {None, _BYTES} or is_folder(resolve_package("", str(name))) for name in names
-        )
-
-    def without_weights(self) -> "ModelSettings":
-        """Return settings of the same model with random weights, and with the same tokenizer.
-
-        A checkpoint's configuration is read, its weights are not.
-        """
-        if self.path is None:
-            return self
-        name = resolve_package("path", self.path)
-        revision = {} if self.revision is None else {"revision": self.revision}
-        found = AutoConfig.from_pretrained(
-            name, trust_remote_code=self.trust_remote_code, **revision
-        ).to_dict()
-        known = config_keys(found["model_type"]) - _OF_ALL
-        config = {key: value for key, value in found.items() if key in known | {"model_type"}}
-        tokenizer = self.path if self.tokenizer is None else self.tokenizer
-        return dataclasses.replace(
-            self, path=None, revision=None, config=config, tokenizer=tokenizer
         )
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -299,6 +279,37 @@ class ModelSettings(Section):
             if limit is not None and any(isinstance(n, int) and n > limit for n in numbers):
                 msg = f"`config.{key}` must be <= {limit}, got {value!r:.80}"
                 raise ValueError(msg)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WeightlessModel(ModelSettings):
+    """A model without memory for its weights, on the meta device."""
+
+    @classmethod
+    def of(cls, model: ModelSettings) -> "WeightlessModel":
+        """Return a model with the same configuration and the same tokenizer.
+
+        A checkpoint's configuration is read, its weights are not.
+        """
+        given = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+        if model.path is None:
+            return cls(**given)
+        revision = {} if model.revision is None else {"revision": model.revision}
+        found = AutoConfig.from_pretrained(
+            resolve_package("path", model.path),
+            trust_remote_code=model.trust_remote_code,
+            **revision,
+        ).to_dict()
+        known = (config_keys(found["model_type"]) | {"model_type"}) - _OF_ALL
+        given["config"] = {key: value for key, value in found.items() if key in known}
+        given["tokenizer"] = model.path if model.tokenizer is None else model.tokenizer
+        return cls(**given | {"path": None, "revision": None})
+
+    def make_model(self, auto_class: Any, **implied: Any) -> nn.Module:
+        """Build the model; see `ModelSettings.make_model`."""
+        with torch.device("meta"):
+            return super().make_model(auto_class, **implied)
 
 
 def _cast_result(

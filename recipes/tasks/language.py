@@ -1,9 +1,9 @@
 """Build the Trainer's keyword arguments for language models."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForTokenClassification,
@@ -12,6 +12,7 @@ from transformers import (
 
 from mfwrap.recipes.data.columns import PREFERENCES, TUNING, Columns, needed_columns
 from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings, fitting_length, make_text_model
 
 
@@ -21,9 +22,18 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
     network = make_text_model(model, AutoModelForCausalLM, tokenizer)
     length = fitting_length(data, network)
 
-    def cut(texts: Dataset) -> Dataset:
-        pieces = (_packed if data.packing else _pieces)(_token_ids(texts, tokenizer), length)
+    cut_texts = _packed if data.packing else _pieces
+
+    def cut(texts: Any) -> Any:
+        if isinstance(texts, IterableDataset):
+            # A block is 1,000 texts; with packing, an incomplete last piece of each is dropped.
+            return texts.map(cut_block, batched=True, remove_columns=column_names(texts))
+        pieces = cut_texts(_token_ids(texts, tokenizer), length)
         return Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in pieces])
+
+    def cut_block(texts: Mapping[str, Any]) -> dict[str, Any]:
+        pieces = list(cut_texts(_token_ids(texts, tokenizer), length))
+        return {"input_ids": pieces, "labels": pieces}
 
     return {
         "model": network,
@@ -48,7 +58,7 @@ def build_preference_tuning(model: ModelSettings, data: DataSource, rows: Rows) 
 
 def _tuning(model: ModelSettings, rows: Rows, needs: Sequence[Columns]) -> dict[str, Any]:
     tokenizer = model.make_tokenizer()
-    columns = list(needed_columns(needs, rows.train.column_names) or ())
+    columns = list(needed_columns(needs, column_names(rows.train)) or ())
     return {
         "model": make_text_model(model, AutoModelForCausalLM, tokenizer),
         **rows.prepared(lambda table: table.select_columns(columns)),
@@ -56,7 +66,7 @@ def _tuning(model: ModelSettings, rows: Rows, needs: Sequence[Columns]) -> dict[
     }
 
 
-def _token_ids(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+def _token_ids(texts: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Yield the token ids of each text, followed by the end-of-text token."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts["text"]:

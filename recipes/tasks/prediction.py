@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
-from datasets import ClassLabel, Dataset, List
+from datasets import ClassLabel, Dataset, IterableDataset, List
 from torch import Tensor
 from transformers import (
     AutoModelForImageClassification,
@@ -17,7 +17,8 @@ from transformers import (
     default_data_collator,
 )
 
-from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.data.source import DataError, DataSource, Rows
+from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import (
     ModelError,
     ModelSettings,
@@ -33,7 +34,7 @@ def build_sequence_classification(
 ) -> dict[str, Any]:
     """Return the Trainer's keyword arguments for classifying texts; the metric is ``accuracy``."""
     tokenizer = model.make_tokenizer()
-    labels = _labels(rows, "label")
+    labels = _labels(rows, "label", model)
     network = make_text_model(
         model, AutoModelForSequenceClassification, tokenizer, **labels.settings
     )
@@ -63,7 +64,7 @@ def build_token_classification(
     The first token of a word has the word's label. The loss ignores its other tokens.
     """
     tokenizer = model.make_tokenizer()
-    labels = _labels(rows, "labels")
+    labels = _labels(rows, "labels", model)
     network = make_text_model(model, AutoModelForTokenClassification, tokenizer, **labels.settings)
     length = fitting_length(data, network)
 
@@ -94,8 +95,8 @@ def build_image_classification(
     [-1, 1].
     """
     size = data.image_size
-    labels = _labels(rows, "label")
-    num_channels, height, _ = _pixels(rows.train[0]["image"], size).shape
+    labels = _labels(rows, "label", model)
+    num_channels, height, _ = _pixels(next(iter(rows.train))["image"], size).shape
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return {
@@ -127,7 +128,7 @@ def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict
     Evaluation reports the metrics ``mse`` and ``r2``.
     """
     del data
-    num_features = len(rows.train[0]["features"])
+    num_features = len(next(iter(rows.train))["features"])
     given = (model.config or {}).get("num_features", num_features)
     if given != num_features:
         says = f"{num_features}, the number of features of a row, or left out, got {given!r:.80}"
@@ -199,11 +200,20 @@ class _Labels:
         return self._numbers[value]
 
 
-def _labels(rows: Rows, column: str) -> _Labels:
-    feature = rows.train.features[column]
+def _labels(rows: Rows, column: str, model: ModelSettings) -> _Labels:
+    feature = (rows.train.features or {}).get(column)
     inner = feature.feature if isinstance(feature, List) else feature
     if isinstance(inner, ClassLabel):
         return _Labels(list(inner.names), list(range(len(inner.names))))
+    if isinstance(rows.train, IterableDataset):
+        if model.num_labels is None:
+            msg = (
+                "`data` must say its classes, because a stream is not read beforehand; use a "
+                "column of type ClassLabel, or numbers from 0 and `model.config.num_labels`"
+            )
+            raise DataError(msg)
+        numbers = range(model.num_labels)
+        return _Labels([str(number) for number in numbers], list(numbers))
     values = [value for part in rows if part is not None for value in part[column]]
     if isinstance(feature, List):
         values = [value for row in values for value in row]
@@ -211,8 +221,8 @@ def _labels(rows: Rows, column: str) -> _Labels:
     return _Labels([str(value) for value in found], found)
 
 
-def _mapped(rows: Dataset, encode: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Dataset:
-    return rows.map(encode, batched=True, remove_columns=rows.column_names)
+def _mapped(rows: Any, encode: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+    return rows.map(encode, batched=True, remove_columns=column_names(rows))
 
 
 def _first_tokens(words: list[int | None], labels: list[int]) -> list[int]:
