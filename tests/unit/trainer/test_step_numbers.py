@@ -1,0 +1,92 @@
+"""The numbers of a step are shown when the next one ends, and a skipped update is one line."""
+
+import logging
+
+import pytest
+import torch
+
+from mfwrap import StepOutput, StepReport
+from mfwrap.trainer.step_numbers import StepNumbers
+
+
+@pytest.fixture
+def shown():
+    """Return numbers that are shown in two lists: texts of the last step, and lines."""
+    texts, lines = [], []
+    numbers = StepNumbers(texts.append, lines.append)
+    yield numbers, texts, lines
+    numbers.close()
+
+
+def report(loss, norm=1.5, scale=1.0, *, skipped=False):
+    """Return the report of a step."""
+    norm = None if norm is None else torch.tensor(norm)
+    count = torch.tensor(int(skipped))
+    tensors = (torch.tensor(one) for one in (loss, skipped, scale, 0.01))
+    output = StepOutput(*tensors, norm)
+    return StepReport(
+        output=output,
+        skipped=torch.tensor(skipped),
+        applied_updates=count,
+        skipped_updates=count,
+        consecutive_skips=count,
+        learning_rates=torch.ones(1),
+        local_norm_names=(),
+    )
+
+
+def test_a_step_is_shown_when_the_next_one_ends(shown):
+    """The values of a step are read one step later, the last ones by `flush`."""
+    numbers, texts, lines = shown
+    numbers.copy(1, report(2.0, scale=1024.0))
+    assert texts == []
+    numbers.copy(2, report(1.0, None))
+    assert texts == [["loss 2", "norm 1.5", "lr 0.01", "scale 1024"]]
+    numbers.flush()
+
+    assert texts[1:] == [["loss 1", "lr 0.01"]]
+    assert lines == []
+
+
+def test_a_skipped_update_is_one_line(shown, monkeypatch):
+    """A skipped update is a line and a count; if a monitor has said it, there is no second line."""
+    monkeypatch.setattr(logging.root, "handlers", [])  # those of pytest
+    numbers, texts, lines = shown
+    numbers.copy(1, report(2.0, float("inf"), skipped=True))
+    numbers.copy(2, report(3.0, None, skipped=True))
+    logging.getLogger("mfwrap.callbacks").warning("step 2: layer 3 is\nbad; update skipped")
+    numbers.flush()
+
+    assert lines == [
+        "step 1: update skipped, loss 2, norm inf",
+        "step 2: layer 3 is bad; update skipped",
+    ]
+    assert [text[-1] for text in texts] == ["skipped 1", "skipped 2"]
+
+
+def test_records_of_steps_are_not_lines(shown, monkeypatch):
+    """The records of MFLossMonitor are not shown, its warnings are."""
+    monkeypatch.setattr(logging.root, "handlers", [])  # those of pytest
+    _, _, lines = shown
+    logger = logging.getLogger("mfwrap.callbacks.loss_monitor")
+    logger.setLevel(logging.INFO)
+    logger.info("{ Epoch:[1/1] }")
+    logger.warning("no throughput")
+    logger.setLevel(logging.NOTSET)
+
+    assert lines == ["no throughput"]
+
+
+def test_the_log_is_left_to_other_handlers(shown, monkeypatch):
+    """If the root logger has handlers, or the numbers are closed, nothing of the log is shown."""
+    numbers, texts, lines = shown
+    logger = logging.getLogger("mfwrap.callbacks")
+    monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()])
+    logger.warning("one")
+    monkeypatch.setattr(logging.root, "handlers", [])
+    numbers.copy(1, report(2.0))
+    numbers.close()
+    logger.warning("two")
+    numbers.flush()
+
+    assert (texts, lines) == ([], [])
