@@ -52,10 +52,10 @@ class RankTermination:
 
     The signals are SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).
 
-    With one process, the last step is the step during which the signal arrives. With several
-    processes, a thread of each rank checks ``torch.distributed``'s key-value store twice a second
-    for a signal at another rank. So until a signal arrives, the training steps neither communicate
-    nor block for this purpose.
+    With one process, the last step is the step during which the signal arrives; a save belongs to
+    the step before it. With several processes, a thread of each rank checks the key-value store of
+    ``torch.distributed`` twice a second for a signal at another rank. So until a signal arrives,
+    the training steps neither communicate nor block for this purpose.
     """
 
     def __init__(self) -> None:
@@ -99,6 +99,16 @@ class RankTermination:
             self.is_stopping = is_requested
         else:
             self.is_stopping = self._last_step.is_reached(step, is_requested=is_requested)
+        return self.is_stopping
+
+    def stops_after_save(self) -> bool:
+        """Return whether training must stop now that a checkpoint of the last step is written.
+
+        With one process, this includes a signal that has come since `stops_after`. With several
+        processes, other ranks may have begun the next step, so the ranks stop after that step.
+        """
+        if self._last_step is None:
+            self.is_stopping = self._flag.is_set
         return self.is_stopping
 
     def conclude(self, device: torch.device) -> bool:

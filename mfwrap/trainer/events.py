@@ -208,6 +208,9 @@ class StepCallbackHandler(CallbackHandler):
             # prevented a postponed save.
             self.postpones_save = self.must_save = False
         changed.should_save |= self.must_save
+        if event == "on_save":
+            # The signal may have come during the save, which may take long.
+            changed.should_training_stop |= self.termination.stops_after_save()
         if self.after_event is not None:
             self.after_event(event, changed)
         return changed
@@ -337,6 +340,10 @@ class TerminationCallback(TrainerCallback):
         if self._termination.stops_after(state.global_step):
             control.should_training_stop = control.should_save = True
 
+    def stops_after_save(self) -> bool:
+        """Return whether training must stop after the checkpoint that was just written."""
+        return self._termination.stops_after_save()
+
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """If training stops in the middle of an epoch, cancel the evaluation and checkpoint here.
 
@@ -402,5 +409,5 @@ def _construct_again(exporting: Any, arguments: Mapping[str, Any]) -> None:
         raise TypeError(msg) from error
 
 
-_ENDING_EVENTS = frozenset(vars(TerminationCallback))
+_ENDING_EVENTS = frozenset(name for name in vars(TerminationCallback) if name.startswith("on_"))
 """Names of the events in which `TerminationCallback` may act."""

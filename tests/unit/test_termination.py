@@ -192,6 +192,16 @@ def test_one_process(number):
         assert ending.conclude(CPU)
 
 
+def test_a_signal_during_a_save():
+    """With one process, a signal during a save stops the run after that save."""
+    with RankTermination() as ending:
+        assert not ending.stops_after(1)
+        assert not ending.stops_after_save()
+        tell_to_end()
+        assert ending.stops_after_save()
+        assert ending.is_stopping
+
+
 def test_a_signal_in_an_earlier_block():
     """A SIGTERM in an earlier block does not stop the training in a later block."""
     ending = RankTermination()

@@ -10,13 +10,34 @@ import pytest
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from support.killed_training import start_process
-from support.resumed_training import NUM_STEPS, RunSettings, end_of, new_trainer, trained
+from mfwrap.records import read_json_lines
+from support.killed_training import PLACES, Moment, new_recorder, start_process
+from support.resumed_training import (
+    NUM_STEPS,
+    STEPS_AN_EPOCH,
+    RunSettings,
+    end_of,
+    new_trainer,
+    trained,
+)
 from support.signals import told_until_it_ends
 from support.training_state import assert_same_state
 
 SETTINGS = RunSettings(save_steps=2, logging_steps=5)
 RANDOM_LINES = np.random.default_rng(0).integers(1, 3 * NUM_STEPS - 3, 4).tolist()
+AGAIN = "continue with: trainer.train(resume_from_checkpoint=True)"
+
+
+def random_moments(seed):
+    """Return a moment at each place, in random updates."""
+    draw = np.random.default_rng(seed)
+    moments = []
+    for place, visits in PLACES.items():
+        # A save follows each second update, but a run that has ended cannot stop in its last one.
+        update = int(draw.choice(range(2, NUM_STEPS, 2) if place == "save" else NUM_STEPS))
+        is_short = (update + 1) % STEPS_AN_EPOCH == 0
+        moments.append(Moment(place, update, 0 if is_short else int(draw.integers(visits))))
+    return moments
 
 
 def lasting(end):
@@ -88,6 +109,53 @@ def test_interrupted_at_a_random_moment(left_alone, tmp_path, line):
     assert_same_state(left_alone, end_from_last_checkpoint(tmp_path))
 
 
+@pytest.fixture(scope="module")
+def recorded_alone(tmp_path_factory):
+    """Return the final state and the records of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("recorded")
+    end = lasting(end_of(trained(folder, SETTINGS, callbacks=[new_recorder(folder)])))
+    return end, (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGINT, moment) for moment in random_moments(1)]
+    + [(signal.SIGTERM, moment) for moment in random_moments(2)],
+    ids=str,
+)
+def test_told_to_end_at_a_random_moment_of_a_step(recorded_alone, tmp_path, number, moment):
+    """At any moment, the step is saved, one line says how to go on, and going on is bitwise."""
+    errors = tmp_path / "errors"
+    with (
+        errors.open("w") as stderr,
+        start_process(tmp_path / "run", SETTINGS, moment=moment, stderr=stderr) as process,
+    ):
+        while process.stdout.readline() != "moment\n":
+            assert process.poll() is None
+        process.send_signal(number)
+        process.communicate("\n")
+
+    # A shell reports a process that ends like Python after a KeyboardInterrupt as 130.
+    assert process.returncode == (75 if number == signal.SIGTERM else -signal.SIGINT)
+    # A save belongs to the update that has just been finished.
+    step = moment.num_updates + (moment.place != "save")
+    newest = tmp_path / "run" / f"checkpoint-{step}"
+    assert get_last_checkpoint(str(tmp_path / "run")) == str(newest)
+    who = "Ctrl-C" if number == signal.SIGINT else "a signal"
+    says = f"mfwrap: stopped by {who} after step {step}, checkpoint {newest}; {AGAIN}"
+    assert [line for line in errors.read_text().splitlines() if "mfwrap: " in line] == [says]
+
+    recorder = new_recorder(tmp_path / "run")
+    trainer = new_trainer(tmp_path / "run", SETTINGS, seed=1, callbacks=[recorder])
+    trainer.train(resume_from_checkpoint=True)
+    end, records = recorded_alone
+    assert_same_state(end, lasting(end_of(trainer)))
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == records
+    steps = [one["step"] for one in read_json_lines(tmp_path / "run" / "metrics.jsonl")[1:]]
+    assert steps == list(range(1, NUM_STEPS + 1))
+
+
 @pytest.mark.slow
 def test_interrupted_twice(tmp_path):
     """The second Ctrl-C interrupts in the middle of the step."""
@@ -116,8 +184,7 @@ def test_one_line_says_how_to_continue(tmp_path, capsys, number, kind, who):
     assert signal.getsignal(number) is before
     lines = [line for line in capsys.readouterr().err.splitlines() if "mfwrap: " in line]
     checkpoint = tmp_path / "checkpoint-4"
-    how = "continue with: trainer.train(resume_from_checkpoint=True)"
-    assert lines == [f"mfwrap: stopped by {who} after step 4, checkpoint {checkpoint}; {how}"]
+    assert lines == [f"mfwrap: stopped by {who} after step 4, checkpoint {checkpoint}; {AGAIN}"]
 
 
 @pytest.mark.slow
@@ -186,11 +253,12 @@ MOMENTS = [
     ("never", "on_epoch_begin", 6, 7),
     ("every third step", "on_substep_end", 3, 4),
     ("every third step", "on_prediction_step", 3, 4),
-    ("every third step", "on_save", 6, 7),
     ("each epoch", "on_substep_end", 3, 4),
-    ("each epoch", "on_prediction_step", 6, 7),
 ]
+# The same, where the stop is after an evaluation of that step.
 EVALUATION_IS_DUE = [
+    ("every third step", "on_save", 6, 6),
+    ("each epoch", "on_prediction_step", 6, 6),
     ("every third step", "on_substep_end", 2, 3),
     ("each epoch", "on_substep_end", 5, 6),
 ]
@@ -219,14 +287,15 @@ def tell_to_end(folder, when, event, step):
 
 
 @pytest.mark.fast_sample(2)
-@pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS)
+@pytest.mark.parametrize(("when", "event", "step", "stopped"), MOMENTS + EVALUATION_IS_DUE)
 def test_how_it_ends(tmp_path, when, event, step, stopped):
     """After a SIGTERM, a run finishes its step and saves once, without an extra evaluation."""
     events = tell_to_end(tmp_path, when, event, step)
 
     assert events[-1] == f"saved {stopped}"
     assert events.count(f"saved {stopped}") == 1
-    assert f"evaluated {stopped}" not in events
+    is_due = (when, event, step, stopped) in EVALUATION_IS_DUE
+    assert events.count(f"evaluated {stopped}") == is_due
 
 
 @pytest.mark.fast_sample(2)
