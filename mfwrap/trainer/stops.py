@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, final
 
 from transformers.trainer_utils import get_last_checkpoint
@@ -85,6 +86,31 @@ def stop(trainer: "MFTrainerMixin", trial: Any, *, is_interrupted: bool) -> Neve
         sys.stderr.write(line)
         sys.stderr.flush()
     if is_interrupted:
+        _hide_traceback()
         # Not a subclass, for which Python would not exit with the status of a Ctrl-C.
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(_AFTER_THE_STEP)
     raise SystemExit(EXIT_STOPPED)
+
+
+_AFTER_THE_STEP = "the training has stopped after its step"
+
+
+def _hide_traceback() -> None:
+    """Print no traceback of the Ctrl-C if it ends the process: it would follow the line above.
+
+    With several ranks, each of them would print a traceback.
+    """
+    before = sys.excepthook
+    if before is not _excepthook:
+        global _next_excepthook
+        _next_excepthook, sys.excepthook = before, _excepthook
+
+
+_next_excepthook = sys.excepthook
+
+
+def _excepthook(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if not isinstance(error, KeyboardInterrupt) or error.args != (_AFTER_THE_STEP,):
+        _next_excepthook(kind, error, traceback)

@@ -144,7 +144,9 @@ def test_told_to_end_at_a_random_moment_of_a_step(recorded_alone, tmp_path, numb
     assert get_last_checkpoint(str(tmp_path / "run")) == str(newest)
     who = "Ctrl-C" if number == signal.SIGINT else "a signal"
     says = f"mfwrap: stopped by {who} after step {step}, checkpoint {newest}; {AGAIN}"
-    assert [line for line in errors.read_text().splitlines() if "mfwrap: " in line] == [says]
+    said = errors.read_text().splitlines()
+    assert [line for line in said if "mfwrap: " in line] == [says]
+    assert said[-1] == says  # no traceback after it
 
     recorder = new_recorder(tmp_path / "run")
     trainer = new_trainer(tmp_path / "run", SETTINGS, seed=1, callbacks=[recorder])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import torch
 from torch import multiprocessing
 
 from mfwrap.checkpoints.verification import check_checkpoint
+from mfwrap.records import read_json_lines
 from support.paths import TESTS
 from support.ports import free_port
+from support.recipe_texts import recipe_text
 from support.resumed_training import files, resume
 from support.trainer_ranks import (
     ENDINGS,
@@ -173,24 +176,87 @@ def test_told_to_end_twice(tmp_path):
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_told_to_end_by_torchrun(tmp_path, number):
-    """A signal to torchrun reaches its workers, which save and exit."""
+    """A signal to torchrun reaches its workers, which save and exit; one line says how to go on.
+
+    A terminal sends a Ctrl-C to torchrun only: each worker has a session of its own.
+    """
     script = TESTS / "support" / "trainer_ranks.py"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(NUM_RANKS), f"--signals-to-handle={number.name}"]
-    launcher += [str(script), str(tmp_path)]
+    launcher += [str(script), str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(launcher, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with (
+        (tmp_path / "errors").open("w") as errors,
+        subprocess.Popen(
+            launcher,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
         assert process.stdout.readline() == "step 1\n"
-        process.send_signal(number)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         told = process.stdout.readlines()
         process.wait()
 
     saved = [line for line in told if line.startswith("saved ")]
     assert len(saved) == NUM_RANKS
-    [checkpoint] = tmp_path.glob("checkpoint*")
+    [checkpoint] = (tmp_path / "run").glob("checkpoint*")
     assert saved == [f"saved {checkpoint.name}\n"] * NUM_RANKS
     check_checkpoint(checkpoint)
+    said = (tmp_path / "errors").read_text().splitlines()
+    who = "Ctrl-C" if number == signal.SIGINT else "a signal"
+    step = checkpoint.name.removeprefix("checkpoint-")
+    line = f"mfwrap: stopped by {who} after step {step}, checkpoint {checkpoint}; continue with: "
+    again = "trainer.train(resume_from_checkpoint=True)"
+    assert [each for each in said if "mfwrap: " in each] == [line + again]
+    assert not [each for each in said if each.startswith("[rank") and "Traceback" in each]
+
+
+def test_a_recipe_goes_on_with_as_many_ranks(tmp_path):
+    """After a Ctrl-C under torchrun, the line names the command that continues on all ranks."""
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(
+        recipe_text(
+            training={"max_steps": 10**6, "save_strategy": "no"},
+            callbacks=[{"type": "MFLossMonitor", "per_print_times": 1}],
+        )
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(NUM_RANKS)]
+    words = [*launcher, "-m", "mfwrap", "train", str(recipe)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    errors = tmp_path / "errors"
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(
+            words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+        ) as process,
+    ):
+        assert "Epoch:[" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+
+    [last] = [line for line in errors.read_text().splitlines() if "mfwrap: " in line]
+    words = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "mfwrap", "train"]
+    again = shlex.join([*words, str(recipe), "--resume=auto"])
+    assert last.endswith(f"; continue with: {again}")
+    [checkpoint] = (tmp_path / "runs" / "small").glob("checkpoint-*")
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    # Only `--resume` takes another value.
+    words = [*launcher, *shlex.split(again)[4:-1], "--resume"]
+    words += ["--set", f"training.max_steps={step + 2}"]
+    going = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert going.returncode == 0, going.stderr
+    record = read_json_lines(tmp_path / "runs" / "small" / "metrics.jsonl")
+    steps = [one["step"] for one in record if "loss" in one]
+    assert steps == list(range(1, step + 3))
