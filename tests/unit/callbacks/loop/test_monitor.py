@@ -16,6 +16,7 @@ from mfwrap.callbacks import LocalNormMonitor, LoopMonitor
 from mfwrap.records import read_json_lines
 from support.attached_runs import new_accelerator
 from support.deferral import late_results
+from support.ranks.loop_monitors import NUM_UPDATES, resume_monitored_loop
 from support.trackers import tensorboard_rows
 
 NAN = float("nan")
@@ -136,6 +137,25 @@ def test_a_checkpoint_restores_records_and_states(tmp_path):
     for name in ("training_state.jsonl", "metrics.csv"):
         texts = [(tmp_path / one / "run" / name).read_text() for one in ("straight", "stopped")]
         assert texts[0].replace('"epoch": 1, ', "") == texts[1].replace('"epoch": 1, ', "")
+
+
+def test_a_checkpoint_of_two_ranks(two_ranks, tmp_path):
+    """After a resume on two ranks, the files of each rank have each step once, in order."""
+    results = two_ranks.run(resume_monitored_loop, str(tmp_path))
+
+    run = tmp_path / "run"
+    steps = list(range(1, NUM_UPDATES + 1))
+    for name, losses in zip(
+        ("training_state.jsonl", "training_state_rank1.jsonl"), results, strict=True
+    ):
+        records = read_json_lines(run / name)
+        assert [one["step"] for one in records] == steps
+        assert [one["loss"] for one in records] == losses
+    rows = rows_of(run / "metrics.csv")
+    assert [one["step"] for one in rows] == steps
+    assert [one["loss"] for one in rows] == results[0]
+    assert results[0] != results[1]
+    assert not list(run.glob("metrics*rank*"))  # the trackers, too, get the main process only
 
 
 def test_a_cell_has_its_records(tmp_path):
