@@ -43,7 +43,7 @@ class MetricsRecorder(MonitorCallback):
     def __init__(
         self, folder: Path, *, evaluates_average: bool, says_evaluations: bool = False
     ) -> None:
-        self._says_evaluations = says_evaluations
+        self.evaluation_lines = says_evaluations
         self._path = folder / "metrics.jsonl"
         self._prefix = "ema_" if evaluates_average else ""
         self._lines: JsonLines | None = None
@@ -105,7 +105,7 @@ class MetricsRecorder(MonitorCallback):
             self.write_steps()
             results = {self._prefix + name: value for name, value in results_of(metrics).items()}
             self._lines.append({"step": state.global_step, **results})
-            if self._says_evaluations:
+            if self.evaluation_lines:
                 said = ", ".join(f"{name}: {value:.6g}" for name, value in results.items())
                 run_logger(EvalCallback.__module__).info(
                     "Eval result: step %d, %s", state.global_step, said

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset
-from transformers import PrinterCallback, set_seed
+from transformers import set_seed
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
@@ -144,9 +144,6 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         rollback=recipe.rollback,
         **keywords,
     )
-    if has_record:
-        # Where there is no progress bar, MFLossMonitor logs the numbers and the progress.
-        trainer.remove_callback(PrinterCallback)
     _normalize_loss(recipe, trainer)
     return trainer, recorder
 

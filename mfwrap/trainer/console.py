@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from transformers import ProgressCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from mfwrap.outputs import StepReport
@@ -124,8 +124,35 @@ class StepProgressCallback(ProgressCallback):
             self.training_bar.write(cut, file=sys.stderr)
 
 
+@final
+class StepPrinterCallback(PrinterCallback):
+    """Print the Trainer's dict without a progress bar, unless a callback prints the same.
+
+    Args:
+        handler: Callback handler of the trainer.
+    """
+
+    def __init__(self, handler: CallbackHandler) -> None:
+        self._handler = handler
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: Any,
+        logs: Mapping[str, Any] | None = None,
+        **known: Any,
+    ) -> None:
+        """Print a log, unless a callback prints each step, or, of an evaluation, its results."""
+        own = monitors(self._handler.callbacks)
+        is_evaluation = any(name.startswith("eval_") for name in logs or {})
+        steps = any(one.step_lines != "never" for one in own)
+        if not (any(one.evaluation_lines for one in own) if is_evaluation else steps):
+            super().on_log(args, state, control, logs=logs, **known)  # type: ignore[no-untyped-call]  # (transformers)
+
+
 def show_in_one_place(handler: CallbackHandler) -> None:
-    """Replace transformers' progress bar, and its table in a notebook, by mfwrap's.
+    """Replace transformers' progress bar, printer, or table in a notebook, by mfwrap's.
 
     Args:
         handler: Callback handler of a trainer.
@@ -138,3 +165,5 @@ def show_in_one_place(handler: CallbackHandler) -> None:
             from mfwrap.trainer.notebook import NotebookStepCallback  # noqa: PLC0415  (see above)
 
             handler.callbacks[index] = NotebookStepCallback()
+        elif type(callback) is PrinterCallback:
+            handler.callbacks[index] = StepPrinterCallback(handler)

@@ -61,6 +61,10 @@ class MonitorCallback(TrainerCallback):
     """Whether the callback prints each step: ``"without a bar"`` if `MFTrainer` shows no progress
     bar in a terminal, ``"always"`` instead of such a bar, or ``"never"``."""
 
+    evaluation_lines: bool = False
+    """Whether the callback prints the results of evaluations. Without a progress bar, `MFTrainer`
+    then does not print them."""
+
     names_rows: bool = False
     """Whether the callback names rows of batches, and `take_row_places` is called."""
 

@@ -15,6 +15,7 @@ import pytest
 from transformers import TrainerCallback
 
 from mfwrap.trainer import MFTrainer
+from support.paths import TESTS
 from support.recipe_texts import recipe_text
 from support.trainer_runs import new_trainer
 
@@ -110,6 +111,43 @@ def test_in_a_file(recipe):
     assert not re.search(r"\d+/6 \[", written)
     assert "\r" not in written
     assert "{'loss'" not in written
+
+
+PLAIN = """
+import sys
+from pathlib import Path
+from transformers import TrainingArguments
+from mfwrap.callbacks import MFLossMonitor
+from mfwrap.trainer import MFTrainer
+from support.trainer_runs import Counting, tiny_llama
+
+arguments = TrainingArguments(
+    "run", per_device_train_batch_size=1, max_steps=3, logging_steps=1, report_to="none",
+    per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=3, save_strategy="no",
+    use_cpu=True, disable_tqdm=True,
+)
+callbacks = [MFLossMonitor()] if sys.argv[1] == "with" else []
+MFTrainer(
+    tiny_llama(), arguments, train_dataset=Counting(8), eval_dataset=Counting(4),
+    callbacks=callbacks,
+).train()
+"""
+
+
+@pytest.mark.parametrize("monitor", ["with", "without"])
+def test_without_a_bar(tmp_path, monitor):
+    """With an MFLossMonitor, the Trainer prints no dict of a step; evaluations stay."""
+    words = [sys.executable, "-P", "-c", PLAIN, monitor]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    printed = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+    is_said = monitor == "with"
+    assert printed.count("Epoch:[") == (3 if is_said else 0)
+    assert printed.count("{'loss'") == (0 if is_said else 3)
+    assert printed.count("{'train_runtime'") == (not is_said)
+    assert printed.count("{'eval_loss'") == 1
 
 
 def test_an_error_leaves_the_terminal(tmp_path, monkeypatch):
