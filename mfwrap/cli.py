@@ -164,8 +164,8 @@ def _train(
     finally:
         _leave_process_group()
     if is_first_process():
-        for name, value in result.metrics.items():
-            click.echo(f"{name}: {value:.6g}")
+        values = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+        click.echo(f"result: {values or 'not evaluated'}")
         page = shlex.join(["mfwrap", "report", str(result.folder)])
         click.echo(f"run folder: {result.folder}\nrun page: {page}")
 

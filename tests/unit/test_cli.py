@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -49,8 +50,10 @@ def test_train_and_plot(recipe, capsys):
     folder = Path("runs/small")
 
     assert code == 0
-    assert "ema_eval_loss: " in out
-    assert out.endswith(f"run folder: {folder}\nrun page: mfwrap report {folder}\n")
+    result, *rest = out.splitlines()[-3:]
+    number = r"[\d.e+-]+"
+    assert re.fullmatch(rf"result: eval_loss {number}, .*ema_eval_loss {number}.*", result)
+    assert rest == [f"run folder: {folder}", f"run page: mfwrap report {folder}"]
     assert call(capsys, "plot", folder)[:2] == (0, f"wrote {folder / 'run.png'}\n")
     with Image.open(folder / "run.png") as picture:
         assert picture.format == "PNG"
