@@ -119,11 +119,11 @@ def train(
       mfwrap train my.yaml --overwrite
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
     from mfwrap.termination import EXIT_STOPPED, exiting_when_stopped  # noqa: PLC0415  (slow)
-    from mfwrap.trainer.stops import continued_by  # noqa: PLC0415  (slow)
+    from mfwrap.trainer.stops import continued_by, program_words  # noqa: PLC0415  (slow)
 
     given = [word for override in overrides for word in ("--set", override)]
     given += ["--skip-rows", skip_rows] if skip_rows else []
-    again = shlex.join([*_launched(), "train", recipe, *given, "--resume=auto"])
+    again = shlex.join([*program_words(), "train", recipe, *given, "--resume=auto"])
     with continued_by(again) as continuation:
         try:
             with exiting_when_stopped():
@@ -134,14 +134,6 @@ def train(
             if getattr(stopped, "code", None) == EXIT_STOPPED:  # before the training
                 say(f"stopped by a signal; continue with: {again}")
             raise
-
-
-def _launched() -> list[str]:
-    """Return the words that start the program again, on as many processes as now."""
-    if os.environ.get("GROUP_WORLD_SIZE") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ["mfwrap"]
-    num_ranks = os.environ["LOCAL_WORLD_SIZE"]
-    return ["torchrun", "--standalone", "--nproc-per-node", num_ranks, "-m", "mfwrap"]
 
 
 def _train(

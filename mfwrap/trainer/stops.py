@@ -1,6 +1,7 @@
 """End a training that a signal has stopped: save its last step, and say how to continue."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,6 +43,17 @@ def continued_by(command: str) -> Iterator[Continuation]:
         yield _enclosing[-1]
     finally:
         _enclosing.pop()
+
+
+def program_words() -> list[str]:
+    """Return the words of a shell that start `mfwrap` again, on as many processes as now.
+
+    Under torchrun on several machines, each of which needs a command of its own, it is `mfwrap`.
+    """
+    if os.environ.get("GROUP_WORLD_SIZE") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["mfwrap"]
+    num_ranks = os.environ["LOCAL_WORLD_SIZE"]
+    return ["torchrun", "--standalone", "--nproc-per-node", num_ranks, "-m", "mfwrap"]
 
 
 def save_last_step(trainer: "MFTrainerMixin", trial: Any, saved_step: int | None) -> None:
