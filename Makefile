@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants peers table layouts lint format benchmark benchmark-full docs clean
+.PHONY: help train test test-full test-cuda mutants peers table layouts pictures lint format benchmark benchmark-full docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,9 @@ table: $(VENV)/.linked ## compare the Trainer's options with MFTrainer's, and wr
 
 layouts: $(VENV)/.linked ## compare each layout of ranks with one process, and write the table in docs/ranks.md (1 minute)
 	OMP_NUM_THREADS=1 $(RUN) .ci/layout_table.py
+
+pictures: $(VENV)/.linked ## train with each monitor, and draw the pictures in docs/pictures (1 minute)
+	OMP_NUM_THREADS=1 $(RUN) .ci/monitor_pictures.py
 
 lint: $(VENV)/.linked ## check style, formatting and types
 	$(RUN) -m ruff check

@@ -1,10 +1,13 @@
 """The shell commands and YAML sections in README.md and docs/ are valid and run."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import TrainerCallback
 
+from mfwrap import callbacks
 from mfwrap.cli import cli, main
 from mfwrap.recipe import Recipe, parse_recipe
 from support.mindformers_files import mindformers_text
@@ -85,3 +88,30 @@ def test_yaml_is_valid(page, tmp_path, monkeypatch):
         if "data" in sections and "task" not in sections:
             whole = recipe_text(data=None) + text
         assert isinstance(parse_recipe(whole, "page.yaml"), Recipe)
+
+
+GUIDES = (ROOT / "docs" / "monitor_guides.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        name
+        for name in callbacks.__all__
+        if isinstance(one := getattr(callbacks, name), type)
+        and (issubclass(one, TrainerCallback) or one is callbacks.LoopMonitor)
+    ),
+)
+def test_each_monitor_has_a_guide(name):
+    """Each monitor has a section: when to use it, its lines, what it writes, and a picture."""
+    _, found, rest = GUIDES.partition(f"\n## {name}\n")
+    section = rest.partition("\n## ")[0]
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", section)
+
+    assert found
+    assert section.startswith("\n**When.** ")
+    assert re.search(rf"```python\n[^`]*{name}\(", section)
+    assert "\n**It writes** " in section
+    assert pictures
+    assert all((ROOT / "docs" / picture).is_file() for picture in pictures)
+    assert f"](#{name.lower()})" in GUIDES.partition("\n\n##")[0]
