@@ -23,6 +23,7 @@ from mfwrap.recipe.training import optimized
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
+from mfwrap.trainer.console import StepProgressCallback
 
 
 class RunResult(NamedTuple):
@@ -144,6 +145,9 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         rollback=recipe.rollback,
         **keywords,
     )
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, StepProgressCallback):
+            callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
     _normalize_loss(recipe, trainer)
     return trainer, recorder
 

@@ -37,6 +37,7 @@ from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.trainer.events import monitors, restore_in_place
+from mfwrap.trainer.stops import has_lost_patience
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -65,6 +66,10 @@ class Checkpoints:
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
         self.saved_step: int | None = None
         """Step of the last checkpoint of this training; ``None`` before the first one."""
+        self._is_auto = False
+        self.ended_early = False
+        """Whether ``"auto"`` has found a training that early stopping had ended. (Another callback
+        that ends a training, for example when its time is over, may want it to continue.)"""
 
     def check_run_folder(self) -> None:
         """Check on all ranks that files can be written to the run folder.
@@ -74,6 +79,7 @@ class Checkpoints:
         Raises:
             OSError: On all ranks, if any rank cannot write.
         """
+        self.ended_early = False  # of an earlier training
         args = self._trainer.args
         writes = args.save_strategy != "no" or monitors(self._trainer.callback_handler.callbacks)
         if not writes:
@@ -100,6 +106,7 @@ class Checkpoints:
                 newest checkpoints of the nodes differ.
         """
         found = None
+        self._is_auto = asked_for == AUTO
         with raising_together():
             if self._trainer.args.local_process_index == 0:
                 found = self._intact(asked_for, trial)
@@ -200,7 +207,9 @@ class Checkpoints:
         """
         trainer = self._trainer
         saved: Any = trainer.state.stateful_callbacks or {}
-        exporting = [*trainer.callback_handler.callbacks, trainer.control]
+        callbacks = trainer.callback_handler.callbacks
+        self.ended_early = self._is_auto and has_lost_patience(saved, callbacks)
+        exporting = [*callbacks, trainer.control]
         restores_all = trainer.args.restore_callback_states_from_checkpoint
         if restores_all:
             names = {type(each).__name__ for each in exporting}

@@ -1,16 +1,36 @@
 """Show a training in a terminal as one progress bar, with lines above it for what goes wrong."""
 
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from mfwrap.outputs import StepReport
 from mfwrap.trainer.events import monitors
 from mfwrap.trainer.step_numbers import StepNumbers
+
+_TIMINGS = ("_runtime", "_per_second", "_preparation_time")
+"""Ends of the names of metrics that say how long an evaluation took."""
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _is_stopped(handler: CallbackHandler) -> bool:
+    """Return whether a signal has stopped the training, which says so itself."""
+    return bool(handler.termination.is_stopping) if hasattr(handler, "termination") else False
 
 
 @final
@@ -37,6 +57,9 @@ class StepProgressCallback(ProgressCallback):
         self._handler = handler
         self._numbers: StepNumbers | None = None
         self._is_hidden = False
+        self._hides_other_bars = False
+        self.says_end = True
+        """Whether to print three lines at the end: the result, the folder, and what to run next."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **known: Any) -> None:
         """Decide what is shown, and show the bar."""
@@ -48,6 +71,9 @@ class StepProgressCallback(ProgressCallback):
         super().on_train_begin(args, state, control, **known)  # type: ignore[no-untyped-call]  # (transformers)
         if is_terminal and self.training_bar is not None:
             self._numbers = StepNumbers(self._show, self._write)
+            # The bars of transformers, such as "Writing model shards", would tear this one apart.
+            self._hides_other_bars = is_progress_bar_enabled()
+            disable_progress_bar()
 
     def on_step_end(
         self,
@@ -80,25 +106,49 @@ class StepProgressCallback(ProgressCallback):
         logs: Mapping[str, Any] | None = None,
         **known: Any,
     ) -> None:
-        """Show the last step; print an evaluation in a terminal, and the dict elsewhere."""
-        if self._numbers is None:
-            if not self._is_hidden:
-                super().on_log(args, state, control, logs=logs, **known)  # type: ignore[no-untyped-call]  # (transformers)
+        """Show the last step; print the results of an evaluation unless a callback does."""
+        logs = logs or {}
+        if self._numbers is None and not self._is_hidden:
+            super().on_log(args, state, control, logs=logs, **known)  # type: ignore[no-untyped-call]  # (transformers)
             return
-        self._numbers.flush()
-        values = {name: value for name, value in (logs or {}).items() if name.startswith("eval_")}
-        prints = any(one.step_lines != "never" for one in monitors(self._handler.callbacks))
-        if values and not prints:
-            text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self._numbers.say(f"step {state.global_step}: {text}")
+        if self._numbers is not None:
+            self._numbers.flush()
+        if any(one.evaluation_lines for one in monitors(self._handler.callbacks)):
+            return
+        said = [
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in logs.items()
+            if name.startswith("eval_") and not name.endswith(_TIMINGS)
+        ]
+        if said and state.is_world_process_zero:
+            line = f"step {state.global_step}: {', '.join(said)}"
+            (_print if self._numbers is None else self._numbers.say)(line)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **known: Any) -> None:
-        """Show the last step, and close the bar."""
+        """Show the last step, close the bar, and say where the result is."""
+        is_terminal = self._numbers is not None
         if self._numbers is not None:
             self._numbers.flush()
         self._release_numbers()
         if not self._is_hidden:
             super().on_train_end(args, state, control, **known)  # type: ignore[no-untyped-call]  # (transformers)
+        if is_terminal and self.says_end and not _is_stopped(self._handler):
+            self._say_end(args, state)
+
+    def _say_end(self, args: Any, state: TrainerState) -> None:
+        steps = f"{state.global_step} steps"
+        if state.global_step < state.max_steps:
+            steps = f"{state.global_step} of {state.max_steps} steps, ended by a callback"
+        entries = (one["loss"] for one in reversed(state.log_history) if "loss" in one)
+        loss = next(entries, None)
+        result = steps if loss is None else f"{steps}, loss {loss:.4g}"
+        if state.best_metric is not None:
+            result = f"{result}, best {args.metric_for_best_model} {state.best_metric:.4g}"
+        folder = Path(args.output_dir)
+        has_records = any(folder.glob("*.jsonl")) or any(folder.glob("checkpoint-*"))
+        page = shlex.join(["mfwrap", "report", str(folder)])
+        following = page if has_records else "trainer.save_model() writes the weights"
+        _print(f"result: {result}\nrun folder: {folder}\nnext: {following}")
 
     def end_with_error(self) -> None:
         """Leave the terminal to the error that ends the training."""
@@ -111,6 +161,8 @@ class StepProgressCallback(ProgressCallback):
         if self._numbers is not None:
             self._numbers.close()
             self._numbers = None
+            if self._hides_other_bars:
+                enable_progress_bar()
 
     def _show(self, texts: Sequence[str]) -> None:
         if self.training_bar is not None:

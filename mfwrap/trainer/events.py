@@ -344,6 +344,11 @@ class TerminationCallback(TrainerCallback):
         if self._termination.stops_after(state.global_step):
             control.should_training_stop = control.should_save = True
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal has stopped the training."""
+        return self._termination.is_stopping
+
     def stops_after_save(self) -> bool:
         """Return whether training must stop after the checkpoint that was just written."""
         return self._termination.stops_after_save()

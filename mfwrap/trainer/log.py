@@ -176,7 +176,8 @@ class Losses:
                 logs |= callback.values_to_log()
             return logs
         if "train_loss" in logs and self._training_loss is not None:
-            return logs | {"train_loss": self._training_loss}
+            # In place: the Trainer adds the epoch to this entry, and returns it as its metrics.
+            logs["train_loss"] = self._training_loss
         return logs
 
     @contextlib.contextmanager

@@ -209,7 +209,7 @@ class MFTrainerMixin(_Base):
             resume_from_checkpoint: Folder of a checkpoint, or ``True`` for the newest one. With
                 ``"auto"`` (for a folder of that name, give ``"./auto"``) the newest intact one if
                 there is any, else a training from the start; newer damaged ones cause a warning. A
-                training that has finished makes no further update.
+                training that has finished, or that early stopping has ended, makes no update.
             trial: Trial of a hyperparameter search.
             args: Further positional arguments of the Trainer's method.
             kwargs: Further keyword arguments of the Trainer's method.
@@ -298,9 +298,9 @@ class MFTrainerMixin(_Base):
             num_epochs=num_train_epochs,
             has_length=has_length,
         )
-        # The Trainer looks at `max_steps` only after an update. If a finished training is resumed
-        # whose last step was in the middle of an epoch, the Trainer would make one more update.
-        return (num_train_epochs, 0) if self.state.global_step >= max_steps else (epochs, batches)
+        # The Trainer looks at `max_steps` only after an update, so it would make one more.
+        has_ended = self._checkpoints.ended_early or self.state.global_step >= max_steps
+        return (num_train_epochs, 0) if has_ended else (epochs, batches)
 
     def _before_event(self, event: str) -> None:
         """Bring the log and the data position up to date before callbacks are called."""

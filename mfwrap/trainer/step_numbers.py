@@ -26,7 +26,6 @@ class StepNumbers:
     def __init__(self, show: Callable[[Sequence[str]], None], write: Callable[[str], None]) -> None:
         self._show = show
         self._reads = DeferredReads()
-        self._num_skipped = 0
         self._log = _LineHandler(write)
         logging.getLogger("mfwrap").addHandler(self._log)
 
@@ -36,6 +35,7 @@ class StepNumbers:
         output = report.output
         values = {"loss": output.loss, "norm": output.global_norm, "lr": output.learning_rate}
         values |= {"scale": output.loss_scale, "skipped": report.skipped}
+        values["num_skipped"] = report.skipped_updates
         known = {name: value for name, value in values.items() if value is not None}
         device = next(iter(known.values())).device
         tensors = [value.detach().float().mean().to(device) for value in known.values()]
@@ -61,17 +61,17 @@ class StepNumbers:
     def _receive(self, step: int, values: dict[str, float]) -> None:
         scale = values.pop("scale", 1.0)
         is_skipped = bool(values.pop("skipped", 0.0))
+        num_skipped = int(values.pop("num_skipped", 0.0))
         texts = [f"{name} {value:.4g}" for name, value in values.items() if not math.isnan(value)]
         if scale != 1:
             texts.append(f"scale {scale:g}")
         if is_skipped:
-            self._num_skipped += 1
             norm = f"norm {values['norm']:.4g}" if "norm" in values else "non-finite gradients"
             # A monitor may have said more about it.
             if not self._log.has_said(f"step {step}: "):
                 self._log.write(f"step {step}: update skipped, loss {values['loss']:.4g}, {norm}")
-        if self._num_skipped:
-            texts.append(f"skipped {self._num_skipped}")
+        if num_skipped:
+            texts.append(f"skipped {num_skipped}")
         self._show(texts)
 
 

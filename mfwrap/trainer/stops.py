@@ -3,12 +3,13 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, final
 
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.termination import EXIT_STOPPED
@@ -54,6 +55,24 @@ def program_words() -> list[str]:
         return ["mfwrap"]
     num_ranks = os.environ["LOCAL_WORLD_SIZE"]
     return ["torchrun", "--standalone", "--nproc-per-node", num_ranks, "-m", "mfwrap"]
+
+
+def has_lost_patience(saved: Mapping[str, Any], callbacks: Sequence[TrainerCallback]) -> bool:
+    """Return whether a checkpoint was written when an ``EarlyStoppingCallback`` ended the training.
+
+    Args:
+        saved: States of callbacks in the checkpoint, by the name of their class.
+        callbacks: The present callbacks. Their patience counts, not that of the checkpoint.
+    """
+    states = saved.get(EarlyStoppingCallback.__name__, [])
+    stoppers = [one for one in callbacks if isinstance(one, EarlyStoppingCallback)]
+    return any(
+        state.get("attributes", {}).get("early_stopping_patience_counter", 0)
+        >= stopper.early_stopping_patience
+        for stopper, state in zip(
+            stoppers, states if isinstance(states, list) else [states], strict=False
+        )
+    )
 
 
 def save_last_step(trainer: "MFTrainerMixin", trial: Any, saved_step: int | None) -> None:

@@ -6,14 +6,17 @@ import logging
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
 
 import pytest
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.utils.logging import is_progress_bar_enabled
 
+from mfwrap.callbacks import MFLossMonitor
 from mfwrap.trainer import MFTrainer
 from support.paths import TESTS
 from support.recipe_texts import recipe_text
@@ -169,3 +172,86 @@ def test_an_error_leaves_the_terminal(tmp_path, monkeypatch):
 
     assert logging.getLogger("mfwrap").handlers == before
     assert bar.training_bar is None
+
+
+def displayed(tmp_path, monkeypatch, capfd, *, is_terminal, **arguments):
+    """Train for four updates with evaluations and checkpoints; return what is written."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
+    trainer = new_trainer(
+        MFTrainer,
+        tmp_path / "run",
+        disable_tqdm=False,
+        **{"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        | arguments,
+    )
+    trainer.train()
+    captured = capfd.readouterr()
+    return captured.out, captured.err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("monitored", [True, False])
+def test_evaluations_are_shown(tmp_path, monkeypatch, capfd, is_terminal, monitored):
+    """Each evaluation is shown once, also beside the records of `MFLossMonitor`."""
+    callbacks = [MFLossMonitor()] if monitored else []
+    texts = displayed(tmp_path, monkeypatch, capfd, is_terminal=is_terminal, callbacks=callbacks)
+    found = [line for line in "".join(texts).split("\n") if "eval_loss" in line]
+
+    assert len(found) == 2, texts
+    if is_terminal or monitored:
+        assert [re.search(r"step (\d): eval_loss [\d.]+$", line)[1] for line in found] == ["2", "4"]
+
+
+def test_three_lines_at_the_end(tmp_path, monkeypatch, capfd):
+    """The last lines are the result, the folder, and the command that shows the run."""
+    out, err = displayed(tmp_path, monkeypatch, capfd, is_terminal=True)
+    folder = tmp_path / "run"
+
+    assert re.fullmatch(
+        rf"result: 4 steps, loss [\d.]+\nrun folder: {folder}\nnext: mfwrap report {folder}\n", out
+    )
+    assert "Writing model shards" not in err
+    assert is_progress_bar_enabled()
+
+
+def test_the_end_of_early_stopping(tmp_path, monkeypatch, capfd):
+    """The result says that a callback has ended the training, and the best metric."""
+    out, _ = displayed(
+        tmp_path,
+        monkeypatch,
+        capfd,
+        is_terminal=True,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        max_steps=8,
+        callbacks=[EarlyStoppingCallback(1, early_stopping_threshold=100.0)],
+    )
+
+    assert re.match(
+        r"result: 4 of 8 steps, ended by a callback, loss [\d.]+, best eval_loss [\d.]+\n", out
+    )
+
+
+def test_no_lines_after_a_signal(tmp_path, monkeypatch, capfd):
+    """A training that a signal has stopped says how to continue, and nothing about its end."""
+
+    class Signal(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        displayed(tmp_path, monkeypatch, capfd, is_terminal=True, callbacks=[Signal()])
+    captured = capfd.readouterr()
+
+    assert "result:" not in captured.out
+    assert "continue with" in captured.err
+
+
+def test_without_records_the_weights_are_next(tmp_path, monkeypatch, capfd):
+    """Without records and checkpoints, there is no page of the run."""
+    out, _ = displayed(
+        tmp_path, monkeypatch, capfd, is_terminal=True, save_strategy="no", eval_strategy="no"
+    )
+
+    assert out.endswith("next: trainer.save_model() writes the weights\n")

@@ -18,10 +18,10 @@ def shown():
     numbers.close()
 
 
-def report(loss, norm=1.5, scale=1.0, *, skipped=False):
+def report(loss, norm=1.5, scale=1.0, *, skipped=False, num_skipped=0):
     """Return the report of a step."""
     norm = None if norm is None else torch.tensor(norm)
-    count = torch.tensor(int(skipped))
+    count = torch.tensor(num_skipped)
     tensors = (torch.tensor(one) for one in (loss, skipped, scale, 0.01))
     output = StepOutput(*tensors, norm)
     return StepReport(
@@ -52,8 +52,8 @@ def test_a_skipped_update_is_one_line(shown, monkeypatch):
     """A skipped update is a line and a count; if a monitor has said it, there is no second line."""
     monkeypatch.setattr(logging.root, "handlers", [])  # those of pytest
     numbers, texts, lines = shown
-    numbers.copy(1, report(2.0, float("inf"), skipped=True))
-    numbers.copy(2, report(3.0, None, skipped=True))
+    numbers.copy(1, report(2.0, float("inf"), skipped=True, num_skipped=3))
+    numbers.copy(2, report(3.0, None, skipped=True, num_skipped=4))
     logging.getLogger("mfwrap.callbacks").warning("step 2: layer 3 is\nbad; update skipped")
     numbers.flush()
 
@@ -61,7 +61,7 @@ def test_a_skipped_update_is_one_line(shown, monkeypatch):
         "step 1: update skipped, loss 2, norm inf",
         "step 2: layer 3 is bad; update skipped",
     ]
-    assert [text[-1] for text in texts] == ["skipped 1", "skipped 2"]
+    assert [text[-1] for text in texts] == ["skipped 3", "skipped 4"]  # two before a resume
 
 
 def test_records_of_steps_are_not_lines(shown, monkeypatch):

@@ -3,10 +3,13 @@
 import signal
 
 import pytest
+from transformers import EarlyStoppingCallback
 
-from mfwrap.trainer.stops import program_words
+from mfwrap.trainer import MFTrainer
+from mfwrap.trainer.stops import has_lost_patience, program_words
 from support.ranks.processes import run_ranks
 from support.ranks.stops import train_until_one_dies
+from support.trainer_runs import new_trainer
 
 
 @pytest.mark.slow
@@ -45,3 +48,63 @@ def test_the_words_of_the_program(monkeypatch, num_machines, words):
             monkeypatch.setenv(name, value)
 
     assert " ".join(program_words()) == words
+
+
+def early_stopped(folder, patience=1, **arguments):
+    """Return a trainer whose loss never improves enough for early stopping."""
+    return new_trainer(
+        MFTrainer,
+        folder,
+        callbacks=[EarlyStoppingCallback(patience, early_stopping_threshold=100.0)],
+        **{
+            "max_steps": 12,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+        }
+        | arguments,
+    )
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_auto_leaves_an_early_stopped_training_alone(tmp_path, restores):
+    """``"auto"`` makes no update after early stopping has ended a training."""
+    keys = {"restore_callback_states_from_checkpoint": restores}
+    first = early_stopped(tmp_path, **keys)
+    first.train(resume_from_checkpoint="auto")
+    again = early_stopped(tmp_path, **keys)
+    again.train(resume_from_checkpoint="auto")
+
+    assert first.state.global_step == again.state.global_step == 4
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert again.state.best_metric == first.state.best_metric
+
+
+def test_more_patience_or_another_word_trains_on(tmp_path):
+    """With more patience, with ``True``, and from the start, the training makes updates."""
+    early_stopped(tmp_path).train()
+    patient = early_stopped(tmp_path, patience=3)
+    patient.train(resume_from_checkpoint="auto")
+    explicit = early_stopped(tmp_path)
+    explicit.train(resume_from_checkpoint=True)
+    same = early_stopped(tmp_path / "other")
+    same.train(resume_from_checkpoint="auto")
+    same.train()
+
+    assert patient.state.global_step > 4
+    assert explicit.state.global_step > patient.state.global_step
+    assert same.state.global_step == 4
+
+
+def test_patience_of_several_callbacks():
+    """Each callback is compared with its own state; the present patience counts."""
+    callbacks = [EarlyStoppingCallback(3), EarlyStoppingCallback(2)]
+    states = [{"attributes": {"early_stopping_patience_counter": n}} for n in (2, 1)]
+
+    assert not has_lost_patience({"EarlyStoppingCallback": states}, callbacks)
+    assert has_lost_patience({"EarlyStoppingCallback": states[::-1]}, callbacks)
+    assert has_lost_patience({"EarlyStoppingCallback": states[0]}, callbacks[1:])
+    assert not has_lost_patience({}, callbacks)

@@ -110,3 +110,13 @@ def test_a_checkpoint_after_the_end_goes_on_as_if_there_were_none(tmp_path):
 
     assert ended._losses.step_log.state_dict()["left_out"] > 0
     assert training_loss(resumed) == training_loss(whole)
+
+
+def test_the_metrics_are_those_of_a_stock_trainer(tmp_path):
+    """The metrics that ``train`` returns have the same keys and, apart from times, values."""
+    stock = new_trainer(tmp_path / "stock", PLAIN, kind=Trainer, save_strategy="no").train()
+    ours = new_trainer(tmp_path / "ours", PLAIN, save_strategy="no").train()
+    times = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
+
+    assert ours.metrics.keys() == stock.metrics.keys()
+    assert all(ours.metrics[key] == stock.metrics[key] for key in stock.metrics.keys() - times)
