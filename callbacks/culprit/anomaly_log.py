@@ -290,7 +290,9 @@ class Anomaly:
             shown = _counted("buffer", self.buffers[:_MOST_BUFFERS])
             more = len(self.buffers) - _MOST_BUFFERS
             findings.append(f"{shown}{f' and {more} more' if more > 0 else ''} became non-finite")
-        if self.where is not None and self.explanation is not None:
+        # An explanation such as "input `x` is non-finite" may be said already, with its rows.
+        said = ", ".join(findings)
+        if self.where is not None and self.explanation is not None and self.explanation not in said:
             findings.append(self.explanation)
         return findings
 

@@ -275,6 +275,26 @@ def test_gradients_are_called_finite_only_if_their_norm_is(norm):
     assert str(anomaly) == "step 9: non-finite loss on rank 1"
 
 
+@pytest.mark.parametrize(
+    ("explanation", "ending"),
+    [("input `x` is non-finite", ""), ("a square root of zero", ", a square root of zero")],
+)
+def test_nothing_is_said_twice(explanation, ending):
+    """An explanation that the cause has said already, with its rows, is left out."""
+    anomaly = Anomaly(
+        step=3,
+        kind="loss_not_finite",
+        ranks=(0,),
+        layer=None,
+        where="input",
+        name="x",
+        rows=(31,),
+        explanation=explanation,
+    )
+
+    assert str(anomaly).endswith(f"on rank 0: input `x` is non-finite in row 31{ending}")
+
+
 def test_without_a_folder(caplog):
     """Without a run folder, the line is logged and no file is named."""
     AnomalyLog(None).write(Anomaly(step=1, kind="spike", ranks=(0,), layer="a"))
