@@ -16,7 +16,7 @@ PARTIAL = ".partial"
 """Suffix of files and folders that are still being written, replaced or deleted."""
 
 ABANDONED = "abandoned-"
-"""Prefix of checkpoints that a run has set aside, because it resumed from an older one."""
+"""Prefix of checkpoints that a run has set aside: it resumed from an older one, or began anew."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _REPLACED = "replaced"
@@ -191,16 +191,17 @@ def adopt_files(written: Path, final: Path) -> None:
     shutil.rmtree(staging_folder(final.parent), ignore_errors=True)
 
 
-def set_aside_later_checkpoints(checkpoint: Path) -> list[Path]:
-    """Rename the checkpoints of later steps in the folder of a checkpoint.
+def set_aside_later_checkpoints(run_folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps in a run folder.
 
-    Call it when a run resumes from an older checkpoint, before the run removes records of later
-    steps. If the run is killed before it saves again, the next resume then finds `checkpoint` as
-    the newest one. Without the renaming, it would continue from a later checkpoint, whose records
-    have been removed.
+    Call it when a run resumes from an older checkpoint, or begins anew, before the run removes
+    records of later steps. If the run is killed before it saves again, the next resume then finds
+    the checkpoint of `step` as the newest one. Without the renaming, it would continue from a later
+    checkpoint, whose records have been removed.
 
     Args:
-        checkpoint: Folder ``checkpoint-<step>``.
+        run_folder: Folder with folders ``checkpoint-<step>``.
+        step: Step from which the run goes on; 0 for a run from the start.
 
     Returns:
         The new folders: ``abandoned-checkpoint-<step>``. If that name is taken, ``.2``, ``.3``, ...
@@ -208,26 +209,25 @@ def set_aside_later_checkpoints(checkpoint: Path) -> list[Path]:
     """
     steps = {
         int(match[1]): path
-        for path in checkpoint.parent.glob("checkpoint-*")
+        for path in run_folder.glob("checkpoint-*")
         if (match := _CHECKPOINT.fullmatch(path.name))
     }
-    own = _CHECKPOINT.fullmatch(checkpoint.name)
-    later = sorted(step for step in steps if own is not None and step > int(own[1]))
+    later = sorted(one for one in steps if one > step)
     aside = []
     # Rename the latest checkpoint first. If the process is killed in between, the newest checkpoint
     # that keeps its name is then one of the abandoned run, whose records still exist.
-    for step in reversed(later):
-        final = first = checkpoint.parent / f"{ABANDONED}checkpoint-{step}"
+    for one in reversed(later):
+        final = first = run_folder / f"{ABANDONED}checkpoint-{one}"
         number = 1
         while final.exists():
             number += 1
             final = first.with_name(f"{first.name}.{number}")
         # If nodes share the disk, another node may have renamed the folder just now.
         with contextlib.suppress(FileNotFoundError):
-            steps[step].rename(final)
+            steps[one].rename(final)
             aside.append(final)
     if aside:
-        sync(checkpoint.parent)
+        sync(run_folder)
     return aside
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,35 +162,34 @@ class Checkpoints:
     def restore_records(self, checkpoint: Path | None) -> None:
         """Truncate the record files of the run to their lengths at a checkpoint, on every rank.
 
-        If the run has checkpoints of later steps, they are renamed first: the run is about to
-        repeat these steps, and their records are removed.
+        If the run folder has checkpoints of later steps, they are renamed first: the run is about
+        to repeat these steps, and their records are removed.
 
         Args:
             checkpoint: Checkpoint that the training resumes from; ``None`` for a training from the
                 start.
         """
-        if checkpoint is not None:
-            run_folder = Path(str(self._trainer.args.output_dir))
-            step = self._trainer.state.global_step
+        run_folder = Path(str(self._trainer.args.output_dir))
+        step = self._trainer.state.global_step
+        if checkpoint is None:
+            self._set_aside_later(run_folder, 0, f"training from the start in {run_folder}")
+        else:
             is_inside = checkpoint.absolute().parent == run_folder.absolute()
-            if is_inside:
-                self._set_aside_later(checkpoint)
+            if is_inside and (match := re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)):
+                does = f"resuming from {checkpoint}, which is not the newest of its folder"
+                self._set_aside_later(run_folder, int(match[1]), does)
             resume_run(checkpoint, run_folder, step)
             if is_inside and self._trainer.args.should_save:
                 # The earlier process may have been killed after it saved a checkpoint and before it
                 # removed the old ones. Remove them now.
                 self._remove_old(run_folder, kept=checkpoint)
 
-    def _set_aside_later(self, checkpoint: Path) -> None:
+    def _set_aside_later(self, run_folder: Path, step: int, does: str) -> None:
         if self._trainer.args.local_process_index == 0:
-            aside = [path.name for path in set_aside_later_checkpoints(checkpoint)]
+            aside = [path.name for path in set_aside_later_checkpoints(run_folder, step)]
             if aside:
-                _LOG.warning(
-                    "resuming from %s, which is not the newest checkpoint of its folder; later "
-                    "checkpoints have been renamed to %s",
-                    checkpoint,
-                    ", ".join(aside),
-                )
+                said = "later checkpoints have been renamed to"
+                _LOG.warning("%s; %s %s", does, said, ", ".join(aside))
         self._trainer.accelerator.wait_for_everyone()
 
     def restore_callbacks(self, checkpoint: Path | None) -> None:

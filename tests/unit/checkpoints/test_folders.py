@@ -386,9 +386,9 @@ def test_later_checkpoints_are_set_aside(tmp_path):
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-10", "checkpoint-x", "model"):
         checkpoint(tmp_path / name)
 
-    set_aside_later_checkpoints(tmp_path / "checkpoint-2")
+    set_aside_later_checkpoints(tmp_path, 2)
     checkpoint(tmp_path / "checkpoint-4", "newer")
-    aside = set_aside_later_checkpoints(tmp_path / "checkpoint-2")
+    aside = set_aside_later_checkpoints(tmp_path, 2)
 
     assert aside == [tmp_path / "abandoned-checkpoint-4.2"]
     assert (aside[0] / "model.bin").read_text() == "newer"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.checkpoints.folders import staging_folder
@@ -181,11 +182,19 @@ def test_a_replacement_that_breaks_off(unbroken, tmp_path, monkeypatch):
     """If replacing a checkpoint is interrupted, resuming uses the new checkpoint."""
     trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(4)])
     rename = os.rename
-    trainer = new_trainer(tmp_path, EVERY_OTHER)
+
+    class GiveNameBack(TrainerCallback):
+        """Give the checkpoint of the earlier training, which was renamed, its name back."""
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                (tmp_path / "abandoned-checkpoint-4").rename(tmp_path / "checkpoint-4")
+
+    trainer = new_trainer(tmp_path, EVERY_OTHER, callbacks=[GiveNameBack()])
 
     def rename_away(source, target) -> None:
         rename(source, target)
-        if Path(source) == tmp_path / "checkpoint-4":
+        if Path(source) == tmp_path / "checkpoint-4" and "abandoned" not in str(target):
             raise Interrupted
 
     with monkeypatch.context() as patch:
@@ -305,3 +314,20 @@ def test_no_token_is_saved(tmp_path):
     assert trainer.args.hub_token == "hf_SECRET"  # noqa: S105  (not a real token)
     assert {"training_args.bin"} <= {path.name for path in saved}
     assert not any(b"hf_SECRET" in path.read_bytes() for path in saved)
+
+
+def test_a_training_from_the_start_renames_earlier_checkpoints(tmp_path, caplog):
+    """A training from the start and its resume do not mix with an earlier run of the folder."""
+    trained(tmp_path / "run", EVERY_OTHER)
+    earlier = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    stopped = new_trainer(tmp_path / "run", EVERY_OTHER, seed=1, callbacks=[StopAfter(3)])
+    stopped.train()
+    renamed = {path.name for path in (tmp_path / "run").glob("abandoned-checkpoint-*")}
+    resumed = new_trainer(tmp_path / "run", EVERY_OTHER, seed=1)
+    resumed.train(resume_from_checkpoint="auto")
+    alone = new_trainer(tmp_path / "alone", EVERY_OTHER, seed=1)
+    alone.train()
+
+    assert renamed == {f"abandoned-{name}" for name in earlier}
+    assert f"training from the start in {tmp_path / 'run'}; later checkpoints" in caplog.text
+    assert_same_state(end_of(resumed), end_of(alone))

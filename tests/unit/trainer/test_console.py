@@ -14,7 +14,7 @@ import termios
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
-from transformers.utils.logging import is_progress_bar_enabled
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from mfwrap.callbacks import MFLossMonitor
 from mfwrap.trainer import MFTrainer
@@ -204,6 +204,7 @@ def test_evaluations_are_shown(tmp_path, monkeypatch, capfd, is_terminal, monito
 
 def test_three_lines_at_the_end(tmp_path, monkeypatch, capfd):
     """The last lines are the result, the folder, and the command that shows the run."""
+    enable_progress_bar()  # another test may have disabled it
     out, err = displayed(tmp_path, monkeypatch, capfd, is_terminal=True)
     folder = tmp_path / "run"
 
