@@ -20,7 +20,7 @@ from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.recipe.resumption import former_run, write_result
 from mfwrap.recipe.training import optimized
-from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_rows
+from mfwrap.recipes.data.columns import ANY_IMAGE, TEXT, TURN, ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.trainer.console import StepProgressCallback
@@ -182,13 +182,19 @@ def checked_rows(recipe: Recipe) -> Rows:
     column = recipe.task.classes
     classes = None if column is None else ClassCheck(column, recipe.model.num_labels)
 
+    names = recipe.data.column_labels
+    texts = {
+        names.get(name, name)
+        for columns in recipe.task.needs
+        for name, kind in columns.items()
+        if kind in (TEXT, TURN)
+    }
     checked: list[Dataset] = []
 
     def check(table: Dataset) -> None:
         columns = check_columns(recipe.document, recipe.task, table.column_names)
         if recipe.data.image_size is not None:
             columns = {**columns, "image": ANY_IMAGE}
-        names = recipe.data.column_labels
         check_rows(table, columns, names, like=checked[0] if checked else None)
         if not checked:
             checked.append(table)
@@ -197,7 +203,7 @@ def checked_rows(recipe: Recipe) -> Rows:
 
     try:
         with data_errors(objects):
-            rows = recipe.data.rows(check)
+            rows = recipe.data.with_texts(texts).rows(check)
             if classes is not None and not recipe.data.is_streamed:
                 classes.check_number()
             return rows

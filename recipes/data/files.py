@@ -1,9 +1,10 @@
 """Data from local files: tables, JSON, Parquet and text."""
 
 import contextlib
+import dataclasses
 import glob
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -88,6 +89,10 @@ class TableSource(FilesSource):
 
     type: Literal["csv", "tsv"]
 
+    text_columns: list[str] | None = None
+    """Columns whose values are texts even if they look like numbers, such as ``007``. By default
+    those that the task needs as texts."""
+
     delimiter: str | None = None
     """Character between two fields; by default a comma for ``csv`` and a tab for ``tsv``."""
 
@@ -105,6 +110,12 @@ class TableSource(FilesSource):
             msg = f"`column_names` must have different names, got {names!r:.80}"
             raise ValueError(msg)
 
+    def with_texts(self, columns: Collection[str]) -> "TableSource":
+        """Return this source with `columns` as `text_columns`, unless the key is set."""
+        if self.text_columns is not None:
+            return self
+        return dataclasses.replace(self, text_columns=sorted(columns))
+
     def read(self) -> Rows:
         for name, files in self.files().items():
             check_table(name, files, self._separator, self.column_names)
@@ -112,6 +123,7 @@ class TableSource(FilesSource):
             "csv",
             sep=self._separator,
             column_names=self.column_names,
+            converters=dict.fromkeys(self.text_columns or (), _text),
             keep_default_na=False,
             na_values=[""],
         )
@@ -129,6 +141,11 @@ class TableSource(FilesSource):
     @property
     def _separator(self) -> str:
         return self.delimiter or ("\t" if self.type == "tsv" else ",")
+
+
+def _text(field: str) -> str | None:
+    """Return a field of a table as text; ``None`` if it is empty."""
+    return field or None
 
 
 @final

@@ -69,7 +69,7 @@ class DatasetsSource(DataSource):
                 msg = f"`shuffle_buffer` needs `streaming: true`, got {self.shuffle_buffer}"
                 raise ValueError(msg)
         if self._is_saved:
-            self._check_saved()
+            _check_saved(self)
 
     def _check_path(self) -> None:
         if self.path == "pandas":
@@ -86,13 +86,6 @@ class DatasetsSource(DataSource):
             says = "a folder with data files or a data set saved by `Dataset.save_to_disk`"
             msg = f"`path` must be {says}, got the folder {self.path!r}"
             raise ValueError(msg)
-
-    def _check_saved(self) -> None:
-        for key in ("name", "revision", "data_files", "data_dir", "streaming"):
-            if getattr(self, key) not in (None, False):
-                says = "left out for a data set saved by `Dataset.save_to_disk`"
-                msg = f"`{key}` must be {says}, got {getattr(self, key)!r:.60}"
-                raise ValueError(msg)
 
     @property
     def why_unread(self) -> str | None:
@@ -162,6 +155,15 @@ class DatasetsSource(DataSource):
             msg = f"`split` must be one of {list(found)}, got {split!r}"
             raise ValueError(msg)
         return found[split]
+
+
+def _check_saved(source: DatasetsSource) -> None:
+    """Check that only the keys are set that apply to a saved data set."""
+    for key in ("name", "revision", "data_files", "data_dir", "streaming"):
+        if getattr(source, key) not in (None, False):
+            says = "left out for a data set saved by `Dataset.save_to_disk`"
+            msg = f"`{key}` must be {says}, got {getattr(source, key)!r:.60}"
+            raise ValueError(msg)
 
 
 def _names(files: Files | dict[str, Files] | None) -> list[str]:

@@ -125,6 +125,15 @@ class DataSource(Section, abc.ABC):
         """Whether the training rows are read while the training goes on."""
         return False
 
+    def with_texts(self, columns: Collection[str]) -> "DataSource":
+        """Return a source that reads columns as texts if their values have no types of their own.
+
+        Args:
+            columns: The user's names of columns that the task needs as texts. They may be missing.
+        """
+        del columns
+        return self
+
     @abc.abstractmethod
     def read(self) -> Rows:
         """Read all rows, with the column names of the source."""

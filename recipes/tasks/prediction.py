@@ -141,9 +141,15 @@ def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict
     return {
         "model": model.make_model(None, num_features=num_features),
         **rows.prepared(kept),
-        "data_collator": default_data_collator,
+        "data_collator": _collate_numbers,
         "compute_metrics": regression_errors,
     }
+
+
+def _collate_numbers(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return rows as a batch in float32; the rows of a table may be integers."""
+    batch = default_data_collator(examples)
+    return {name: values.float() for name, values in batch.items()}
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

@@ -147,6 +147,26 @@ def test_columns_become_a_list(tmp_path):
     assert rows.train["target"][:] == [row["weight"] for row in REVIEWS]
 
 
+def test_numbers_are_text_where_the_task_needs_text(tmp_path):
+    """A column that the task needs as text is read as it is written, leading zeros included."""
+    rows = [{"question": f"{n}", "answer": f"00{n}", "label": n} for n in range(4)]
+    write_table(tmp_path / "rows.csv", rows)
+    keys = {"path": str(tmp_path / "rows.csv"), "eval_fraction": 0}
+    tuning = keys | {"columns": {"prompt": "question", "completion": "answer"}}
+    found = checked_rows(recipe_of("supervised_tuning", tuning)).train
+    classes = keys | {"columns": {"text": "answer"}}
+    labels = checked_rows(recipe_of("sequence_classification", classes, model=BERT)).train
+    numbers = keys | {"columns": {"text": "answer"}, "text_columns": []}
+
+    assert found["completion"][:] == ["000", "001", "002", "003"]
+    assert found["prompt"][:] == ["0", "1", "2", "3"]
+    assert labels["label"][:] == [0, 1, 2, 3]
+    with pytest.raises(
+        RecipeError, match="must have a string in each row of column `answer`, got 0"
+    ):
+        checked_rows(recipe_of("sequence_classification", numbers | {"type": "csv"}, model=BERT))
+
+
 def test_words_for_null_are_text(tmp_path):
     """``NA`` and ``None`` in a table are text, not null."""
     words = ["NA", "None", "null", "nan"]

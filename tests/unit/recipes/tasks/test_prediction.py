@@ -88,3 +88,16 @@ def test_regression_errors_are_those_of_scikit_learn():
     assert regression_errors(EvalPrediction(predictions, targets)) == pytest.approx(
         {"mse": mean_squared_error(targets, predictions), "r2": r2_score(targets, predictions)}
     )
+
+
+def test_whole_numbers_become_floats():
+    """Integer features and targets, as in a table, are float32 in a batch, as the model needs."""
+    rows = Rows(Dataset.from_dict({"features": [[1, 2], [3, 4]], "target": [5, 6]}), None)
+    keywords = build_regression(
+        ModelSettings(config={"model_type": "perceptron"}), DiabetesSource(), rows
+    )
+    batch = keywords["data_collator"](list(keywords["train_dataset"]))
+    output = keywords["model"](**batch)
+
+    assert {values.dtype for values in batch.values()} == {torch.float32}
+    assert torch.isfinite(output.loss)
