@@ -99,6 +99,8 @@ def checked_recipe(word: str, overrides: Sequence[str]) -> "Recipe":
         warnings.simplefilter("default", UserWarning)
         # Silence this warning: the line printed below lists the same keys.
         warnings.simplefilter("ignore", RecipeWarning)
+        # TRL's own default of this key causes the warning, whether a recipe has the key or not.
+        warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
         recipe = parse_recipe(text, name, overrides)
     warn(name, [" ".join(str(warning.message).split()) for warning in caught])
     if recipe.without_meaning:

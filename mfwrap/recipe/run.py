@@ -1,7 +1,7 @@
 """Run a recipe: train, evaluate and save."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,6 +195,7 @@ def checked_rows(recipe: Recipe) -> Rows:
         columns = check_columns(recipe.document, recipe.task, table.column_names)
         if recipe.data.image_size is not None:
             columns = {**columns, "image": ANY_IMAGE}
+        _check_assistant_only(recipe, columns)
         check_rows(table, columns, names, like=checked[0] if checked else None)
         if not checked:
             checked.append(table)
@@ -211,6 +212,14 @@ def checked_rows(recipe: Recipe) -> Rows:
         raise
     except REFUSALS as error:
         raise objects.refusal(("data",), recipe.document.data["data"], error) from error
+
+
+def _check_assistant_only(recipe: Recipe, columns: Collection[str]) -> None:
+    """Raise `RecipeError` if only the assistant's words shall count, but the data have no roles."""
+    if getattr(recipe.arguments, "assistant_only_loss", False) and "messages" not in columns:
+        says = f"expected false, because the task uses the columns {sorted(columns)} of the data"
+        path = ("training", "assistant_only_loss")
+        raise recipe.document.error(path, f"{says} and not `messages`, got true")
 
 
 def _normalize_loss(recipe: Recipe, trainer: Any) -> None:

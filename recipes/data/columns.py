@@ -306,8 +306,8 @@ TURN = Kind(_expect_turn, _STRINGS)
 """A prompt or an answer: a string, or a list of messages."""
 
 TUNING: tuple[Columns, ...] = (
-    {"messages": MESSAGES},
     {"prompt": TURN, "completion": TURN},
+    {"messages": MESSAGES},
     {"text": TEXT},
 )
 """Alternatives for supervised tuning."""

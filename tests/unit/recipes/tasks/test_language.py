@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mfwrap.recipe import RecipeError
 from support.recipe_data import trainer_of
 
 # Ignore the warnings that TRL and datasets emit.
@@ -53,6 +54,25 @@ def test_the_assistants_words_alone(json_lines):
 
     assert inputs.startswith("<|system|>Add.<|reply|><|user|>")
     assert set(targets(trainer)) <= {f"It is {n + n}.{ENDS}" for n in range(8)}
+
+
+def test_prompts_come_before_messages(json_lines):
+    """Of data with both, prompt and completion are used, where only the completion counts."""
+    turn = {"role": "user", "content": "not used"}
+    rows = [{"prompt": f"{n}?", "completion": "yes", "messages": [turn, turn]} for n in range(8)]
+    trainer = trainer_of("supervised_tuning", json_lines(rows), max_length=32)
+
+    assert set(targets(trainer)) == {f"yes{ENDS}"}
+
+
+def test_the_assistants_words_need_messages(json_lines):
+    """With prompts or texts, `assistant_only_loss` is an error that names the key and its line."""
+    section = json_lines([{"prompt": "a", "completion": "b"}] * 8)
+    says = (
+        r"^r:\d+: training\.assistant_only_loss: expected false, because"
+    )
+    with pytest.raises(RecipeError, match=says):
+        trainer_of("supervised_tuning", section, max_length=32, assistant_only_loss=True)
 
 
 def test_trl_packs(json_lines):
