@@ -41,9 +41,9 @@ class LoopMonitor:
     loss scale, norm, flags and, if the step computes them, local norms; bad steps have a record in
     ``anomalies.jsonl``. The trackers get the same numbers, at the step that they belong to.
 
-    A step's numbers are copied to the host in the background, and written just before the weights
-    change in the next update: by then the loop has not logged anything of the next step. The last
-    step is written by `close`, by ``accelerator.end_training``, or when the program ends.
+    A step's numbers are copied to the host in the background, and written in the next update: with
+    `attach` after its last backward, otherwise just before the weights change. The last step is
+    written by `close`, by ``accelerator.end_training``, or when the program ends.
 
     With `attach`, ``save_state`` and ``load_state`` save and restore the monitor, too.
 
@@ -99,8 +99,8 @@ class LoopMonitor:
             "local_norm_format": _FORMATS,
             "local_loss_format": _FORMATS,
         }
-        monitor = TrainingStateMonitor(**formats | settings, folder=folder, log_to=self._log)
-        self._callbacks: list[TrainerCallback] = [monitor, *callbacks]
+        self._monitor = TrainingStateMonitor(**formats | settings, folder=folder, log_to=self._log)
+        self._callbacks: list[TrainerCallback] = [self._monitor, *callbacks]
         self._control = TrainerControl()
         self._state = TrainerState(
             global_step=first_step,
@@ -129,8 +129,9 @@ class LoopMonitor:
             self._ends.append(hook.remove)
         if isinstance(self._source, AttachedSource):
             observers = self._source.attached.observers
-            observers.append(self)
-            self._ends.append(lambda: observers.remove(self))
+            events = _AttachedEvents(self, self._monitor, self._stop)
+            observers.append(events)
+            self._ends.append(lambda: observers.remove(events))
         itself = weakref.WeakMethod(self.close)
 
         def close_at_exit() -> None:
@@ -202,23 +203,6 @@ class LoopMonitor:
         with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
             self.close()
 
-    def before_save(self, folder: Path) -> None:
-        """Write what is pending, and the monitors' state into a checkpoint of `attach`."""
-        self.flush()
-        if self._state.is_world_process_zero:
-            with whole_file(folder / STATE_FILE) as partial:
-                partial.write_text(json.dumps(self.state_dict()), encoding="utf-8")
-
-    def after_load(self, folder: Path) -> None:
-        """Continue from a checkpoint of `attach`; one without a state begins at `global_step`."""
-        self._stop()
-        if (folder / STATE_FILE).is_file():
-            self.load_state_dict(json_content(folder / STATE_FILE))
-
-    def before_end(self) -> None:
-        """Write the last step, because the trackers are about to be closed."""
-        self.close()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates and the states of the monitors, ready for JSON."""
         return {
@@ -277,3 +261,48 @@ class LoopMonitor:
         if self._csv is not None:
             self._csv.append(step, values)
         self._trackers.log(values, step)
+
+
+@final
+class _AttachedEvents:
+    """Pass the events of an attached loop on to a `LoopMonitor`; see `LoopObserver`."""
+
+    def __init__(
+        self, monitor: LoopMonitor, steps: TrainingStateMonitor, stop: Callable[[], None]
+    ) -> None:
+        self._monitor = monitor
+        self._steps = steps
+        self._stop = stop
+
+    def before_save(self, folder: Path) -> None:
+        """Write what is pending, and the monitors' state into a checkpoint of `attach`."""
+        self._monitor.flush()
+        if this_rank() == 0:
+            with whole_file(folder / STATE_FILE) as partial:
+                partial.write_text(json.dumps(self._monitor.state_dict()), encoding="utf-8")
+
+    def after_load(self, folder: Path) -> None:
+        """Continue from a checkpoint of `attach`; one without a state begins at `global_step`."""
+        self._stop()
+        if (folder / STATE_FILE).is_file():
+            self._monitor.load_state_dict(json_content(folder / STATE_FILE))
+
+    def after_backward(self) -> None:
+        """Write the record of the last update, before the loop logs numbers of the next one."""
+        # Forward and backward are queued, so the device has work while the host waits, as it does
+        # just before the update. The record is older than that work.
+        self._steps.write(waits=True)
+
+    def before_log(self, step: int | None) -> None:
+        """Write the record of the last update if the loop logs the next one, before its backward.
+
+        The record is not written before numbers of the last update itself, whatever they are
+        counted in: trackers that have one row for each step then show both in one row.
+        """
+        if step == self._monitor.global_step + 1:
+            # The device may not have any other work, so the host must not wait here.
+            self._steps.write(waits=False)
+
+    def before_end(self) -> None:
+        """Write the last step, because the trackers are about to be closed."""
+        self._monitor.close()

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, final
 from accelerate import Accelerator
 
 from mfwrap.arguments import described
-from mfwrap.callbacks.shared.run_log import WarnOnce
+from mfwrap.callbacks.shared.run_log import run_logger
 
 Tracker: TypeAlias = Any
 """An ``Accelerator`` (all of its trackers), a tracker of accelerate, a run of wandb or trackio, the
@@ -21,8 +21,9 @@ class Trackers:
     """Log the numbers of a step to several trackers, under names with a prefix.
 
     wandb has one row for each step and ignores rows of earlier steps. If the loop has already
-    logged a later step there, the numbers go into the row of that step. In either case they have
-    ``<prefix>step``, which wandb draws them over.
+    logged a later step there, the numbers go into the row of that step; if that row has the numbers
+    of another update, into the next row. In each case they have ``<prefix>step``, which wandb draws
+    them over.
 
     Args:
         trackers: Where to log.
@@ -35,8 +36,9 @@ class Trackers:
     def __init__(self, trackers: Sequence[Tracker], prefix: str) -> None:
         self._prefix = prefix
         self._trackers = list(trackers)
-        self._warn_once = WarnOnce(__package__)
-        self._known_runs: list[Any] = []
+        self._has_warned = False
+        # The newest row with numbers of an update, by wandb run.
+        self._rows: dict[Any, int] = {}
         for tracker in trackers:
             if not isinstance(tracker, Accelerator):
                 self._log_of(tracker)
@@ -78,16 +80,26 @@ class Trackers:
 
     def _log_to_wandb(self, run: Any, values: dict[str, float], step: int) -> None:
         axis = f"{self._prefix}step"
-        if run not in self._known_runs:
-            self._known_runs.append(run)
+        if run not in self._rows:
+            self._rows[run] = -1
             run.define_metric(axis)
             run.define_metric(f"{self._prefix}*", step_metric=axis)
-        if run.step > step:
-            self._warn_once(
-                f"the loop has logged step {run.step} to wandb before step {step} was known; its "
-                f"numbers are in a later row, with {axis} {step}; log updates by their number"
+        # wandb merges what is logged to its newest row, so a second record would overwrite a first.
+        row = max(step, run.step, self._rows[run] + 1)
+        self._rows[run] = row
+        if row > step and not self._has_warned:
+            self._has_warned = True
+            run_logger(__package__).warning(
+                "the newest row of wandb is %d, so the numbers of update %d are in row %d, and "
+                "those of later updates may be in later rows, too; each row has its update as "
+                "%s; to have the loop's own numbers in the same rows, log them after `end_step` "
+                "at step=monitor.global_step",
+                run.step,
+                step,
+                row,
+                axis,
             )
-        run.log({**values, axis: step}, step=max(step, run.step))
+        run.log({**values, axis: step}, step=row)
 
 
 def _log_to_tensorboard(writer: Any, values: dict[str, float], step: int) -> None:

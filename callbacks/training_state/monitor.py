@@ -124,6 +124,17 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._flush()
             self._run.fingerprints.before_update(state.global_step + 1, known.get("model"))
 
+    def write(self, *, waits: bool) -> None:
+        """Write the metrics of the previous step early; it is judged where it always is.
+
+        Starts no collective. `LoopMonitor` calls this before the loop logs the next step.
+
+        Args:
+            waits: Whether to wait for values that have not arrived.
+        """
+        if self._run is not None:
+            self._run.write(waits=waits)
+
     def on_step_end(
         self,
         args: TrainingArguments | None,

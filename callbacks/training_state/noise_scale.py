@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from mfwrap import StepReport
+from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.collectives import num_ranks
 from mfwrap.tensors.shards import on_device
 
 
@@ -77,3 +79,24 @@ class NoiseScale:
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Continue from a state that `state_dict` returned."""
         self._sums = torch.tensor(state["sums"])
+
+
+def new_noise_scale(settings: TrainingStateSettings, batch_size: int) -> NoiseScale | None:
+    """Return the noise scale of a run; ``None`` on one rank, or if it is not asked for.
+
+    Args:
+        settings: Settings of the monitor.
+        batch_size: Number of samples of an update on all ranks; 0 if unknown.
+
+    Raises:
+        ValueError: If the batch size is unknown.
+    """
+    if not settings.noise_scale_format or num_ranks() == 1:
+        return None
+    if not batch_size:
+        msg = (
+            "`global_batch_size` must be given for `noise_scale_format` in a loop that does not "
+            "tell its batch size, got 0"
+        )
+        raise ValueError(msg)
+    return NoiseScale(batch_size, num_ranks(), settings.noise_scale_steps)

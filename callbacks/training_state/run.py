@@ -38,7 +38,7 @@ from mfwrap.callbacks.training_state.culprit_finder import (
 from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
 from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
-from mfwrap.callbacks.training_state.noise_scale import NoiseScale
+from mfwrap.callbacks.training_state.noise_scale import new_noise_scale
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import metric_writers
 from mfwrap.collectives import num_ranks, this_rank
@@ -130,7 +130,7 @@ class TrainingStateRun:
         )
         self._samples_per_process = global_batch_size(settings, state, args) / num_ranks()
         self._metrics = StateMetrics(settings)
-        self._noise_scale = _noise_scale(settings, global_batch_size(settings, state, args))
+        self._noise_scale = new_noise_scale(settings, global_batch_size(settings, state, args))
         self._watches = forward_watches(
             settings,
             None if model is None else unwrapped_network(model),
@@ -160,7 +160,8 @@ class TrainingStateRun:
             else None
         )
         self._reads: DeferredReads | None = None
-        self._weights_have_moved = False
+        # Steps that are written, and not judged yet.
+        self._unjudged: deque[tuple[StepNumbers, Judgement | None, Sequence[float]]] = deque()
         self._last_scale: float | None = None
 
     def begin_step(self, global_step: int) -> None:
@@ -251,9 +252,21 @@ class TrainingStateRun:
             ValueError: If `check_finite` or `SpikeCount.check` raises it.
         """
         self.fingerprints.flush()  # first, because judging a step may raise
+        self.write(waits=True)
+        while self._unjudged:
+            self._judge(*self._unjudged.popleft(), weights_have_moved=weights_have_moved)
+
+    def write(self, *, waits: bool) -> None:
+        """Write the metrics of the last step, and judge it later, in `flush`.
+
+        Judging may run the network or a collective, and may raise; writing does none of this, so
+        one rank may call it alone, at any place of a loop.
+
+        Args:
+            waits: Whether to wait for values that have not arrived.
+        """
         if self._reads is not None:
-            self._weights_have_moved = weights_have_moved
-            self._reads.flush()
+            self._reads.flush(waits=waits)
 
     def pause(self) -> None:
         """Write and judge the last step, and restart the clock.
@@ -372,12 +385,7 @@ class TrainingStateRun:
         self._write(step, rest[:num_metrics], values)
         numbers = numbers_of(step.number, values, last_scale=self._last_scale)
         self._last_scale = values.loss_scale
-        self._judge(
-            numbers,
-            step.judgement,
-            rest[num_metrics:],
-            weights_have_moved=self._weights_have_moved,
-        )
+        self._unjudged.append((numbers, step.judgement, rest[num_metrics:]))
 
     def _write(self, step: _Step, host_values: Sequence[float], values: StepValues | None) -> None:
         metrics, shown = list(step.metrics), list(host_values)
@@ -441,18 +449,6 @@ def _folder(settings: TrainingStateSettings, args: TrainingArguments | None) -> 
         msg = f"`folder` must be given for {what} in a loop of your own, got None"
         raise ValueError(msg)
     return folder
-
-
-def _noise_scale(settings: TrainingStateSettings, batch_size: int) -> NoiseScale | None:
-    if not settings.noise_scale_format or num_ranks() == 1:
-        return None
-    if not batch_size:
-        msg = (
-            "`global_batch_size` must be given for `noise_scale_format` in a loop that does not "
-            "tell its batch size, got 0"
-        )
-        raise ValueError(msg)
-    return NoiseScale(batch_size, num_ranks(), settings.noise_scale_steps)
 
 
 def _tensor(value: float | None) -> Tensor | None:

@@ -134,6 +134,15 @@ class AttachedAccelerator:
         section_clock.switch(Section.DATA)
         for window in self.attachment.step.windows.values():
             window.after_backward()
+        if self.sync_gradients:
+            for observer in self.attachment.observers:
+                observer.after_backward()
+
+    def log(self, values: dict[str, Any], step: int | None = None, *args: Any, **kw: Any) -> None:
+        """Log as accelerate does, after the pending record of an earlier step."""
+        for observer in self.attachment.observers:
+            observer.before_log(step)
+        super().log(values, step, *args, **kw)  # type: ignore[misc]  # (the accelerator's own method)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -290,30 +299,6 @@ def attach_optimizer(optimizer: Any, attachment: "AttachedStep", scaler: "StepSc
     optimizer.attachment = attachment
     # If another accelerator has prepared the optimizer, its scaler is None or the other's.
     optimizer.scaler = scaler
-
-
-_WITH_SCALER = (
-    "_accelerate_step_called",
-    "_optimizer_original_step_method",
-    "_optimizer_patched_step_method",
-)
-
-
-def restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
-    """Restore an optimizer to accelerate's own class, in place.
-
-    Args:
-        optimizer: An `AttachedOptimizer`.
-        grad_scaler: accelerate's own gradient scaler; ``None`` if accelerate uses no scaler.
-    """
-    optimizer.__class__ = AcceleratedOptimizer
-    optimizer.scaler = grad_scaler
-    del optimizer.attachment
-    if grad_scaler is None:
-        # Remove the attributes that accelerate sets only on an optimizer with a scaler: the
-        # optimizer had our scaler, and has no scaler now.
-        for name in _WITH_SCALER:
-            optimizer.__dict__.pop(name, None)
 
 
 class StepScaler:

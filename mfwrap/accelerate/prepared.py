@@ -12,11 +12,19 @@ accelerator that was pickled with it (`attached_again`).
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mfwrap.accelerate.classes import attach_optimizer, restore_optimizer
+from accelerate.optimizer import AcceleratedOptimizer
+
+from mfwrap.accelerate.classes import attach_optimizer
 from mfwrap.accelerate.schedules import attach_scheduler, restore_scheduler
 
 if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep
+
+_WITH_SCALER = (
+    "_accelerate_step_called",
+    "_optimizer_original_step_method",
+    "_optimizer_patched_step_method",
+)
 
 
 def restore_prepared(accelerator: Any, grad_scaler: Any) -> None:
@@ -27,9 +35,20 @@ def restore_prepared(accelerator: Any, grad_scaler: Any) -> None:
         grad_scaler: accelerate's own gradient scaler; ``None`` if accelerate uses no scaler.
     """
     for optimizer in accelerator._optimizers:
-        restore_optimizer(optimizer, grad_scaler)
+        _restore_optimizer(optimizer, grad_scaler)
     for scheduler in accelerator._schedulers:
         restore_scheduler(scheduler)
+
+
+def _restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
+    optimizer.__class__ = AcceleratedOptimizer
+    optimizer.scaler = grad_scaler
+    del optimizer.attachment
+    if grad_scaler is None:
+        # Remove the attributes that accelerate sets only on an optimizer with a scaler: the
+        # optimizer had our scaler, and has no scaler now.
+        for name in _WITH_SCALER:
+            optimizer.__dict__.pop(name, None)
 
 
 def attached_again(

@@ -51,6 +51,18 @@ class LoopObserver(Protocol):
             folder: Folder of the checkpoint, which may lack the files.
         """
 
+    def after_backward(self) -> None:
+        """Write pending records: the last backward of an update is queued. Called on every rank."""
+
+    def before_log(self, step: int | None) -> None:
+        """Write pending records of an earlier step, because ``accelerator.log`` was called.
+
+        A loop may call it on one rank alone, so this method must not start a collective.
+
+        Args:
+            step: Step that the loop passes; ``None`` if it passes none.
+        """
+
     def before_end(self) -> None:
         """Write pending records, because ``end_training`` is about to close the trackers."""
 

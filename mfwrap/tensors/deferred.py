@@ -107,18 +107,25 @@ class DeferredReads:
             mailbox.arrived.record(torch.accelerator.current_stream(self._device))
         self._pending.append((mailbox, receive))
 
-    def flush(self) -> None:
+    def flush(self, *, waits: bool = True) -> None:
         """Wait for all pending copies, and pass the values on in the order of submission.
 
         If a ``receive`` function raises, its error is raised here and later values stay pending.
+
+        Args:
+            waits: Whether to wait. ``False`` passes on the values that have arrived, up to the
+                first copy that has not completed.
         """
-        while self._pending:
+        while self._pending and (waits or self._has_arrived(self._pending[0][0])):
             mailbox, receive = self._pending.popleft()
             if mailbox.arrived is not None:
                 mailbox.arrived.synchronize()
             values = [float(value) for value in mailbox.array]
             self._free[len(values)].append(mailbox)
             receive(values)
+
+    def _has_arrived(self, mailbox: _Mailbox) -> bool:
+        return self.are_free or (mailbox.arrived is not None and bool(mailbox.arrived.query()))
 
     def discard(self) -> None:
         """Drop all pending values without passing them on, and without waiting for them."""

@@ -275,3 +275,51 @@ def test_after_an_error_in_backward_a_loss_is_multiplied():
         accelerator.backward(torch.ones(()))
 
     assert accelerator.scaler.scale(network(torch.ones(1, 2)).sum().detach() * 0 + 1) == 8.0
+
+
+class Observer:
+    """Keep what an attached step tells its observers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def after_backward(self) -> None:
+        """Keep the call."""
+        self.calls.append(("after_backward",))
+
+    def before_log(self, step):
+        """Keep the call."""
+        self.calls.append(("before_log", step))
+
+
+class Tracker:
+    """Keep what accelerate logs."""
+
+    name = "kept"
+
+    def __init__(self, calls) -> None:
+        self.calls = calls
+
+    def log(self, values, step, **keywords):
+        """Keep the call."""
+        self.calls.append((values, step, keywords))
+
+
+def test_observers_are_told_before_the_loop_logs():
+    """Observers see each update's last backward, and each log before the trackers get it."""
+    prepared, observer = Prepared(), Observer()
+    prepared.attached.observers.append(observer)
+    prepared.accelerator.trackers = [Tracker(observer.calls)]
+    for is_last in (False, True):
+        prepared.accelerator.gradient_state._set_sync_gradients(is_last)
+        prepared.backward()
+    prepared.accelerator.log({"loss": 1.0}, step=3, log_kwargs={"kept": {"tags": ["a"]}})
+    prepared.accelerator.log(values={"loss": 2.0})
+
+    assert observer.calls == [
+        ("after_backward",),
+        ("before_log", 3),
+        ({"loss": 1.0}, 3, {"tags": ["a"]}),
+        ("before_log", None),
+        ({"loss": 2.0}, None, {}),
+    ]

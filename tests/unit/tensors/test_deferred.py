@@ -14,6 +14,7 @@ from mfwrap import (
     MFTrainOneStepCell,
 )
 from mfwrap.tensors.deferred import DeferredReads
+from support.deferral import late_results
 from support.small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
@@ -124,6 +125,34 @@ def test_discarded_values_never_arrive():
     reads.submit(torch.tensor([2.0]), arrived.append)
     reads.flush()
     assert arrived == [[2.0]]
+
+
+def test_a_flush_that_does_not_wait():
+    """It passes on values that are on the host, and leaves those that are still on a device."""
+    reads, arrived = DeferredReads(CPU), []
+    reads.submit(torch.ones(1), arrived.append)
+    with late_results():
+        reads.flush(waits=False)
+        assert (len(reads), arrived) == (1, [])
+    reads.flush(waits=False)
+    assert (len(reads), arrived) == (0, [[1.0]])
+
+
+@pytest.mark.cuda
+def test_a_flush_passes_on_what_has_left_the_device():
+    """On a GPU, a flush that does not wait passes a value on as soon as its copy is done."""
+    device = torch.device("cuda")
+    reads, arrived = DeferredReads(device), []
+    reads.reserve(1)
+    value = torch.ones(1, device=device)
+    torch.cuda._sleep(500_000_000)
+    reads.submit(value, arrived.append)
+    reads.flush(waits=False)
+    assert arrived == []
+
+    torch.cuda.synchronize()
+    reads.flush(waits=False)
+    assert arrived == [[1.0]]
 
 
 @pytest.mark.cuda

@@ -1,5 +1,7 @@
 """Each tracker has the record of every step once, at its own step, beside the loop's numbers."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from mfwrap.accelerate import attach
 from mfwrap.callbacks import LoopMonitor
 from mfwrap.callbacks.loop.trackers import Trackers
 from support.attached_runs import new_accelerator
+from support.deferral import late_results
 from support.trackers import mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
 
 NUM_STEPS = 5
@@ -57,22 +60,111 @@ def test_tensorboard(tmp_path, logs_first):
     check(tensorboard_rows(tmp_path / "run"), losses)
 
 
-@pytest.mark.parametrize("logs_first", [True, False])
-def test_wandb(tmp_path, logs_first, monkeypatch):
-    """An offline run of wandb has one row for each step, with the numbers of both."""
-    import wandb  # noqa: PLC0415  (slow)
-
+@pytest.fixture
+def wandb_offline(tmp_path, monkeypatch):
+    """Have wandb write into the test's folder, without a network."""
     settings = {"MODE": "offline", "SILENT": "true"}
     folders = {name: str(tmp_path) for name in ("CACHE_DIR", "CONFIG_DIR", "DATA_DIR")}
     for name, value in (settings | folders).items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    losses = train(tmp_path, "wandb", logs_first=logs_first, init={"dir": str(tmp_path)})
+
+
+def written_rows(folder):
+    """Return the rows of the only wandb run in a folder."""
+    import wandb  # noqa: PLC0415  (slow)
 
     wandb.teardown()  # waits until wandb's process has written everything
-    rows = wandb_rows(tmp_path)
+    return wandb_rows(folder)
+
+
+@pytest.mark.parametrize("logs_first", [True, False])
+@pytest.mark.usefixtures("wandb_offline")
+def test_wandb(tmp_path, logs_first):
+    """An offline run of wandb has one row for each step, with the numbers of both."""
+    losses = train(tmp_path, "wandb", logs_first=logs_first, init={"dir": str(tmp_path)})
+
+    rows = written_rows(tmp_path)
     check(rows, losses)
     assert [row["mfwrap/step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all("loss" in row and "mfwrap/loss" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("log_at", "rows_of_records"),
+    [
+        # Between backward and `optimizer.step`, where the norm becomes known.
+        (lambda n: {"before update": n}, [1, 2, 3, 4, 5]),
+        # Before the forward pass, such as the time for loading data.
+        (lambda n: {"before forward": n}, [1, 2, 3, 4, 5]),
+        # At numbers of samples.
+        (lambda n: {"after update": 8 * n}, [8, 16, 24, 32, 40]),
+        # At numbers of samples, in every second update.
+        (lambda n: {"after update": 8 * n} if n % 2 == 0 else {}, [1, 16, 17, 32, 33]),
+        # Both before and after the update.
+        (lambda n: {"before update": n, "after update": n}, [1, 2, 3, 4, 5]),
+        # To the run itself, of which the accelerator knows nothing.
+        (lambda n: {"direct": n}, [1, 2, 3, 4, 5]),
+        # Without a number: wandb then counts the calls.
+        (lambda _: {"before update": None, "after update": None}, None),
+    ],
+)
+@pytest.mark.parametrize("arrives_late", [False, True])
+@pytest.mark.usefixtures("wandb_offline")
+def test_wandb_has_each_record_once(tmp_path, log_at, rows_of_records, arrives_late, caplog):
+    """Wherever the loop logs, and whatever it counts, no record and no own number is lost."""
+    with late_results() if arrives_late else contextlib.nullcontext():
+        losses, logged = train_and_log(tmp_path, log_at)
+
+    rows = written_rows(tmp_path)
+    records = [(row["mfwrap/step"], row["mfwrap/loss"]) for row in rows if "mfwrap/step" in row]
+    assert records == [(n, pytest.approx(loss)) for n, loss in enumerate(losses, 1)]
+    for name, numbers in logged.items():
+        assert [row[name] for row in rows if name in row] == numbers
+    if rows_of_records is not None and not arrives_late:
+        assert [row["_step"] for row in rows if "mfwrap/step" in row] == rows_of_records
+    warnings = [one for one in caplog.records if one.name == "mfwrap.callbacks.loop"]
+    assert len(warnings) == any(
+        row["_step"] != row.get("mfwrap/step", row["_step"]) for row in rows
+    )
+
+
+def train_and_log(folder, log_at):
+    """Train with wandb; log each update's number at the places and steps that `log_at` names.
+
+    Returns:
+        The losses, and the numbers that the loop has logged, by their names.
+    """
+    torch.manual_seed(0)
+    accelerator = new_accelerator(log_with="wandb", project_dir=str(folder))
+    accelerator.init_trackers("run", init_kwargs={"wandb": {"dir": str(folder)}})
+    attached = attach(accelerator, StepConfig(use_clip_grad=True))
+    network = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=True)
+    network, optimizer = accelerator.prepare(network, optimizer)
+    monitor = LoopMonitor(attached, folder / "run", find_culprit=False)
+    losses, logged = [], {}
+    direct = accelerator.get_tracker("wandb", unwrap=True)
+
+    def log(place, number):
+        places = log_at(number)
+        if place in places:
+            logged.setdefault(place, []).append(number)
+            to = direct if place == "direct" else accelerator
+            to.log({place: number}, step=places[place])
+
+    for number in range(1, NUM_STEPS + 1):
+        log("before forward", number)
+        loss = network(torch.randn(4, 4)).square().mean()
+        accelerator.backward(loss)
+        log("before update", number)
+        log("direct", number)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        monitor.end_step()
+        log("after update", number)
+    accelerator.end_training()
+    return losses, logged
 
 
 @pytest.mark.parametrize("logs_first", [True, False])
@@ -127,7 +219,7 @@ def test_a_wandb_run_that_is_ahead_loses_nothing(caplog):
 
     assert run.rows == {64: {"seen": 64, "mfwrap/loss": 1.0, "mfwrap/step": 1}}
     assert run.axes == [("mfwrap/step", None), ("mfwrap/*", "mfwrap/step")]
-    assert "logged step 64 to wandb before step 1 was known" in caplog.text
+    assert "newest row of wandb is 64, so the numbers of update 1 are in row 64" in caplog.text
 
 
 def test_writers_modules_and_functions(tmp_path):

@@ -11,6 +11,7 @@ from transformers import TrainerState, TrainingArguments
 from mfwrap.callbacks.training_state import TrainingStateSettings
 from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.records.json_lines import read_json_lines
+from support.deferral import late_results
 from support.monitored_loop import Clock, output
 
 
@@ -52,6 +53,22 @@ def test_values_are_written_a_step_later(tmp_path):
 
     assert written == [[], [1]]
     assert [(record["step"], record["local_loss"]) for record in records] == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_step_is_written_before_it_is_judged(tmp_path):
+    """An early write has the numbers; the error and the anomaly of the step come with the flush."""
+    run = new_run(local_loss_format="jsonl", folder=tmp_path, check_for_nan_in_loss_and_grad=True)
+    end_step(run, 1, output(math.nan))
+    with late_results():
+        run.write(waits=False)
+        assert steps_of(tmp_path / "training_state.jsonl") == []
+    for _ in range(2):
+        run.write(waits=True)
+        assert steps_of(tmp_path / "training_state.jsonl") == [1]
+    assert steps_of(tmp_path / "anomalies.jsonl") == []
+    with pytest.raises(ValueError, match="loss of step 1 is nan"):
+        run.flush()
+    assert steps_of(tmp_path / "anomalies.jsonl") == [1]
 
 
 def test_throughput_is_relative_to_the_baseline(tmp_path):
