@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import final
 
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.records.run_files import set_aside
 
 
 @final
@@ -16,11 +17,12 @@ class CsvFile:
     The first row has the names of the columns. If a later step has new names, the file is written
     anew with more columns, to a temporary name that is then renamed; earlier rows have empty cells
     there. A row that a crash has cut off, and rows of steps that a resumed run makes again, are
-    removed when the file is opened.
+    removed when the file is opened. A run from the start renames an earlier run's file to
+    ``<name>.1``, with a warning.
 
     Args:
         path: The file. It is created with the first row.
-        first_step: Number of steps before this run; 0 begins an empty file.
+        first_step: Number of steps before this run; 0 for a run from the start.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -30,8 +32,10 @@ class CsvFile:
         if rows:
             self._columns = list(rows[0])
             self._write_anew(rows)
-        elif path.exists():
-            path.unlink()
+        elif first_step:
+            path.unlink(missing_ok=True)
+        else:
+            set_aside(path)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Append a row.

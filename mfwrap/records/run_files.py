@@ -73,7 +73,7 @@ class RunFiles:
             if committed is not None:
                 self._cut(path, committed, global_step)
             elif self._is_fork or not global_step:
-                _set_aside(path)
+                set_aside(path)
             else:
                 _remove_later_records(path, global_step)
         lines = JsonLines(path)
@@ -162,7 +162,7 @@ class RunFiles:
             if global_step:
                 _remove_later_records(path, global_step)
             else:
-                _set_aside(path)
+                set_aside(path)
         elif num_bytes == 0:
             path.unlink(missing_ok=True)
         elif size > num_bytes:
@@ -272,8 +272,8 @@ def _read(path: Path) -> tuple[int, dict[str, _Committed]]:
     return num_written_by, files
 
 
-def _set_aside(path: Path) -> None:
-    """Rename a file that has records."""
+def set_aside(path: Path) -> None:
+    """Rename a file that has records to ``<name>.1`` (``.2``, ... if that exists), and warn."""
     if not path.exists() or path.stat().st_size == 0:
         return
     number = 1

@@ -55,11 +55,25 @@ def test_a_cut_row_and_later_rows_are_removed(cut, tmp_path):
     assert same(read(path), [*expected, {"step": 4, "loss": math.inf, "norm": 1}])
 
 
-def test_a_run_from_the_start_begins_an_empty_file(tmp_path):
-    """Rows of an earlier run in the same folder are removed."""
+def test_a_run_from_the_start_renames_an_earlier_file(tmp_path):
+    """Rows of earlier runs in the same folder are kept under other names, with a warning."""
     path = tmp_path / "metrics.csv"
     CsvFile(path, 0).append(1, {"loss": 1.0})
+    for number in (1, 2):
+        with pytest.warns(
+            UserWarning, match=f"earlier run; it was renamed to metrics.csv.{number}"
+        ):
+            CsvFile(path, 0).append(1, {"loss": 1.0 + number})
 
-    CsvFile(path, 0).append(1, {"loss": 2.0})
+    files = [path, tmp_path / "metrics.csv.1", tmp_path / "metrics.csv.2"]
+    assert [read(file)[0]["loss"] for file in files] == [3.0, 1.0, 2.0]
 
-    assert read(path) == [{"step": 1, "loss": 2.0}]
+
+def test_a_resume_without_a_whole_row_begins_an_empty_file(tmp_path):
+    """A file that has no row up to the step of the checkpoint is begun anew."""
+    path = tmp_path / "metrics.csv"
+    CsvFile(path, 0).append(5, {"loss": 1.0})
+
+    CsvFile(path, 4).append(5, {"norm": 2.0})
+
+    assert read(path) == [{"step": 5, "norm": 2.0}]

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -137,6 +138,23 @@ def test_a_checkpoint_restores_records_and_states(tmp_path):
     for name in ("training_state.jsonl", "metrics.csv"):
         texts = [(tmp_path / one / "run" / name).read_text() for one in ("straight", "stopped")]
         assert texts[0].replace('"epoch": 1, ', "") == texts[1].replace('"epoch": 1, ', "")
+
+
+def test_a_second_run_in_the_folder_keeps_the_first(tmp_path):
+    """All files of the first run are renamed, with a warning each; the new ones have one run."""
+    for _ in range(2):
+        loop = Loop(tmp_path, factors={4: NAN}, callbacks=[LocalNormMonitor()])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.train()
+        loop.monitor.close()
+
+    run = tmp_path / "run"
+    renamed = [line for line in (str(one.message) for one in caught) if "renamed" in line]
+    new = {file.name for file in run.iterdir() if not file.name.endswith(".1")}
+    assert len(renamed) == len(new) == 4
+    assert {file.name for file in run.iterdir()} == new | {f"{name}.1" for name in new}
+    assert (run / "metrics.csv").read_text() == (run / "metrics.csv.1").read_text()
 
 
 def test_a_checkpoint_of_two_ranks(two_ranks, tmp_path):
