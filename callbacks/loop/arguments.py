@@ -20,6 +20,9 @@ class LoopArguments:
     fp16: bool
     bf16: bool
     seed: int
+    global_batch_size: int = 0
+    """Samples of one update on all processes; 0 if unknown."""
+
     num_train_epochs: float = 0.0
     data_seed: int | None = None
     max_grad_norm: float | None = None
@@ -36,13 +39,16 @@ class LoopArguments:
         return self.process_index == 0
 
 
-def loop_arguments(folder: Path, max_steps: int, accelerator: Accelerator | None) -> LoopArguments:
+def loop_arguments(
+    folder: Path, max_steps: int, accelerator: Accelerator | None, *, global_batch_size: int = 0
+) -> LoopArguments:
     """Return the arguments of a loop.
 
     Args:
         folder: Run folder.
         max_steps: Updates of the run.
         accelerator: Accelerator of the loop; ``None`` without accelerate.
+        global_batch_size: Samples of one update on all processes; 0 if unknown.
     """
     precision = "no" if accelerator is None else accelerator.mixed_precision
     return LoopArguments(
@@ -55,4 +61,5 @@ def loop_arguments(folder: Path, max_steps: int, accelerator: Accelerator | None
         fp16=precision == "fp16",
         bf16=precision == "bf16",
         seed=torch.initial_seed(),
+        global_batch_size=global_batch_size,
     )

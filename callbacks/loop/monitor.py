@@ -38,8 +38,8 @@ class LoopMonitor:
     Two lines are enough: one that makes the monitor, after the model and the optimizer are
     prepared, and `end_step` after each update. Each update then has a record in
     ``training_state.jsonl`` and a row in ``metrics.csv`` in `folder`, with its loss, learning rate,
-    loss scale, norm, flags and, if the step computes them, local norms; bad steps have a record in
-    ``anomalies.jsonl``. The trackers get the same numbers, at the step that they belong to.
+    loss scale, flags and, if the step computes them, norm and local norms; bad steps have a record
+    in ``anomalies.jsonl``. The trackers get the same numbers, at the step that they belong to.
 
     A step's numbers are copied to the host in the background, and written in the next update: with
     `attach` after its last backward, otherwise just before the weights change. The last step is
@@ -60,6 +60,8 @@ class LoopMonitor:
         prefix: Beginning of the names in trackers, so that they differ from those of the loop.
         first_step: Updates before this loop; ``load_state`` of an attached loop sets it.
         max_steps: Updates of the whole run; ``None`` if unknown.
+        global_batch_size: Samples of one update on all processes, for the throughput and the noise
+            scale of all monitors; 0 if unknown.
         settings: Keywords of `TrainingStateMonitor`, such as ``weight_state_format``. The formats
             ``"jsonl"`` and ``"trackers"`` write to the files and to the trackers; the CSV file has
             what the trackers get.
@@ -80,9 +82,11 @@ class LoopMonitor:
         prefix: str = "mfwrap/",
         first_step: int = 0,
         max_steps: int | None = None,
+        global_batch_size: int = 0,
         **settings: Any,
     ) -> None:
         check_int("first_step", first_step, minimum=0)
+        check_int("global_batch_size", global_batch_size, minimum=0)
         if max_steps is not None:
             check_int("max_steps", max_steps, minimum=1)
         for callback in callbacks:
@@ -108,6 +112,7 @@ class LoopMonitor:
             is_world_process_zero=this_rank() == 0,
             is_local_process_zero=this_rank() == 0,
         )
+        self._global_batch_size = global_batch_size
         self._has_begun = False
         self._args: LoopArguments | None = None
         self._last_report: StepReport | None = None
@@ -233,7 +238,12 @@ class LoopMonitor:
         if self._has_begun:
             return
         self._has_begun = True
-        self._args = loop_arguments(self._folder, self._state.max_steps, self._source.accelerator)
+        self._args = loop_arguments(
+            self._folder,
+            self._state.max_steps,
+            self._source.accelerator,
+            global_batch_size=self._global_batch_size,
+        )
         self._last_report = self._source.report()
         if self._state.is_world_process_zero:
             self._csv = CsvFile(self._folder / "metrics.csv", self._state.global_step)

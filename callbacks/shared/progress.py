@@ -34,7 +34,8 @@ class RunSettings:
     """Updates finished before ``state.global_step`` was 0, in addition to `initial_epoch`."""
 
     global_batch_size: int = 0
-    """Samples of one update on all processes. 0 takes ``state.train_batch_size`` times
+    """Samples of one update on all processes. 0 takes that of `LoopMonitor`, or, in other loops,
+    ``state.train_batch_size`` times
     ``args.gradient_accumulation_steps`` (1 without ``args``) times the number of processes with
     samples of their own: 1 with ``split_batches``, and 1 for each group of processes that share
     their samples (tensor, context or sequence parallelism)."""
@@ -222,8 +223,10 @@ def global_batch_size(
     settings: RunSettings, state: TrainerState, args: TrainingArguments | None
 ) -> int:
     """Return the number of samples of one update on all processes; 0 if it is unknown."""
-    if settings.global_batch_size:
-        return settings.global_batch_size
+    # Only the arguments of a `LoopMonitor` have the number of samples itself.
+    known: int = settings.global_batch_size or getattr(args, "global_batch_size", 0)
+    if known:
+        return known
     batches_per_update = 1 if args is None else args.gradient_accumulation_steps
     return (state.train_batch_size or 0) * batches_per_update * _num_data_ranks(args)
 

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mfwrap import MFTrainOneStepCell, StepConfig, WithLossCell
 from mfwrap.accelerate import attach
-from mfwrap.callbacks import LocalNormMonitor, LoopMonitor
+from mfwrap.callbacks import LocalNormMonitor, LoopMonitor, MFLossMonitor
 from mfwrap.records import read_json_lines
 from support.attached_runs import new_accelerator
 from support.deferral import late_results
+from support.monitored_loop import Clock
 from support.ranks.loop_monitors import NUM_UPDATES, resume_monitored_loop
 from support.trackers import tensorboard_rows
 
@@ -157,6 +158,50 @@ def test_a_second_run_in_the_folder_keeps_the_first(tmp_path):
     assert (run / "metrics.csv").read_text() == (run / "metrics.csv.1").read_text()
 
 
+def test_all_monitors_know_the_batch_size(tmp_path, caplog):
+    """`global_batch_size` is that of the own monitor and of each further one."""
+    clock = Clock()
+    loop = Loop(
+        tmp_path,
+        global_batch_size=8,
+        throughput_baseline=2.0,
+        clock=clock,
+        callbacks=[MFLossMonitor(clock=clock)],
+    )
+    for batch in loop.loader:
+        clock.now += 1.0
+        loop.train([batch])
+    loop.monitor.close()
+
+    [*_, record] = read_json_lines(tmp_path / "run" / "training_state.jsonl")
+    assert record["throughput_linearity"] == 8 / 2.0 / 2.0
+    assert "4.00000 samples/s/p" in caplog.text
+    assert "batch size is unknown" not in caplog.text
+
+
+def test_the_norm_without_clipping(tmp_path):
+    """A limit that no norm reaches gives the norm and clips nothing; without one there is none."""
+    norms = []
+    for settings in ({}, {"use_clip_grad": True, "max_grad_norm": 1e30}):
+        network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+        with torch.no_grad():
+            for weight in network.parameters():
+                weight.fill_(100.0)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0, fused=True)
+        cell = MFTrainOneStepCell(network, optimizer, **settings)
+        folder = tmp_path / str(len(norms))
+        with LoopMonitor(cell, folder) as monitor:
+            cell(torch.ones(4, 2), torch.ones(4, 1))
+            monitor.end_step()
+        [row] = rows_of(folder / "metrics.csv")
+        norms.append(row.get("global_norm"))
+        loss = network(torch.ones(4, 2), torch.ones(4, 1))
+        gradients = [g.flatten() for g in torch.autograd.grad(loss, list(network.parameters()))]
+
+    assert norms == [None, pytest.approx(torch.cat(gradients).norm().item())]
+    assert norms[1] > 100
+
+
 def test_a_checkpoint_of_two_ranks(two_ranks, tmp_path):
     """After a resume on two ranks, the files of each rank have each step once, in order."""
     results = two_ranks.run(resume_monitored_loop, str(tmp_path))
@@ -238,6 +283,8 @@ def test_what_a_loop_must_not_give(tmp_path):
         LoopMonitor(optimizer, tmp_path, trackers=[3])
     with pytest.raises(TypeError, match="`callbacks` must hold"):
         LoopMonitor(optimizer, tmp_path, callbacks=[print])
+    with pytest.raises(ValueError, match="`global_batch_size` must be >= 0, got -1"):
+        LoopMonitor(optimizer, tmp_path, global_batch_size=-1)
     with pytest.raises(ValueError, match="`loss` must be given"):
         LoopMonitor(optimizer, tmp_path).end_step()
     loop = Loop(tmp_path)

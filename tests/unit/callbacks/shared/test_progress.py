@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import TrainerState, TrainingArguments
 
+from mfwrap.callbacks.loop.arguments import loop_arguments
 from mfwrap.callbacks.shared.progress import (
     RunLength,
     RunSettings,
@@ -143,6 +144,13 @@ def test_global_batch_size():
     args = arguments(gradient_accumulation_steps=4)
     assert global_batch_size(RunSettings(), state(train_batch_size=8), args) == 32
     assert global_batch_size(RunSettings(), state(), args) == 0
+
+
+def test_the_batch_size_of_an_own_loop(tmp_path):
+    """It is that of the loop's arguments, unless the monitor has one of its own."""
+    own = loop_arguments(tmp_path, 3, None, global_batch_size=24)
+    assert global_batch_size(RunSettings(), state(), own) == 24
+    assert global_batch_size(RunSettings(global_batch_size=6), state(), own) == 6
 
 
 def test_several_processes(monkeypatch):
