@@ -222,6 +222,29 @@ def test_a_wandb_run_that_is_ahead_loses_nothing(caplog):
     assert "newest row of wandb is 64, so the numbers of update 1 are in row 64" in caplog.text
 
 
+def test_a_plain_loop_that_logs_before_its_update_loses_nothing(tmp_path):
+    """Without an accelerator nothing tells that the loop logs, so each record is a row later."""
+    network, run = nn.Linear(2, 1), Run()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    losses = []
+    with LoopMonitor(optimizer, tmp_path, model=network, trackers=run) as monitor:
+        for number in range(1, NUM_STEPS + 1):
+            loss = network(torch.ones(4, 2)).square().mean()
+            loss.backward()
+            run.log({"norm": number}, step=number)
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.end_step(loss)
+            losses.append(loss.item())
+            if number == 3:
+                monitor.flush()  # for a checkpoint
+
+    records = [row for _, row in sorted(run.rows.items()) if "mfwrap/step" in row]
+    assert [row["mfwrap/step"] for row in records] == [1, 2, 3, 4, 5]
+    assert [row["mfwrap/loss"] for row in records] == pytest.approx(losses)
+    assert [row["norm"] for row in run.rows.values() if "norm" in row] == [1, 2, 3, 4, 5]
+
+
 def test_writers_modules_and_functions(tmp_path):
     """A SummaryWriter, an object like the module mlflow, and a function get the numbers."""
 
