@@ -1,5 +1,6 @@
 """`LoopMonitor` records each update of a loop of one's own once, at its own step."""
 
+import contextlib
 import csv
 import json
 import math
@@ -93,6 +94,24 @@ def test_each_update_has_one_record(tmp_path, at_each_batch, arrives_late):
     for record, row in zip(records, rows, strict=True):
         del record["epoch"]
         assert row == record
+
+
+@pytest.mark.parametrize(("arrives_late", "expected"), [(True, [0, 1]), (False, [1, 1])])
+def test_a_log_waits_for_nothing(tmp_path, arrives_late, expected):
+    """A log of the next update writes what has arrived; its last backward writes the rest."""
+    loop = Loop(tmp_path)
+    batches = list(loop.loader)
+    records, found = tmp_path / "run" / "training_state.jsonl", []
+    with late_results() if arrives_late else contextlib.nullcontext():
+        loop.train(batches[:2])
+        loop.accelerator.log({"seconds": 0.5}, step=1)
+        assert not records.exists()  # the record is beside the loop's numbers of its own update
+        loop.accelerator.log({"seconds": 0.5}, step=2)
+        found.append(len(read_json_lines(records)) if records.exists() else 0)
+        loop.accelerator.gradient_state._set_sync_gradients(sync_gradients=True)
+        loop.accelerator.backward(loop.network(batches[2][0]).square().mean())
+        found.append(len(read_json_lines(records)))
+    assert found == expected
 
 
 def test_the_loops_own_numbers_stay_apart(tmp_path):
