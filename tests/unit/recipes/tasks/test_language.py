@@ -68,9 +68,7 @@ def test_prompts_come_before_messages(json_lines):
 def test_the_assistants_words_need_messages(json_lines):
     """With prompts or texts, `assistant_only_loss` is an error that names the key and its line."""
     section = json_lines([{"prompt": "a", "completion": "b"}] * 8)
-    says = (
-        r"^r:\d+: training\.assistant_only_loss: expected false, because"
-    )
+    says = r"^r:\d+: training\.assistant_only_loss: expected false, because"
     with pytest.raises(RecipeError, match=says):
         trainer_of("supervised_tuning", section, max_length=32, assistant_only_loss=True)
 
