@@ -21,13 +21,13 @@ from mfwrap.callbacks.loop.arguments import LoopArguments, loop_arguments
 from mfwrap.callbacks.loop.csv_file import CsvFile
 from mfwrap.callbacks.loop.source import AttachedSource, OptimizerSource, source_of
 from mfwrap.callbacks.loop.trackers import Tracker, Trackers
+from mfwrap.callbacks.shared.progress import UNKNOWN_LENGTH
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.collectives import this_rank
 
 STATE_FILE = "mfwrap_monitor.json"
-_UNKNOWN_LENGTH = 2**31 - 1
 _FORMATS = ("jsonl", "trackers")
 
 
@@ -108,7 +108,7 @@ class LoopMonitor:
         self._control = TrainerControl()
         self._state = TrainerState(
             global_step=first_step,
-            max_steps=max_steps or _UNKNOWN_LENGTH,
+            max_steps=max_steps or UNKNOWN_LENGTH,
             is_world_process_zero=this_rank() == 0,
             is_local_process_zero=this_rank() == 0,
         )

@@ -47,7 +47,8 @@ def record_lines(record: StepRecord) -> tuple[str, ...]:
     """Format a record as two lines, and a line for each learning rate if there are several.
 
     Source: MindFormers, ``MFLossMonitor.print_output_info``; the ``mfu`` is ours. MindFormers
-    prints the names of all parameters of a group instead of the group's name.
+    prints the names of all parameters of a group instead of the group's name. If the length of the
+    run is unknown, which MindFormers never has, ``?`` is in its place, and no share of the run.
     """
     return (_numbers(record), _progress(record), *_rates(record.values.learning_rates))
 
@@ -69,9 +70,14 @@ def _numbers(record: StepRecord) -> str:
     loss_scale = _UNKNOWN if values.loss_scale is None else _float32(values.loss_scale)
     norm = None if values.global_norm is None else _vector(values.global_norm)
     named = "".join(f"{name}: {loss:5.6f}, " for name, loss in values.losses.items())
+    length = position.length
+    num_epochs, num_steps = f"{length.num_epochs:3d}", f"{length.steps_per_epoch:5d}"
+    if not length.is_known:
+        is_one_epoch = length.steps_per_epoch >= length.num_steps
+        num_epochs, num_steps = "  ?", "    ?" if is_one_epoch else num_steps
     return (
-        f"{{ Epoch:[{position.epoch:3d}/{position.length.num_epochs:3d}], "
-        f"step:[{position.step_of_epoch:5d}/{position.length.steps_per_epoch:5d}], "
+        f"{{ Epoch:[{position.epoch:3d}/{num_epochs}], "
+        f"step:[{position.step_of_epoch:5d}/{num_steps}], "
         f"loss:[{values.loss:5.3f}/{record.mean_loss:5.3f}], {named}"
         f"per_step_time: {int(record.seconds * 1000)}ms, {learning_rate}"
         f"overflow cond: {overflow}, loss_scale: {loss_scale}, global_norm: {norm}"
@@ -89,6 +95,8 @@ def _compute(record: StepRecord) -> str:
 
 
 def _progress(record: StepRecord) -> str:
+    if not record.position.length.is_known:
+        return f"  {record.throughput:.5f} samples/s/p }}"
     percent = record.position.percent
     bar = "█" * int(_BAR_WIDTH * percent / 100)
     left = timedelta(seconds=int(min(record.seconds_left, _MOST_SECONDS)))

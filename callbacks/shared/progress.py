@@ -57,6 +57,10 @@ class RunSettings:
             check_int(name, getattr(self, name), minimum=0)
 
 
+UNKNOWN_LENGTH = 2**31 - 1
+"""``max_steps`` of a run whose length is unknown."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLength:
     """Length of a run, at least one step."""
@@ -68,6 +72,11 @@ class RunLength:
 
     first_step: int = 0
     """Steps finished before the loop's ``global_step`` was 0."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the number of steps is known; see `UNKNOWN_LENGTH`."""
+        return self.num_steps < UNKNOWN_LENGTH
 
     def position(self, global_step: int) -> "RunPosition":
         """Return the position of a step.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfwrap.callbacks.loss_monitor.record import StepRecord, record_lines
-from mfwrap.callbacks.shared.progress import RunLength
+from mfwrap.callbacks.shared.progress import UNKNOWN_LENGTH, RunLength
 from mfwrap.callbacks.shared.step_values import StepValues
 
 FLOAT32 = st.floats(width=32)
@@ -150,6 +150,29 @@ def test_unknown_values():
         "global_norm: None"
     )
     assert " 0.00000 samples/s/p " in second
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps_per_epoch", "place"),
+    [
+        (1, UNKNOWN_LENGTH, "Epoch:[  1/  ?], step:[    9/    ?]"),
+        (10**9, 4, "Epoch:[  3/  ?], step:[    1/    4]"),
+    ],
+)
+def test_a_run_of_unknown_length(epochs, steps_per_epoch, place):
+    """If the number of steps is unknown, there is neither a share of the run nor a time left."""
+    first, second = record_lines(
+        record(
+            step=9,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            num_steps=UNKNOWN_LENGTH,
+            global_batch_size=8,
+        )
+    )
+
+    assert place in first
+    assert second == "  8.00000 samples/s/p }"
 
 
 def test_a_time_that_is_not_known():
