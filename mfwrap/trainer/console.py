@@ -28,6 +28,20 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
+def _fitted(line: str, width: int) -> str:
+    """Cut the middle of a line that is too long, and keep its end: whether the update was skipped.
+
+    Where to read more is left out first; the lines at the end of the training name the folder.
+    """
+    if len(line) > width:
+        line = line.rpartition("; see ")[0] or line
+    if len(line) <= width:
+        return line
+    _, mark, outcome = line.rpartition("; ")
+    end = f"...{mark}{outcome}" if mark and len(outcome) < width // 2 else "..."
+    return line[: max(0, width - len(end))] + end
+
+
 def _is_stopped(handler: CallbackHandler) -> bool:
     """Return whether a signal has stopped the training, which says so itself."""
     return bool(handler.termination.is_stopping) if hasattr(handler, "termination") else False
@@ -170,10 +184,9 @@ class StepProgressCallback(ProgressCallback):
 
     def _write(self, line: str) -> None:
         """Write a line above the bar, cut to the width of the terminal."""
-        width = shutil.get_terminal_size().columns - 1
-        cut = line if len(line) <= width else f"{line[: width - 3]}..."
         if self.training_bar is not None:
-            self.training_bar.write(cut, file=sys.stderr)
+            width = shutil.get_terminal_size().columns - 1
+            self.training_bar.write(_fitted(line, width), file=sys.stderr)
 
 
 @final

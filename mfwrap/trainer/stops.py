@@ -103,7 +103,7 @@ def stop(trainer: "MFTrainerMixin", trial: Any, *, is_interrupted: bool) -> Neve
         KeyboardInterrupt: If Ctrl-C has stopped the training.
         SystemExit: With status 75, if SIGTERM or SIGUSR1 has.
     """
-    again = "trainer.train(resume_from_checkpoint=True)"
+    again = 'trainer.train(resume_from_checkpoint="auto")'
     if _enclosing:
         again, _enclosing[-1].is_said = _enclosing[-1].command, True
     if trainer.is_world_process_zero():

@@ -6,6 +6,7 @@ import logging
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import termios
 
 import pytest
+from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
@@ -91,6 +93,37 @@ def test_in_a_terminal(recipe, anomalies):
     assert re.match(rf"step [1-6]: {says}", skips[0])
     assert "Epoch:[" not in written
     assert "{'loss'" not in written
+
+
+def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
+    """A terminal cuts the middle of a long anomaly, and says whether the update was skipped."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((COLUMNS, 40)))
+    lines = []
+    monkeypatch.setattr(tqdm, "write", lambda _, line, **__: lines.append(line))
+    anomaly = (
+        "step 2: non-finite loss in layer model.layers.2 on rank 0, micro-batch 1: the first "
+        "non-finite output is that of model.layers.2.mlp"
+    )
+
+    class Warns(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            file = tmp_path / "anomalies.jsonl"
+            for line in (
+                f"{anomaly}; update skipped; see {file}",
+                f"{anomaly}; see {file}",
+                "short",
+            ):
+                logging.getLogger("mfwrap.callbacks").warning(line)
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    options = {"max_steps": 1, "disable_tqdm": False, "callbacks": [Warns()]}
+    new_trainer(MFTrainer, tmp_path, **options).train()
+
+    skipped, other, short = [line for line in lines if line.startswith(("step 2", "short"))]
+    assert skipped == f"{anomaly[: COLUMNS - 1 - 19]}...; update skipped"
+    assert other == f"{anomaly[: COLUMNS - 1 - 3]}..."
+    assert short == "short"
 
 
 def test_lines_in_a_terminal(recipe):

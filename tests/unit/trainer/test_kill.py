@@ -25,7 +25,7 @@ from support.training_state import assert_same_state
 
 SETTINGS = RunSettings(save_steps=2, logging_steps=5)
 RANDOM_LINES = np.random.default_rng(0).integers(1, 3 * NUM_STEPS - 3, 4).tolist()
-AGAIN = "continue with: trainer.train(resume_from_checkpoint=True)"
+AGAIN = 'continue with: trainer.train(resume_from_checkpoint="auto")'
 
 
 def random_moments(seed):

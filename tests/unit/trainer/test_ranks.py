@@ -215,7 +215,7 @@ def test_told_to_end_by_torchrun(tmp_path, number):
     who = "Ctrl-C" if number == signal.SIGINT else "a signal"
     step = checkpoint.name.removeprefix("checkpoint-")
     line = f"mfwrap: stopped by {who} after step {step}, checkpoint {checkpoint}; continue with: "
-    again = "trainer.train(resume_from_checkpoint=True)"
+    again = 'trainer.train(resume_from_checkpoint="auto")'
     assert [each for each in said if "mfwrap: " in each] == [line + again]
     assert not [each for each in said if each.startswith("[rank") and "Traceback" in each]
 
