@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -21,6 +22,11 @@ os.environ["MFWRAP_DEBUG_COLLECTIVES"] = "1"
 # No test cuts the power, and waiting for the disk takes a sixth of the time of the fast tests.
 # tests/project/test_crash_points.py checks in processes of its own which files are synced.
 os.fsync = os.fstat
+
+# A shell starts what runs in the background so that it ignores Ctrl-C. The trainings that tests
+# interrupt inherit it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "mfwrap",
