@@ -38,8 +38,11 @@ from mfwrap.collectives.progress import Progress, RankStatus
 _SECONDS_BETWEEN_LOOKS = 1.0
 _LOOKS_BETWEEN_QUESTIONS = 5
 _SECONDS_TO_CONFIRM = 2.0
-_SECONDS_TO_READ = 2.0
-_SECONDS_TO_RAISE = 8.0
+_SECONDS_TO_READ = 8.0
+"""Time in which the other ranks must have read that there is a deadlock, before one of them ends.
+On a busy machine their threads may be late, and the end of the rank would be all that they see."""
+
+_SECONDS_TO_RAISE = 10.0
 SECONDS_BEFORE_REPORT = 15.0
 """Time after which an update or a collective counts as waiting for other ranks."""
 
@@ -73,6 +76,7 @@ class RankWatch:
         self._since = time.monotonic()
         self._patience = SECONDS_BEFORE_REPORT
         self._deadlock = ""
+        self._is_chosen = False
         self._has_lost_store = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mfwrap-watch", daemon=True)
@@ -315,15 +319,20 @@ class RankWatch:
             found = json.loads(self._store.get("deadlock"))
             self._deadlock = found["report"]
             _logger.critical(self._deadlock)
+            self._store.set(f"deadlock_read/{self._rank}", "")
             # When that rank has ended, the main threads of the others raise an error, unless the
             # backend does not notice its end.
-            is_chosen = self._rank == found["rank"]
+            self._is_chosen = self._rank == found["rank"]
             self._since = time.monotonic()
-            self._patience = _SECONDS_TO_READ if is_chosen else _SECONDS_TO_RAISE
+            self._patience = _SECONDS_TO_READ if self._is_chosen else _SECONDS_TO_RAISE
         waits_in = self._progress.waits_in()
         if not waits_in or waits_in != self._waits_in:
             self._waits_in = ()
-        elif time.monotonic() - self._since > self._patience:
+            return
+        is_read = self._is_chosen and self._store.check(
+            [f"deadlock_read/{rank}" for rank in self._ranks]
+        )
+        if is_read or time.monotonic() - self._since > self._patience:
             self.leave(f"was ended because of a deadlock, at {main_thread_place()},")
             _end_process()
 
