@@ -1,6 +1,7 @@
 """Programs in which one rank is slow in one section of its steps."""
 
-import time
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from mfwrap import MFTrainOneStepCell
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import RankClock
+from mfwrap.collectives import section_clock
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator
@@ -25,12 +27,43 @@ __all__ = ["SLOW_RANK", "find_slow_rank", "find_slow_rank_of_trainer"]
 
 SLOW_RANK = 1
 SECONDS = 0.2
-"""Time that the slow rank sleeps in each step. The ranks themselves need a few milliseconds, and up
-to a tenth of a second if they share a processor."""
+"""Time that the slow rank takes longer in each step; without it, a section takes milliseconds."""
+
+
+class _Time:
+    """Time that passes by a millisecond whenever it is read, and where a rank is slow.
+
+    The time of a machine that does something else, too, would make any rank slow.
+    """
+
+    def __init__(self) -> None:
+        self._nanoseconds = 0
+
+    def read(self) -> int:
+        """Return the time in nanoseconds."""
+        self._nanoseconds += 10**6
+        return self._nanoseconds
+
+    def passes(self, seconds: float) -> None:
+        """Let some time pass."""
+        self._nanoseconds += round(seconds * 1e9)
+
+
+_time = _Time()
+
+
+@contextlib.contextmanager
+def _simulated_time() -> Iterator[None]:
+    """Within the block, let mfwrap measure the simulated time."""
+    before, section_clock._now = section_clock._now, _time.read
+    try:
+        yield
+    finally:
+        section_clock._now = before
 
 
 class _Network(nn.Module):
-    """Three layers and the mean of the squares of their output; its forward may sleep."""
+    """Three layers and the mean of the squares of their output; its forward may take longer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +71,13 @@ class _Network(nn.Module):
         self.seconds = 0.0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        _time.passes(self.seconds)
         return self.layers(inputs).square().mean()
 
 
+@_simulated_time()
 def find_slow_rank(rank: int, layout: str, place: str, folder: str, num_steps: int) -> list[Any]:
-    """Train with a rank that sleeps in one place; return the records of slow ranks.
+    """Train with a rank that is slow in one place; return the records of slow ranks.
 
     Args:
         rank: Rank of this process.
@@ -59,7 +93,7 @@ def find_slow_rank(rank: int, layout: str, place: str, folder: str, num_steps: i
     network.seconds = asleep["forward"]
 
     def slow_hook(group: Any, bucket: Any) -> Any:
-        time.sleep(asleep["hook"])
+        _time.passes(asleep["hook"])
         return allreduce_hook(group, bucket)
 
     slow_hook.__annotations__ = allreduce_hook.__annotations__
@@ -69,7 +103,7 @@ def find_slow_rank(rank: int, layout: str, place: str, folder: str, num_steps: i
     state, control = TrainerState(), TrainerControl()
     callback.on_train_begin(None, state, control)
     for number in range(1, num_steps + 1):
-        time.sleep(asleep["data"])
+        _time.passes(asleep["data"])
         report = step(torch.randn(8, 16))
         state.global_step = number
         callback.on_step_end(None, state, control, step_report=report)
@@ -84,7 +118,7 @@ def find_slow_rank(rank: int, layout: str, place: str, folder: str, num_steps: i
 
 def _slow_optimizer(network: nn.Module, seconds: float) -> SGD:
     optimizer = SGD(network.parameters(), lr=0.1, foreach=True)
-    optimizer.register_step_pre_hook(lambda *_: time.sleep(seconds))
+    optimizer.register_step_pre_hook(lambda *_: _time.passes(seconds))
     return optimizer
 
 
@@ -148,10 +182,11 @@ class _SlowRows:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        time.sleep(self.seconds)
+        _time.passes(self.seconds)
         return {"inputs": torch.full((16,), float(index))}
 
 
+@_simulated_time()
 def find_slow_rank_of_trainer(rank: int, place: str, folder: str) -> list[Any]:
     """Train with MFTrainer, with a rank that is slow in one place; return the records."""
     new_accelerator()

@@ -25,7 +25,7 @@ PLACES = {
     "optimizer": "update",
     "nowhere": None,
 }
-"""Section that is named for each place where a rank sleeps."""
+"""Section that is named for each place where a rank takes longer."""
 
 NAMED = [section.name.lower() for section in Section]
 
