@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -26,9 +26,11 @@ from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.collectives import this_rank
+from mfwrap.records.run_facts import RunFacts
 
 STATE_FILE = "mfwrap_monitor.json"
 _FORMATS = ("jsonl", "trackers")
+_STEPS_BETWEEN_TIMES = 10
 
 
 @final
@@ -62,6 +64,8 @@ class LoopMonitor:
         max_steps: Updates of the whole run; ``None`` if unknown.
         global_batch_size: Samples of one update on all processes, for the throughput and the noise
             scale of all monitors; 0 if unknown.
+        configuration: Settings of the loop, for ``run.json`` and the run page, which shows in what
+            runs differ. The settings of the step and the optimizer are there anyway.
         settings: Keywords of `TrainingStateMonitor`, such as ``weight_state_format``. The formats
             ``"jsonl"`` and ``"trackers"`` write to the files and to the trackers; the CSV file has
             what the trackers get.
@@ -83,6 +87,7 @@ class LoopMonitor:
         first_step: int = 0,
         max_steps: int | None = None,
         global_batch_size: int = 0,
+        configuration: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         check_int("first_step", first_step, minimum=0)
@@ -99,6 +104,7 @@ class LoopMonitor:
         self._folder = Path(directory_name("folder", folder) or "")
         self._trackers = Trackers(self._chosen(trackers), prefix)
         self._csv: CsvFile | None = None
+        self._facts: RunFacts | None = None
         formats: dict[str, Any] = {
             "local_norm_format": _FORMATS,
             "local_loss_format": _FORMATS,
@@ -112,7 +118,8 @@ class LoopMonitor:
             is_world_process_zero=this_rank() == 0,
             is_local_process_zero=this_rank() == 0,
         )
-        self._global_batch_size = global_batch_size
+        self._global_batch_size, self._max_steps = global_batch_size, max_steps
+        self._configuration = dict(configuration or {})
         self._has_begun = False
         self._args: LoopArguments | None = None
         self._last_report: StepReport | None = None
@@ -185,12 +192,17 @@ class LoopMonitor:
         self._last_report = report
         self._state.global_step += 1
         self._send("on_step_end", step_output=output, step_report=report)
+        if self._facts is not None and self._state.global_step % _STEPS_BETWEEN_TIMES == 0:
+            self._facts.note(self._state.global_step)
         self._send("on_step_begin")
 
     def flush(self) -> None:
         """Write what is pending. Call it on every rank before you save a checkpoint yourself."""
         if self._has_begun:
             self._send("on_pre_save")
+            if self._facts is not None:
+                self._facts.note(self._state.global_step)
+                self._facts.save()
 
     def close(self) -> None:
         """Write the last step, close all files, and stop following the loop."""
@@ -247,6 +259,13 @@ class LoopMonitor:
         self._last_report = self._source.report()
         if self._state.is_world_process_zero:
             self._csv = CsvFile(self._folder / "metrics.csv", self._state.global_step)
+            self._facts = RunFacts(
+                self._folder,
+                {**self._configuration, **self._source.settings},
+                self._source.model,
+                first_step=self._state.global_step,
+                max_steps=self._max_steps,
+            )
         self._send("on_train_begin", train_dataloader=self._source.loader)
         self._send("on_step_begin")
 
@@ -258,6 +277,9 @@ class LoopMonitor:
         if self._has_begun:
             self._has_begun = False
             self._send("on_train_end")
+            if self._facts is not None:
+                self._facts.end(self._state.global_step)
+                self._facts = None
 
     def _send(self, event: str, **keywords: Any) -> None:
         known = {"model": self._source.model, "optimizer": self._source.optimizer, **keywords}

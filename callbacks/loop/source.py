@@ -1,6 +1,7 @@
 """What does the updates of a loop of your own: an attached step, a cell, or a torch optimizer."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap import MFTrainOneStepCell, StepReport
+from mfwrap import MFTrainOneStepCell, StepConfig, StepReport
 from mfwrap.accelerate import AttachedStep
 from mfwrap.arguments import described
 from mfwrap.tensors.wrappers import unwrapped_optimizer
@@ -27,6 +28,20 @@ class UpdateSource(abc.ABC):
     """What does the updates of a loop."""
 
     accelerator: Accelerator | None = None
+    step_config: StepConfig | None = None
+    """Settings of mfwrap's step; ``None`` without one."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the step, and of the optimizer's first parameter group."""
+        found: dict[str, Any] = {}
+        if self.step_config is not None:
+            found["step"] = dataclasses.asdict(self.step_config)
+        optimizer = unwrapped_optimizer(self.optimizer)
+        if isinstance(optimizer, Optimizer):
+            group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+            found["optimizer"] = {"type": type(optimizer).__name__, **group}
+        return found
 
     @property
     def loader(self) -> Any:
@@ -70,6 +85,7 @@ class AttachedSource(_Listed):
     def __init__(self, attached: AttachedStep, model: nn.Module | None) -> None:
         self.attached = attached
         self.accelerator = attached.accelerator
+        self.step_config = attached.config
         self.calls = attached.step.before_update
         self._model = model
 
@@ -95,6 +111,7 @@ class CellSource(_Listed):
 
     def __init__(self, cell: MFTrainOneStepCell) -> None:
         self._cell = cell
+        self.step_config = cell.config
         self.calls = cell.before_update
 
     @property

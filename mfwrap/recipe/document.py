@@ -9,7 +9,7 @@ from typing import Any, final
 import yaml
 
 from mfwrap.names import hint
-from mfwrap.recipe.secret_keys import find_secret, is_secret
+from mfwrap.records.secret_keys import find_secret, is_secret
 
 Path = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""

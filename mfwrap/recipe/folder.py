@@ -29,10 +29,10 @@ EARLIER = "earlier_"
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _RECORD = re.compile(
-    r"(anomalies|checkpoint_health|fingerprints|local_norms|metrics|rank_clock|throughput|training_state)"
-    r"(_rank\d+)?\.jsonl"
+    r"(anomalies|checkpoint_health|fingerprints|local_norms|metrics|progress|rank_clock|throughput"
+    r"|training_state)(_rank\d+)?\.jsonl"
     rf"|({re.escape(RESULT)}|{re.escape(ROLLBACKS_FILE)}|{re.escape(SKIP_ROWS_FILE)}"
-    r"|abnormal_global_norm\.json|run\.(html|png)"
+    r"|abnormal_global_norm\.json|run\.(html|json|png)"
     rf"|({EARLIER})?error_rank_\d+\.txt)({re.escape(PARTIAL)})?"
 )
 _EVENTS = "tensorboard/events.out.tfevents.*"

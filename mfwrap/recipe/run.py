@@ -145,6 +145,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         rollback=recipe.rollback,
         **keywords,
     )
+    trainer.callback_handler.facts.configuration = recipe.document.data
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StepProgressCallback):
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so

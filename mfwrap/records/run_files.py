@@ -50,6 +50,8 @@ class RunFiles:
         self._committed: dict[Path, _Committed] = {}
         self._is_fork = False
         self._cut_at: dict[Path, int] = {}
+        self.folders: dict[Path, None] = {}
+        """Folders in which this training has opened files, in their order."""
 
     def open(self, path: Path, global_step: int) -> JsonLines:
         """Open a record file at the start of a training, without records of other trainings.
@@ -78,6 +80,7 @@ class RunFiles:
                 _remove_later_records(path, global_step)
         lines = JsonLines(path)
         self._open.add(lines)
+        self.folders[path.parent] = None
         return lines
 
     def save(self, checkpoint: Path, run_folder: Path | None = None) -> None:
@@ -172,6 +175,11 @@ class RunFiles:
 _RUN_FILES = RunFiles()
 
 open_records = _RUN_FILES.open
+
+
+def record_folders() -> list[Path]:
+    """Return the folders in which this training has opened record files, in their order."""
+    return list(_RUN_FILES.folders)
 
 
 def save_records(checkpoint: Path, run_folder: Path | None = None) -> None:

@@ -11,6 +11,12 @@ from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
 
+FACTS = "run.json"
+"""File of `mfwrap.records.run_facts.RunFacts`."""
+
+NOT_ENDED = "not ended"
+"""State in ``run.json`` of a run that goes on, or was killed."""
+
 _NORM = "local_norm/"
 _RANK = re.compile(r"_rank(\d+)$")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -55,10 +61,17 @@ class RunRecord:
     max_grad_norm: float | None = None
     """Global norm above which gradients were clipped; ``None`` if the run has not recorded it."""
 
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the run was, from ``run.json``; empty without this file. See `read_facts`."""
+
     @property
     def anomalies(self) -> list[dict[str, Any]]:
         """Records of all episodes, ordered by step."""
         return [record for episode in self.episodes for record in episode.records]
+
+    def first_step(self) -> int:
+        """Return the first step of any curve; 0 if there is no curve."""
+        return min((curve.steps[0] for curve in self.curves.values() if curve.steps), default=0)
 
     def last_step(self) -> int:
         """Return the last step of any curve; 0 if there is no curve."""
@@ -111,6 +124,7 @@ def read_run(folder: Path) -> RunRecord:
         episodes_of(anomalies),
         read_rollbacks(folder),
         points.max_grad_norm,
+        read_facts(folder),
     )
 
 
@@ -178,6 +192,35 @@ def to_number(value: Any) -> float | None:
 def _sorted(values: Mapping[int, float]) -> Curve:
     steps = sorted(values)
     return Curve(steps, [values[step] for step in steps])
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return what `RunFacts` has written in a run folder; empty without ``run.json``.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    path = folder / FACTS
+    if not path.is_file():
+        return {}
+    try:
+        facts: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deep
+        msg = f"{path}: invalid JSON: {error}"
+        raise ValueError(msg) from error
+    if not isinstance(facts, dict):
+        msg = f"{path}: expected an object, got {type(facts).__name__}"
+        raise ValueError(msg)  # noqa: TRY004  (the content of a file is wrong, not an argument)
+    return facts
+
+
+def has_ended(folder: Path) -> bool:
+    """Return whether the training in a run folder has ended; False without ``run.json``.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    return bool(read_facts(folder).get("state", NOT_ENDED) != NOT_ENDED)
 
 
 def trainer_log(folder: Path) -> list[dict[str, Any]]:

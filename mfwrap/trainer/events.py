@@ -16,11 +16,14 @@ from mfwrap.collectives import section_clock
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
+from mfwrap.trainer.run_facts import TrainerFacts
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
 StepLines = Literal["never", "without a bar", "always"]
+
+_do_nothing: Callable[[TrainerState], None] = lambda _: None  # noqa: E731  (typed)
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -148,6 +151,7 @@ class StepCallbackHandler(CallbackHandler):
     before_event: Callable[[str], None]
     after_event: Callable[[str, TrainerControl], None] | None
     termination: "TerminationCallback"
+    facts: TrainerFacts
     postpones_save: bool = False
     """Whether a checkpoint is due at the end of this epoch."""
 
@@ -191,6 +195,7 @@ class StepCallbackHandler(CallbackHandler):
             changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
                 event, args, state, control, **keywords
             )
+            self.facts.after_event.get(event, _do_nothing)(state)
         if event == "on_step_begin":
             section_clock.begin_step()
         attached.answers_late = event == "on_optimizer_step"
@@ -281,6 +286,7 @@ def add_step_to_events(
     handler.trainer = trainer
     handler.before_event, handler.after_event = before_event, after_event
     handler.termination = TerminationCallback(termination)
+    handler.facts = TrainerFacts(trainer)
 
 
 def _step_handler_class(kind: type[CallbackHandler]) -> type[StepCallbackHandler]:

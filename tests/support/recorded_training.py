@@ -65,11 +65,14 @@ def run(loop: str, folder: Path, *, kill_at: int | None = None) -> int:
     return answer
 
 
+_TIMES = {"throughput", "seconds"}
+
+
 def records_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the records of each file, without numbers that depend on time."""
     return {
         path.name: [
-            {name: value for name, value in json.loads(line).items() if name != "throughput"}
+            {name: value for name, value in json.loads(line).items() if name not in _TIMES}
             for line in path.read_text(encoding="utf-8").splitlines()
         ]
         for path in sorted(folder.glob("*.jsonl"))

@@ -12,8 +12,10 @@ from torch import Tensor
 
 __all__ = ["contents", "differences"]
 
-_TIMES = re.compile(r"runtime|per_second|throughput|_time$")
-"""Names of numbers that depend on the clock."""
+_TIMES = re.compile(
+    r"runtime|per_second|throughput|_time$|seconds|started|command|^progress\.jsonl$"
+)
+"""Names of what depends on the clock, and of the command, which is another one after a crash."""
 
 _IGNORED = re.compile(r"(earlier_)?error_rank_\d+\.txt(\.partial)?|abandoned-.*|.*\.jsonl\.\d+")
 """Traceback of a run that failed or was killed while it wrote the traceback, which stays when the

@@ -70,6 +70,8 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
     for name in (
         "run.png",
         "run.html",
+        "run.json",
+        "progress.jsonl",
         "error_rank_1.txt",
         "earlier_error_rank_1.txt",
         "metrics_rank1.jsonl",

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mfwrap.records.run_record import Curve, read_run
+from mfwrap.records.run_record import Curve, read_facts, read_run
 from support.run_folders import GROUPS, write_lines, write_run, write_trainer_run
 
 
@@ -111,3 +111,17 @@ def test_no_folder(tmp_path):
         FileNotFoundError, match="nothing is not a run folder: there is no such folder"
     ):
         read_run(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "invalid JSON"), ("[1]", "expected an object, got list"), (5000 * "[", "invalid JSON")],
+)
+def test_damaged_facts(tmp_path, text, says):
+    """A damaged file is named in the error; no file means no facts."""
+    assert read_facts(tmp_path) == {}
+    (tmp_path / "run.json").write_text(text)
+
+    with pytest.raises(ValueError, match=says) as error:
+        read_facts(tmp_path)
+    assert str(error.value).startswith(str(tmp_path / "run.json"))

@@ -172,7 +172,7 @@ def test_a_second_run_in_the_folder_keeps_the_first(tmp_path):
     run = tmp_path / "run"
     renamed = [line for line in (str(one.message) for one in caught) if "renamed" in line]
     new = {file.name for file in run.iterdir() if not file.name.endswith(".1")}
-    assert len(renamed) == len(new) == 4
+    assert len(renamed) == len(new) == 6
     assert {file.name for file in run.iterdir()} == new | {f"{name}.1" for name in new}
     assert (run / "metrics.csv").read_text() == (run / "metrics.csv.1").read_text()
 

@@ -1,6 +1,8 @@
-"""Find passwords and access tokens in a recipe, which must not be written to disk."""
+"""Find passwords and access tokens in settings, which must not be written to disk."""
 
 import re
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SECRET_KEY = re.compile(
@@ -18,6 +20,8 @@ _SECRET_VALUE = re.compile(
 
 _ABSENT = {"", "None"}
 """Texts that stand for no value. MindFormers' files write ``None`` for null."""
+
+_HIDDEN = "***"
 
 _WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-\s]")
 
@@ -51,3 +55,45 @@ def find_secret(value: Any, path: tuple[str | int, ...] = ()) -> tuple[str | int
         items = enumerate(value)
     found = (find_secret(inner, (*path, key)) for key, inner in items)
     return next((one for one in found if one is not None), None)
+
+
+def without_secrets(value: Any, path: tuple[str | int, ...] = ()) -> Any:
+    """Return settings as plain values for JSON, with ``***`` in the place of each secret.
+
+    Args:
+        value: Mappings, lists and plain values; anything else becomes text.
+        path: Path of `value`.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): without_secrets(inner, (*path, str(key))) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(inner, (*path, place)) for place, inner in enumerate(value)]
+    if value is None or isinstance(value, bool):
+        return value
+    if is_secret(path) and str(value) not in _ABSENT:
+        return _HIDDEN
+    if isinstance(value, (int, float)):
+        return value
+    return _SECRET_VALUE.sub(_HIDDEN, str(value))
+
+
+def command_without_secrets(words: Sequence[str]) -> str:
+    """Return a command for a shell, with ``***`` in the place of each secret.
+
+    Args:
+        words: The command's words. The value of a secret is in the same word, as in
+            ``--hub-token=hf_...``, or in the next one.
+    """
+    shown, is_next_secret = [], False
+    for word in words:
+        name, mark, value = word.partition("=")
+        is_option = bool(mark) or word.startswith("-")
+        is_named = is_option and is_secret((name.lstrip("-").rpartition(".")[2],))
+        if is_next_secret and not word.startswith("-"):
+            shown.append(_HIDDEN)
+        elif is_named and mark and value:
+            shown.append(f"{name}={_HIDDEN}")
+        else:
+            shown.append(_SECRET_VALUE.sub(_HIDDEN, word))
+        is_next_secret = is_named and not mark
+    return " ".join(word if word.endswith(_HIDDEN) else shlex.quote(word) for word in shown)

@@ -1,0 +1,140 @@
+"""Say in ``run.json`` what a run was: command, settings, versions, machine, model and time."""
+
+import datetime as dt
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from mfwrap.checkpoints.folders import whole_file
+from mfwrap.collectives import num_ranks
+from mfwrap.preflight import version_facts
+from mfwrap.records.json_lines import last_value
+from mfwrap.records.run_files import open_records, set_aside
+from mfwrap.records.run_record import FACTS, NOT_ENDED, read_facts
+from mfwrap.records.secret_keys import command_without_secrets, without_secrets
+
+PROGRESS = "progress.jsonl"
+_FORMAT_VERSION = 1
+
+
+@final
+class RunFacts:
+    """Write ``run.json`` and ``progress.jsonl`` in a run folder, in the main process.
+
+    ``progress.jsonl`` has the seconds of training, and the tokens if they are known, at some steps.
+    A training that resumes goes on counting from its checkpoint. Secrets are not written.
+
+    Args:
+        folder: Run folder.
+        configuration: Settings of the run, nested by name.
+        model: Network, whose parameters are counted; ``None`` if it is unknown.
+        first_step: Steps finished before this training; 0 for a training from the start.
+        max_steps: Steps of the whole run; ``None`` if unknown.
+        clock: Returns seconds from an arbitrary start.
+
+    Raises:
+        OSError: If files cannot be written to the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        configuration: Mapping[str, Any],
+        model: nn.Module | None = None,
+        *,
+        first_step: int = 0,
+        max_steps: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._folder, self._clock, self._max_steps = folder, clock, max_steps
+        self._lines = open_records(folder / PROGRESS, first_step)
+        before = last_value(folder / PROGRESS, "seconds") or 0.0
+        self._start = clock() - before
+        self._last_step = first_step
+        started = read_facts(folder).get("started") if first_step else None
+        if not first_step:
+            set_aside(folder / FACTS)
+        now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        self._facts = {
+            "format_version": _FORMAT_VERSION,
+            "command": command_without_secrets(_command()),
+            "started": started or now,
+            "model": None if model is None else type(model).__name__,
+            "parameters": None if model is None else _parameters(model),
+            "hardware": hardware(),
+            "versions": version_facts(),
+            "configuration": without_secrets(configuration),
+        }
+        self._write(NOT_ENDED)
+
+    def note(self, step: int, tokens: int | None = None) -> None:
+        """Record the time, and the tokens of the run so far, at a step."""
+        if step > self._last_step:
+            self._last_step = step
+            seconds = round(self._clock() - self._start, 3)
+            self._lines.append(
+                {"step": step, "seconds": seconds} | ({} if tokens is None else {"tokens": tokens})
+            )
+
+    def save(self) -> None:
+        """Write how long the run has taken so far."""
+        self._write(NOT_ENDED)
+
+    def end(self, step: int) -> None:
+        """Write that the training has ended after a step."""
+        self.note(step)
+        is_whole = self._max_steps is None or step >= self._max_steps
+        self._write("finished" if is_whole else f"ended at step {step} of {self._max_steps}")
+
+    def _write(self, state: str) -> None:
+        facts = self._facts | {"state": state, "seconds": round(self._clock() - self._start, 3)}
+        with whole_file(self._folder / FACTS) as partial:
+            partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def hardware() -> dict[str, Any]:
+    """Return what a training runs on: a name in words, the type of the device, and the ranks."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    ranks = num_ranks()
+    if kind is None:
+        name = f"{_processor()}, {os.cpu_count()} cores"
+        name = f"{ranks} processes on {name}" if ranks > 1 else name
+    else:
+        # Only CUDA and XPU tell the name of a device.
+        module = getattr(torch, kind.type, None)
+        named = getattr(module, "get_device_name", kind.type.upper)
+        name = f"{ranks} x {named()}" if ranks > 1 else str(named())
+    return {"name": name, "device": "cpu" if kind is None else kind.type, "ranks": ranks}
+
+
+def _processor() -> str:
+    """Return the model of the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(filter(None, names), platform.processor() or platform.machine() or "CPU")
+
+
+def _command() -> list[str]:
+    """Return the words that started this process, with the program's name instead of its path."""
+    words = list(sys.argv)
+    if words and words[0].endswith("__main__.py"):
+        return ["python", "-m", Path(words[0]).parent.name, *words[1:]]
+    return [Path(words[0]).name, *words[1:]] if words else []
+
+
+def _parameters(model: nn.Module) -> dict[str, int]:
+    """Count parameters; of a sharded model the whole ones."""
+    sizes = [(math.prod(one.shape), one.requires_grad) for one in model.parameters()]
+    return {"total": sum(n for n, _ in sizes), "trainable": sum(n for n, trains in sizes if trains)}

@@ -1,0 +1,108 @@
+"""``run.json`` says what a run was, and ``progress.jsonl`` how long it took."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap.records import read_json_lines
+from mfwrap.records.run_facts import RunFacts
+from mfwrap.records.run_files import resume_run, save_records
+from mfwrap.records.run_record import has_ended, read_facts
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock():
+    """Return a clock."""
+    return Clock()
+
+
+def test_what_a_run_was(tmp_path, clock, monkeypatch):
+    """The file has command, settings, model, versions and machine, without secrets."""
+    monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--token=SECRET", "--lr", "1"])
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    model[0].weight.requires_grad_(requires_grad=False)
+    facts = RunFacts(tmp_path, {"lr": 1.0, "api_key": "SECRET"}, model, max_steps=10, clock=clock)
+    clock.seconds += 2.5
+    facts.save()
+
+    found = read_facts(tmp_path)
+    assert found["command"] == "train.py --token=*** --lr 1"
+    assert found["configuration"] == {"lr": 1.0, "api_key": "***"}
+    assert (found["model"], found["parameters"]) == ("Sequential", {"total": 21, "trainable": 9})
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["hardware"]["ranks"] == 1
+    assert (found["state"], found["seconds"]) == ("not ended", 2.5)
+    assert "SECRET" not in (tmp_path / "run.json").read_text()
+    assert not has_ended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("step", "max_steps", "state"),
+    [(10, 10, "finished"), (7, 10, "ended at step 7 of 10"), (7, None, "finished")],
+)
+def test_how_a_run_ended(tmp_path, clock, step, max_steps, state):
+    """A run that ends before its last step says so."""
+    facts = RunFacts(tmp_path, {}, max_steps=max_steps, clock=clock)
+    facts.end(step)
+
+    assert read_facts(tmp_path)["state"] == state
+    assert has_ended(tmp_path)
+
+
+def test_time_and_tokens(tmp_path, clock):
+    """A step is recorded once, with the time since the start and the tokens if they are known."""
+    facts = RunFacts(tmp_path, {}, clock=clock)
+    clock.seconds += 1
+    facts.note(5, 1000)
+    facts.note(5, 1000)
+    clock.seconds += 1
+    facts.note(7)
+
+    assert read_json_lines(tmp_path / "progress.jsonl") == [
+        {"step": 5, "seconds": 1.0, "tokens": 1000},
+        {"step": 7, "seconds": 2.0},
+    ]
+
+
+def test_a_resumed_run_counts_on(tmp_path, clock):
+    """The time goes on from the checkpoint; what came after it is not counted."""
+    facts = RunFacts(tmp_path, {}, clock=clock)
+    started = read_facts(tmp_path)["started"]
+    clock.seconds += 10
+    facts.note(5)
+    save_records(tmp_path / "checkpoint-5", tmp_path)
+    clock.seconds += 10
+    facts.note(8)
+    resume_run(tmp_path / "checkpoint-5", tmp_path, 5)
+    clock.seconds += 1000
+    facts = RunFacts(tmp_path, {}, first_step=5, max_steps=6, clock=clock)
+    clock.seconds += 2
+    facts.end(6)
+
+    lines = read_json_lines(tmp_path / "progress.jsonl")
+    assert [(line["step"], line["seconds"]) for line in lines] == [(5, 10.0), (6, 12.0)]
+    found = read_facts(tmp_path)
+    assert (found["seconds"], found["started"]) == (12.0, started)
+
+
+def test_a_second_run_keeps_the_first(tmp_path, clock):
+    """A run from the start renames the files of an earlier run in the folder."""
+    RunFacts(tmp_path, {"lr": 1.0}, clock=clock).end(3)
+    with pytest.warns(UserWarning, match="was renamed to"):
+        RunFacts(tmp_path, {"lr": 2.0}, clock=clock)
+
+    earlier = json.loads((tmp_path / "run.json.1").read_text())
+    assert earlier["configuration"] == {"lr": 1.0}
+    assert read_facts(tmp_path)["configuration"] == {"lr": 2.0}

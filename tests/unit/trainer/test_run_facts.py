@@ -1,0 +1,71 @@
+"""MFTrainer says in the run folder what the run was, if a monitor writes records there."""
+
+from transformers import EarlyStoppingCallback
+
+from mfwrap import StepConfig
+from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.records import read_json_lines
+from mfwrap.records.run_record import read_facts
+from mfwrap.trainer import MFTrainer
+from support.trainer_runs import new_trainer
+
+MONITOR = {"local_norm_format": "jsonl"}
+
+
+def test_settings_time_and_tokens(tmp_path):
+    """The files have settings of Trainer and step, time and tokens; a resume counts on."""
+    options = {"gradient_accumulation_steps": 2, "logging_steps": 2, "save_steps": 2}
+    options |= {"include_num_input_tokens_seen": "all"}
+    options |= {"save_strategy": "steps", "extras": {"step": StepConfig(local_norm=True)}}
+    callbacks = [TrainingStateMonitor(**MONITOR)]
+    new_trainer(MFTrainer, tmp_path, max_steps=4, callbacks=callbacks, **options).train()
+
+    facts = read_facts(tmp_path)
+    assert facts["state"] == "finished"
+    assert facts["configuration"]["training"]["gradient_accumulation_steps"] == 2
+    assert facts["configuration"]["step"]["local_norm"] is True
+    callbacks = [TrainingStateMonitor(**MONITOR)]
+    trainer = new_trainer(MFTrainer, tmp_path, max_steps=6, callbacks=callbacks, **options)
+    trainer.train(resume_from_checkpoint="auto")
+
+    lines = read_json_lines(tmp_path / "progress.jsonl")
+    counted = {
+        each["step"]: each["num_input_tokens_seen"]
+        for each in trainer.state.log_history
+        if "num_input_tokens_seen" in each
+    }
+    assert {line["step"]: line["tokens"] for line in lines} == counted
+    assert list(counted) == [2, 4, 6]
+    times = [line["seconds"] for line in lines]
+    assert times == sorted(times)
+
+
+def test_a_training_that_ends_early(tmp_path):
+    """The file says at which of how many steps a callback has ended the training."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    new_trainer(
+        MFTrainer,
+        tmp_path,
+        max_steps=9,
+        callbacks=[TrainingStateMonitor(**MONITOR), EarlyStoppingCallback(1, 1e9)],
+        **options,
+    ).train()
+
+    assert read_facts(tmp_path)["state"] == "ended at step 2 of 9"
+
+
+def test_without_records_there_are_no_facts(tmp_path):
+    """A training whose callbacks write no records writes no file."""
+    new_trainer(MFTrainer, tmp_path, max_steps=2).train()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_the_monitor(tmp_path):
+    """The file is where the records are."""
+    monitor = TrainingStateMonitor(**MONITOR, folder=tmp_path / "records")
+    new_trainer(MFTrainer, tmp_path / "run", max_steps=2, callbacks=[monitor]).train()
+
+    assert read_facts(tmp_path / "records")["state"] == "finished"
+    assert read_facts(tmp_path / "run") == {}
