@@ -11,7 +11,7 @@ from mfwrap import StepReport
 from mfwrap.callbacks.culprit.forward_judge import ForwardJudge, ForwardScores, JudgedForward
 from mfwrap.callbacks.culprit.state_judge import StateJudge, StateScores
 from mfwrap.callbacks.culprit.step_judge import JudgedStep, StepJudge, StepScores
-from mfwrap.callbacks.culprit.update_sample import UpdateSample
+from mfwrap.callbacks.culprit.update_sample import Change, UpdateSample
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import trainable
@@ -45,6 +45,9 @@ class Judgement(NamedTuple):
 
     forward: JudgedForward | None = None
     """Judgement of the last forwards that were watched."""
+
+    change: tuple[tuple[str, ...], Change] | None = None
+    """Names of the weights, and their change in the step; ``None`` if it was not measured."""
 
 
 @final
@@ -104,12 +107,16 @@ class Judges:
         if applied is None:
             applied = torch.ones((), dtype=torch.bool, device=loss.device)
         judge = self._judge_of(names, loss.device)
+        change = None
+        if self._updates is not None and measures_updates:
+            change = self._updates.measure()
+        weights = self._names
         judge.rate_factor = 1.0 if report is None else report.learning_rate_factor
         judged = judge.judge(
             loss,
             getattr(output, "global_norm", None),
             norms if names else None,
-            self._updates.measure() if self._updates is not None and measures_updates else None,
+            change,
             None if rates is None or not rates.numel() else rates.max(),
             applied,
         )
@@ -130,7 +137,8 @@ class Judges:
             forward = judged.summary.new_full((len(ForwardScores._fields),), torch.nan)
         forward = on_device(forward, judged.summary.device)
         summary = torch.cat([judged.summary, unknown, forward])
-        return Judgement(judged, summary, optimizer, self.forward.last)
+        changed = None if change is None else (weights, change)
+        return Judgement(judged, summary, optimizer, self.forward.last, changed)
 
     def _sample_updates(self) -> None:
         """Follow the weights, if others are trained now or if they have moved to other memory."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mfwrap.callbacks.culprit.update_sample import Change
 from mfwrap.callbacks.training_state.expert_load import drop_rate, imbalance
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers
 from mfwrap.callbacks.training_state.settings import (
@@ -54,7 +55,7 @@ class StateMetrics:
         self._settings = settings
         self._stable_rank = stable_rank_settings(settings.stable_rank_config)
         self._patterns = [re.compile(pattern) for pattern in settings.target or ()]
-        self._selected: tuple[tuple[str, ...], list[int], Tensor | None] | None = None
+        self._selected: dict[tuple[str, ...], tuple[list[int], Tensor | None]] = {}
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is reported. Stable ranks have their own interval."""
@@ -98,6 +99,29 @@ class StateMetrics:
             found.add(tags, stable_rank.format, *values)
         return found.packed()
 
+    def with_update_ratios(
+        self, packed: PackedMetrics, step: int, change: tuple[tuple[str, ...], Change] | None
+    ) -> PackedMetrics:
+        """Return the metrics of a step together with the update ratios, if they are reported.
+
+        Args:
+            packed: Metrics of the step.
+            step: Number of the step.
+            change: Names of weights, and their change; ``None`` if it was not measured.
+        """
+        formats = self._settings.update_ratio_format
+        if not formats or change is None or not self.is_due(step):
+            return packed
+        names, (update, weight, _) = change
+        values = update / weight
+        numbers, index = self._selection(names, values.device)
+        metrics = tuple(Metric(f"update_ratio/{names[i]}", tuple(formats)) for i in numbers)
+        if index is not None:
+            values = values.index_select(0, index)
+        if packed.values is not None:
+            values = torch.cat([packed.values, on_device(values, packed.values.device)])
+        return PackedMetrics(packed.metrics + metrics, values)
+
     def _is_target(self, name: str) -> bool:
         """Return whether a parameter, or a group of parameters, is reported."""
         return any(each.search(name) for each in self._patterns) != self._settings.invert
@@ -135,12 +159,12 @@ class StateMetrics:
 
         The tensor is ``None`` if all groups are reported.
         """
-        if self._selected is None or self._selected[0] != names:
+        if names not in self._selected:
             numbers = [i for i, name in enumerate(names) if self._is_target(name)]
             whole = len(numbers) == len(names)
             index = None if whole else torch.tensor(numbers, dtype=torch.int64).to(device)
-            self._selected = (names, numbers, index)
-        return self._selected[1], self._selected[2]
+            self._selected[names] = (numbers, index)
+        return self._selected[names]
 
     def _add_states(self, found: "_Numbers", model: nn.Module, optimizer: Any) -> None:
         settings = self._settings

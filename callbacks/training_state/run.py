@@ -231,6 +231,7 @@ class TrainingStateRun:
             if self.finder is not None:
                 applied = None if skipped is None else ~skipped
                 judgement = self.finder.end_step(global_step, output, report, applied, optimizer)
+                shown = self._metrics.with_update_ratios(shown, global_step, judgement.change)
         step = _Step(
             number=global_step,
             position=self._length.position(global_step),

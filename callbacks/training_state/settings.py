@@ -68,6 +68,11 @@ class TrainingStateSettings(RunSettings):
     """``weight_norm``: L2 norm of all trainable weights after the update. Each reported step
     reads the weights once."""
 
+    update_ratio_format: Formats = None
+    """``update_ratio/<parameter>``: root mean square of the update of a weight, divided by that of
+    the weight, from at most 256 of its elements; about 0.001 is ordinary. The culprit finder
+    measures it in each step anyway, so it needs `find_culprit`. NaN for a weight of zeros."""
+
     max_attention_logit_format: Formats = None
     """``max_attention_logit/<module>/head_<i>``, ``/mean`` and ``/max``: largest attention logit of
     each head over all micro-batches. The logits are computed a second time.
@@ -207,6 +212,10 @@ class TrainingStateSettings(RunSettings):
             if getattr(self, name) and not self.find_culprit:
                 msg = f"`{name}` must be False without `find_culprit`, got True"
                 raise ValueError(msg)
+        if self.update_ratio_format and not self.find_culprit:
+            formats = self.update_ratio_format
+            msg = f"`update_ratio_format` must be None without `find_culprit`, got {formats!r}"
+            raise ValueError(msg)
         if self.show_samples and not self.replay:
             msg = "`show_samples` must be False without `replay`, got True"
             raise ValueError(msg)

@@ -331,6 +331,7 @@ def test_nothing_more_is_read_on_the_host(tmp_path):
     """All monitors and metrics together add no host read to a step."""
     monitor = TrainingStateMonitor(
         **EVERYTHING,
+        update_ratio_format="jsonl",
         max_attention_logit_format="jsonl",
         expert_load_format="jsonl",
         expert_capacity_factor=1.0,
@@ -350,7 +351,7 @@ def test_nothing_more_is_read_on_the_host(tmp_path):
     assert reads_per_run(tmp_path, [monitor, *others]) == reads_per_run(tmp_path / "without", [])
     assert len(lines(tmp_path)) == 6
     shown = {tag.split("/")[0] for tag in lines(tmp_path)[3]}
-    assert {"weight_stable_rank", "max_attention_logit", "adam_m_norm"} <= shown
+    assert {"weight_stable_rank", "max_attention_logit", "adam_m_norm", "update_ratio"} <= shown
 
 
 def test_a_loop_names_its_model_once(tmp_path):
@@ -373,3 +374,41 @@ def test_a_loop_names_its_model_once(tmp_path):
     records = read_json_lines(tmp_path / "training_state.jsonl")
     names = {"weight_norm", "adam_m_norm/weight", "adam_v_norm/bias"}
     assert [names <= record.keys() for record in records] == [True, True]
+
+
+@pytest.mark.parametrize("target", [[".*"], ["weight"]])
+def test_update_ratios(tmp_path, target):
+    """Each reported step has the ratio of update and weight, of the weights of `target`."""
+    network = torch.nn.Linear(16, 8)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    monitor = TrainingStateMonitor(
+        update_ratio_format="jsonl", target=target, step_interval=2, folder=tmp_path
+    )
+    state, control = TrainerState(max_steps=4), TrainerControl()
+    known = {"model": network, "optimizer": optimizer}
+    monitor.on_train_begin(None, state, control, **known)
+    expected = []
+    for _ in range(4):
+        before = {name: weight.detach().clone() for name, weight in network.named_parameters()}
+        loss = network(torch.ones(1, 16)).square().sum()
+        loss.backward()
+        optimizer.step()
+        state.global_step += 1
+        expected.append(
+            {
+                f"update_ratio/{name}": (
+                    (weight - before[name]).norm() / before[name].norm()
+                ).item()
+                for name, weight in network.named_parameters()
+                if name in target or target == [".*"]
+            }
+        )
+        monitor.on_step_end(None, state, control, step_output=loss.detach(), **known)
+        optimizer.zero_grad()
+    monitor.on_train_end(None, state, control)
+
+    found = [
+        {name: value for name, value in record.items() if name.startswith("update_ratio/")}
+        for record in lines(tmp_path)
+    ]
+    assert found == [pytest.approx(expected[1], rel=1e-5), pytest.approx(expected[3], rel=1e-5)]

@@ -120,6 +120,11 @@ def test_state_makes_the_same_monitor(tmp_path):
         ),
         ({"show_samples": True}, ValueError, "`show_samples` must be False without `replay`"),
         (
+            {"update_ratio_format": "jsonl", "find_culprit": False},
+            ValueError,
+            "`update_ratio_format` must be None without `find_culprit`, got ",
+        ),
+        (
             {"replay": True, "find_culprit": False},
             ValueError,
             "`replay` must be False without `find_culprit`",
