@@ -6,6 +6,7 @@ RUN := $(VENV)/bin/python
 CUDA_VENV := .venv-cuda
 SOURCE_LIST := build/source-files
 TORCH := $(shell grep '^torch==' constraints.txt)
+PLOTLY := 4.1.1
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14)
 MACHINE_PYTHON := $(or $(PYTHON),python3)
 
@@ -15,7 +16,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants peers table layouts pictures lint format benchmark benchmark-full docs clean
+.PHONY: help train test test-full test-cuda mutants peers table layouts pictures plotly lint format benchmark benchmark-full docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -55,6 +56,12 @@ layouts: $(VENV)/.linked ## compare each layout of ranks with one process, and w
 
 pictures: $(VENV)/.linked ## train with each monitor, and draw the pictures in docs/pictures (1 minute)
 	OMP_NUM_THREADS=1 $(RUN) .ci/monitor_pictures.py
+
+# The npm package is the only source of a plotly.js without maps, three dimensions and other charts of 3 MB.
+plotly: ## fetch the plotly.js of the run page from the npm registry again (it needs npm)
+	mkdir -p build/plotly
+	cd build/plotly && npm pack --silent plotly.js-cartesian-dist-min@$(PLOTLY) && tar xzf *-$(PLOTLY).tgz
+	gzip -9nc build/plotly/package/plotly-cartesian.min.js > mfwrap/report/plotly-cartesian.min.js.gz
 
 lint: $(VENV)/.linked ## check style, formatting and types
 	$(RUN) -m ruff check

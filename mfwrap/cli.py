@@ -249,26 +249,38 @@ def plot(run: Path, output: Path | None) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="HTML file; by default RUN/run.html, for several runs run.html in the current folder.",
 )
-def report(runs: Sequence[Path], output: Path | None) -> None:
+@click.option(
+    "--watch",
+    type=click.IntRange(min=1),
+    is_flag=False,
+    flag_value=10,
+    metavar="[SECONDS]",
+    help="Write the page again every SECONDS, by default 10, until all runs have ended.",
+)
+def report(runs: Sequence[Path], output: Path | None, watch: int | None) -> None:
     """Write an HTML page of the run folder RUN, or compare several runs on one page.
 
-    The page is one file that needs no network. It shows losses, learning rate, loss scale, gradient
-    norms by layer, step and rank, throughput, and anomalies.
+    The page is one file that needs no network. It shows what went wrong, settings and their
+    differences, losses, learning rate, loss scale, gradient norms by layer, step and rank, and
+    throughput. With --watch, a browser that shows the page loads it again while the run goes on.
 
     \b
     Examples:
       mfwrap report runs/causal_lm
       mfwrap report runs/first runs/second --output compared.html
+      mfwrap report runs/causal_lm --watch
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
-    try:
-        from mfwrap.report.page import write_run_page  # noqa: PLC0415  (loads plotly)
-    except ImportError as error:
-        msg = f'a report needs {error.name}; pip install "mfwrap[report]"'
-        raise RecipeError(msg) from error
+    from mfwrap.report.page import write_run_page  # noqa: PLC0415  (loads torch)
+    from mfwrap.report.watch import watch_runs  # noqa: PLC0415  (loads torch)
+
     page = output
     if page is None:
         page = runs[0] / "run.html" if len(runs) == 1 else Path("run.html")
-    _draw(page, lambda: write_run_page(runs, page))
+    if watch is None:
+        _draw(page, lambda: write_run_page(runs, page))
+        return
+    click.echo(f"writing {page} every {watch} s until the end of the run; Ctrl-C ends this earlier")
+    _draw(page, lambda: watch_runs(runs, page, watch))
 
 
 @cli.command()

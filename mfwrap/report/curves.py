@@ -1,8 +1,8 @@
 """Define colors and number formats, and shorten curves, for the run page and the picture."""
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping
+from itertools import pairwise
 
 from mfwrap.records.run_record import Curve, RunRecord
 
@@ -24,7 +24,8 @@ def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
 
     Args:
         curve: Curve of any length. It is returned unchanged if it has at most `max_points` points.
-        max_points: Approximate number of finite points. All non-finite points are kept in addition.
+        max_points: Approximate number of finite points. The first of the non-finite points in each
+            stretch is kept in addition.
     """
     if len(curve.steps) <= max_points:
         return curve
@@ -33,7 +34,7 @@ def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
     for start in range(0, len(curve.steps), width):
         stretch = range(start, min(start + width, len(curve.steps)))
         finite = [i for i in stretch if math.isfinite(curve.values[i])]
-        kept.update(i for i in stretch if not math.isfinite(curve.values[i]))
+        kept.update([i for i in stretch if not math.isfinite(curve.values[i])][:1])
         if finite:
             kept.add(min(finite, key=curve.values.__getitem__))
             kept.add(max(finite, key=curve.values.__getitem__))
@@ -43,46 +44,60 @@ def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
 
 def smoothed(curve: Curve) -> Curve:
     """Return a curve of moving means over the finite values among the nearest 3% of points."""
-    finite = [value if math.isfinite(value) else 0.0 for value in curve.values]
-    sums = [0.0, *accumulate(finite)]
-    counts = [0, *accumulate(int(math.isfinite(value)) for value in curve.values)]
-    reach = max(1, round(0.015 * len(finite)))
+    reach = max(1, round(0.015 * len(curve.values)))
     values = []
-    for index in range(len(finite)):
+    for index in range(len(curve.values)):
         # Keep the window symmetric: near an end it shrinks on both sides. A one-sided window would
         # pull the end of the curve towards its middle.
-        near = min(reach, index, len(finite) - 1 - index)
-        start, end = index - near, index + near + 1
-        count = counts[end] - counts[start]
-        values.append((sums[end] - sums[start]) / count if count else math.nan)
+        near = min(reach, index, len(curve.values) - 1 - index)
+        # Not by differences of running sums: after a loss of 1e30 they have no digit left.
+        window = list(filter(math.isfinite, curve.values[index - near : index + near + 1]))
+        values.append(sum(window) / len(window) if window else math.nan)
     return Curve(curve.steps, values)
 
 
-def with_gaps(values: Sequence[float]) -> list[float | None]:
-    """Replace each non-finite value with ``None``, which plotly shows as a gap."""
-    return [value if math.isfinite(value) else None for value in values]
+def means(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
+    """Return means of the finite values in equal stretches of a curve, at their middle steps.
+
+    Args:
+        curve: Curve of any length.
+        max_points: Largest number of stretches. A stretch without a finite value is left out.
+    """
+    width = math.ceil(len(curve.steps) / max_points)
+    found = Curve()
+    for start in range(0, len(curve.steps), width):
+        finite = [value for value in curve.values[start : start + width] if math.isfinite(value)]
+        if finite:
+            found.steps.append(curve.steps[min(start + width // 2, len(curve.steps) - 1)])
+            found.values.append(math.fsum(finite) / len(finite))
+    return found
 
 
-def binned(groups: Mapping[str, Curve]) -> tuple[list[int], list[list[float | None]]]:
-    """Reduce norms of many steps to at most 800 columns.
+def binned(
+    groups: Mapping[str, Curve], max_columns: int = _MAX_COLUMNS
+) -> tuple[list[int], list[list[float | None]]]:
+    """Reduce norms of many steps to some columns.
 
     Args:
         groups: Curves by group name, at least one.
+        max_columns: Largest number of columns.
 
     Returns:
         The first step of each column; and a row for each group. A row holds the group's largest
-        finite norm in each column, or ``None`` if the group has no finite norm there.
+        value in each column, NaN if a value there is not finite, or ``None`` if there is none.
     """
     steps = sorted({step for curve in groups.values() for step in curve.steps})
-    width = math.ceil(len(steps) / _MAX_COLUMNS)
+    width = math.ceil(len(steps) / max_columns)
     column = {step: index // width for index, step in enumerate(steps)}
     norms: list[list[float | None]] = []
     for curve in groups.values():
         row: list[float | None] = [None] * math.ceil(len(steps) / width)
         for step, value in zip(curve.steps, curve.values, strict=True):
             before = row[column[step]]
-            if math.isfinite(value):
-                row[column[step]] = value if before is None else max(before, value)
+            if not math.isfinite(value):
+                row[column[step]] = math.nan
+            elif before is None or before < value:
+                row[column[step]] = value
         norms.append(row)
     return steps[::width], norms
 

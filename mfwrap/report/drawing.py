@@ -1,15 +1,14 @@
-"""Helpers for the plotly figures of a run page's panels."""
+"""Describe the panels of a run page as data, which the page's program draws."""
 
-import html
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import plotly.graph_objects as go
-
 from mfwrap.records.run_record import Curve, RunRecord
-from mfwrap.report.curves import COLORS, NUMBER, thinned, with_gaps
+from mfwrap.report.curves import COLORS, means, thinned
 
-_HOVER = f"step %{{x}}: %{{y:{NUMBER}}}<extra>%{{fullData.name}}</extra>"
+_DIGITS = 5
+"""Significant digits of a number in the page."""
 
 
 class Panel(NamedTuple):
@@ -22,9 +21,14 @@ class Panel(NamedTuple):
     note: str
     """What the figure shows, as HTML."""
 
-    figure: go.Figure
-    has_steps: bool = True
-    """Whether the horizontal axis shows steps."""
+    content: dict[str, Any]
+    """What the page's program draws, ready for JSON. Its ``kind`` is ``"curves"``, ``"map"`` or
+    ``"ranks"``; ``choices``, if there are several, are the entries of a menu."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not (self.content.get("traces") or self.content.get("maps"))
 
 
 def color_of(number: int) -> str:
@@ -33,55 +37,56 @@ def color_of(number: int) -> str:
 
 
 def label(run: RunRecord, what: str, runs: Sequence[RunRecord]) -> str:
-    """Return the name of a trace as HTML; it includes the run's name if there are several runs."""
-    return html.escape(f"{run.name}: {what}" if len(runs) > 1 else what)
+    """Return the name of a trace; it includes the run's name if there are several runs."""
+    return f"{run.name}: {what}" if len(runs) > 1 else what
 
 
-def line(curve: Curve, name: str, color: str, **settings: Any) -> go.Scatter:
-    """Return a curve as a line with gaps at non-finite values; long curves are thinned."""
+def line(number: int, name: str, curve: Curve, **settings: Any) -> dict[str, Any]:
+    """Describe a curve as a line with gaps at non-finite values; long curves are thinned.
+
+    Args:
+        number: Index of the run.
+        name: What the line is.
+        curve: The numbers.
+        settings: Further fields: ``choice`` (an entry of the panel's menu), ``weights`` (``"raw"``
+            or ``"averaged"``), ``shape`` (``"hv"`` for steps), ``smooth`` (whether the reader may
+            smooth the line), ``color`` (by default that of the run).
+    """
     shown = thinned(curve)
-    return go.Scatter(
-        x=shown.steps,
-        y=with_gaps(shown.values),
-        name=name,
-        mode="lines" if len(shown.steps) > 1 else "markers",
-        line={"color": color, "width": 2},
-        hovertemplate=_HOVER,
-        **settings,
-    )
+    found = {"run": number, "name": name, **settings}
+    found |= {"x": shown.steps, "y": numbers(shown.values)}
+    if settings.get("smooth") and len(shown.steps) < len(curve.steps):
+        # A mean over what is left of a long curve would be one over its extremes.
+        mean = means(curve)
+        found["means"] = {"x": mean.steps, "y": numbers(mean.values)}
+    bad = [s for s, v in zip(curve.steps, curve.values, strict=True) if not math.isfinite(v)]
+    if bad:
+        found["bad"] = bad
+    return found
 
 
-def points(steps: Sequence[int], values: Sequence[Any], name: str, **marker: Any) -> go.Scatter:
-    """Return markers at some steps.
-
-    Args:
-        steps: Horizontal positions.
-        values: Vertical positions.
-        name: Name in the legend.
-        marker: Plotly's settings of a marker, such as ``symbol``.
-    """
-    return go.Scatter(
-        x=list(steps),
-        y=list(values),
-        name=name,
-        mode="markers",
-        marker={"size": 9} | marker,
-        hovertemplate=_HOVER,
-    )
-
-
-def add_menu(figure: go.Figure, choices: Mapping[str, Sequence[bool]]) -> None:
-    """Add a menu that chooses which traces are visible. A single choice gets no menu.
+def points(
+    number: int, name: str, places: Mapping[int, float], symbol: str, **settings: Any
+) -> dict[str, Any]:
+    """Describe markers at some steps, keyed by the step.
 
     Args:
-        figure: Figure with its traces. Exactly the traces of the first choice must be visible.
-        choices: Whether each trace is visible, for each menu entry, keyed by the entry's text.
+        number: Index of the run.
+        name: What the markers are.
+        places: Value at each step.
+        symbol: Plotly's name of the marker.
+        settings: Further fields, as in `line`.
     """
-    if len(choices) < 2:
-        return
-    buttons = [
-        {"label": text, "method": "update", "args": [{"visible": list(visible)}]}
-        for text, visible in choices.items()
-    ]
-    place = {"x": 0, "xanchor": "left", "y": 1.03, "yanchor": "bottom"}
-    figure.update_layout(updatemenus=[{**place, "buttons": buttons}])
+    x, y = list(places), numbers(places.values())
+    return {"run": number, "name": name, **settings, "symbol": symbol, "x": x, "y": y}
+
+
+def numbers(values: Any) -> list[float | None]:
+    """Return numbers with 5 significant digits, and ``None`` for those that are not finite."""
+    return [rounded(value) if math.isfinite(value) else None for value in values]
+
+
+def rounded(value: float) -> float | int:
+    """Return a number with 5 significant digits, as an integer if it is one."""
+    short = float(f"{value:.{_DIGITS}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short

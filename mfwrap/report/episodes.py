@@ -1,7 +1,6 @@
 """Say in words what went wrong in a run, why, where, in which samples, and what the run did."""
 
 import html
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +11,10 @@ from mfwrap.records.episodes import Episode
 from mfwrap.records.rollbacks import RollbackRecord
 from mfwrap.records.run_record import Curve, RunRecord, to_number
 from mfwrap.report.curves import NUMBER
+from mfwrap.report.samples import compared, samples_of
 
 _UNKNOWN = "\N{EN DASH}"
 _NO_CAUSE = "unknown"
-_MOST_SAMPLES = 8
 _MOST_NAMES = 3
 _MOST_IN_SHORT = 3
 """Number of episodes that the headline shows."""
@@ -67,6 +66,9 @@ class _Event(NamedTuple):
     """An episode or a rollback as text; everything but steps is HTML."""
 
     run: RunRecord
+    number: int
+    """Index of the run."""
+
     first: int
     last: int
     num_steps: int
@@ -89,12 +91,12 @@ class _Event(NamedTuple):
 
 def headline(runs: Sequence[RunRecord]) -> str:
     """Return what went wrong in each run, and how it ended: the first episodes in short."""
-    return "".join(_headline(run, has_name=len(runs) > 1) for run in runs)
+    return "".join(_headline(run, number, runs) for number, run in enumerate(runs))
 
 
-def _headline(run: RunRecord, *, has_name: bool) -> str:
-    name = f"{html.escape(run.name)}: " if has_name else ""
-    events = _events(run)
+def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
+    name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
+    events = _events(run, number)
     if not events:
         return f'<p class="headline">{name}No anomalies were recorded. {_end(run)}</p>'
     counts = [_counted(len(run.episodes), "episode")] if run.episodes else []
@@ -135,7 +137,7 @@ def _in_short(alike: Sequence[_Event]) -> str:
 
 def episode_table(runs: Sequence[RunRecord]) -> str:
     """Return a table of all episodes and rollbacks, whose steps are links into the curves."""
-    events = [event for run in runs for event in _events(run)]
+    events = [event for number, run in enumerate(runs) for event in _events(run, number)]
     if not events:
         return ""
     columns = ("Run", *_COLUMNS) if len(runs) > 1 else _COLUMNS
@@ -146,19 +148,27 @@ def episode_table(runs: Sequence[RunRecord]) -> str:
     return (
         '<h2 id="anomalies">Episodes</h2><p class="note">Bad steps in a row are one episode. Click '
         "its steps to show them in all curves, where each episode is a shaded span.</p>"
-        '<div class="wide long"><table id="episodes"><thead><tr>'
+        '<div class="wide long"><table id="episodes" class="rows"><thead><tr>'
         f"{heads}</tr></thead><tbody>{rows}</tbody></table></div>{rest}"
     )
 
 
 def _row(event: _Event, *, has_run: bool) -> str:
-    run = f'<td class="name">{html.escape(event.run.name)}</td>' if has_run else ""
-    cells = [_listed(event.where, "not in one place"), _listed(event.samples), event.action]
-    return (
-        f'<tr>{run}<td class="steps">{_link(event)}{_duration(event)}</td>'
-        f"<td><strong>{event.what}</strong>{_listed(_told(event), empty='')}</td>"
-        + "".join(f'<td class="name">{cell}</td>' for cell in cells)
-        + "</tr>"
+    run = [("name", "Run", html.escape(event.run.name))] * has_run
+    told = f"<strong>{event.what}</strong>{_listed(_told(event), empty='')}"
+    texts = (
+        f"{_link(event)}{_duration(event)}",
+        told,
+        _listed(event.where, "not in one place"),
+        _listed(event.samples),
+        event.action,
+    )
+    kinds = ("steps", "", "name", "name", "name")
+    cells = [*run, *zip(kinds, _COLUMNS, texts, strict=True)]
+    return "<tr>{}</tr>".format(
+        "".join(
+            f'<td class="{kind}" data-column="{title}">{text}</td>' for kind, title, text in cells
+        )
     )
 
 
@@ -177,7 +187,8 @@ def _link(event: _Event, shown: int | None = None) -> str:
     steps = str(event.first if shown is None else shown)
     if event.last > event.first and shown is None:
         steps += f"\N{EN DASH}{event.last}"
-    return f'<a href="#loss" data-step="{event.first}" data-last="{event.last}">{steps}</a>'
+    span = f'data-run="{event.number}" data-step="{event.first}" data-last="{event.last}"'
+    return f'<a href="#loss" {span}>{steps}</a>'
 
 
 def _duration(event: _Event) -> str:
@@ -190,17 +201,18 @@ def _listed(lines: Sequence[str], empty: str = _UNKNOWN) -> str:
     return "".join(f"<div>{each}</div>" for each in lines) or empty
 
 
-def _events(run: RunRecord) -> list[_Event]:
+def _events(run: RunRecord, number: int) -> list[_Event]:
     events = [
-        *(_of_rollback(run, rollback) for rollback in run.rollbacks),
-        *(_of_episode(run, episode) for episode in run.episodes),
+        *(_of_rollback(run, number, rollback) for rollback in run.rollbacks),
+        *(_of_episode(run, number, episode) for episode in run.episodes),
     ]
     return sorted(events, key=lambda event: event.first)
 
 
-def _of_rollback(run: RunRecord, rollback: RollbackRecord) -> _Event:
+def _of_rollback(run: RunRecord, number: int, rollback: RollbackRecord) -> _Event:
     return _Event(
         run,
+        number,
         rollback.first_step,
         rollback.last_step,
         rollback.last_step - rollback.first_step + 1,
@@ -216,10 +228,11 @@ def _of_rollback(run: RunRecord, rollback: RollbackRecord) -> _Event:
     )
 
 
-def _of_episode(run: RunRecord, episode: Episode) -> _Event:
+def _of_episode(run: RunRecord, number: int, episode: Episode) -> _Event:
     records, cause = episode.records, episode.cause or _NO_CAUSE
     return _Event(
         run,
+        number,
         episode.step,
         episode.last_step,
         episode.num_steps,
@@ -229,7 +242,7 @@ def _of_episode(run: RunRecord, episode: Episode) -> _Event:
         "; ".join(_escaped(record.get("suggestion") or "" for record in records)),
         _escaped(line for record in records for line in _lines(record)),
         _escaped(_where(records)),
-        _samples(records),
+        samples_of(records),
         html.escape(_action(run, episode)),
     )
 
@@ -256,10 +269,10 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
     lines = []
     loss = _loss_of(record)
     numbers = [
-        *_compared("loss", loss, record.get("usual_loss")),
-        *_compared("global norm", record.get("global_norm"), record.get("usual_global_norm")),
-        *_compared("learning rate", record.get("learning_rate"), None),
-        *_compared("loss scale", record.get("loss_scale"), None),
+        *compared("loss", loss, record.get("usual_loss")),
+        *compared("global norm", record.get("global_norm"), record.get("usual_global_norm")),
+        *compared("learning rate", record.get("learning_rate"), None),
+        *compared("loss scale", record.get("loss_scale"), None),
     ]
     if numbers:
         lines.append(f"In step {record['step']}: {', '.join(numbers)}")
@@ -314,7 +327,7 @@ def _named(tensor: Any) -> str:
     name = f"{kind} of {tensor.get('name')}" if kind not in {"", "buffer"} else tensor.get("name")
     before = tensor.get("norm_before", tensor.get("usual_norm"))
     word = "was" if "norm_before" in tensor else "usually"
-    return " ".join(_compared(str(name), tensor.get("norm"), before, word))
+    return " ".join(compared(str(name), tensor.get("norm"), before, word))
 
 
 def _loss_of(record: Mapping[str, Any]) -> Any:
@@ -323,15 +336,6 @@ def _loss_of(record: Mapping[str, Any]) -> Any:
     if type(ranks[0]) is int and ranks[0] < len(losses):
         return losses[ranks[0]]
     return next(iter(losses), None)
-
-
-def _compared(what: str, value: Any, usual: Any, word: str = "usually") -> list[str]:
-    """Return a number with its name and its usual value; nothing if the number is unknown."""
-    number, other = to_number(value), to_number(usual)
-    if number is None:
-        return []
-    known = other is not None and not math.isnan(other)
-    return [f"{what} {number:{NUMBER}}" + (f" ({word} {other:{NUMBER}})" if known else "")]
 
 
 def _where(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -361,60 +365,6 @@ def _place(record: Mapping[str, Any]) -> list[str]:
     elif where == "loss":
         lines.append("the loss, all outputs of modules are finite")
     return lines
-
-
-def _samples(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the rows that stand out, the worst first; else why none is named."""
-    rows = [row for record in records for row in record.get("samples") or ()]
-    lines = [_sample(row) for row in rows[:_MOST_SAMPLES]]
-    if rows[_MOST_SAMPLES:]:
-        lines.append(f"and {len(rows) - _MOST_SAMPLES} more, in anomalies.jsonl")
-    for record in records:
-        if not rows and record.get("rows"):
-            rows_of_input = html.escape(", ".join(map(str, record["rows"])))
-            lines.append(f"rows {rows_of_input} of the input are not finite")
-        if not rows and record.get("indices"):
-            indices = ", ".join(map(str, record["indices"]))
-            lines.append(f"micro-batch of data set indices {html.escape(indices)}")
-        if not rows and record.get("samples_detail"):
-            lines.append(f"none named: {html.escape(str(record['samples_detail']))}")
-    # Each sample once: later records of an episode may name a row again.
-    places = dict.fromkeys(
-        json.dumps({name: row[name] for name in ("epoch", "position")})
-        for row in rows[:_MOST_SAMPLES]
-        if _can_be_left_out(row)
-    )
-    if places:
-        what, line = ("them", "lines") if len(places) > 1 else ("it", "line")
-        codes = " ".join(f"<code>{html.escape(place, quote=False)}</code>" for place in places)
-        lines.append(
-            f"to leave {what} out: <code>--skip-rows</code> with a file of the {line} {codes}"
-        )
-    exact = [record.get("are_samples_exact") for record in records]
-    if rows and False in exact:
-        lines.append("numbers of a later run of the rows, not of the step itself")
-    return list(dict.fromkeys(lines))
-
-
-def _can_be_left_out(row: Mapping[str, Any]) -> bool:
-    """Return whether a sample has a place that ``--skip-rows`` takes."""
-    return type(row.get("epoch")) is int and type(row.get("position")) is int
-
-
-def _sample(row: Mapping[str, Any]) -> str:
-    place = html.escape(f"rank {row['rank']}, micro-batch {row['micro_batch']}, row {row['row']}")
-    if "index" in row:
-        place = f"<strong>data set index {html.escape(str(row['index']))}</strong> ({place})"
-    if _can_be_left_out(row):
-        place += f", epoch {row['epoch']}, position {row['position']}"
-    numbers = [
-        *_compared("loss", row.get("loss"), None),
-        *_compared("gradient norm", row.get("gradient_norm"), None),
-        *_compared("with this row left out, loss", row.get("loss_without"), None),
-        *_compared("gradient norm", row.get("gradient_norm_without"), None),
-    ]
-    text = f"<q>{html.escape(str(row['text']))}</q>" if row.get("text") else ""
-    return place + (f": {', '.join(numbers)}" if numbers else "") + text
 
 
 def _action(run: RunRecord, episode: Episode) -> str:

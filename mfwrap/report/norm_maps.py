@@ -1,49 +1,110 @@
-"""Maps of local norms: layer by step, and layer by rank."""
+"""Maps of what was recorded for each layer: layer by step, and layer by rank."""
 
-import html
 import math
-from collections.abc import Sequence
-from itertools import chain
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import plotly.graph_objects as go
-
 from mfwrap.records.run_record import Curve, RunRecord
-from mfwrap.report.curves import NUMBER, binned
-from mfwrap.report.drawing import Panel, add_menu, label
+from mfwrap.report.curves import binned
+from mfwrap.report.drawing import Panel, label, line
+
+_MAX_COLUMNS = 300
+"""Columns of a map that is not of local norms."""
 
 _MAX_SLIDER_STEPS = 60
+_MAX_RANK_CURVES = 8
+_SCALE = 1000
+"""The page holds logarithms to base 10 as integers, multiplied by this number."""
+
+_LOGITS = re.compile(r"max_attention_logit/(?P<member>.+)/max")
+_MEMBER = re.compile(r"(?P<family>[^/]+)/(?P<member>.+)")
+
+_FEWEST_ROWS = 4
+"""A family with fewer members is shown as single curves."""
+
+_NO_MAPS = {"learning_rate"}
+
+_FAMILIES = {
+    "update_ratio": ("Update ratios", "Norm of the update of a weight, divided by its norm."),
+    "max_attention_logit": (
+        "Attention logits",
+        "Largest of a module. Attention looks at single tokens when they reach about 50 or more.",
+    ),
+}
+"""Families with a panel of their own: title and explanation."""
 
 
-def norms_by_step(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Return a panel with maps of local norms by layer and step; a menu chooses run and rank.
+def families_of(run: RunRecord) -> dict[str, dict[str, str]]:
+    """Return the curves of a run that belong together, such as the update ratios of all layers.
 
     Returns:
-        A list of one panel; an empty list if no run recorded local norms.
+        For each family, what it was recorded of (a layer, or a parameter), by name of the curve.
+        Of attention logits, these are the largest ones of each module; the curves of single heads
+        belong to the family, too, but to no map.
     """
-    figure = go.Figure()
-    names: list[str] = []
-    for run in runs:
-        for rank, groups in run.local_norms.items():
-            steps, norms = binned(groups)
-            figure.add_trace(_heatmap(norms, steps, list(groups), "step"))
-            figure.data[-1].visible = not names
-            names.append(label(run, f"rank {rank}", runs))
-    if not names:
-        return []
-    add_menu(figure, {name: [other == name for other in names] for name in names})
-    rows = max(len(groups) for run in runs for groups in run.local_norms.values())
-    _set_rows(figure, rows, around=120)
+    families: dict[str, dict[str, str]] = {}
+    for name in run.curves:
+        if (match := _LOGITS.fullmatch(name)) or (match := _MEMBER.fullmatch(name)):
+            family = match.groupdict().get("family", "max_attention_logit")
+            families.setdefault(family, {})[name] = match["member"]
+    return {
+        name: members
+        for name, members in families.items()
+        if name in _FAMILIES or (name not in _NO_MAPS and len(members) >= _FEWEST_ROWS)
+    }
+
+
+def norms_by_step(runs: Sequence[RunRecord]) -> Panel:
+    """Return a panel with maps of local norms by layer and step; a menu chooses run and rank."""
+    maps = [
+        _map(number, label(run, f"rank {rank}", runs), groups)
+        for number, run in enumerate(runs)
+        for rank, groups in run.local_norms.items()
+    ]
     note = (
         "L2 norm of each group of this rank's own gradients, before they are reduced over ranks. "
-        "A column that stands for several steps shows their largest norm. Gaps are non-finite or "
-        "zero."
+        "A column that stands for several steps shows their largest norm. Red is NaN or infinite."
     )
-    return [Panel("local-norms", "Local norms by layer and step", note, figure)]
+    content = {"kind": "map", "maps": maps, "choices": [each["name"] for each in maps]}
+    return Panel("local-norms", "Local norms by layer and step", note, content)
+
+
+def maps_by_layer(runs: Sequence[RunRecord]) -> list[Panel]:
+    """Return a panel for update ratios, one for attention logits, and one for all others."""
+    panels, others = [], []
+    of_runs = [families_of(run) for run in runs]
+    for family in dict.fromkeys(name for families in of_runs for name in families):
+        maps = [
+            _map(
+                number,
+                label(run, family if family not in _FAMILIES else "", runs).removesuffix(": "),
+                _members(run, family, families[family]),
+                _MAX_COLUMNS,
+            )
+            for number, (run, families) in enumerate(zip(runs, of_runs, strict=True))
+            if family in families
+        ]
+        if family in _FAMILIES:
+            title, note = _FAMILIES[family]
+            content = {"kind": "map", "maps": maps, "choices": [each["name"] for each in maps]}
+            panels.append(Panel(family, f"{title} by layer and step", note, content))
+        else:
+            others += maps
+    note = "What was recorded of each layer or parameter."
+    content = {"kind": "map", "maps": others, "choices": [each["name"] for each in others]}
+    return [*panels, Panel("layers", "By layer and step", note, content)]
+
+
+def _members(run: RunRecord, family: str, names: Mapping[str, str]) -> dict[str, Curve]:
+    """Return the rows of a family's map; of attention logits one row for each module."""
+    whole = {name: member for name, member in names.items() if _LOGITS.fullmatch(name)}
+    chosen = whole if family == "max_attention_logit" and whole else names
+    return {member: run.curves[name] for name, member in chosen.items()}
 
 
 def norms_by_rank(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Map local norms by layer and rank, with a step slider: one panel per multi-rank run."""
+    """Show the ranks of each run with several: their curves, and their norms by layer in a step."""
     panels = []
     for number, run in enumerate(runs):
         if len(run.local_norms) < 2:
@@ -52,64 +113,69 @@ def norms_by_rank(runs: Sequence[RunRecord]) -> list[Panel]:
         steps = sorted({s for g in run.local_norms.values() for c in g.values() for s in c.steps})
         # Pick steps from the end backwards, so that the last step is among them.
         steps = steps[:: -math.ceil(len(steps) / _MAX_SLIDER_STEPS)][::-1]
-        ranks = [f"rank {rank}" for rank in run.local_norms]
-        figure = go.Figure()
-        for step in steps:
-            norms = [[_at(g.get(name), step) for g in run.local_norms.values()] for name in names]
-            figure.add_trace(_heatmap(norms, ranks, names, "on"))
-            figure.data[-1].visible = step == steps[-1]
-        _add_slider(figure, steps)
-        _set_rows(figure, len(names), around=180)
+        at = {
+            rank: {name: dict(zip(c.steps, c.values, strict=True)) for name, c in groups.items()}
+            for rank, groups in run.local_norms.items()
+        }
+        maps = [
+            {
+                "run": number,
+                "name": str(step),
+                "rows": names,
+                "x": [f"rank {rank}" for rank in at],
+                **_cells([[at[rank].get(name, {}).get(step) for rank in at] for name in names]),
+            }
+            for step in steps
+        ]
         title = label(run, "Local norms by layer and rank", runs)
         note = "Local norms of one step. The slider chooses the step."
-        panels.append(Panel(f"ranks-{number}", title, note, figure, has_steps=False))
+        content: dict[str, Any] = {"kind": "ranks", "maps": maps}
+        panels.append(Panel(f"ranks-{number}", title, note, content))
+        panels.append(_totals(number, run, runs))
     return panels
 
 
-def _heatmap(z: list[list[float | None]], x: Sequence[Any], y: Sequence[str], what: str) -> Any:
-    """Return a heat map of norms with a logarithmic color scale."""
-    logs = [[math.log10(v) if v else None for v in row] for row in z]
-    known = [v for v in chain.from_iterable(logs) if v is not None]
-    low, high = math.floor(min(known, default=0)), math.ceil(max(known, default=1))
-    ticks = list(range(low, max(high, low + 1) + 1))
-    return go.Heatmap(
-        z=logs,
-        x=list(x),
-        y=[html.escape(name) for name in y],
-        customdata=z,
-        colorscale="Viridis",
-        colorbar={
-            "title": "L2 norm",
-            "tickvals": ticks,
-            "ticktext": [f"1e{tick}" for tick in ticks],
-            "thickness": 12,
-        },
-        hovertemplate=f"%{{y}}<br>{what} %{{x}}<br>norm %{{customdata:{NUMBER}}}<extra></extra>",
-        hoverongaps=False,
-    )
-
-
-def _set_rows(figure: go.Figure, rows: int, *, around: int) -> None:
-    """Set the height of the figure by its number of rows, and put the first group at the top."""
-    figure.update_yaxes(autorange="reversed", tickfont_size=10)
-    figure.update_layout(height=max(280, min(1400, around + 18 * rows)))
-
-
-def _at(curve: Curve | None, step: int) -> float | None:
-    if curve is None or step not in curve.steps:
-        return None
-    value = curve.values[curve.steps.index(step)]
-    return value if math.isfinite(value) else None
-
-
-def _add_slider(figure: go.Figure, steps: Sequence[int]) -> None:
-    positions = [
-        {
-            "label": str(step),
-            "method": "update",
-            "args": [{"visible": [other == step for other in steps]}],
-        }
-        for step in steps
+def _totals(number: int, run: RunRecord, runs: Sequence[RunRecord]) -> Panel:
+    """Return a panel with the norm of all gradients of each rank, before they are reduced."""
+    traces = [
+        line(number, f"rank {rank}", _total(groups), smooth=True, color=place)
+        for place, (rank, groups) in enumerate(run.local_norms.items())
+        if place < _MAX_RANK_CURVES
     ]
-    slider = {"active": len(steps) - 1, "currentvalue": {"prefix": "step "}, "steps": positions}
-    figure.update_layout(sliders=[slider])
+    more = len(run.local_norms) - len(traces)
+    rest = f" The other {more} ranks are in the map." if more else ""
+    note = f"L2 norm of all of a rank's own gradients, before they are reduced over ranks.{rest}"
+    title = label(run, "Norm of each rank", runs)
+    content = {"kind": "curves", "traces": traces, "log": True, "may_log": True}
+    return Panel(f"rank-norms-{number}", title, note, content)
+
+
+def _total(groups: Mapping[str, Curve]) -> Curve:
+    squares: dict[int, list[float]] = {}
+    for curve in groups.values():
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            squares.setdefault(step, []).append(value)
+    steps = sorted(squares)
+    return Curve(steps, [math.hypot(*squares[step]) for step in steps])
+
+
+def _map(
+    number: int, name: str, groups: Mapping[str, Curve], columns: int | None = None
+) -> dict[str, Any]:
+    x, values = binned(groups) if columns is None else binned(groups, columns)
+    return {"run": number, "name": name, "rows": list(groups), "x": x, **_cells(values)}
+
+
+def _cells(values: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """Return logarithms as integers, with ``None`` for 0, and the cells that are not finite."""
+    logs = [
+        [round(_SCALE * math.log10(v)) if v is not None and 0 < v < math.inf else None for v in row]
+        for row in values
+    ]
+    bad = [
+        [place, column]
+        for place, row in enumerate(values)
+        for column, v in enumerate(row)
+        if v is not None and not math.isfinite(v)
+    ]
+    return {"z": logs, "bad": bad}

@@ -1,24 +1,28 @@
 """Write the run page: one HTML file that shows one run or several, and works offline."""
 
+import base64
+import gzip
 import html
 import json
-import math
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
-
-from plotly.offline import get_plotlyjs
+from typing import Any, final
 
 from mfwrap.checkpoints.folders import whole_file
-from mfwrap.records.run_record import Curve, RunRecord, read_run
-from mfwrap.report.curves import NUMBER
-from mfwrap.report.drawing import Panel
+from mfwrap.records.run_record import RunRecord, read_run
+from mfwrap.report.about import about
+from mfwrap.report.curves import COLORS
+from mfwrap.report.drawing import Panel, color_of
 from mfwrap.report.episodes import episode_table, headline
-from mfwrap.report.panels import panels_of
+from mfwrap.report.panels import axes_of, has_averages, panels_of, spans_of
+
+PLOTLY = "plotly-cartesian.min.js.gz"
+"""plotly.js with its types of charts that have two axes, from the npm package
+plotly.js-cartesian-dist-min; see ``plotly-cartesian.md``."""
 
 _PAGE = """<!doctype html>
-<html lang="en" data-last-step="{last_step}">
+<html lang="en"{watch}>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -26,32 +30,44 @@ _PAGE = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
-<header><h1>{title}</h1><button id="theme" type="button">Light or dark</button></header>
+<header><h1>{title}</h1>{live}<button id="theme" type="button">Light or dark</button></header>
 {headline}
+{about}
 {episodes}
-{summary}
+<p id="old">The curves need a browser of 2023 or newer (it must know DecompressionStream).</p>
+{switches}
 {panels}
-<script>{plotly}</script>
-<script id="panels" type="application/json">{data}</script>
+<script id="plotly" type="text/plain">{plotly}</script>
+<script id="data" type="text/plain">{data}</script>
 <script>{program}</script>
 </body>
 </html>
 """
 
-_UNKNOWN = "\N{EN DASH}"
 
-
-def write_run_page(folders: Sequence[Path], page: Path) -> None:
+def write_run_page(folders: Sequence[Path], page: Path, *, watch: int = 0) -> None:
     """Write a page with the episodes, curves and norms of one run, or of several runs compared.
 
-    The page begins with what went wrong, why, where, in which samples, and what the run did.
-    The page works offline, because it contains plotly (5 MB). It uses the system's light or dark
-    colors until the reader clicks the button. When the reader zooms a panel whose x-axis is the
-    step, all such panels zoom to the same steps.
+    The page begins with what went wrong, why, where, in which samples, and what the run did. It
+    says what each run was, and in which settings the runs differ. It is one file of about 1 MB that
+    works offline, because it contains plotly.js.
 
     Args:
         folders: Run folders, at least one.
         page: HTML file to write or replace.
+        watch: Seconds after which a browser loads the page again; 0 for never.
+
+    Raises:
+        FileNotFoundError: If a folder is not a run folder.
+        ValueError: If `folders` is empty, or a file in a run folder cannot be read.
+    """
+    text = page_text(folders, watch=watch)
+    with whole_file(page) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def page_text(folders: Sequence[Path], *, watch: int = 0) -> str:
+    """Return the page of `write_run_page` as text.
 
     Raises:
         FileNotFoundError: If a folder is not a run folder.
@@ -62,20 +78,48 @@ def write_run_page(folders: Sequence[Path], page: Path) -> None:
         raise ValueError(msg)
     runs = _with_distinct_names([read_run(folder) for folder in folders])
     panels = panels_of(runs)
-    text = _PAGE.format(
+    live = f'<p class="live">Loaded again every {watch} seconds.</p>'
+    return _PAGE.format(
         title=html.escape(", ".join(run.name for run in runs)),
-        last_step=max(run.last_step() for run in runs),
+        watch=f' data-watch="{watch}"' * bool(watch),
+        live=live * bool(watch),
         style=_resource("page.css"),
         headline=headline(runs),
+        about=about(runs),
         episodes=episode_table(runs),
-        summary=_summary(runs),
+        switches=_switches(runs, panels),
         panels="\n".join(_section(panel) for panel in panels),
-        plotly=get_plotlyjs(),
-        data=_data(panels),
+        plotly=base64.b64encode(_file(PLOTLY).read_bytes()).decode("ascii"),
+        data=_data(runs, panels),
         program=_resource("page.js"),
     )
-    with whole_file(page) as partial:
-        partial.write_text(text, encoding="utf-8")
+
+
+@final
+class RunPage:
+    """The page of one run, or of several runs compared, for a notebook.
+
+    The last line of a cell shows it: ``RunPage("runs/causal_lm")``. The page is of the moment at
+    which it is shown.
+
+    Args:
+        folders: Run folders, at least one.
+    """
+
+    def __init__(self, *folders: str | Path) -> None:
+        self.folders = [Path(folder) for folder in folders]
+
+    def write(self, page: Path) -> None:
+        """Write the page to an HTML file; see `write_run_page`."""
+        write_run_page(self.folders, page)
+
+    def _repr_html_(self) -> str:
+        """Return the page within a frame, so that its styles and the notebook's stay apart."""
+        text = html.escape(page_text(self.folders), quote=True)
+        return (
+            f'<iframe srcdoc="{text}" title="run page" '
+            'style="width: 100%; height: 800px; border: 0"></iframe>'
+        )
 
 
 def _with_distinct_names(runs: list[RunRecord]) -> list[RunRecord]:
@@ -87,85 +131,58 @@ def _with_distinct_names(runs: list[RunRecord]) -> list[RunRecord]:
     return runs
 
 
+def _file(name: str) -> Any:
+    return resources.files("mfwrap.report").joinpath(name)
+
+
 def _resource(name: str) -> str:
-    return resources.files("mfwrap.report").joinpath(name).read_text(encoding="utf-8")
+    text: str = _file(name).read_text(encoding="utf-8")
+    return text
 
 
-def _data(panels: Sequence[Panel]) -> str:
-    content = [
-        {
-            "name": panel.name,
-            "has_steps": panel.has_steps,
-            "figure": json.loads(_with_layout(panel).to_json()),
-        }
-        for panel in panels
+def _data(runs: Sequence[RunRecord], panels: Sequence[Panel]) -> str:
+    """Return what the page's program draws, as compressed JSON in base 64."""
+    content = {
+        "runs": [
+            {
+                "name": run.name,
+                "color": color_of(number),
+                "axes": axes_of(run),
+                "first": run.first_step(),
+                "last": run.last_step(),
+            }
+            for number, run in enumerate(runs)
+        ],
+        "panels": [{"name": p.name, "title": p.title, **p.content} for p in panels],
+        "spans": spans_of(runs),
+        "colors": COLORS,
+    }
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    # Without a time stamp: the same run gives the same page.
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode("ascii")
+
+
+def _switches(runs: Sequence[RunRecord], panels: Sequence[Panel]) -> str:
+    """Return what chooses the runs, the horizontal axis, the smoothing, and the weights."""
+    buttons = [
+        f'<button class="run" type="button" style="--color: {color_of(number)}">'
+        f"{html.escape(run.name)}</button>"
+        for number, run in enumerate(runs)
     ]
-    # Escape "</", because "</script" in the text would end the script element.
-    return json.dumps(content).replace("</", "<\\/")
-
-
-def _with_layout(panel: Panel) -> Any:
-    figure = panel.figure
-    figure.update_layout(
-        template="none",
-        margin={"l": 64, "r": 20, "t": 36, "b": 44},
-        height=figure.layout.height or 340,
-        hovermode="x unified"
-        if panel.has_steps and figure.data[0].type == "scatter"
-        else "closest",
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        font={"family": "system-ui, sans-serif", "size": 12},
-    )
-    figure.update_yaxes(automargin=True)
-    if panel.has_steps:
-        figure.update_xaxes(title_text="step")
-    return figure
+    selects = {"x": "by", "smoothing": "smoothing"}
+    if has_averages(panels):
+        selects["weights"] = "weights"
+    shown = [
+        f'<label>{words} <select name="{name}"></select></label>' for name, words in selects.items()
+    ]
+    whole = '<button id="whole" type="button" class="gap">Whole run</button>'
+    return f'<div class="switches">{"".join(buttons * (len(runs) > 1) + shown)}{whole}</div>'
 
 
 def _section(panel: Panel) -> str:
     return (
-        f'<section id="{panel.name}"><h2>{panel.title}</h2>'
-        f'<p class="note">{panel.note}</p><div class="plot"></div></section>'
+        f'<section id="{panel.name}"><div class="titled"><h2>{html.escape(panel.title)}</h2>'
+        '<span class="unit"></span><span class="menu"></span></div>'
+        f'<p class="note">{panel.note}</p><div class="legend"></div><div class="plot"></div>'
+        "</section>"
     )
-
-
-def _summary(runs: Sequence[RunRecord]) -> str:
-    """Return a table with one row per run."""
-    columns = (
-        *("Run", "Steps", "Last loss", "Best evaluation", "Best with averaged weights"),
-        *("Skipped updates", "Episodes"),
-    )
-    head = "".join(f'<th class="number">{column}</th>' for column in columns[1:])
-    rows = "".join(
-        f'<tr><td class="name">{html.escape(run.name)}</td>'
-        + "".join(f'<td class="number">{cell}</td>' for cell in _figures(run))
-        + "</tr>"
-        for run in runs
-    )
-    return (
-        '<h2>Summary</h2><div class="wide"><table id="summary"><thead><tr>'
-        f"<th>{columns[0]}</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _figures(run: RunRecord) -> list[str]:
-    losses = run.curves.get("loss", Curve()).values
-    # Some runs record the number of skipped updates so far, others a flag for each step.
-    counts, flags = _finite(run, "skipped_updates"), _finite(run, "skipped")
-    skipped = counts[-1:] or ([sum(flags)] if flags else [])
-    return [
-        str(run.last_step()),
-        _shown(losses[-1] if losses else None),
-        _shown(min(_finite(run, "eval_loss"), default=None)),
-        _shown(min(_finite(run, "ema_eval_loss"), default=None)),
-        _shown(skipped[0] if skipped else None),
-        str(len(run.episodes)),
-    ]
-
-
-def _finite(run: RunRecord, name: str) -> list[float]:
-    return [value for value in run.curves.get(name, Curve()).values if math.isfinite(value)]
-
-
-def _shown(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:{NUMBER}}"

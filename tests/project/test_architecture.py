@@ -48,7 +48,7 @@ ORDER_INSIDE = {
 }
 """Packages inside callbacks/ and recipes/, lowest first. Files outside these packages are above."""
 
-FIRST_LEVEL_OF = {"accelerate": 6, "transformers": 7, "matplotlib": 11, "plotly": 11}
+FIRST_LEVEL_OF = {"accelerate": 6, "transformers": 7, "matplotlib": 11}
 """By library: the lowest level that may import it."""
 
 PUBLIC = {"mfwrap", "accelerate", "model", "trainer", "callbacks", "recipes", "report"}

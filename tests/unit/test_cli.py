@@ -202,7 +202,7 @@ def test_a_second_run_into_one_folder(recipe, capsys):
     assert (code, err.count("\n")) == (0, 1)
     assert (
         err == "mfwrap: removed from runs/small: checkpoint-3, metrics.jsonl, model, "
-        "result.json, throughput.jsonl\n"
+        "progress.jsonl, result.json, run.json, throughput.jsonl\n"
     )
 
 
@@ -352,6 +352,20 @@ def test_one_run(runs, capsys):
 
     assert "<h1>first</h1>" in page
     assert sorted(path.name for path in Path().iterdir()) == ["first", "second"]
+
+
+def test_a_watched_run(runs, capsys):
+    """A run that has ended has its page written once; the number of seconds is checked."""
+    (runs[0] / "run.json").write_text('{"state": "finished"}')
+
+    code, out, err = call(capsys, "report", runs[0], "--watch")
+    says = "writing first/run.html every 10 s until the end of the run; Ctrl-C ends this earlier\n"
+    assert (code, out, err) == (0, f"{says}wrote first/run.html\n", "")
+    assert call(capsys, "report", runs[0], "--watch", "0")[0] == 2
+    (runs[0] / "run.json").write_text("{")
+    code, _, err = call(capsys, "report", runs[0])
+    assert (code, err.count("\n")) == (2, 1)
+    assert "first/run.json: invalid JSON" in err
 
 
 def test_several_runs(runs, capsys):

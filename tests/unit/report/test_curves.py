@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfwrap.records.run_record import Curve, read_run
-from mfwrap.report.curves import binned, overflow_steps, smoothed, thinned
+from mfwrap.report.curves import binned, means, overflow_steps, smoothed, thinned
 from support.run_folders import write_run, write_trainer_run
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400)
@@ -16,7 +16,7 @@ VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400)
 
 @given(values=VALUES, limit=st.integers(4, 60), bad=st.sets(st.integers(0, 399), max_size=3))
 def test_thinned_curves_keep_their_extremes(values, limit, bad):
-    """Thinning keeps the first, last, highest, lowest and non-finite points, and moves no point."""
+    """Thinning keeps the first, last, highest and lowest points, and a gap, and moves no point."""
     values = [math.nan if i in bad else value for i, value in enumerate(values)]
     curve = Curve(list(range(1, len(values) + 1)), values)
 
@@ -31,8 +31,9 @@ def test_thinned_curves_keep_their_extremes(values, limit, bad):
     if finite:
         assert {max(finite), min(finite)} <= set(few.values)
     num_bad = sum(not math.isfinite(value) for value in values)
-    assert sum(not math.isfinite(value) for value in few.values) == num_bad
-    assert len(kept) <= max(limit + 2 + num_bad, 0)
+    num_gaps = sum(not math.isfinite(value) for value in few.values)
+    assert min(num_bad, 1) <= num_gaps <= num_bad
+    assert len(kept) <= limit + 2 + num_gaps
 
 
 def test_short_curves_are_not_thinned():
@@ -64,12 +65,39 @@ def test_smoothing_averages_finite_values():
     assert math.isnan(smoothed(Curve([1], [math.nan])).values[0])
 
 
+def test_smoothing_after_a_huge_loss():
+    """A loss of 1e30 changes only the means whose window holds it."""
+    values = [1.0] * 100 + [1e30] + [1.0] * 100
+
+    smooth = smoothed(Curve(list(range(201)), values)).values
+    assert smooth[:97] == [1.0] * 97
+    assert smooth[-97:] == [1.0] * 97
+
+
+@given(values=VALUES, limit=st.integers(1, 60))
+def test_means_of_stretches(values, limit):
+    """Each stretch has its mean, at a step within it."""
+    found = means(Curve(list(range(len(values))), values), limit)
+
+    width = math.ceil(len(values) / limit)
+    parts = [values[start : start + width] for start in range(0, len(values), width)]
+    assert found.values == pytest.approx([np.mean(part) for part in parts], abs=1e-6)
+    assert [step // width for step in found.steps] == list(range(len(parts)))
+
+
+def test_means_leave_non_finite_values_out():
+    """A stretch without a finite value has no mean."""
+    curve = Curve([1, 2, 3, 4], [math.nan, 2.0, math.inf, math.nan])
+
+    assert means(curve, 2) == Curve([2], [2.0])
+
+
 @given(
     norms=st.lists(st.floats(0, 1e6) | st.just(math.nan), min_size=1, max_size=2000),
     first=st.integers(0, 5),
 )
 def test_columns_have_the_largest_norm(norms, first):
-    """Steps are grouped into at most 800 columns; each shows the largest finite norm in it."""
+    """Each of at most 800 columns shows the largest norm in it, NaN if one is not finite."""
     curve = Curve(list(range(first, first + len(norms))), norms)
 
     starts, (row,) = binned({"a": curve})
@@ -77,15 +105,18 @@ def test_columns_have_the_largest_norm(norms, first):
     assert len(starts) == len(row) <= 800
     assert starts[0] == first
     for start, end, norm in zip(starts, [*starts[1:], first + len(norms)], row, strict=True):
-        finite = [v for v in norms[start - first : end - first] if math.isfinite(v)]
-        assert norm == max(finite, default=None)
+        within = norms[start - first : end - first]
+        if all(map(math.isfinite, within)):
+            assert norm == max(within)
+        else:
+            assert math.isnan(norm)
 
 
 def test_groups_with_different_steps():
     """If a group has no norm in a column, its cell is empty."""
-    groups = {"a": Curve([1, 2], [1.0, 2.0]), "b": Curve([2, 4], [3.0, math.inf])}
+    groups = {"a": Curve([1, 2], [1.0, 2.0]), "b": Curve([2, 4], [3.0, 5.0])}
 
-    assert binned(groups) == ([1, 2, 4], [[1.0, 2.0, None], [None, 3.0, None]])
+    assert binned(groups) == ([1, 2, 4], [[1.0, 2.0, None], [None, 3.0, 5.0]])
 
 
 def test_overflows(tmp_path):

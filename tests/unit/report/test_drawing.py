@@ -1,22 +1,52 @@
-"""Lines, markers and menus of plotly figures are drawn as expected."""
+"""Curves are described with gaps, marks of non-finite steps, and short numbers."""
 
 import math
 
-import plotly.graph_objects as go
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mfwrap.records.run_record import Curve
 from mfwrap.report.curves import COLORS
-from mfwrap.report.drawing import add_menu, color_of, line
+from mfwrap.report.drawing import Panel, color_of, line, points, rounded
 
 
 def test_a_line_has_gaps():
-    """Non-finite values are gaps, and a curve of one point is a marker."""
-    several = line(Curve([1, 2, 3], [1.0, math.nan, 2.0]), "loss", COLORS[1])
+    """Non-finite values are gaps, and their steps are listed."""
+    drawn = line(1, "loss", Curve([1, 2, 3, 4], [1.0, math.nan, 2.0, math.inf]), smooth=True)
 
-    assert several.y == (1.0, None, 2.0)
-    assert several.mode == "lines"
-    assert several.line.color == COLORS[1]
-    assert line(Curve([1], [1.0]), "loss", COLORS[0]).mode == "markers"
+    assert drawn["y"] == [1, None, 2, None]
+    assert drawn["bad"] == [2, 4]
+    assert (drawn["run"], drawn["name"], drawn["x"]) == (1, "loss", [1, 2, 3, 4])
+    assert "means" not in drawn
+    assert "bad" not in line(0, "loss", Curve([1], [1.0]))
+
+
+def test_a_long_line_has_means():
+    """A long line that may be smoothed has means over its stretches, not over its extremes."""
+    steps = list(range(1, 10_001))
+    values = [100.0 if step % 50 == 0 else 1.0 for step in steps]
+    drawn = line(0, "loss", Curve(steps, values), smooth=True)
+
+    assert len(drawn["x"]) <= 2002
+    assert max(drawn["y"]) == 100
+    mean = drawn["means"]
+    assert sum(mean["y"]) / len(mean["y"]) == pytest.approx(sum(values) / len(values), rel=1e-4)
+    assert "means" not in line(0, "rate", Curve(steps, values))
+
+
+def test_points_have_a_symbol():
+    """Markers are at the given steps; a value that is not finite has none."""
+    drawn = points(0, "evaluation", {10: 2.5, 20: math.nan}, "circle", weights="raw")
+
+    assert (drawn["x"], drawn["y"], drawn["symbol"]) == ([10, 20], [2.5, None], "circle")
+    assert drawn["weights"] == "raw"
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_are_short(value):
+    """A number has five significant digits, and is as near as five digits allow."""
+    assert rounded(value) == float(f"{value:.5g}")
 
 
 def test_more_runs_than_colors():
@@ -24,17 +54,8 @@ def test_more_runs_than_colors():
     assert [color_of(number) for number in range(len(COLORS) + 1)] == [*COLORS, COLORS[0]]
 
 
-def test_a_menu_chooses_traces():
-    """Each entry of a menu shows its traces; a single entry gets no menu."""
-    figure = go.Figure()
-    add_menu(figure, {"a": [True]})
-    assert not figure.layout.updatemenus
-
-    add_menu(figure, {"a": [True, False, True], "b": [False, True, False]})
-
-    (menu,) = figure.layout.updatemenus
-    assert [button.label for button in menu.buttons] == ["a", "b"]
-    assert [button.args[0]["visible"] for button in menu.buttons] == [
-        [True, False, True],
-        [False, True, False],
-    ]
+def test_empty_panels():
+    """A panel without curves and maps is empty."""
+    assert Panel("loss", "Loss", "", {"kind": "curves", "traces": []}).is_empty
+    assert Panel("norms", "Norms", "", {"kind": "map", "maps": []}).is_empty
+    assert not Panel("norms", "Norms", "", {"kind": "map", "maps": [{}]}).is_empty

@@ -176,38 +176,6 @@ def test_place_samples_and_evidence(tmp_path):
     assert samples == "data set index 77 (rank 1, micro-batch 2, row 3): loss 22 a <b> c"
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        (
-            [{"index": 77, "epoch": 2, "position": 40}],
-            (
-                "data set index 77 (rank 1, micro-batch 2, row 3), epoch 2, position 40 "
-                "to leave it out: --skip-rows with a file of the line "
-                '{"epoch": 2, "position": 40}'
-            ),
-        ),
-        (
-            [{"epoch": 0, "position": 1}, {"epoch": 0, "position": 2}],
-            (
-                "rank 1, micro-batch 2, row 3, epoch 0, position 1 "
-                "rank 1, micro-batch 2, row 3, epoch 0, position 2 "
-                "to leave them out: --skip-rows with a file of the lines "
-                '{"epoch": 0, "position": 1} {"epoch": 0, "position": 2}'
-            ),
-        ),
-        ([{"epoch": "<b>", "position": 1}], "rank 1, micro-batch 2, row 3"),
-    ],
-)
-def test_how_to_leave_samples_out(tmp_path, rows, said):
-    """A sample with a place shows it, and the line for ``--skip-rows``."""
-    samples = [{"rank": 1, "micro_batch": 2, "row": 3, **row} for row in rows]
-    record = {"step": 3, "kind": "gradient_not_finite", "samples": samples}
-    [row] = cells(run_of(tmp_path, [record]))
-
-    assert " ".join(row[3]) == said
-
-
 def test_rollbacks_are_told(tmp_path):
     """A rollback is a row, although the records of its bad steps are gone."""
     done = {

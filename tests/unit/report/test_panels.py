@@ -1,10 +1,12 @@
 """Each panel shows the numbers of the run; panels without numbers are left out."""
 
+import math
+
 import numpy as np
 import pytest
 
-from mfwrap.records.run_record import read_run
-from mfwrap.report.panels import panels_of
+from mfwrap.records.run_record import Curve, RunRecord, read_run
+from mfwrap.report.panels import axes_of, has_averages, panels_of, spans_of
 from support.run_folders import write_lines, write_run, write_trainer_run
 
 
@@ -15,7 +17,7 @@ def panels(*folders):
 
 def traces(panel):
     """Return the traces of a panel by name."""
-    return {trace.name: trace for trace in panel.figure.data}
+    return {trace["name"]: trace for trace in panel.content["traces"]}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def test_which_panels_there_are(shown):
     """A run on two ranks has all panels, in this order."""
     assert list(shown) == [
         *("loss", "learning_rate", "loss_scale", "global_norm", "local-norms"),
-        *("ranks-0", "throughput", "others"),
+        *("ranks-0", "rank-norms-0", "throughput", "others"),
     ]
 
 
@@ -39,89 +41,117 @@ def test_panels_without_numbers_are_left_out(tmp_path):
     assert list(panels(tmp_path)) == ["loss"]
 
 
-def test_attention_logits(tmp_path):
-    """The panel shows the largest logit of each module, the modules with the largest ones first."""
-    ends = {f"max_attention_logit/layers.{number}/max": 10.0 * number for number in range(8)}
-    head = {"max_attention_logit/layers.7/head_0": 1.0}
-    records = [{"step": step, "loss": 2.0, **ends, **head} for step in (5, 10)]
-    write_lines(tmp_path / "training_state.jsonl", records)
-    shown = traces(panels(tmp_path)["attention_logits"])
-
-    assert list(shown) == [f"layers.{number}" for number in (7, 6, 5, 4, 3, 2)]
-    assert shown["layers.7"].y == (70.0, 70.0)
-
-
 def test_loss(shown):
     """The panel shows the training loss, both evaluation losses and the non-finite step."""
     loss = traces(shown["loss"])
 
-    assert loss["training, each step"].y[0] == pytest.approx(4 * np.exp(-1 / 20))
-    assert loss["training, each step"].y[19] is None
-    assert loss["loss not finite"].x == (20,)
-    assert (loss["evaluation"].x, loss["evaluation"].y) == ((0, 40), (5.0, 1.25))
-    assert loss["evaluation, averaged weights"].y == (1.125,)
+    assert loss["training"]["y"][0] == pytest.approx(4 * np.exp(-1 / 20), rel=1e-4)
+    assert loss["training"]["y"][19] is None
+    assert loss["training"]["bad"] == [20]
+    evaluation, averaged = loss["evaluation"], loss["evaluation, averaged weights"]
+    assert (evaluation["x"], evaluation["y"]) == ([0, 40], [5, 1.25])
+    assert averaged["y"] == [1.125]
+    assert (evaluation["weights"], averaged["weights"]) == ("raw", "averaged")
+    assert not shown["loss"].content["log"]
+
+
+def test_a_diverged_run_needs_a_logarithmic_axis(tmp_path):
+    """If the loss of a run is far above all others, the axis is logarithmic at first."""
+    lines = [{"step": s, "loss": 2.0 if s < 90 else 10.0 ** (s - 80)} for s in range(1, 101)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    negative = [{"step": s, "loss": -1.0 if s < 90 else 1e6} for s in range(1, 101)]
+    write_lines(tmp_path / "negative" / "metrics.jsonl", negative)
+
+    assert panels(tmp_path)["loss"].content["log"]
+    assert not panels(tmp_path / "negative")["loss"].content["log"]
+
+
+def test_evaluations(tmp_path):
+    """Metrics of evaluations have a panel; a metric and that of averaged weights are one choice."""
+    metrics = {"eval_accuracy": 0.5, "ema_eval_accuracy": 0.6, "eval_f1": 0.4, "eval_loss": 1.0}
+    times = {"eval_samples_per_second": 9.0, "eval_runtime": 2.0}
+    write_lines(tmp_path / "metrics.jsonl", [{"step": s, **metrics, **times} for s in (1, 2)])
+    shown = panels(tmp_path)
+
+    assert shown["evaluations"].content["choices"] == ["eval_accuracy", "eval_f1"]
+    found = traces(shown["evaluations"])
+    assert found["eval_accuracy"]["choice"] == 0
+    assert found["eval_accuracy, averaged weights"]["choice"] == 0
+    assert found["eval_f1"]["choice"] == 1
+    assert has_averages(shown.values())
+    assert shown["throughput"].content["choices"] == ["eval_runtime", "eval_samples_per_second"]
+    assert shown["throughput"].content["units"] == ["s", "samples/s"]
 
 
 def test_loss_scale(shown, tmp_path):
     """The axis has powers of two; overflows of a cell and of a Trainer's log are marked."""
     scale = traces(shown["loss_scale"])
 
-    assert (scale["overflow"].x, scale["overflow"].y) == ((20,), (512.0,))
-    assert shown["loss_scale"].figure.layout.yaxis.ticktext == ("2^9", "2^10")
+    assert (scale["overflow"]["x"], scale["overflow"]["y"]) == ([20], [512])
+    assert shown["loss_scale"].content["ticks"] == [9, 10]
     of_trainer = panels(write_trainer_run(tmp_path))
-    assert traces(of_trainer["loss_scale"])["overflow"].x == (4, 8)
+    assert traces(of_trainer["loss_scale"])["overflow"]["x"] == [4, 8]
 
 
 def test_global_norm(shown):
     """The panel shows the non-finite step and the clipping limit."""
-    norm = traces(shown["global_norm"])
+    content = shown["global_norm"].content
 
-    assert norm["norm not finite"].x == (20,)
-    layout = shown["global_norm"].figure.layout
-    assert layout.shapes[0].y0 == 1.5
-    # On a logarithmic axis, plotly positions labels by the logarithm.
-    assert 10 ** layout.annotations[0].y == pytest.approx(1.5)
+    assert traces(shown["global_norm"])["global norm"]["bad"] == [20]
+    assert content["limits"] == [{"run": 0, "y": 1.5, "text": "clipped above 1.5"}]
+    assert content["log"]
 
 
-def test_episodes_are_spans(shown):
-    """Each episode is a span in every panel with steps, and in no other panel."""
-    for panel in shown.values():
-        spans = [shape for shape in panel.figure.layout.shapes if shape.name == "episode"]
-        expected = [(11.5, 12.5), (29.5, 30.5)] if panel.has_steps else []
-        assert [(span.x0, span.x1) for span in spans] == expected
+def test_episodes_are_spans(tmp_path):
+    """Each episode is a span with its run."""
+    runs = [read_run(write_run(tmp_path / name)) for name in ("a", "b")]
+
+    assert spans_of(runs) == [[0, 12, 12], [0, 30, 30], [1, 12, 12], [1, 30, 30]]
 
 
 def test_noise_scale(tmp_path):
-    """The gradient noise scale has a panel of its own."""
+    """The gradient noise scale has a panel of its own, in samples."""
     records = [{"step": step, "noise_scale": 64.0} for step in (100, 200)]
     write_lines(tmp_path / "metrics.jsonl", records)
 
     assert list(panels(tmp_path)) == ["noise_scale"]
+    assert panels(tmp_path)["noise_scale"].content["unit"] == "samples"
 
 
 def test_several_runs(tmp_path):
-    """Each run has a name and a color of its own, and all panels have the same range of steps."""
+    """Each trace has the name and the number of its run."""
     both = panels(write_run(tmp_path / "a"), write_run(tmp_path / "<b>", num_steps=60))
 
-    lines = list(both["learning_rate"].figure.data)
-    assert [line.name for line in lines] == ["a: Learning rate", "&lt;b&gt;: Learning rate"]
-    assert lines[0].line.color != lines[1].line.color
-    assert both["loss"].figure.layout.xaxis.range == both["global_norm"].figure.layout.xaxis.range
+    lines = both["learning_rate"].content["traces"]
+    assert [line["name"] for line in lines] == ["a: Learning rate", "<b>: Learning rate"]
+    assert [line["run"] for line in lines] == [0, 1]
 
 
 def test_curves_of_the_training_come_before_those_of_evaluations(tmp_path):
-    """The panel shows the throughput of training steps first; evaluations are hidden."""
+    """The panel shows the throughput of training steps first, and each curve has its unit."""
     rows = [{"step": s, "eval_steps_per_second": 2.0, "throughput": 3.0} for s in (1, 2)]
     write_lines(tmp_path / "metrics.jsonl", rows)
-    drawn = panels(tmp_path)["throughput"].figure.data
+    content = panels(tmp_path)["throughput"].content
 
-    assert [(trace.name, trace.visible) for trace in drawn] == [
-        ("throughput", True),
-        ("eval_steps_per_second", False),
-    ]
+    assert content["choices"] == ["throughput", "eval_steps_per_second"]
+    assert content["units"] == ["samples/s", "steps/s"]
+    assert [trace["choice"] for trace in content["traces"]] == [0, 1]
 
 
 def test_everything_else_is_shown(shown):
     """Curves without a panel of their own are shown in the last panels."""
-    assert [trace.name for trace in shown["throughput"].figure.data] == ["throughput"]
-    assert [trace.name for trace in shown["others"].figure.data] == ["weight_norm"]
+    assert shown["throughput"].content["choices"] == ["throughput"]
+    assert shown["others"].content["choices"] == ["weight_norm"]
+
+
+def test_axes():
+    """Tokens and seconds can take the place of the step, unless they fall or have one value."""
+    curves = {
+        "tokens": Curve([10, 20], [4096.0, 8192.0]),
+        "seconds": Curve([10, 20], [3.0, 2.0]),
+    }
+
+    assert axes_of(RunRecord("run", curves, {}, [])) == {
+        "tokens": {"x": [10, 20], "y": [4096, 8192]}
+    }
+    assert axes_of(RunRecord("run", {"tokens": Curve([1], [math.pi])}, {}, [])) == {}

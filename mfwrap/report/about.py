@@ -1,0 +1,178 @@
+"""Say what each run of a page was: its result, settings, versions, machine, and time."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mfwrap.records.run_record import Curve, RunRecord
+from mfwrap.report.curves import NUMBER
+
+_UNKNOWN = "\N{EN DASH}"
+_SECONDS = (("day", 86400), ("h", 3600), ("min", 60))
+_PLACES = ("output_dir", "run_name", "logging_dir")
+"""Settings that differ between any two runs, and say nothing about them."""
+
+_MOST_CHARACTERS = 300
+"""Longest setting that is written out."""
+
+
+def about(runs: Sequence[RunRecord]) -> str:
+    """Return a table with a row for each run, what differs between them, and all of their settings.
+
+    Args:
+        runs: At least one run. Without ``run.json``, only the results of a run are known.
+    """
+    return "".join([_summary(runs), _differences(runs), *(_details(run, runs) for run in runs)])
+
+
+def _summary(runs: Sequence[RunRecord]) -> str:
+    rows = [_figures(run) for run in runs]
+    columns = [name for name in rows[0] if any(row[name] != _UNKNOWN for row in rows)]
+    head = "".join(f'<th class="number">{column}</th>' for column in columns)
+    body = "".join(
+        f'<tr><td class="name" data-column="Run">{html.escape(run.name)}</td>'
+        + "".join(f'<td class="number" data-column="{name}">{row[name]}</td>' for name in columns)
+        + "</tr>"
+        for run, row in zip(runs, rows, strict=True)
+    )
+    return (
+        '<h2>Summary</h2><div class="wide"><table id="summary" class="rows"><thead><tr>'
+        f"<th>Run</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _figures(run: RunRecord) -> dict[str, str]:
+    losses = run.curves.get("loss", Curve()).values
+    # Some runs record the number of skipped updates so far, others a flag for each step.
+    counts, flags = _finite(run, "skipped_updates"), _finite(run, "skipped")
+    skipped = counts[-1:] or ([sum(flags)] if flags else [])
+    facts = run.facts
+    parameters, hardware = facts.get("parameters") or {}, facts.get("hardware") or {}
+    return {
+        "Steps": str(run.last_step()),
+        "Last loss": _shown(losses[-1] if losses else None),
+        "Best evaluation": _shown(min(_finite(run, "eval_loss"), default=None)),
+        "Best with averaged weights": _shown(min(_finite(run, "ema_eval_loss"), default=None)),
+        "Skipped updates": _shown(skipped[0] if skipped else None),
+        "Episodes": str(len(run.episodes)),
+        "Ended": html.escape(str(facts.get("state") or _UNKNOWN)),
+        "Time": duration(facts.get("seconds")),
+        "Parameters": _in_short(parameters.get("total")),
+        "Hardware": html.escape(str(hardware.get("name") or _UNKNOWN)),
+    }
+
+
+def _finite(run: RunRecord, name: str) -> list[float]:
+    return [value for value in run.curves.get(name, Curve()).values if math.isfinite(value)]
+
+
+def _shown(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:{NUMBER}}"
+
+
+def duration(seconds: Any) -> str:
+    """Return a time in words, such as ``3 min 20 s``; a dash if it is unknown."""
+    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
+        return _UNKNOWN
+    for place, (unit, size) in enumerate(_SECONDS):
+        if seconds >= size:
+            whole, rest = divmod(round(seconds), size)
+            smaller, least = (*_SECONDS, ("s", 1))[place + 1]
+            return f"{whole} {unit} {rest // least} {smaller}"
+    return f"{seconds:.3g} s"
+
+
+def _in_short(number: Any) -> str:
+    """Return a count with a unit, such as ``1.24 M``."""
+    if not isinstance(number, (int, float)):
+        return _UNKNOWN
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _differences(runs: Sequence[RunRecord]) -> str:
+    """Return a table of the settings in which runs differ; nothing for one run."""
+    known = [run for run in runs if run.facts]
+    settings = [_settings(run) for run in known]
+    if len(known) < 2:
+        return ""
+    names = [
+        name
+        for name in dict.fromkeys(name for each in settings for name in each)
+        if not name.endswith(_PLACES)
+    ]
+    different = [name for name in names if len({each.get(name, _UNKNOWN) for each in settings}) > 1]
+    if not different:
+        return '<h2>Differences</h2><p class="note">All recorded settings are the same.</p>'
+    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in known)
+    rows = "".join(
+        f'<tr><td class="name">{html.escape(name)}</td>'
+        + "".join(
+            f'<td class="value" data-column="{html.escape(run.name)}">'
+            f"{html.escape(each.get(name, _UNKNOWN))}</td>"
+            for run, each in zip(known, settings, strict=True)
+        )
+        + "</tr>"
+        for name in different
+    )
+    return (
+        '<h2>Differences</h2><div class="wide"><table id="differences" class="rows"><thead><tr>'
+        f"<th>Setting</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _settings(run: RunRecord) -> dict[str, str]:
+    """Return the settings, the model, the machine and the versions of a run, by name."""
+    facts = run.facts
+    # A recipe has a setting `model`, too.
+    told = {
+        "class of the model": facts.get("model"),
+        "parameters": facts.get("parameters"),
+        "hardware": facts.get("hardware"),
+        "versions": facts.get("versions"),
+    }
+    known = {name: fact for name, fact in told.items() if fact}
+    return flattened({**(facts.get("configuration") or {}), **known})
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings as text by dotted names, such as ``training.learning_rate``."""
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{prefix}{name}.")
+        else:
+            text = str(value)
+            cut = f"{text[:_MOST_CHARACTERS]}..." if len(text) > _MOST_CHARACTERS else text
+            found[f"{prefix}{name}"] = cut
+    return found
+
+
+def _details(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    """Return the command and all settings of a run, folded."""
+    if not run.facts:
+        return ""
+    of = f" of {html.escape(run.name)}" if len(runs) > 1 else ""
+    facts = {
+        "Command": run.facts.get("command"),
+        "Started": run.facts.get("started"),
+        "Folder": run.facts.get("folder"),
+    }
+    listed = "".join(
+        f"<dt>{term}</dt><dd><code>{html.escape(str(fact))}</code></dd>"
+        for term, fact in facts.items()
+        if fact
+    )
+    rows = "".join(
+        f'<tr><td class="name">{html.escape(name)}</td>'
+        f'<td class="value">{html.escape(value)}</td></tr>'
+        for name, value in _settings(run).items()
+    )
+    return (
+        f"<details><summary>Command, settings, versions and machine{of}</summary>"
+        f'<dl class="facts">{listed}</dl>'
+        f'<table class="rows"><tbody>{rows}</tbody></table></details>'
+    )
