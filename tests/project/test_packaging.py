@@ -4,10 +4,13 @@ import re
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 
 import mfwrap
 import mfwrap.callbacks
@@ -37,8 +40,26 @@ def test_folders_are_no_packages_of_their_own(folder):
 
 
 def test_version_is_one():
-    """``mfwrap.__version__`` is the version in pyproject.toml."""
-    assert mfwrap.__version__ == project()["project"]["version"]
+    """The version is that of the installed package, of the citation, and has a changelog entry."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+    assert mfwrap.__version__ == metadata.version("mfwrap") == citation["version"]
+    assert "version" in project()["project"]["dynamic"]
+    assert f"\n## {mfwrap.__version__} - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_contributors_find_what_is_named():
+    """Each path and each target of make that CONTRIBUTING.md names exists."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./]+/[\w./]*|[\w/]+\.(?:py|md|yaml|json))`", text))
+    made_by_the_reader = {name for name in named if "my_" in name}
+    targets = set(re.findall(r"make ([a-z-]+)", text))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+    assert {name for name in named - made_by_the_reader if not (ROOT / name).exists()} == set()
+    assert {target for target in targets if f"\n{target}:" not in makefile} == set()
+    modules = {name.rpartition(".")[0] for name in re.findall(r"`(mfwrap\.[\w.]+)`", text)}
+    assert {name for name in modules if find_spec(name) is None} == set()
 
 
 def test_every_dependency_has_a_tested_version():
@@ -59,7 +80,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheel):
     files = {
         (path if path.parts[0] == "mfwrap" else "mfwrap" / path).as_posix()
         for folder in ("mfwrap", "callbacks", "recipes")
-        for kind in ("*.py", "*.yaml", "*.css", "*.js", "py.typed")
+        for kind in ("*.py", "*.yaml", "*.css", "*.js", "*.gz", "*.md", "py.typed")
         for path in (p.relative_to(ROOT) for p in (ROOT / folder).rglob(kind))
     }
 
