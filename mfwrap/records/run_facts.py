@@ -59,7 +59,8 @@ class RunFacts:
         self._lines = open_records(folder / PROGRESS, first_step)
         before = last_value(folder / PROGRESS, "seconds") or 0.0
         self._start = clock() - before
-        self._last_step = first_step
+        # Not `first_step`: a checkpoint may be older than the record of its own step.
+        self._last_step = int(last_value(folder / PROGRESS, "step") or 0)
         started = read_facts(folder).get("started") if first_step else None
         if not first_step:
             set_aside(folder / FACTS)

@@ -228,13 +228,15 @@
   /** Shorten the names of rows: without what all of them begin and end with, and cut in the middle. */
   const shortened = (rows, length) => {
     const words = rows.map((row) => row.split("."));
-    const shortest = Math.min(...words.map((each) => each.length));
-    const isShared = (place) => rows.length > 1 && words.every((each) => each.at(place) === words[0].at(place));
+    // A head is often outside of the model that holds all other layers.
+    const inner = words.filter((each) => each.length > 1);
+    const shortest = Math.min(...inner.map((each) => each.length));
+    const isShared = (place) => inner.length > 1 && inner.every((each) => each.at(place) === inner[0].at(place));
     let start = 0, end = 0;
     while (start < shortest - 1 && isShared(start)) start += 1;
     while (end < shortest - 1 - start && isShared(-1 - end)) end += 1;
     return words.map((each) => {
-      const name = each.slice(start, each.length - end).join(".");
+      const name = (each.length > 1 ? each.slice(start, each.length - end) : each).join(".");
       const head = Math.floor(length / 3);
       return name.length <= length ? name : `${name.slice(0, head)}…${name.slice(head + 1 - length)}`;
     });
@@ -267,7 +269,7 @@
     ];
     const height = Math.min(900, Math.max(190, 100 + (isNarrow() ? 13 : 17) * rows.length));
     const skip = Math.ceil((12 * rows.length) / (height - 92));
-    const labels = shortened(map.rows, isNarrow() ? 9 : 19);
+    const labels = shortened(map.rows, isNarrow() ? 8 : 19);
     const layout = {
       ...frame(height),
       xaxis: isRanks ? { ...axis(), type: "category" } : horizontal(),

@@ -28,8 +28,7 @@ class OperationCount:
         self._model = trainer.model
         self._count: Callable[[Any], float] = trainer.floating_point_ops
         self._is_stock = getattr(self._count, "__func__", None) is Trainer.floating_point_ops
-        self.per_element: float | None = None
-        """Operations for one element of the network's main input, such as a token."""
+        self._per_element: float | None = None
 
     def __call__(self, inputs: Any) -> float:
         """Return the operations of forward and backward of a micro-batch."""
@@ -38,9 +37,9 @@ class OperationCount:
         main = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not self._is_stock or not isinstance(main, Tensor) or main.numel() == 0:
             return self._count(inputs)
-        if self.per_element is None:
-            self.per_element = self._count(inputs) / main.numel()
-        return self.per_element * main.numel()
+        if self._per_element is None:
+            self._per_element = self._count(inputs) / main.numel()
+        return self._per_element * main.numel()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from transformers import TrainerState
 
 from mfwrap.records.run_facts import RunFacts
@@ -77,7 +78,10 @@ class TrainerFacts:
         """Return the tokens of the run so far; the Trainer has counted their operations."""
         trainer: Any = self._trainer
         count = trainer.floating_point_ops
-        has_tokens = getattr(trainer.model, "main_input_name", None) == "input_ids"
-        if not has_tokens or not isinstance(count, OperationCount) or not count.per_element:
+        if getattr(trainer.model, "main_input_name", None) != "input_ids":
             return None
-        return round(state.total_flos / count.per_element)
+        if not isinstance(count, OperationCount):
+            return None
+        # A training that resumes after its last update has counted nothing yet.
+        operations = count({"input_ids": torch.zeros(1)})
+        return round(state.total_flos / operations) if operations else None

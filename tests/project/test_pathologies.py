@@ -48,7 +48,7 @@ def test_the_page_shows_growing_attention_logits(tmp_path: Path) -> None:
     logits = run.curves["max_attention_logit/model.layers.1.self_attn/max"].values
 
     assert logits[-1] > 100 * logits[0]
-    assert '<section id="attention_logits">' in page.read_text(encoding="utf-8")
+    assert '<section id="max_attention_logit">' in page.read_text(encoding="utf-8")
     (episode,) = run.episodes
     assert (episode.cause, episode.records[0]["layer"]) == ("attention_logits", "model.layers.1")
     assert len(read_json_lines(tmp_path / "d" / "anomalies.jsonl")) == 2

@@ -17,7 +17,7 @@ _TIMES = re.compile(
 )
 """Names of what depends on the clock, and of the command, which is another one after a crash."""
 
-_IGNORED = re.compile(r"(earlier_)?error_rank_\d+\.txt(\.partial)?|abandoned-.*|.*\.jsonl\.\d+")
+_IGNORED = re.compile(r"(earlier_)?error_rank_\d+\.txt(\.partial)?|abandoned-.*|.*\.jsonl?\.\d+")
 """Traceback of a run that failed or was killed while it wrote the traceback, which stays when the
 run is resumed, and checkpoints and records that a run has set aside."""
 

@@ -97,6 +97,18 @@ def test_a_resumed_run_counts_on(tmp_path, clock):
     assert (found["seconds"], found["started"]) == (12.0, started)
 
 
+def test_a_checkpoint_before_the_record_of_its_step(tmp_path, clock):
+    """A run that was killed between its last checkpoint and its end records its last step."""
+    facts = RunFacts(tmp_path, {}, clock=clock)
+    facts.note(5)
+    save_records(tmp_path / "checkpoint-6", tmp_path)
+    facts.end(6)
+    resume_run(tmp_path / "checkpoint-6", tmp_path, 6)
+    RunFacts(tmp_path, {}, first_step=6, max_steps=6, clock=clock).end(6)
+
+    assert [line["step"] for line in read_json_lines(tmp_path / "progress.jsonl")] == [5, 6]
+
+
 def test_a_second_run_keeps_the_first(tmp_path, clock):
     """A run from the start renames the files of an earlier run in the folder."""
     RunFacts(tmp_path, {"lr": 1.0}, clock=clock).end(3)

@@ -40,6 +40,21 @@ def test_settings_time_and_tokens(tmp_path):
     assert times == sorted(times)
 
 
+def test_a_resume_after_the_last_update(tmp_path):
+    """A training that resumes where it ended makes no update, and records its end again."""
+    options = {"logging_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    records = []
+    for _ in range(2):
+        callbacks = [TrainingStateMonitor(**MONITOR)]
+        trainer = new_trainer(MFTrainer, tmp_path, callbacks=callbacks, **options)
+        trainer.train(resume_from_checkpoint="auto")
+        lines = read_json_lines(tmp_path / "progress.jsonl")
+        records.append([(line["step"], line["tokens"]) for line in lines])
+
+    assert records[0] == records[1]
+    assert [step for step, _ in records[0]] == [4, 6]
+
+
 def test_a_training_that_ends_early(tmp_path):
     """The file says at which of how many steps a callback has ended the training."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
