@@ -12,6 +12,7 @@ Each epoch ends with an evaluation of raw and of averaged weights.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
-from transformers import HfArgumentParser, get_linear_schedule_with_warmup
+from transformers import (
+    HfArgumentParser,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    get_linear_schedule_with_warmup,
+)
 
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
@@ -28,7 +35,7 @@ from mfwrap.callbacks import MFLossMonitor
 from mfwrap.checkpoints import newest_checkpoint
 from mfwrap.checkpoints.folders import whole_folder
 from mfwrap.collectives import leave_shared_store
-from mfwrap.recipes.causal_lm import Monitors, build_model, evaluate, text_loaders
+from mfwrap.recipes.causal_lm import build_model, evaluate, text_loaders
 
 
 @dataclass
@@ -128,6 +135,29 @@ class Training:
         if skipped > 0:
             rest = self.accelerator.skip_first_batches(self.training, skipped)
         return rest
+
+
+class Monitors:
+    """Call callbacks in a loop without a Trainer, with the arguments that a Trainer would pass.
+
+    Args:
+        callbacks: Callbacks, in the order in which they are called.
+        accelerator: Used to find out whether this is the main process.
+        global_step: Updates so far, if the run is resumed.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[TrainerCallback], accelerator: Accelerator, global_step: int = 0
+    ) -> None:
+        self._callbacks = callbacks
+        self.state = TrainerState(
+            is_world_process_zero=accelerator.is_main_process, global_step=global_step
+        )
+
+    def notify(self, event: str, **values: Any) -> None:
+        """Call a method of each callback, such as ``on_step_end``."""
+        for callback in self._callbacks:
+            getattr(callback, event)(None, self.state, TrainerControl(), **values)
 
 
 def train_epoch(run: Training, epoch: int, monitors: Monitors) -> None:

@@ -5,9 +5,11 @@
 
 Nothing is downloaded: the model is built from its configuration, and the text comes from Python's
 `pydoc_data.topics`. The run folder gets `metrics.jsonl`, `run.png`, and the models of raw and of
-averaged weights in the format of `save_pretrained`. Only the main process writes.
+averaged weights in the format of `save_pretrained`. `LoopMonitor` adds what the run was, and its
+anomalies. Only the main process writes, except for the local norms of each rank.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +25,12 @@ from transformers import (
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
     get_cosine_schedule_with_warmup,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
-from mfwrap.callbacks import LocalNormMonitor, MetricsRecorder, MFLossMonitor
+from mfwrap.callbacks import LoopMonitor, MetricsRecorder, MFLossMonitor
 from mfwrap.checkpoints.folders import whole_folder
 from mfwrap.report import draw_run
 
@@ -170,43 +169,28 @@ def evaluate(model: torch.nn.Module, loader: DataLoader[Any], accelerator: Accel
     return float(loss / num_targets)
 
 
-class Monitors:
-    """Call callbacks in a loop without a Trainer, with the arguments that a Trainer would pass.
-
-    Args:
-        callbacks: Callbacks, in the order in which they are called.
-        accelerator: Used to find out whether this is the main process.
-        global_step: Updates so far, if the run is resumed.
-    """
-
-    def __init__(
-        self, callbacks: Sequence[TrainerCallback], accelerator: Accelerator, global_step: int = 0
-    ) -> None:
-        self._callbacks = callbacks
-        self.state = TrainerState(
-            is_world_process_zero=accelerator.is_main_process, global_step=global_step
-        )
-
-    def notify(self, event: str, **values: Any) -> None:
-        """Call a method of each callback, such as ``on_step_end``."""
-        for callback in self._callbacks:
-            getattr(callback, event)(None, self.state, TrainerControl(), **values)
-
-
-def run_monitors(arguments: RecipeArguments, num_processes: int) -> list[TrainerCallback]:
-    """Return monitors that log the run and, with several processes, write their local norms."""
+def monitored(
+    arguments: RecipeArguments,
+    cell: MFTrainOneStepCell,
+    recorder: MetricsRecorder,
+    num_processes: int,
+) -> LoopMonitor:
+    """Return the monitor of the run, which logs it as MindFormers does and describes it."""
     samples = arguments.micro_batch_size * arguments.gradient_accumulation_steps * num_processes
-    monitors: list[TrainerCallback] = [
-        MFLossMonitor(
-            per_print_times=arguments.logging_steps,
-            origin_epochs=1,
-            dataset_size=arguments.max_steps,
-            global_batch_size=samples,
-        )
-    ]
-    if num_processes > 1:
-        monitors.append(LocalNormMonitor(arguments.logging_steps, folder=arguments.output_dir))
-    return monitors
+    loss_monitor = MFLossMonitor(
+        per_print_times=arguments.logging_steps,
+        origin_epochs=1,
+        dataset_size=arguments.max_steps,
+        global_batch_size=samples,
+    )
+    return LoopMonitor(
+        cell,
+        arguments.output_dir,
+        callbacks=[recorder, loss_monitor],
+        max_steps=arguments.max_steps,
+        global_batch_size=samples,
+        configuration={"recipe": dataclasses.asdict(arguments)},
+    )
 
 
 def train(
@@ -214,14 +198,13 @@ def train(
     cell: MFTrainOneStepCell,
     loader: DataLoader[Any],
     recorder: MetricsRecorder,
-    monitors: Monitors,
+    monitor: LoopMonitor,
 ) -> None:
-    """Train for all updates, and notify the monitors after each update."""
+    """Train for all updates, and record each."""
     batches = micro_batches(loader, arguments.gradient_accumulation_steps)
     for step, batch in zip(range(1, arguments.max_steps + 1), batches, strict=False):
-        output = cell.step(batch)
-        monitors.state.global_step = step
-        monitors.notify("on_step_end", step_output=output, step_report=cell.last_report)
+        cell.step(batch)
+        monitor.end_step()
         if step % arguments.logging_steps == 0:
             recorder.write_steps()
     cell.flush()
@@ -255,15 +238,10 @@ def train_and_save(arguments: RecipeArguments, accelerator: Accelerator) -> None
         local_norm_groups="layer",
     )
     recorder = MetricsRecorder(arguments.output_dir, evaluates_average=False)
-    others = run_monitors(arguments, accelerator.num_processes)
-    monitors = Monitors([recorder, *others], accelerator)
     start = evaluate(model, held_out, accelerator)
-    monitors.notify("on_train_begin")
+    with monitored(arguments, cell, recorder, accelerator.num_processes) as monitor:
+        train(arguments, cell, training, recorder, monitor)
     recorder.write({"step": 0, "eval_loss": start, "max_grad_norm": arguments.max_grad_norm})
-    try:
-        train(arguments, cell, training, recorder, monitors)
-    finally:
-        monitors.notify("on_train_end")
     raw = evaluate(model, held_out, accelerator)
     with ema.swap():
         averaged = evaluate(model, held_out, accelerator)

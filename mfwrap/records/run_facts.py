@@ -130,8 +130,10 @@ def _processor() -> str:
 def _command() -> list[str]:
     """Return the words that started this process, with the program's name instead of its path."""
     words = list(sys.argv)
-    if words and words[0].endswith("__main__.py"):
-        return ["python", "-m", Path(words[0]).parent.name, *words[1:]]
+    # Python sets the specification of the main module only for `python -m`.
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:
+        return ["python", "-m", spec.name.removesuffix(".__main__"), *words[1:]]
     return [Path(words[0]).name, *words[1:]] if words else []
 
 

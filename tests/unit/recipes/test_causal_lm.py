@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import LlamaForCausalLM
 
 from mfwrap.recipes import causal_lm
+from mfwrap.records.run_record import read_facts
 
 
 def train_into(folder, **settings):
@@ -92,11 +93,23 @@ def test_the_record_of_a_loss_that_is_nan_is_valid_json(tmp_path, monkeypatch):
 
 def test_training_lowers_the_loss_on_held_out_text(run_folder):
     """Raw weights predict held-out text better at the end than at the start."""
-    records = records_of(run_folder)
+    first, last = (record for record in records_of(run_folder) if "eval_loss" in record)
 
-    assert records[0]["eval_loss"] == pytest.approx(math.log(256), rel=0.05)
-    assert records[-1]["eval_loss"] < records[0]["eval_loss"] - 0.5
-    assert math.isfinite(records[-1]["ema_eval_loss"])
+    assert (first["step"], last["step"]) == (0, 12)
+    assert first["eval_loss"] == pytest.approx(math.log(256), rel=0.05)
+    assert last["eval_loss"] < first["eval_loss"] - 0.5
+    assert math.isfinite(last["ema_eval_loss"])
+
+
+def test_run_says_what_it_was(run_folder):
+    """The run folder says the settings, the size of the model, and that the run has finished."""
+    facts = read_facts(run_folder)
+    model = LlamaForCausalLM.from_pretrained(run_folder / "model")
+
+    assert facts["state"] == "finished"
+    assert facts["parameters"]["total"] == model.num_parameters()
+    assert facts["configuration"]["recipe"]["learning_rate"] == 3e-3
+    assert facts["configuration"]["recipe"]["sequence_length"] == 32
 
 
 def test_models_load_and_averages_differ_from_raw_weights(run_folder):

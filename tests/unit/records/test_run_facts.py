@@ -1,6 +1,8 @@
 """``run.json`` says what a run was, and ``progress.jsonl`` how long it took."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -28,9 +30,8 @@ def clock():
     return Clock()
 
 
-def test_what_a_run_was(tmp_path, clock, monkeypatch):
-    """The file has command, settings, model, versions and machine, without secrets."""
-    monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--token=SECRET", "--lr", "1"])
+def test_what_a_run_was(tmp_path, clock):
+    """The file has settings, model, versions and machine, without secrets."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     model[0].weight.requires_grad_(requires_grad=False)
     facts = RunFacts(tmp_path, {"lr": 1.0, "api_key": "SECRET"}, model, max_steps=10, clock=clock)
@@ -38,7 +39,6 @@ def test_what_a_run_was(tmp_path, clock, monkeypatch):
     facts.save()
 
     found = read_facts(tmp_path)
-    assert found["command"] == "train.py --token=*** --lr 1"
     assert found["configuration"] == {"lr": 1.0, "api_key": "***"}
     assert (found["model"], found["parameters"]) == ("Sequential", {"total": 21, "trainable": 9})
     assert found["versions"]["torch"] == torch.__version__
@@ -46,6 +46,36 @@ def test_what_a_run_was(tmp_path, clock, monkeypatch):
     assert (found["state"], found["seconds"]) == ("not ended", 2.5)
     assert "SECRET" not in (tmp_path / "run.json").read_text()
     assert not has_ended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("start", "shown"),
+    [
+        (["{folder}/train.py"], "train.py"),
+        (["-m", "tasks.train"], "python -m tasks.train"),
+        (["-m", "tasks"], "python -m tasks"),
+    ],
+)
+def test_command(tmp_path, start, shown):
+    """The command is that of the shell, without the path of the program and without secrets."""
+    program = """
+from pathlib import Path
+from mfwrap.records.run_facts import RunFacts
+RunFacts(Path("run"), {})
+"""
+    (tmp_path / "tasks").mkdir()
+    for name in ("train.py", "tasks/train.py", "tasks/__main__.py"):
+        (tmp_path / name).write_text(program)
+    words = [word.format(folder=tmp_path) for word in start]
+    # `-m` finds modules of the current folder only without PYTHONSAFEPATH.
+    subprocess.run(
+        [sys.executable, *words, "--token=SECRET", "--lr", "1"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        check=True,
+    )
+
+    assert read_facts(tmp_path / "run")["command"] == f"{shown} --token=*** --lr 1"
 
 
 @pytest.mark.parametrize(
