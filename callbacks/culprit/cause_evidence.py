@@ -82,6 +82,9 @@ class CauseEvidence:
     growth: Growth | None = None
     """Growth of the updates in the last steps; ``None`` if they have not grown."""
 
+    since: int | None = None
+    """First step in which the fault may have begun, if it was looked for in some steps only."""
+
     global_norm: float | None = None
     no_denominator: str | None = None
     """Why Adam divides by zero, in a clause; ``None`` if it does not."""
@@ -95,6 +98,11 @@ class CauseEvidence:
     def now(self) -> StepTrace:
         """The step that went wrong."""
         return self.trace[-1]
+
+    @property
+    def first_bad_step(self) -> int:
+        """First step whose state may have the fault; the checkpoint to return to is older."""
+        return self.now.step if self.since is None else self.since
 
     @property
     def before(self) -> list[StepTrace]:

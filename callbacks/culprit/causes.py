@@ -51,11 +51,11 @@ def _epsilon(evidence: CauseEvidence) -> Cause | None:
         return None
     return Cause(
         "optimizer_epsilon",
-        f"an update before this step divided by zero: {evidence.no_denominator}"
+        f"an update before step {evidence.now.step} divided by zero: {evidence.no_denominator}"
         if evidence.kind in NON_FINITE
         else f"the update divided by zero: {evidence.no_denominator}",
         "keep weights and optimizer state in float32, or raise the optimizer's eps, and go back to "
-        "a checkpoint from before this update",
+        "a checkpoint from before that update",
     )
 
 
@@ -64,7 +64,8 @@ def _changed_outside(evidence: CauseEvidence) -> Cause | None:
     if not changed or not evidence.now.scores.num_changed > 0:
         return None
     rest = f" and {len(changed) - 1} other weights" if len(changed) > 1 else ""
-    return _weight_changed(f"{changed[0]}{rest} changed between two steps", changed)
+    what = f"{changed[0]}{rest} changed between two steps"
+    return _weight_changed(evidence.first_bad_step, what, changed)
 
 
 def _grown_weight(evidence: CauseEvidence) -> Cause | None:
@@ -77,14 +78,15 @@ def _grown_weight(evidence: CauseEvidence) -> Cause | None:
     if not changed and _has_moved_far(evidence):
         return None
     weights = changed or weights
-    return _weight_changed(f"{_change(weights[0])}, although no update explains it", weights[:1])
+    what = f"{_change(weights[0])}, although no update explains it"
+    return _weight_changed(evidence.first_bad_step, what, weights[:1])
 
 
-def _weight_changed(what: str, names: Sequence[str | WeightNorm]) -> Cause:
+def _weight_changed(step: int, what: str, names: Sequence[str | WeightNorm]) -> Cause:
     return Cause(
         "weight_changed",
         what,
-        "go back to a checkpoint from before this step; if no code of yours changes weights, "
+        f"go back to a checkpoint from before step {step}; if no code of yours changes weights, "
         "suspect the memory",
         tensors=tuple(one if isinstance(one, str) else one.name for one in names),
         where="weight",
@@ -121,6 +123,7 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
         is_alone = is_local and rise < _LARGE_UPDATE
         if moved and evidence.knows_optimizer and is_alone:
             return _weight_changed(
+                each.step,
                 f"{moved[0]} changed within step {each.step} by far more than its usual update, "
                 "although gradients, learning rate and the optimizer's state were ordinary",
                 moved,
@@ -156,13 +159,14 @@ def _buffers(evidence: CauseEvidence) -> Cause | None:
         return Cause(
             "data",
             f"the batch is far from those before: it changed the running statistics in {names[0]}",
-            "look at the samples of this step, and go back to a checkpoint from before it",
+            f"look at the samples of step {evidence.now.step}, and go back to a checkpoint from "
+            "before it",
         )
     return Cause(
         "batch_norm",
         f"{_by_input(evidence.origin)}the running statistics in {names[0]}{_rest(names)}",
         f"{'remove the sample, and ' if evidence.origin is not None else ''}go back to a "
-        "checkpoint from before this step: skipping the update does not repair the statistics",
+        f"checkpoint from before step {evidence.first_bad_step}: skipping the update does not repair the statistics",
         tensors=() if evidence.origin is not None else tuple(names),
     )
 

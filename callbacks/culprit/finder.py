@@ -324,6 +324,7 @@ class CulpritFinder:
                 verdict=None if verdict is None else verdict.result,
                 verdict_detail=None if verdict is None else verdict.detail,
                 growth=self._kinds.growth,
+                since=known.get("since"),
                 global_norm=numbers.global_norm,
                 no_denominator=no_denominator(judgement.optimizer),
             )

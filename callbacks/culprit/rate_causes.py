@@ -36,7 +36,7 @@ def rate_jump(evidence: CauseEvidence) -> Cause | None:
                 "learning_rate",
                 f"the learning rate of step {each.step} was {each.scores.learning_rate:.3g}, "
                 f"{each.scores.rate_rise:.3g} times the highest rate before it",
-                "correct the schedule, and go back to a checkpoint from before this step",
+                f"correct the schedule, and go back to a checkpoint from before step {each.step}",
             )
     return None
 

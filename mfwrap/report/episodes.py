@@ -193,8 +193,11 @@ def _link(event: _Event, shown: int | None = None) -> str:
 
 def _duration(event: _Event) -> str:
     span = event.last - event.first + 1
-    among = f" of {span}" if span > event.num_steps else ""
-    return f"<div>{event.num_steps}{among} bad steps</div>" if event.num_steps > 1 else ""
+    if span > event.num_steps:
+        # The steps between may have been good, or not looked at: weights are sampled.
+        found = "was found" if event.num_steps == 1 else "were found"
+        return f"<div>{event.num_steps} of {span} steps {found} bad</div>"
+    return f"<div>{event.num_steps} bad steps</div>" if event.num_steps > 1 else ""
 
 
 def _listed(lines: Sequence[str], empty: str = _UNKNOWN) -> str:

@@ -40,6 +40,9 @@ def samples_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
             f"to leave {what} out: write the {line} {codes} to a file, and give the file as "
             "<code>--skip-rows</code> or <code>MFTrainer(skip_rows=...)</code>"
         )
+    if rows and any("last_step" in record for record in records):
+        # Only the first of several bad steps in a row is run again, row by row.
+        lines.append(f"samples of step {records[0]['step']} only, the first of the episode")
     exact = [record.get("are_samples_exact") for record in records]
     if rows and False in exact:
         lines.append("numbers of a later run of the rows, not of the step itself")

@@ -142,6 +142,22 @@ def test_what_the_run_did(tmp_path, end, skipped, said):
     assert " ".join(row[-1]).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("last", "number", "said"),
+    [
+        (8, 4, "5\N{EN DASH}8 4 bad steps"),
+        (10, 4, "5\N{EN DASH}10 4 of 6 steps were found bad"),
+        (6, 1, "5\N{EN DASH}6 1 of 2 steps was found bad"),
+    ],
+)
+def test_number_of_bad_steps(tmp_path, last, number, said):
+    """An episode says how many of its steps were found bad, if those between were not."""
+    end = {"step": 5, "kind": "spike", "last_step": last, "num_steps": number}
+    [row] = cells(run_of(tmp_path, [{"step": 5, "kind": "spike", "cause": "data"}, end]))
+
+    assert " ".join(row[0]) == said
+
+
 def test_place_samples_and_evidence(tmp_path):
     """A row has layer, tensor, rank and micro-batch, the samples, and numbers beside usual ones."""
     sample = {"rank": 1, "micro_batch": 2, "row": 3, "index": 77, "loss": 22.0, "text": "a <b> c"}

@@ -45,6 +45,16 @@ def test_how_to_leave_samples_out(rows, said):
     assert text_of({"samples": [ROW | row for row in rows]}) == said
 
 
+def test_samples_of_several_steps():
+    """An episode of several steps says of which step its samples are."""
+    record = {"step": 61, "last_step": 75, "samples": [ROW]}
+
+    assert text_of(record) == [
+        "rank 1, micro-batch 2, row 3",
+        "samples of step 61 only, the first of the episode",
+    ]
+
+
 def test_numbers_of_a_sample():
     """A sample has its loss and norm, those without it, and its text."""
     row = ROW | {"loss": 22.0, "gradient_norm": 3.0, "loss_without": 2.0, "text": "a <b> c"}

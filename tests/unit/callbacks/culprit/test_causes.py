@@ -100,6 +100,15 @@ def test_running_statistics():
     assert cause("state_spike", rank={"buffers": ("mask",)}).name == "buffer_changed"
 
 
+def test_the_checkpoint_to_return_to_is_older_than_the_fault():
+    """The suggestion names the step; if only a sample has shown the fault, the earliest one."""
+    one = {"states": (state("weight", "h.0.weight", 900.0),)}
+    jump = trace({"rate_rise": 50.0}, HIGH_LOSS)
+    assert "from before step 13;" in cause(rank=one).suggestion
+    assert "from before step 11;" in cause("state_spike", rank=one, since=11).suggestion
+    assert cause(steps=jump).suggestion.endswith("from before step 12")
+
+
 def test_running_statistics_follow_the_weights():
     """A weight that has grown gives other statistics."""
     buffer, weight = state("buffer", "bn.running_var", 1e6), state("weight", "h.0.weight", 900.0)
