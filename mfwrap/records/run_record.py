@@ -61,6 +61,9 @@ class RunRecord:
     max_grad_norm: float | None = None
     """Global norm above which gradients were clipped; ``None`` if the run has not recorded it."""
 
+    rank_losses: Mapping[int, Curve] = field(default_factory=dict)
+    """Loss of each rank over the steps; empty unless ranks other than 0 have recorded theirs."""
+
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the run was, from ``run.json``; empty without this file. See `read_facts`."""
 
@@ -114,9 +117,11 @@ def read_run(folder: Path) -> RunRecord:
             "has the numbers of a step"
         )
         raise FileNotFoundError(msg)
+    curves = {name: _sorted(values) for name, values in points.curves.items()}
+    rank_losses = {rank: _sorted(values) for rank, values in sorted(points.rank_losses.items())}
     return RunRecord(
         folder.resolve().name,
-        {name: _sorted(values) for name, values in points.curves.items()},
+        curves,
         {
             rank: {group: _sorted(values) for group, values in groups.items()}
             for rank, groups in sorted(points.local_norms.items())
@@ -124,6 +129,7 @@ def read_run(folder: Path) -> RunRecord:
         episodes_of(anomalies),
         read_rollbacks(folder),
         points.max_grad_norm,
+        {0: curves.get("loss", Curve()), **rank_losses} if rank_losses else {},
         read_facts(folder),
     )
 
@@ -134,6 +140,9 @@ class _Points:
     def __init__(self) -> None:
         self.curves: dict[str, dict[int, float]] = {}
         self.local_norms: dict[int, dict[str, dict[int, float]]] = {}
+        self.rank_losses: dict[int, dict[int, float]] = {}
+        """Losses of the ranks above 0."""
+
         self.max_grad_norm: float | None = None
 
     def add_all(self, records: Iterable[Mapping[str, Any]], rank: int = 0) -> None:
@@ -162,6 +171,8 @@ class _Points:
         for name, value in _numbers(record):
             if name.startswith(_NORM):
                 norms.setdefault(name.removeprefix(_NORM), {})[step] = value
+            elif rank and _ALIASES.get(name, name) == "loss":
+                self.rank_losses.setdefault(rank, {})[step] = value
             elif rank == 0:
                 self.curves.setdefault(_ALIASES.get(name, name), {})[step] = value
         if not norms:

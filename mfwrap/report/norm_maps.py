@@ -103,10 +103,14 @@ def _members(run: RunRecord, family: str, names: Mapping[str, str]) -> dict[str,
     return {member: run.curves[name] for name, member in chosen.items()}
 
 
-def norms_by_rank(runs: Sequence[RunRecord]) -> list[Panel]:
-    """Show the ranks of each run with several: their curves, and their norms by layer in a step."""
+def by_rank(runs: Sequence[RunRecord]) -> list[Panel]:
+    """Show the ranks of each run with several: losses, norms, and norms by layer in a step."""
     panels = []
     for number, run in enumerate(runs):
+        if run.rank_losses:
+            note = "Loss of each rank on its own data."
+            title = label(run, "Loss of each rank", runs)
+            panels.append(_of_ranks(number, "rank-losses", title, note, run.rank_losses))
         if len(run.local_norms) < 2:
             continue
         names = list(next(iter(run.local_norms.values())))
@@ -131,23 +135,32 @@ def norms_by_rank(runs: Sequence[RunRecord]) -> list[Panel]:
         note = "Local norms of one step. The slider chooses the step."
         content: dict[str, Any] = {"kind": "ranks", "maps": maps}
         panels.append(Panel(f"ranks-{number}", title, note, content))
-        panels.append(_totals(number, run, runs))
+        totals = {rank: _total(groups) for rank, groups in run.local_norms.items()}
+        note = "L2 norm of all of a rank's own gradients, before they are reduced over ranks."
+        title = label(run, "Norm of each rank", runs)
+        panels.append(_of_ranks(number, "rank-norms", title, note, totals, log=True))
     return panels
 
 
-def _totals(number: int, run: RunRecord, runs: Sequence[RunRecord]) -> Panel:
-    """Return a panel with the norm of all gradients of each rank, before they are reduced."""
+def _of_ranks(
+    number: int,
+    name: str,
+    title: str,
+    note: str,
+    curves: Mapping[int, Curve],
+    *,
+    log: bool = False,
+) -> Panel:
+    """Return a panel with a curve of each rank of a run."""
+    shown = list(curves.items())[:_MAX_RANK_CURVES]
     traces = [
-        line(number, f"rank {rank}", _total(groups), smooth=True, color=place)
-        for place, (rank, groups) in enumerate(run.local_norms.items())
-        if place < _MAX_RANK_CURVES
+        line(number, f"rank {rank}", curve, smooth=True, color=place)
+        for place, (rank, curve) in enumerate(shown)
     ]
-    more = len(run.local_norms) - len(traces)
-    rest = f" The other {more} ranks are in the map." if more else ""
-    note = f"L2 norm of all of a rank's own gradients, before they are reduced over ranks.{rest}"
-    title = label(run, "Norm of each rank", runs)
-    content = {"kind": "curves", "traces": traces, "log": True, "may_log": True}
-    return Panel(f"rank-norms-{number}", title, note, content)
+    more = len(curves) - len(shown)
+    rest = f" The other {more} ranks are not drawn." if more else ""
+    content = {"kind": "curves", "traces": traces, "log": log, "may_log": True}
+    return Panel(f"{name}-{number}", title, note + rest, content)
 
 
 def _total(groups: Mapping[str, Curve]) -> Curve:

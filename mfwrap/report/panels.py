@@ -9,7 +9,7 @@ from typing import Any
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import overflow_steps
 from mfwrap.report.drawing import Panel, label, line, points, rounded
-from mfwrap.report.norm_maps import families_of, maps_by_layer, norms_by_rank, norms_by_step
+from mfwrap.report.norm_maps import by_rank, families_of, maps_by_layer, norms_by_step
 
 _AVERAGED = "ema_"
 _LOSSES = ("loss", "eval_loss", "ema_eval_loss")
@@ -66,7 +66,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         ),
         norms_by_step(runs),
         *maps_by_layer(runs),
-        *norms_by_rank(runs),
+        *by_rank(runs),
         _choice(runs, "throughput", "Throughput", _is_throughput),
         _choice(
             runs,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mfwrap.records.run_record import read_run
-from mfwrap.report.norm_maps import families_of, maps_by_layer, norms_by_rank, norms_by_step
+from mfwrap.report.norm_maps import by_rank, families_of, maps_by_layer, norms_by_step
 from support.run_folders import GROUPS, write_lines, write_run
 
 
@@ -49,9 +49,23 @@ def test_many_steps_share_a_column(tmp_path):
     assert [drawn["x"][column] for _, column in drawn["bad"]] == [7]
 
 
+def test_losses_by_rank(tmp_path):
+    """Each rank has a curve of its own loss, if ranks other than 0 have recorded theirs."""
+    for name, losses in (("", [3.0, 2.0]), ("_rank1", [3.5, 4.5]), ("_rank2", [3.2, "nan"])):
+        records = [{"step": step, "local_loss": loss} for step, loss in enumerate(losses, 1)]
+        write_lines(tmp_path / f"training_state{name}.jsonl", records)
+
+    (panel,) = by_rank([read_run(tmp_path)])
+
+    assert panel.name == "rank-losses-0"
+    found = [(trace["name"], trace["y"]) for trace in panel.content["traces"]]
+    assert found == [("rank 0", [3, 2]), ("rank 1", [3.5, 4.5]), ("rank 2", [3.2, None])]
+    assert panel.content["traces"][2]["bad"] == [2]
+
+
 def test_layer_by_rank(run):
     """The ranks of a step are side by side; the curves are the norms of all groups together."""
-    by_layer, totals = norms_by_rank([run])
+    by_layer, totals = by_rank([run])
 
     last = by_layer.content["maps"][-1]
     assert (last["name"], last["x"]) == ("40", ["rank 0", "rank 1"])
@@ -67,7 +81,7 @@ def test_a_long_run_has_few_positions_of_the_slider(tmp_path):
     """At most 61 steps can be chosen, the last one among them."""
     run = read_run(write_run(tmp_path, num_steps=500, num_ranks=2))
 
-    names = [each["name"] for each in norms_by_rank([run])[0].content["maps"]]
+    names = [each["name"] for each in by_rank([run])[0].content["maps"]]
     assert len(names) <= 61
     assert names[-1] == "500"
 
@@ -78,7 +92,7 @@ def test_runs_without_several_ranks(tmp_path):
     write_lines(tmp_path / "none" / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
     none = read_run(tmp_path / "none")
 
-    assert norms_by_rank([one, none]) == []
+    assert by_rank([one, none]) == []
     assert norms_by_step([none]).is_empty
 
 
