@@ -159,7 +159,8 @@
     }
     if (!isLog(panel)) return {};
     const decades = Math.log10(high / low);
-    if (decades < 1.5) return { nticks: 6 };
+    if (decades < 0.5) return { nticks: 6 };
+    if (decades < 1.5) return { dtick: "D2" }; // 1, 2 and 5 of each decade
     return { dtick: Math.max(1, Math.ceil(decades / 7)) };
   };
 
