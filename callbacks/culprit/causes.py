@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm, WeightNorm
 from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence, outlier
 from mfwrap.callbacks.culprit.evidence import RankEvidence
-from mfwrap.callbacks.culprit.forward_causes import forward_cause
+from mfwrap.callbacks.culprit.forward_causes import forward_cause, forward_finding
 from mfwrap.callbacks.culprit.loss_causes import (
     scaled_loss,
     scaled_outside,
@@ -39,10 +39,8 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     weight that has changed also raises the loss.
     """
     found = (rule(evidence) for rule in _RULES)
-    return next((cause for cause in found if cause is not None), UNKNOWN)
-
-
-UNKNOWN = Cause(UNKNOWN_CAUSE, "", "")
+    unknown = Cause(UNKNOWN_CAUSE, forward_finding(evidence), "")
+    return next((cause for cause in found if cause is not None), unknown)
 
 
 def _epsilon(evidence: CauseEvidence) -> Cause | None:

@@ -5,6 +5,8 @@ from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence
 from mfwrap.callbacks.culprit.forward_judge import LOAD, LOGITS, ForwardRise
 from mfwrap.callbacks.culprit.step_judge import LIMITS
 
+_LARGEST = "the largest attention logit"
+
 
 def forward_cause(evidence: CauseEvidence) -> Cause | None:
     """Return the cause of an anomaly that watched attention logits, or loads of experts, explain.
@@ -27,6 +29,13 @@ def forward_cause(evidence: CauseEvidence) -> Cause | None:
     return _logits(first, f"rose {_change(first)} at once") if first.is_alone else None
 
 
+def forward_finding(evidence: CauseEvidence) -> str:
+    """Say which attention logit has risen, if that is the anomaly and its cause is unknown."""
+    rises = evidence.blamed.forward if evidence.kind == LOGITS else ()
+    first = next((each for each in rises if each.kind == LOGITS), None)
+    return "" if first is None else f"{_LARGEST} of {first.module} rose {_change(first)}"
+
+
 def _has_moved(evidence: CauseEvidence) -> bool:
     limit = LIMITS["update"]
     return any(each.scores.num_moved > 0 or each.scores.update > limit for each in evidence.before)
@@ -35,7 +44,7 @@ def _has_moved(evidence: CauseEvidence) -> bool:
 def _logits(worst: ForwardRise, what: str) -> Cause:
     return Cause(
         "attention_logits",
-        f"the largest attention logit of {worst.module} {what}",
+        f"{_LARGEST} of {worst.module} {what}",
         "normalize queries and keys (QK-norm), lower the learning rate, or clip the logits",
         tensors=(worst.module,) if worst.is_alone else (),
     )

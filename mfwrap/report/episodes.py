@@ -244,7 +244,7 @@ def _of_episode(run: RunRecord, number: int, episode: Episode) -> _Event:
         "; ".join(_escaped(_explanation(record) for record in records)),
         "; ".join(_escaped(record.get("suggestion") or "" for record in records)),
         _escaped(line for record in records for line in _lines(record)),
-        _escaped(_where(records)),
+        _escaped(_where(records, run)),
         samples_of(records),
         html.escape(_action(run, episode)),
     )
@@ -341,9 +341,11 @@ def _loss_of(record: Mapping[str, Any]) -> Any:
     return next(iter(losses), None)
 
 
-def _where(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _where(records: Sequence[Mapping[str, Any]], run: RunRecord) -> list[str]:
     """Return layer, tensor, ranks and micro-batch; those of several ranks one after the other."""
     ranks = _sorted(rank for record in records for rank in record.get("ranks") or ())
+    if (run.facts.get("hardware") or {}).get("ranks") == 1:
+        ranks = []  # the only one
     places = [_place(record) for record in records]
     lines = list(dict.fromkeys(line for place in places for line in place))
     if ranks:

@@ -226,7 +226,7 @@
 
   // ---- Maps.
 
-  /** Shorten the names of rows: without what all of them begin and end with, and cut in the middle. */
+  /** Shorten the names of rows: leave out what all begin and end with, and the middle. */
   const shortened = (rows, length) => {
     const words = rows.map((row) => row.split("."));
     // A head is often outside of the model that holds all other layers.
@@ -237,9 +237,13 @@
     while (start < shortest - 1 && isShared(start)) start += 1;
     while (end < shortest - 1 - start && isShared(-1 - end)) end += 1;
     return words.map((each) => {
-      const name = (each.length > 1 ? each.slice(start, each.length - end) : each).join(".");
-      const head = Math.floor(length / 3);
-      return name.length <= length ? name : `${name.slice(0, head)}…${name.slice(head + 1 - length)}`;
+      let name = (each.length > 1 ? each.slice(start, each.length - end) : each).join(".");
+      if (name.length <= length) return name;
+      // The number of the layer tells long names apart, so the words before it go first.
+      name = name.replace(/^\D+\.(?=\d+\.)/, "");
+      if (name.length <= length) return name;
+      const head = /^\d+\./.exec(name)?.[0] || name.slice(0, Math.floor(length / 3));
+      return `${head}…${name.slice(head.length + 1 - length)}`;
     });
   };
   const escaped = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
@@ -270,7 +274,7 @@
     ];
     const height = Math.min(900, Math.max(190, 100 + (isNarrow() ? 13 : 17) * rows.length));
     const skip = Math.ceil((12 * rows.length) / (height - 92));
-    const labels = shortened(map.rows, isNarrow() ? 8 : 19);
+    const labels = shortened(map.rows, isNarrow() ? 10 : 19);
     const layout = {
       ...frame(height),
       xaxis: isRanks ? { ...axis(), type: "category" } : horizontal(),

@@ -192,6 +192,16 @@ def test_place_samples_and_evidence(tmp_path):
     assert samples == "data set index 77 (rank 1, micro-batch 2, row 3): loss 22 a <b> c"
 
 
+@pytest.mark.parametrize(("ranks", "said"), [(1, "layer layers.1"), (2, "layer layers.1 rank 0")])
+def test_the_only_rank_is_not_named(tmp_path, ranks, said):
+    """A rank is a place only in a run on several ranks."""
+    record = {"step": 3, "kind": "spike", "cause": "data", "ranks": [0], "layer": "layers.1"}
+    run = run_of(tmp_path, [record])
+    run.facts = {"hardware": {"ranks": ranks}}
+
+    assert " ".join(cells(run)[0][2]) == said
+
+
 def test_rollbacks_are_told(tmp_path):
     """A rollback is a row, although the records of its bad steps are gone."""
     done = {

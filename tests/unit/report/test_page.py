@@ -212,6 +212,24 @@ def test_the_map_is_aligned_with_the_curves(opened):
     assert all(place == pytest.approx(places[0]) for place in places)
 
 
+def test_rows_of_a_map_have_different_labels(opened, folders):
+    """The name of a row that does not fit keeps what tells it from the other rows."""
+    names = ("q_proj", "k_proj", "post_attention_layernorm")
+    rows = [
+        f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(12) for name in names
+    ]
+    record = {"step": 1, **{f"update_ratio/{row}": 0.001 for row in rows}}
+    folder = folders["timed"].parent / "rows"
+    write_lines(folder / "training_state.jsonl", [record])
+    folders["rows"] = folder
+
+    for width, last in ((1400, "11.self_attn.q_proj"), (390, "11.…q_proj")):
+        labels = layout_of(opened(names=["rows"], width=width), "update_ratio", "yaxis.ticktext")
+        assert len(set(labels)) == len(labels)
+        assert labels[0][:2] == "0."
+        assert len(labels) < len(rows) or labels[-3] == last
+
+
 def test_a_run_can_be_hidden(opened):
     """A click on a run's button takes its curves out of all panels; another brings them back."""
     page = opened()

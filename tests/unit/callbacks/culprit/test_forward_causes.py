@@ -57,6 +57,15 @@ def test_logits_that_jump() -> None:
     assert found("loss_spike", JUMP) is None
 
 
+def test_logits_without_a_cause() -> None:
+    """Logits that jump in several layers are no cause; the module with the largest is told."""
+    jump = JUMP._replace(is_alone=False)
+    cause = cause_of(evidence("attention_logits", LOAD, jump))
+    assert cause.name == "unknown"
+    assert cause.explanation == "the largest attention logit of h.1.attn rose from 12 to 480"
+    assert cause_of(evidence("loss_spike", jump)).explanation == ""
+
+
 def test_collapsed_router() -> None:
     """The router is the cause of an uneven load alone."""
     cause = found("expert_load", LOAD, GROWTH)
