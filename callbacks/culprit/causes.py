@@ -164,7 +164,8 @@ def _buffers(evidence: CauseEvidence) -> Cause | None:
         "batch_norm",
         f"{_by_input(evidence.origin)}the running statistics in {names[0]}{_rest(names)}",
         f"{'remove the sample, and ' if evidence.origin is not None else ''}go back to a "
-        f"checkpoint from before step {evidence.first_bad_step}: skipping the update does not repair the statistics",
+        f"checkpoint from before step {evidence.first_bad_step}: skipping the update does not "
+        "repair the statistics",
         tensors=() if evidence.origin is not None else tuple(names),
     )
 
