@@ -84,7 +84,7 @@
   const style = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const isNarrow = () => innerWidth <= 640;
   const hasMaps = panels.some((panel) => panel.kind === "map");
-  const leftMargin = () => (isNarrow() ? 64 : hasMaps ? 132 : 72);
+  const leftMargin = () => (isNarrow() ? (hasMaps ? 78 : 64) : hasMaps ? 132 : 72);
   const MARKS = { circle: "●", "diamond-open": "◇", "x-thin": "✕", x: "✕" };
 
   const chosenOf = (panel) => {

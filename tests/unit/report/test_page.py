@@ -224,10 +224,17 @@ def test_rows_of_a_map_have_different_labels(opened, folders):
     folders["rows"] = folder
 
     for width, last in ((1400, "11.self_attn.q_proj"), (390, "11.…q_proj")):
-        labels = layout_of(opened(names=["rows"], width=width), "update_ratio", "yaxis.ticktext")
+        page = opened(names=["rows"], width=width)
+        labels = layout_of(page, "update_ratio", "yaxis.ticktext")
         assert len(set(labels)) == len(labels)
         assert labels[0][:2] == "0."
         assert len(labels) < len(rows) or labels[-3] == last
+        starts = page.evaluate(
+            "[...document.querySelectorAll('#update_ratio .ytick text')].map((text) => "
+            "text.getBoundingClientRect().left - text.closest('svg').getBoundingClientRect().left)"
+        )
+        assert len(starts) == len(labels)
+        assert min(starts) >= 0
 
 
 def test_a_run_can_be_hidden(opened):
