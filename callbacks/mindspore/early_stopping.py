@@ -1,14 +1,19 @@
 """End a training that no longer improves."""
 
 import math
-from typing import final
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mfwrap.arguments import check_bool, check_int, check_real
 from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epoch
-from mfwrap.callbacks.shared.run_log import print_line
+from mfwrap.callbacks.shared.run_log import print_line, run_logger
 from mfwrap.model import Callback, RunContext
 
 
@@ -17,7 +22,9 @@ class EarlyStopping(Callback):
     """End a training after `patience` epochs without an improvement.
 
     An epoch whose value is unknown, for example without an evaluation, does not count. The value is
-    the same on every rank, so all ranks stop together.
+    the same on every rank, so all ranks stop together. In a Trainer, wrap it with
+    `as_trainer_callback`; of several evaluations in an epoch, the last one counts. The checkpoints
+    of `MFTrainer` have its state and the best weights.
 
     Source: MindSpore, ``train.EarlyStopping``. There ``patience=0`` ends every training after its
     first epoch, `min_delta` overwrites `baseline`, and a value of 0 counts as unknown.
@@ -94,6 +101,45 @@ class EarlyStopping(Callback):
             run_context.request_stop()
             if self._best_weights:
                 parameters.network.load_state_dict(self._best_weights)
+            elif self._restores and not math.isinf(self.best):
+                run_logger(__name__).warning(
+                    "EarlyStopping cannot restore the best weights: they are not in the checkpoint "
+                    "from which the training has resumed"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value (``None`` before the first) and the counters."""
+        best = None if math.isinf(self.best) else self.best
+        return {"best": best, "wait": self.wait, "stopped_epoch": self.stopped_epoch}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with a best value and counters."""
+        best = state_dict["best"]
+        self.best = self._improvement.worst if best is None else best
+        self.wait = state_dict["wait"]
+
+    def ends_after(self, state_dict: Mapping[str, Any]) -> bool:
+        """Return whether patience was used up; the present `patience` counts."""
+        return bool(state_dict) and state_dict["wait"] >= self._patience
+
+    def save_into(self, folder: Path) -> None:
+        """Write the best weights, unless they are shards of a distributed network."""
+        weights = self._best_weights
+        if weights and not any(isinstance(tensor, DTensor) for tensor in weights.values()):
+            whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+            save_file(whole, folder / self._file)
+
+    def resume_from(self, folder: Path) -> None:
+        """Read the best weights."""
+        if self._restores and (folder / self._file).is_file():
+            self._best_weights = load_file(folder / self._file)
+
+    @property
+    def _file(self) -> str:
+        """Name of the file of best weights; callbacks with equal names have equal weights."""
+        better = "lower" if self._improvement.is_downward else "higher"
+        monitor = re.sub(r"\W", "_", self._improvement.monitor)
+        return f"early_stopping_{better}_{monitor}_{self._improvement.min_delta:g}.safetensors"
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Print a line if training ended early."""

@@ -1,5 +1,6 @@
 """Collect losses and metrics of each epoch."""
 
+from collections.abc import Mapping
 from typing import Any, final
 
 from mfwrap.callbacks.mindspore.monitored_value import loss_of
@@ -36,3 +37,12 @@ class History(Callback):
         values |= parameters.get("metrics") or {}
         for name, value in values.items():
             self.history.setdefault(name, []).append(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values that have been collected."""
+        return {"history": self.history, "epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with values that were collected before."""
+        self.history = {name: list(values) for name, values in state_dict["history"].items()}
+        self.epoch = {name: list(values) for name, values in state_dict["epoch"].items()}

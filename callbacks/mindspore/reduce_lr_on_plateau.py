@@ -1,6 +1,8 @@
 """Lower the learning rate when a value no longer improves."""
 
-from typing import final
+import math
+from collections.abc import Mapping
+from typing import Any, final
 
 from mfwrap.arguments import check_bool, check_int, check_real
 from mfwrap.callbacks.mindspore.learning_rate_scheduler import set_rate
@@ -95,6 +97,17 @@ class ReduceLROnPlateau(Callback):
             self.wait += 1
             if self.wait >= self._patience:
                 self._reduce(run_context)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value (``None`` before the first) and the counters."""
+        best = None if math.isinf(self.best) else self.best
+        return {"best": best, "wait": self.wait, "cooldown_left": self._cooldown_left}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with a best value and counters."""
+        best = state_dict["best"]
+        self.best = self._improvement.worst if best is None else best
+        self.wait, self._cooldown_left = state_dict["wait"], state_dict["cooldown_left"]
 
     def _reduce(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()

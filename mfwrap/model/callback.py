@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from mfwrap.arguments import described
+from mfwrap.trainer.events import MonitorCallback
 
 
 @final
@@ -102,6 +105,31 @@ class Callback:
     ) -> None:
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a training must know to resume, ready for JSON; by default nothing.
+
+        A Trainer saves it in its checkpoints; see `as_trainer_callback`. MindSpore has no such
+        method. Must not start a collective.
+        """
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned; called after `on_train_begin`."""
+
+    def save_into(self, folder: Path) -> None:
+        """Write tensors into a checkpoint of `MFTrainer`, on the rank that saves."""
+
+    def resume_from(self, folder: Path) -> None:
+        """Read what `save_into` has written; called on every rank, after `load_state_dict`."""
+
+    def ends_after(self, state_dict: Mapping[str, Any]) -> bool:
+        """Return whether the callback had ended the training whose checkpoint has this state.
+
+        ``train(resume_from_checkpoint="auto")`` of an `MFTrainer` then makes no further update.
+        """
+        del state_dict
+        return False
+
     def begin(self, run_context: RunContext) -> None:
         """Called before a run."""
 
@@ -173,9 +201,15 @@ def as_trainer_callback(callback: Callback) -> TrainerCallback:
     """Adapt a MindSpore callback to the Hugging Face Trainer.
 
     The callback gets the ``on_train_*`` calls. ``net_outputs`` is the step's output in an
-    `MFTrainer`, and ``None`` in a stock Trainer, which does not pass its output to callbacks. If an
-    evaluation follows an epoch, ``on_train_epoch_end`` is called after the evaluation, and the
-    facts of the run then include the evaluation's ``metrics``.
+    `MFTrainer`, and ``None`` in a stock Trainer, which does not pass its output to callbacks.
+
+    If an evaluation follows an epoch, ``on_train_epoch_end`` is called after the evaluation. The
+    facts of the run then include its ``metrics``. With ``eval_strategy="steps"``, they are those of
+    the last evaluation in the epoch. An epoch that another callback or a signal has cut short has
+    no end.
+
+    Checkpoints have the callback's state. `MFTrainer` always restores it; a stock Trainer does so
+    with ``restore_callback_states_from_checkpoint=True``, but without the files of `save_into`.
 
     Args:
         callback: The callback to adapt.
@@ -192,25 +226,47 @@ def as_trainer_callback(callback: Callback) -> TrainerCallback:
         raise TypeError(msg)
     # Each callback gets a new subclass, because a Trainer warns about two callbacks of the same
     # class.
-    kind: type[AdaptedCallback] = type(f"Adapted{type(callback).__name__}", (AdaptedCallback,), {})
-    return kind(callback)
+    name = f"Adapted{type(callback).__name__}"
+    kind: type[AdaptedCallback] = type(name, (AdaptedCallback,), {"callback": callback})
+    return kind()
 
 
-class AdaptedCallback(TrainerCallback):
+class AdaptedCallback(MonitorCallback, ExportableState):
     """Call a MindSpore callback in transformers' events; created by `as_trainer_callback`.
 
     `Model` passes its ``run_context`` with each event. A Trainer has no ``run_context``; the facts
     of the run then come from the Trainer's state and arguments.
-
-    Args:
-        callback: The callback to adapt.
     """
 
-    def __init__(self, callback: Callback) -> None:
-        self.callback = callback
-        """The adapted callback."""
+    # Of the class, because a stock Trainer restores a callback by calling its class.
+    callback: ClassVar[Callback]
+    """The adapted callback."""
+
+    def __init__(self) -> None:
         self._context = RunContext(CallbackParameters())
+        self._owns_facts = False
         self._awaits_evaluation = False
+        self.callback_state: dict[str, Any] | None = None
+        """State of the callback in the checkpoint that a training resumes from."""
+        self._checkpoint: Path | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the callback's state, in the form of ``ExportableState``."""
+        return {"args": {}, "attributes": {"callback_state": self.callback.state_dict()}}
+
+    def save_into(self, folder: Path, args: Any, model: nn.Module) -> None:
+        """Write the callback's tensors into a checkpoint."""
+        del model
+        if args.should_save:
+            self.callback.save_into(folder)
+
+    def resume_from(self, folder: Path) -> None:
+        """Keep the checkpoint, which the callback reads when the training has begun."""
+        self._checkpoint = folder
+
+    def ends_after(self, attributes: Mapping[str, Any]) -> bool:
+        """Return whether the callback had ended the training with these saved attributes."""
+        return self.callback.ends_after(attributes.get("callback_state") or {})
 
     def on_train_begin(
         self,
@@ -222,11 +278,18 @@ class AdaptedCallback(TrainerCallback):
     ) -> None:
         """Begin a run."""
         own = RunContext(CallbackParameters(mode="train", net_outputs=None))
+        self._owns_facts = run_context is None
         self._context = own if run_context is None else run_context
         self._awaits_evaluation = False
         if run_context is None:
             self._set_facts(args, state, facts)
         self.callback.on_train_begin(self._context)
+        state_dict, self.callback_state = self.callback_state, None
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if state_dict:
+            self.callback.load_state_dict(state_dict)
+        if checkpoint is not None:
+            self.callback.resume_from(checkpoint)
         self._apply_stop(control)
 
     def on_epoch_begin(
@@ -268,12 +331,30 @@ class AdaptedCallback(TrainerCallback):
         self.callback.on_train_step_end(self._context)
         self._apply_stop(control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        run_context: RunContext | None = None,
+        **_: Any,
+    ) -> None:
         """End an epoch; if an evaluation is due, let `on_evaluate` end the epoch instead."""
-        del args, state
+        del args
+        if run_context is None and self._is_cut_short(state, control):
+            return
         self._awaits_evaluation = True
         if not control.should_evaluate:
             self._end_epoch(control)
+
+    def _is_cut_short(self, state: TrainerState, control: TrainerControl) -> bool:
+        """Return whether something else than the callback has stopped a Trainer in an epoch.
+
+        A resumed training continues the epoch, which must not end twice.
+        """
+        is_stopped = control.should_training_stop and state.global_step < state.max_steps
+        is_whole = float(state.epoch or 0).is_integer()
+        return is_stopped and not is_whole and not self._context.get_stop_requested()
 
     def on_evaluate(
         self,
@@ -284,15 +365,12 @@ class AdaptedCallback(TrainerCallback):
         metrics: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Add the evaluation's metrics to the facts of the run, then end the epoch."""
+        """Add the evaluation's metrics to the facts of the run; end the epoch if it is over."""
         del args, state
         if run_context is None:
             results = dict(metrics or {})
             self._parameters.update(metrics=results, eval_results=results)
         self._end_epoch(control)
-        if run_context is None:
-            # Remove the metrics of this epoch, because the next epoch may have no evaluation.
-            self._parameters.pop("metrics")
 
     def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """End a run."""
@@ -308,6 +386,9 @@ class AdaptedCallback(TrainerCallback):
         if self._awaits_evaluation:
             self._awaits_evaluation = False
             self.callback.on_train_epoch_end(self._context)
+            if self._owns_facts:
+                # The next epoch may have no evaluation.
+                self._parameters.pop("metrics", None)
             self._apply_stop(control)
 
     def _apply_stop(self, control: TrainerControl) -> None:

@@ -38,7 +38,7 @@ from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.trainer.events import monitors, restore_in_place
-from mfwrap.trainer.stops import has_lost_patience
+from mfwrap.trainer.stops import had_ended
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -208,7 +208,7 @@ class Checkpoints:
         trainer = self._trainer
         saved: Any = trainer.state.stateful_callbacks or {}
         callbacks = trainer.callback_handler.callbacks
-        self.ended_early = self._is_auto and has_lost_patience(saved, callbacks)
+        self.ended_early = self._is_auto and had_ended(saved, callbacks)
         exporting = [*callbacks, trainer.control]
         restores_all = trainer.args.restore_callback_states_from_checkpoint
         if restores_all:

@@ -128,6 +128,17 @@ class MonitorCallback(TrainerCallback):
     def resume_from(self, folder: Path) -> None:
         """Receive the checkpoint that a training resumes from; called before ``on_train_begin``."""
 
+    def ends_after(self, attributes: Mapping[str, Any]) -> bool:
+        """Return whether the callback had ended the training whose checkpoint it is.
+
+        ``train(resume_from_checkpoint="auto")`` then makes no further update.
+
+        Args:
+            attributes: Attributes of the callback in the checkpoint, see ``ExportableState``.
+        """
+        del attributes
+        return False
+
     def put_weights_back(self) -> None:
         """Restore the raw weights if the model holds averaged weights; called after an error."""
 

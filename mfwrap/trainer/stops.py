@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, final
 
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.termination import EXIT_STOPPED
+from mfwrap.trainer.events import MonitorCallback
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -57,22 +59,27 @@ def program_words() -> list[str]:
     return ["torchrun", "--standalone", "--nproc-per-node", num_ranks, "-m", "mfwrap"]
 
 
-def has_lost_patience(saved: Mapping[str, Any], callbacks: Sequence[TrainerCallback]) -> bool:
-    """Return whether a checkpoint was written when an ``EarlyStoppingCallback`` ended the training.
+def had_ended(saved: Mapping[str, Any], callbacks: Sequence[TrainerCallback]) -> bool:
+    """Return whether a callback had ended the training, for example by early stopping.
 
     Args:
         saved: States of callbacks in the checkpoint, by the name of their class.
         callbacks: The present callbacks. Their patience counts, not that of the checkpoint.
     """
-    states = saved.get(EarlyStoppingCallback.__name__, [])
-    stoppers = [one for one in callbacks if isinstance(one, EarlyStoppingCallback)]
-    return any(
-        state.get("attributes", {}).get("early_stopping_patience_counter", 0)
-        >= stopper.early_stopping_patience
-        for stopper, state in zip(
-            stoppers, states if isinstance(states, list) else [states], strict=False
-        )
-    )
+    for name, states in saved.items():
+        same_class = [one for one in callbacks if type(one).__name__ == name]
+        listed = states if isinstance(states, list) else [states]
+        for callback, state in zip(same_class, listed, strict=False):
+            if _ends_after(callback, state.get("attributes", {})):
+                return True
+    return False
+
+
+def _ends_after(callback: TrainerCallback, attributes: Mapping[str, Any]) -> bool:
+    if isinstance(callback, EarlyStoppingCallback):
+        waited: int = attributes.get("early_stopping_patience_counter", 0)
+        return waited >= callback.early_stopping_patience
+    return isinstance(callback, MonitorCallback) and callback.ends_after(attributes)
 
 
 def save_last_step(trainer: "MFTrainerMixin", trial: Any, saved_step: int | None) -> None:
@@ -113,14 +120,32 @@ def stop(trainer: "MFTrainerMixin", trial: Any, *, is_interrupted: bool) -> Neve
         who = "Ctrl-C" if is_interrupted else "a signal"
         saved = "without a checkpoint" if newest is None else f"checkpoint {newest}"
         step = trainer.state.global_step
-        line = f"mfwrap: stopped by {who} after step {step}, {saved}; continue with: {again}\n"
-        sys.stderr.write(line)
+        line = f"mfwrap: stopped by {who} after step {step}, {saved}; continue with: {again}"
+        sys.stderr.write(f"{line}{_starting_anew(trainer)}\n")
         sys.stderr.flush()
     if is_interrupted:
         _hide_traceback()
         # Not a subclass, for which Python would not exit with the status of a Ctrl-C.
         raise KeyboardInterrupt(_AFTER_THE_STEP)
     raise SystemExit(EXIT_STOPPED)
+
+
+def _starting_anew(trainer: "MFTrainerMixin") -> str:
+    """Name the callbacks whose state a resumed training would not restore."""
+    if trainer.args.restore_callback_states_from_checkpoint:
+        return ""
+    names = [
+        type(one).__name__
+        for one in trainer.callback_handler.callbacks
+        if isinstance(one, ExportableState) and not isinstance(one, MonitorCallback)
+    ]
+    if not names:
+        return ""
+    start = "start" if len(names) > 1 else "starts"
+    return (
+        f" ({', '.join(names)} {start} anew, unless you set "
+        "restore_callback_states_from_checkpoint=True)"
+    )
 
 
 _AFTER_THE_STEP = "the training has stopped after its step"

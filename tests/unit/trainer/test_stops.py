@@ -6,7 +6,7 @@ import pytest
 from transformers import EarlyStoppingCallback
 
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer.stops import has_lost_patience, program_words
+from mfwrap.trainer.stops import had_ended, program_words
 from support.ranks.processes import run_ranks
 from support.ranks.stops import train_until_one_dies
 from support.trainer_runs import new_trainer
@@ -104,7 +104,7 @@ def test_patience_of_several_callbacks():
     callbacks = [EarlyStoppingCallback(3), EarlyStoppingCallback(2)]
     states = [{"attributes": {"early_stopping_patience_counter": n}} for n in (2, 1)]
 
-    assert not has_lost_patience({"EarlyStoppingCallback": states}, callbacks)
-    assert has_lost_patience({"EarlyStoppingCallback": states[::-1]}, callbacks)
-    assert has_lost_patience({"EarlyStoppingCallback": states[0]}, callbacks[1:])
-    assert not has_lost_patience({}, callbacks)
+    assert not had_ended({"EarlyStoppingCallback": states}, callbacks)
+    assert had_ended({"EarlyStoppingCallback": states[::-1]}, callbacks)
+    assert had_ended({"EarlyStoppingCallback": states[0]}, callbacks[1:])
+    assert not had_ended({}, callbacks)

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import TrainerCallback, TrainingArguments
 
 from mfwrap import Model
-from mfwrap.callbacks import Callback, EarlyStopping
+from mfwrap.callbacks import Callback, EarlyStopping, History, as_trainer_callback
+from mfwrap.trainer import MFTrainer
 from support.callback_runs import fit_with_values
 from support.model_runs import Notes, batches, classifier, sgd
 
@@ -116,3 +118,106 @@ def test_bad_arguments_are_refused_by_name(settings, error):
     """A wrong argument raises an error that names the argument."""
     with pytest.raises(error, match=f"`{next(iter(settings))}` must be"):
         EarlyStopping(**settings)
+
+
+class OneWeight(nn.Module):
+    """A network whose only weight is its loss on the evaluation data."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([5.0]))
+
+    def forward(self, labels):
+        loss = (self.weight - labels).square().mean() if self.training else self.weight.sum()
+        return {"loss": loss}
+
+
+class StopAt(TrainerCallback):
+    """Save and stop after a step, as a signal does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, _args, state, control, **_):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def stopped_training(folder, *callbacks, strategy="epoch", **settings):
+    """Train for up to eight epochs of two steps; the best weights are those of the second."""
+    arguments = TrainingArguments(
+        str(folder),
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        num_train_epochs=8,
+        per_device_train_batch_size=1,
+        learning_rate=0.25,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        optim="sgd",
+        eval_strategy=strategy,
+        save_strategy="epoch",
+        **{"eval_steps": 2, **settings},
+    )
+    rows = [{"labels": torch.ones(1)}] * 2
+    stopping = EarlyStopping(patience=3, restore_best_weights=True)
+    trainer = MFTrainer(
+        OneWeight(),
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+        callbacks=[as_trainer_callback(stopping), Rise(), *callbacks],
+    )
+    trainer.train(resume_from_checkpoint="auto")
+    return trainer, stopping
+
+
+class Rise(TrainerCallback):
+    """Make the weight, which is the evaluation's loss, larger from the third epoch on."""
+
+    def on_step_begin(self, _args, state, _control, *, model, **_):
+        with torch.no_grad():
+            if state.global_step >= 4:
+                model.weight += 2.0
+
+
+def losses(trainer):
+    """Return the losses of the evaluations, by step."""
+    return {one["step"]: one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one}
+
+
+@pytest.mark.parametrize("stop", [4, 5, 8, 9])
+def test_a_resumed_training_ends_at_the_same_step_with_the_same_weights(tmp_path, stop):
+    """Best value, patience and best weights are in the checkpoints of `MFTrainer`."""
+    histories = History(), History()
+    adapted = [as_trainer_callback(history) for history in histories]
+    whole, uninterrupted = stopped_training(tmp_path / "whole", adapted[0])
+    stopped_training(tmp_path / "resumed", StopAt(stop), as_trainer_callback(History()))
+    resumed, stopping = stopped_training(tmp_path / "resumed", adapted[1])
+
+    assert (stopping.best, stopping.stopped_epoch) == (uninterrupted.best, 5)
+    assert resumed.state.global_step == whole.state.global_step == 10
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert float(whole.model.weight.detach()) == pytest.approx(losses(whole)[4])
+    assert histories[0].epoch == histories[1].epoch == {"epoch": [1, 2, 3, 4, 5]}
+    for name in ("net_output", "eval_loss"):
+        assert histories[0].history[name] == histories[1].history[name]
+
+
+def test_auto_after_early_stopping_trains_no_further(tmp_path):
+    """A training that patience has ended is not continued by the same command."""
+    stopped_training(tmp_path)
+    again, _ = stopped_training(tmp_path)
+
+    assert again.state.global_step == 10
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_last_evaluation_of_an_epoch_counts(tmp_path, every, caplog):
+    """Evaluations every few steps count, too."""
+    trainer, stopping = stopped_training(tmp_path, strategy="steps", eval_steps=every)
+
+    assert stopping.stopped_epoch == 5
+    assert stopping.best == losses(trainer)[4]
+    assert "ignores epoch" not in caplog.text

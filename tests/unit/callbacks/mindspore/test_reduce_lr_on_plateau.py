@@ -1,5 +1,7 @@
 """Learning rates fall as with torch's own scheduler."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -45,6 +47,27 @@ def test_rates_are_those_of_torch(values, patience, cooldown, mode):
         values, factor=0.5, patience=patience, cooldown=cooldown, mode=mode, min_delta=0.1,
         min_lr=0.1,
     )  # fmt: skip
+
+
+@given(
+    values=st.lists(st.integers(0, 4).map(float), min_size=2, max_size=9),
+    patience=st.integers(1, 3),
+    cooldown=st.integers(0, 2),
+    data=st.data(),
+)
+def test_a_state_continues_a_training(values, patience, cooldown, data):
+    """With the saved state, the rates fall as in a training that was not interrupted."""
+    settings = {"factor": 0.5, "patience": patience, "cooldown": cooldown}
+    split = data.draw(st.integers(1, len(values) - 1))
+    network = classifier()
+    optimizer = sgd(network, lr=1.0)
+    first, second = ReduceLROnPlateau(**settings), ReduceLROnPlateau(**settings)
+    fit_with_values(values[:split], [first], optimizer=optimizer, network=network)
+    state = json.loads(json.dumps(first.state_dict(), allow_nan=False))
+    load = LambdaCallback(on_train_begin=lambda _: second.load_state_dict(state))
+    fit_with_values(values[split:], [second, load], optimizer=optimizer, network=network)
+
+    assert optimizer.param_groups[0]["lr"] == rates_of(values, **settings)[-1]
 
 
 def test_every_group_falls_from_its_own_rate(capsys):
