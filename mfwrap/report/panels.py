@@ -224,7 +224,7 @@ def _choice(
     """Return a panel with a menu that chooses one of the curves whose names `belongs` accepts."""
     found = sorted(
         {key for run in runs for key in run.curves if belongs(key)},
-        key=lambda key: (key.startswith("eval_"), key),
+        key=lambda key: (key.startswith("eval_"), key.endswith("time"), key),
     )
     traces = [
         line(number, label(run, kind, runs), curve, choice=choice, smooth=True)

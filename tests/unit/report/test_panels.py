@@ -79,7 +79,7 @@ def test_evaluations(tmp_path):
     assert found["eval_accuracy, averaged weights"]["choice"] == 0
     assert found["eval_f1"]["choice"] == 1
     assert has_averages(shown.values())
-    assert shown["throughput"].content["choices"] == ["eval_runtime", "eval_samples_per_second"]
+    assert shown["throughput"].content["choices"] == ["eval_samples_per_second", "eval_runtime"]
     assert shown["throughput"].content["units"] == ["s", "samples/s"]
 
 

@@ -184,7 +184,9 @@ class Rise(TrainerCallback):
 
 def losses(trainer):
     """Return the losses of the evaluations, by step."""
-    return {one["step"]: one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one}
+    return {
+        one["step"]: one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one
+    }
 
 
 @pytest.mark.parametrize("stop", [4, 5, 8, 9])
