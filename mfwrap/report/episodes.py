@@ -22,6 +22,9 @@ _MOST_IN_SHORT = 3
 _MOST_ROWS = 200
 """Largest number of rows of the table."""
 
+_MANY_ROWS = 8
+"""Number of rows above which the table scrolls within the page."""
+
 _COLUMNS = ("Steps", "What happened, and why", "Where", "Samples", "What the run did")
 
 _PLACES = {
@@ -148,7 +151,8 @@ def episode_table(runs: Sequence[RunRecord]) -> str:
     return (
         '<h2 id="anomalies">Episodes</h2><p class="note">Bad steps in a row are one episode. Click '
         "its steps to show them in all curves, where each episode is a shaded span.</p>"
-        '<div class="wide long"><table id="episodes" class="rows"><thead><tr>'
+        f'<div class="wide{" long" if len(events) > _MANY_ROWS else ""}">'
+        '<table id="episodes" class="rows"><thead><tr>'
         f"{heads}</tr></thead><tbody>{rows}</tbody></table></div>{rest}"
     )
 

@@ -58,7 +58,7 @@ def families_of(run: RunRecord) -> dict[str, dict[str, str]]:
 def norms_by_step(runs: Sequence[RunRecord]) -> Panel:
     """Return a panel with maps of local norms by layer and step; a menu chooses run and rank."""
     maps = [
-        _map(number, label(run, f"rank {rank}", runs), groups)
+        {"family": "", **_map(number, label(run, f"rank {rank}", runs), groups)}
         for number, run in enumerate(runs)
         for rank, groups in run.local_norms.items()
     ]
@@ -66,7 +66,7 @@ def norms_by_step(runs: Sequence[RunRecord]) -> Panel:
         "L2 norm of each group of this rank's own gradients, before they are reduced over ranks. "
         "A column that stands for several steps shows their largest norm. Red is NaN or infinite."
     )
-    content = {"kind": "map", "maps": maps, "choices": [each["name"] for each in maps]}
+    content = _maps(maps, runs)
     return Panel("local-norms", "Local norms by layer and step", note, content)
 
 
@@ -76,24 +76,34 @@ def maps_by_layer(runs: Sequence[RunRecord]) -> list[Panel]:
     of_runs = [families_of(run) for run in runs]
     for family in dict.fromkeys(name for families in of_runs for name in families):
         maps = [
-            _map(
-                number,
-                label(run, family if family not in _FAMILIES else "", runs).removesuffix(": "),
-                _members(run, family, families[family]),
-                _MAX_COLUMNS,
-            )
+            {
+                "family": family,
+                **_map(
+                    number,
+                    label(run, family if family not in _FAMILIES else "", runs).removesuffix(": "),
+                    _members(run, family, families[family]),
+                    _MAX_COLUMNS,
+                ),
+            }
             for number, (run, families) in enumerate(zip(runs, of_runs, strict=True))
             if family in families
         ]
         if family in _FAMILIES:
             title, note = _FAMILIES[family]
-            content = {"kind": "map", "maps": maps, "choices": [each["name"] for each in maps]}
+            content = _maps(maps, runs)
             panels.append(Panel(family, f"{title} by layer and step", note, content))
         else:
             others += maps
     note = "What was recorded of each layer or parameter."
-    content = {"kind": "map", "maps": others, "choices": [each["name"] for each in others]}
+    content = _maps(others, runs)
     return [*panels, Panel("layers", "By layer and step", note, content)]
+
+
+def _maps(maps: list[dict[str, Any]], runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return maps with a menu, which opens with the first run that has an episode."""
+    bad = (place for place, each in enumerate(maps) if runs[each["run"]].episodes)
+    choices = [each["name"] for each in maps]
+    return {"kind": "map", "maps": maps, "choices": choices, "start": next(bad, 0)}
 
 
 def _members(run: RunRecord, family: str, names: Mapping[str, str]) -> dict[str, Curve]:

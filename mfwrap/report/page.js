@@ -88,7 +88,7 @@
   const MARKS = { circle: "●", "diamond-open": "◇", "x-thin": "✕", x: "✕" };
 
   const chosenOf = (panel) => {
-    const wanted = state.choice[panel.name] ?? 0;
+    const wanted = state.choice[panel.name] ?? panel.start ?? 0;
     const is = (number) => panel.kind !== "map" || !isHidden(panel.maps[number].run);
     if (is(wanted) && wanted < (panel.choices || []).length) return wanted;
     return Math.max(0, (panel.choices || []).findIndex((_, number) => is(number)));
@@ -137,6 +137,15 @@
 
   const isLog = (panel) => (panel.may_log ? state.log[panel.name] ?? panel.log : panel.log);
 
+  /** Return ticks at 1, 2 and 5 of each decade with their whole numbers; plotly would write a 5 for 50. */
+  const twoAndFive = (low, high) => {
+    const tickvals = [];
+    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e += 1) {
+      tickvals.push(...[1, 2, 5].map((digit) => Number(`${digit}e${e}`)));
+    }
+    return { tickvals, ticktext: tickvals.map((value) => (value >= 1e5 || value < 1e-3 ? value.toExponential() : String(value))) };
+  };
+
   /** Return the ticks of a vertical axis, chosen so that labels never touch. */
   const ticks = (panel, data) => {
     if (panel.ticks) {
@@ -160,7 +169,7 @@
     if (!isLog(panel)) return {};
     const decades = Math.log10(high / low);
     if (decades < 0.5) return { nticks: 6 };
-    if (decades < 1.5) return { dtick: "D2" }; // 1, 2 and 5 of each decade
+    if (decades < 1.5) return twoAndFive(low, high);
     return { dtick: Math.max(1, Math.ceil(decades / 7)) };
   };
 
@@ -248,6 +257,17 @@
   };
   const escaped = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
 
+  /** Return the decades of several maps, so that a color means the same in all runs that are shown. */
+  const rangeOf = (maps) => {
+    let low = Infinity, high = -Infinity;
+    for (const { z } of maps) for (const row of z) for (const value of row) {
+      if (value === null) continue;
+      low = Math.min(low, value / 1000);
+      high = Math.max(high, value / 1000);
+    }
+    return [Math.floor(low), Math.max(Math.floor(low) + 1, Math.ceil(high))];
+  };
+
   const drawMap = (panel, section) => {
     const isRanks = panel.kind === "ranks";
     const place = isRanks ? Math.min(state.choice[panel.name] ?? Infinity, panel.maps.length - 1) : chosenOf(panel);
@@ -256,9 +276,7 @@
     const z = map.z.map((row) => row.map((value) => (value === null ? null : value / 1000)));
     const bad = z.map((row) => row.map(() => null));
     map.bad.forEach(([row, column]) => { bad[row][column] = 1; });
-    const known = z.flat().filter((value) => value !== null);
-    const low = Math.floor(known.reduce((a, b) => Math.min(a, b), Infinity));
-    const high = Math.max(low + 1, Math.ceil(known.reduce((a, b) => Math.max(a, b), -Infinity)));
+    const [low, high] = rangeOf(isRanks ? [map] : panel.maps.filter(({ run, family }) => family === map.family && !isHidden(run)));
     const every = Math.max(1, Math.ceil((high - low) / (isNarrow() ? 4 : 8)));
     const powers = Array.from({ length: Math.floor((high - low) / every) + 1 }, (_, i) => low + i * every);
     const names = map.rows.map((row) => rows.map(() => escaped(row)));
@@ -399,8 +417,8 @@
     document.querySelectorAll("button.run")[run]?.setAttribute("aria-pressed", "true");
     state.chosen = { run, step };
     const [low, high] = wholeRange(), at = along(run);
-    const width = Math.max((high - low) * 0.03, at(last) - at(step), state.x === "step" ? 10 : 0);
-    state.range = [at(step) - width, at(last) + width];
+    const margin = Math.max((high - low) * 0.03, (at(last) - at(step)) / 3, state.x === "step" ? 10 : 0);
+    state.range = [Math.max(low, at(step) - margin), Math.min(high, at(last) + margin)];
     drawAll();
   }));
 

@@ -40,7 +40,8 @@ _OWN_PANEL = {
 }
 
 _FEW_DECADES = 20
-"""Factor between the largest and the median loss above which the losses need a logarithmic axis."""
+"""Factor between the largest and the median loss, or between the rates of runs, above which they
+need a logarithmic axis."""
 
 
 def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
@@ -56,6 +57,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         _lines(
             *(runs, "learning_rate", "Learning rate"),
             "Learning rate of the first parameter group.",
+            log=_rates_differ(runs),
         ),
         _loss_scale(runs),
         _global_norm(runs),
@@ -126,6 +128,14 @@ def _spreads(runs: Sequence[RunRecord]) -> bool:
     curves = [run.curves.get("loss", Curve()).values for run in runs]
     finite = sorted(value for values in curves for value in values if math.isfinite(value))
     return bool(finite) and finite[0] > 0 and finite[-1] > _FEW_DECADES * finite[len(finite) // 2]
+
+
+def _rates_differ(runs: Sequence[RunRecord]) -> bool:
+    """Return whether one axis without a logarithm would show some run's learning rate as zero."""
+    curves = [run.curves.get("learning_rate", Curve()).values for run in runs]
+    highest = [max(values, default=0.0) for values in curves]
+    known = [rate for rate in highest if 0 < rate < math.inf]
+    return bool(known) and max(known) > _FEW_DECADES * min(known)
 
 
 def _evaluations(runs: Sequence[RunRecord]) -> Panel:
@@ -224,7 +234,12 @@ def _choice(
     """Return a panel with a menu that chooses one of the curves whose names `belongs` accepts."""
     found = sorted(
         {key for run in runs for key in run.curves if belongs(key)},
-        key=lambda key: (key.startswith("eval_"), key.endswith("time"), key),
+        key=lambda key: (
+            _is_constant(runs, key),
+            key.startswith("eval_"),
+            key.endswith("time"),
+            key,
+        ),
     )
     traces = [
         line(number, label(run, kind, runs), curve, choice=choice, smooth=True)
@@ -235,6 +250,11 @@ def _choice(
     content = _curves(traces, choices=found, may_log=True, units=[_unit(each) for each in found])
     note = "" if len(found) > 1 else html.escape("".join(found))
     return Panel(name, title, note, content)
+
+
+def _is_constant(runs: Sequence[RunRecord], name: str) -> bool:
+    curves = [run.curves.get(name, Curve()).values for run in runs]
+    return all(len(set(values)) < 2 for values in curves) and any(len(v) > 1 for v in curves)
 
 
 def _unit(name: str) -> str:

@@ -237,6 +237,35 @@ def test_rows_of_a_map_have_different_labels(opened, folders):
         assert min(starts) >= 0
 
 
+def test_a_color_means_the_same_in_all_runs(opened, folders):
+    """Maps open with the run that has an episode, and share their colors with the runs shown."""
+    for name, norm in (("calm", 0.001), ("wild", 1e5)):
+        folders[name] = folders["timed"].parent / name
+        record = {"step": 1, "local_norm": {"a": norm, "b": norm}}
+        write_lines(folders[name] / "metrics.jsonl", [record])
+    write_lines(folders["wild"] / "anomalies.jsonl", [{"step": 1, "kind": "spike"}])
+    page = opened(names=["calm", "wild"])
+    limits = f"(({{zmin, zmax}}) => [zmin, zmax].join())({PLOT.format('local-norms')}.data[0])"
+
+    assert page.locator("#local-norms select").input_value() == "1"
+    assert page.evaluate(limits) == "-3,5"
+    page.locator("button.run").nth(1).click()
+    page.wait_for_function(f"{limits} === '-3,-2'")
+    assert page.faults == []
+
+
+def test_an_episode_at_the_end_is_shown_within_the_run(opened, folders):
+    """A jump shows no steps before the run or behind it."""
+    folders["late"] = write_run(folders["timed"].parent / "late")
+    record = {"step": 36, "kind": "spike", "last_step": 40, "num_steps": 5}
+    write_lines(folders["late"] / "anomalies.jsonl", [record])
+    page = opened(names=["late"])
+    page.locator("a[data-step='36']").first.click()
+    page.wait_for_function(f"{PLOT.format('others')}.layout.xaxis.range[0] === 26")
+
+    assert 40 < layout_of(page, "loss", "xaxis.range[1]") < 42
+
+
 def test_a_run_can_be_hidden(opened):
     """A click on a run's button takes its curves out of all panels; another brings them back."""
     page = opened()

@@ -66,6 +66,24 @@ def test_a_diverged_run_needs_a_logarithmic_axis(tmp_path):
     assert not panels(tmp_path / "negative")["loss"].content["log"]
 
 
+def test_rates_that_differ_by_far_have_a_logarithmic_axis(tmp_path):
+    """A run with a small learning rate is not a line at zero beside one with a large rate."""
+    for name, rate in (("small", 0.003), ("large", 1.0), ("near", 0.01)):
+        lines = [{"step": s, "learning_rate": rate * s / 5} for s in range(6)]
+        write_lines(tmp_path / name / "metrics.jsonl", lines)
+
+    assert panels(tmp_path / "small", tmp_path / "large")["learning_rate"].content["log"]
+    assert not panels(tmp_path / "small", tmp_path / "near")["learning_rate"].content["log"]
+
+
+def test_what_is_constant_is_the_last_choice(tmp_path):
+    """The menu of other curves opens with one that changes."""
+    lines = [{"step": s, "constant": 0.0, "varies": 1.0 * s, "zeros": "nan"} for s in (1, 2, 3)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+
+    assert panels(tmp_path)["others"].content["choices"] == ["varies", "zeros", "constant"]
+
+
 def test_evaluations(tmp_path):
     """Metrics of evaluations have a panel; a metric and that of averaged weights are one choice."""
     metrics = {"eval_accuracy": 0.5, "ema_eval_accuracy": 0.6, "eval_f1": 0.4, "eval_loss": 1.0}
@@ -80,7 +98,7 @@ def test_evaluations(tmp_path):
     assert found["eval_f1"]["choice"] == 1
     assert has_averages(shown.values())
     assert shown["throughput"].content["choices"] == ["eval_samples_per_second", "eval_runtime"]
-    assert shown["throughput"].content["units"] == ["s", "samples/s"]
+    assert shown["throughput"].content["units"] == ["samples/s", "s"]
 
 
 def test_loss_scale(shown, tmp_path):
