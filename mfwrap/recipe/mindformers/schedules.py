@@ -134,7 +134,7 @@ def _convert(
     factor: float | None,
 ) -> None:
     """Convert a schedule in place."""
-    has_length = schedule.get("total_steps") not in {None, -1}
+    has_length = schedule.get("total_steps") not in (None, -1)
     epochs = schedule.pop("warmup_epochs", None)
     if epochs is not None and schedule.get("warmup_ratio") is None:
         if has_length:

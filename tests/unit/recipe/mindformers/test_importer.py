@@ -4,7 +4,7 @@ import math
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mfwrap.recipe import RecipeError, import_mindformers, parse_recipe
@@ -77,6 +77,7 @@ def test_files_that_do_not_train():
     st.sampled_from(paths_of_keys()),
     st.sampled_from([None, "", "x", [], [["a"]], {}, {"a": [1]}, -1, 3.5, True, 10**30, math.nan]),
 )
+@example("lr_schedule.total_steps", [])
 def test_a_wrong_value_is_an_error_of_one_sentence(path, value):
     """Whatever a key holds, the file becomes a valid recipe, or is refused in one line."""
     try:
