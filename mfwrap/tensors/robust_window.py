@@ -59,12 +59,11 @@ class RobustWindow:
         length: int = 64,
         device: torch.device | str = "cpu",
     ) -> None:
-        empty = torch.full((num_series, length), torch.nan, device=device)
-        self._distances = empty
-        self._values = empty[:, :_RECENT].clone()
+        self._distances = torch.full((num_series, length), torch.nan, device=device)
+        self._values = torch.full((num_series, _RECENT), torch.nan, device=device)
         prior = torch.as_tensor(prior, dtype=torch.float32).to(device).expand(num_series)
         self._prior = prior
-        self.expected = empty[:, 0].clone()
+        self.expected = torch.full((num_series,), torch.nan, device=device)
         """Median of each series' last five values, shape ``(K,)``, float32; NaN without values."""
         self.deviation = prior.clone()
         """Deviation of the next value from the expected one, shape ``(K,)``, float32."""

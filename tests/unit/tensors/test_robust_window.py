@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,6 +53,7 @@ values = st.floats(-100, 100, width=32) | st.sampled_from([math.nan, math.inf, -
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(values, values, st.booleans()), max_size=40), st.integers(1, 12))
+@example([(-1.0, 0.0, True), (0.0, 0.0, True), (0.0, 0.0, True)], 1)  # a window of less than five
 def test_scores_are_those_of_medians_over_the_window(
     steps: list[tuple[float, float, bool]], length: int
 ) -> None:
