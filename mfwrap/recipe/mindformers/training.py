@@ -28,7 +28,7 @@ _RECOMPUTATION = next(
     for name in ("activation_checkpointing", "gradient_checkpointing")
     if name in {field.name for field in fields(TrainingArguments)}
 )
-"""transformers 5.18 and newer deprecate the name ``gradient_checkpointing``."""
+"""transformers 5.23 and newer deprecate the name ``gradient_checkpointing``."""
 
 
 class Layout(NamedTuple):
