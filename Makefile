@@ -7,6 +7,7 @@ CUDA_VENV := .venv-cuda
 SOURCE_LIST := build/source-files
 TORCH := $(shell grep '^torch==' constraints.txt)
 PLOTLY := 4.1.1
+IFRAME_WORKER := 1.0.4
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14)
 MACHINE_PYTHON := $(or $(PYTHON),python3)
 
@@ -16,7 +17,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants peers table layouts pictures plotly lint format benchmark benchmark-full docs clean
+.PHONY: help train test test-full test-cuda mutants peers table layouts pictures plotly iframe-worker lint format benchmark benchmark-full docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -28,7 +29,7 @@ train: $(VENV)/.linked ## train the default recipe, a small Llama; the run goes 
 test: $(VENV)/.linked ## run the fast tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal --durations=25 -m "not slow and not cuda"
 
-test-full: $(VENV)/.linked ## run the fast tests and the slow ones
+test-full: $(VENV)/.installed-docs $(VENV)/.linked ## run the fast tests and the slow ones
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal --durations=25 -m "not cuda"
 
 # A separate environment that sees all packages of the machine's python3, so that nothing is written outside this
@@ -63,6 +64,14 @@ plotly: ## fetch the plotly.js of the run page from the npm registry again (it n
 	mkdir -p build/plotly
 	cd build/plotly && npm pack --silent plotly.js-cartesian-dist-min@$(PLOTLY) && tar xzf *-$(PLOTLY).tgz
 	gzip -9nc build/plotly/package/plotly-cartesian.min.js > mfwrap/report/plotly-cartesian.min.js.gz
+
+# Browsers start no worker from file://, and the search of the site is a worker. This script runs it in a frame instead.
+iframe-worker: ## fetch the script that lets the site search without a server from the npm registry again (it needs npm)
+	mkdir -p build/iframe-worker docs/javascripts
+	cd build/iframe-worker && npm pack --silent iframe-worker@$(IFRAME_WORKER) && tar xzf *-$(IFRAME_WORKER).tgz
+	cd build/iframe-worker/package && \
+	    { echo "/* shim/index.js of the npm package iframe-worker $(IFRAME_WORKER). MIT License."; echo; cat LICENSE; \
+	    echo "*/"; cat shim/index.js; } > "$(CURDIR)/docs/javascripts/iframe-worker.js"
 
 lint: $(VENV)/.linked ## check style, formatting and types
 	$(RUN) -m ruff check

@@ -7,11 +7,13 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support.browser import CHROMIUM, open_browser
 from support.deferral import late_results
 from support.ranks.pool import RankPool
 
@@ -96,6 +98,16 @@ def two_ranks(tmp_path_factory) -> Iterator[RankPool]:
     """Start two processes that are the ranks of one process group."""
     with RankPool(2, tmp_path_factory.mktemp("two_ranks")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Return a headless browser; the test is skipped on a machine without one."""
+    pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    with open_browser() as started:
+        yield started
 
 
 @pytest.fixture

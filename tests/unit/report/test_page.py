@@ -2,17 +2,12 @@
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
 
 from mfwrap.report.page import RunPage, write_run_page
 from support.run_folders import write_lines, write_run
-
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +57,6 @@ def test_no_run(tmp_path):
         write_run_page([tmp_path / "none"], tmp_path / "page.html")
 
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Return a headless browser; the test is skipped on a machine without one."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
