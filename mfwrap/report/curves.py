@@ -18,6 +18,9 @@ NUMBER = ".5g"
 _MAX_POINTS = 2000
 _MAX_COLUMNS = 800
 
+_SMOOTHING = 0.03
+"""Share of the points that a moving mean takes in: what page.js calls medium, its default."""
+
 
 def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
     """Shorten a curve to about `max_points` points; keep the extremes of each stretch of steps.
@@ -42,9 +45,25 @@ def thinned(curve: Curve, max_points: int = _MAX_POINTS) -> Curve:
     return Curve([curve.steps[i] for i in order], [curve.values[i] for i in order])
 
 
+def to_smooth(curve: Curve) -> Curve:
+    """Return the points whose moving means are drawn: the curve, or `means` of a long one.
+
+    Moving means over what `thinned` keeps would be means over extremes.
+    """
+    return means(curve) if len(curve.steps) > _MAX_POINTS else curve
+
+
 def smoothed(curve: Curve) -> Curve:
-    """Return a curve of moving means over the finite values among the nearest 3% of points."""
-    reach = max(1, round(0.015 * len(curve.values)))
+    """Return moving means over the finite values among the nearest 3% of points.
+
+    page.js does the same in the browser, so the picture and the page of a run show the same line.
+
+    Args:
+        curve: Curve of any length; `to_smooth` shortens a long one.
+    """
+    curve = to_smooth(curve)
+    # Round halves up, as JavaScript does.
+    reach = max(1, math.floor(_SMOOTHING * len(curve.values) / 2 + 0.5))
     values = []
     for index in range(len(curve.values)):
         # Keep the window symmetric: near an end it shrinks on both sides. A one-sided window would

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mfwrap.records.run_record import Curve, RunRecord
-from mfwrap.report.curves import COLORS, means, thinned
+from mfwrap.report.curves import COLORS, thinned, to_smooth
 
 _DIGITS = 5
 """Significant digits of a number in the page."""
@@ -55,9 +55,7 @@ def line(number: int, name: str, curve: Curve, **settings: Any) -> dict[str, Any
     shown = thinned(curve)
     found = {"run": number, "name": name, **settings}
     found |= {"x": shown.steps, "y": numbers(shown.values)}
-    if settings.get("smooth") and len(shown.steps) < len(curve.steps):
-        # A mean over what is left of a long curve would be one over its extremes.
-        mean = means(curve)
+    if settings.get("smooth") and (mean := to_smooth(curve)) is not curve:
         found["means"] = {"x": mean.steps, "y": numbers(mean.values)}
     bad = [s for s, v in zip(curve.steps, curve.values, strict=True) if not math.isfinite(v)]
     if bad:

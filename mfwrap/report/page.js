@@ -69,7 +69,7 @@
 
   // ---- Curves.
 
-  /** Return means over a centered window; near an end it shrinks on both sides. */
+  /** Return means over a centered window; near an end it shrinks on both sides. curves.py does the same. */
   const smoothed = (y, share) => {
     const reach = Math.max(1, Math.round((share * y.length) / 2));
     return y.map((_, i) => {

@@ -82,9 +82,8 @@ def draw_run(
 
 def _draw_loss(axes: Axes, loss: Curve, run: RunRecord) -> None:
     axes.plot(loss.steps, loss.values, color=_RAW, alpha=0.4, linewidth=0.8, label="training")
-    axes.plot(
-        loss.steps, smoothed(loss).values, color=_RAW, linewidth=1.8, label="training, smoothed"
-    )
+    mean = smoothed(loss)
+    axes.plot(mean.steps, mean.values, color=_RAW, linewidth=1.8, label="training, smoothed")
     results = []
     for name, weights, color, size in _EVALUATIONS:
         if curve := run.curves.get(name):

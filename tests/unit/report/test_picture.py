@@ -1,8 +1,11 @@
 """The picture of a run shows a panel for each kind of number that was recorded."""
 
+
+import numpy as np
 import pytest
 from PIL import Image
 
+from mfwrap.report.page import write_run_page
 from mfwrap.report.picture import draw_run
 from support.run_folders import write_lines, write_run, write_trainer_run
 
@@ -85,6 +88,53 @@ def test_a_limit_of_infinity_is_not_drawn(tmp_path):
         pictures[name] = colors_of(tmp_path / f"{name}.png")
 
     assert pictures["inf"] == pictures["none"] != pictures["1"]
+
+
+def drawn_lines(folder, monkeypatch):
+    """Draw a run, and return the points of the lines of its loss by their labels."""
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda one, *_, **__: figures.append(one)
+    )
+    with pytest.raises(FileNotFoundError):  # because nothing was saved
+        draw_run(folder, folder / "run.png")
+    lines = figures[0].axes[0].lines
+    return {line.get_label(): line.get_xydata().tolist() for line in lines}
+
+
+@pytest.mark.parametrize("num_steps", [40, 300, 5000])
+def test_the_smoothed_line_is_that_of_the_page(tmp_path, monkeypatch, browser, num_steps):
+    """The picture and the page of a run show the same smoothed loss."""
+    noise = np.random.default_rng(0).normal(0, 0.1, num_steps)
+    losses = (2 + 3 * np.exp(-6 * np.arange(num_steps) / num_steps) + noise).tolist()
+    lines = [{"step": n, "loss": "nan" if n == 20 else x} for n, x in enumerate(losses, 1)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_run_page([tmp_path], tmp_path / "run.html")
+    page = browser.new_page()
+    page.goto((tmp_path / "run.html").as_uri())
+    page.wait_for_selector("html[data-ready=true]")
+    wanted = page.evaluate(
+        "document.querySelector('#loss .plot').data.filter((one) => one.name.includes('smoothed'))"
+        ".flatMap((one) => one.x.map((x, i) => [x, one.y[i]]))"
+    )
+    page.close()
+
+    assert len(wanted) == min(num_steps, 1667)
+    drawn = drawn_lines(tmp_path, monkeypatch)["training, smoothed"]
+    assert drawn == [pytest.approx(point, rel=1e-4) for point in wanted]
+
+
+def test_the_smoothed_line_does_not_lag(tmp_path, monkeypatch):
+    """Where the loss falls fast, the smoothed line is as often below the loss as above it."""
+    true = 5 - 0.02 * np.arange(250)
+    losses = (true + np.random.default_rng(0).normal(0, 0.05, 250)).tolist()
+    lines = [{"step": n, "loss": loss} for n, loss in enumerate(losses, 1)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    drawn = drawn_lines(tmp_path, monkeypatch)
+
+    smooth = np.array(drawn["training, smoothed"])[:, 1]
+    assert 100 < (smooth > losses).sum() < 150
+    assert np.abs(smooth - true).max() < 0.15
 
 
 def test_no_loss(tmp_path):
