@@ -20,6 +20,9 @@ BLOCK = re.compile(
 )
 
 
+PART = re.compile(r'^--8<-- "README\.md:(\w+)"$', re.MULTILINE)
+
+
 class Snippet(NamedTuple):
     """A Python block on a page, with the number of its first line of code."""
 
@@ -37,6 +40,16 @@ def snippets(text: str) -> list[Snippet]:
         for match in BLOCK.finditer(text)
         if not match["left_out"]
     ]
+
+
+def shown(page: Path) -> str:
+    """Return the text of a page, with the parts of README.md that the site shows in it."""
+    readme = README.read_text(encoding="utf-8")
+    parts = {
+        name: readme.partition(f"[start:{name}] -->\n")[2].partition("<!-- --8<-- [end:")[0]
+        for name in re.findall(r"\[start:(\w+)\]", readme)
+    }
+    return PART.sub(lambda match: parts[match[1]], page.read_text(encoding="utf-8"))
 
 
 def run(page: Path, blocks: list[Snippet], namespace: dict) -> None:
@@ -61,7 +74,15 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     module = types.ModuleType("snippets_of_a_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    run(page, snippets(page.read_text(encoding="utf-8")), vars(module))
+    run(page, snippets(shown(page)), vars(module))
+
+
+def test_parts_of_the_readme_are_snippets():
+    """The page on which the site begins runs the README's loop and Trainer."""
+    codes = [one.code for one in snippets(shown(ROOT / "docs" / "index.md"))]
+
+    assert ["MFTrainOneStepCell(" in codes[0], "MFTrainer(" in codes[1]] == [True, True]
+    assert len(codes) == 2
 
 
 def test_snippets_are_found():
