@@ -38,6 +38,7 @@ from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.trainer.events import monitors, restore_in_place
+from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.stops import had_ended
 
 if TYPE_CHECKING:
@@ -251,8 +252,8 @@ class Checkpoints:
 
         Args:
             run_folder: Folder of the run's checkpoints.
-            logging_nan_inf_filter: The user's setting. It is restored within the block, because the
-                training arguments are saved with the model.
+            logging_nan_inf_filter: The user's setting. It is restored meanwhile, because the training
+                arguments are saved, and pushed, with the model.
         """
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()
@@ -266,14 +267,12 @@ class Checkpoints:
         trainer.accelerator.wait_for_everyone()
         self.staging = staging
         name = f"checkpoint-{trainer.state.global_step}"
-        with naming_written_file(staging / name):
+        with (
+            naming_written_file(staging / name),
+            replaced(args, logging_nan_inf_filter=logging_nan_inf_filter),
+        ):
             try:
-                with replaced(
-                    args,
-                    push_to_hub=False,
-                    save_total_limit=None,
-                    logging_nan_inf_filter=logging_nan_inf_filter,
-                ):
+                with replaced(args, push_to_hub=False, save_total_limit=None):
                     yield
             finally:
                 self.staging = None
@@ -303,7 +302,8 @@ class Checkpoints:
         if args.local_process_index == 0 and not args.should_save:
             adopt_files(written, final)
         if args.push_to_hub:
-            trainer._push_from_checkpoint(str(final))
+            with without_saved_token(args):
+                trainer._push_from_checkpoint(str(final))
 
     def _remove_old(self, run_folder: Path, kept: Path) -> None:
         """Remove the checkpoints that the Trainer's own function would remove, except one.

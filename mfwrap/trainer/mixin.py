@@ -39,6 +39,7 @@ from mfwrap.trainer.events import (
     monitors,
 )
 from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
+from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.log import Losses
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.repeated_work import (
@@ -376,8 +377,7 @@ class MFTrainerMixin(_Base):
             super()._save_checkpoint(model, trial)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        # Leave the token out: `training_args.bin` would hold it in clear text.
-        with self._checkpoints.keeping_weight_names(), replaced(self.args, hub_token=None):
+        with self._checkpoints.keeping_weight_names(), without_saved_token(self.args):
             super()._save(*args, **kwargs)
 
     def _save_scaler(self, output_dir: str) -> None:
