@@ -24,6 +24,12 @@ from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 RESULT = "result.json"
 """File with the metrics of a run, written when the run has finished."""
 
+MODEL = "model"
+"""Folder of the trained weights."""
+
+AVERAGED_MODEL = "model_ema"
+"""Folder of the averaged weights."""
+
 EARLIER = "earlier_"
 """Prefix of the tracebacks of attempts before the one that has finished the run."""
 
@@ -36,7 +42,7 @@ _RECORD = re.compile(
     rf"|({EARLIER})?error_rank_\d+\.txt)({re.escape(PARTIAL)})?"
 )
 _EVENTS = "tensorboard/events.out.tfevents.*"
-_MODELS = ("model", "model_ema")
+_MODELS = (MODEL, AVERAGED_MODEL)
 
 
 def check_former_run(document: RecipeDocument, folder: Path) -> None:

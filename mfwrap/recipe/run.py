@@ -15,8 +15,16 @@ from mfwrap.checkpoints.folders import whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.collectives import this_rank
 from mfwrap.recipe.document import RECIPE_FILE, RecipeError, yaml_text
-from mfwrap.recipe.folder import RESULT, begin_anew, check_former_run, set_aside_tracebacks
+from mfwrap.recipe.folder import (
+    AVERAGED_MODEL,
+    MODEL,
+    RESULT,
+    begin_anew,
+    check_former_run,
+    set_aside_tracebacks,
+)
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
+from mfwrap.recipe.pushing import push_models
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.recipe.resumption import former_run, write_result
 from mfwrap.recipe.training import optimized
@@ -64,6 +72,8 @@ def run_recipe(
         RecipeError: If the data lack something that the task needs, if the folder has checkpoints
             and neither `resume` nor `overwrite` is given, if `resume` is ``"auto"`` and the folder
             has the run of another recipe, or if `skip_rows` is wrong.
+        RuntimeError: If the models cannot be pushed (`training.push_to_hub`). They are complete in
+            the run folder.
         ValueError: If there is no intact checkpoint to resume from.
     """
     left_out = _checked_skip(skip_rows)
@@ -89,12 +99,14 @@ def run_recipe(
         with whole_file(folder / RECIPE_FILE) as partial:
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
     trainer.train(resume_from_checkpoint=resume or None)
-    metrics = finish(trainer, recorder, folder)
+    finished = finish(trainer, recorder, folder)
+    if recipe.arguments.push_to_hub:
+        push_models(trainer, folder, finished.models)
     if trainer.is_local_process_zero():
         set_aside_tracebacks(folder)
     if trainer.is_world_process_zero():
-        write_result(folder, metrics)
-    return RunResult(folder, metrics)
+        write_result(folder, finished.metrics)
+    return RunResult(folder, finished.metrics)
 
 
 def _checked_skip(skip_rows: SkipRows | None) -> frozenset[SkippedRow] | None:
@@ -233,39 +245,51 @@ def _normalize_loss(recipe: Recipe, trainer: Any) -> None:
         trainer.model_accepts_loss_kwargs = False
 
 
-def finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> dict[str, float]:
-    """Evaluate and save the raw weights, then the averaged weights if there is an average.
+class Finished(NamedTuple):
+    """What a run has evaluated and saved at its end."""
+
+    metrics: dict[str, float]
+    """Metrics of the evaluations; those of averaged weights begin with ``ema_``."""
+
+    models: tuple[str, ...]
+    """Folders of the saved models in the run folder."""
+
+
+def finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> Finished:
+    """Evaluate and save the raw weights, and the averaged weights if there is an average.
 
     Args:
         trainer: Trainer after its training.
         recorder: Callback that records the metrics.
         folder: Run folder, which gets ``model`` and ``model_ema``.
-
-    Returns:
-        Metrics of the evaluation; those of averaged weights begin with ``ema_``.
     """
     average = _average(trainer)
+    models: tuple[str, ...] = (MODEL,)
     metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
-    _save_model(trainer, folder / "model")
+    _save_model(trainer, folder / MODEL)
     if average is not None:
         with average.swap():
             if trainer.eval_dataset is not None:
                 averaged = results_of(trainer.evaluate())
                 metrics |= {f"ema_{name}": value for name, value in averaged.items()}
-            _save_model(trainer, folder / "model_ema")
+            _save_model(trainer, folder / AVERAGED_MODEL)
+        models = (MODEL, AVERAGED_MODEL)
     if metrics:
         recorder.write({"step": trainer.state.global_step, **metrics})
-    return metrics
+    return Finished(metrics, models)
 
 
 def _save_model(trainer: Any, folder: Path) -> None:
-    """Save the model on every rank; the folder is complete or absent, also after a crash."""
+    """Save the model on every rank; the folder is complete or absent, also after a crash.
+
+    The Trainer does not push it: it would push the run folder, and with each model again.
+    """
     if trainer.args.should_save:
         with whole_folder(folder) as written:
-            trainer.save_model(str(written))
+            trainer.save_model(str(written), _internal_call=True)
     else:
         # The other ranks write nothing, but they may have to send shards of the weights.
-        trainer.save_model(str(folder))
+        trainer.save_model(str(folder), _internal_call=True)
 
 
 def _average(trainer: Any) -> ExponentialMovingAverage | None:

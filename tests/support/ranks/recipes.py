@@ -1,8 +1,9 @@
 """Programs that each rank runs to train a recipe."""
 
 from mfwrap.recipe import parse_recipe, run_recipe
+from support.hub import client_of
 
-__all__ = ["run_again"]
+__all__ = ["run_again", "run_with_hub"]
 
 
 def run_again(rank: int, text: str) -> list[str]:
@@ -11,3 +12,14 @@ def run_again(rank: int, text: str) -> list[str]:
     said: list[str] = []
     run_recipe(parse_recipe(text, "r.yaml"), resume="auto", say=said.append)
     return said
+
+
+def run_with_hub(rank: int, text: str, url: str) -> str:
+    """Run a recipe that pushes to the hub at an address; return this rank's error, or nothing."""
+    del rank
+    with client_of(url):
+        try:
+            run_recipe(parse_recipe(text, "r.yaml"), resume="auto")
+        except RuntimeError as error:
+            return str(error)
+    return ""
