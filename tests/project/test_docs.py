@@ -11,13 +11,10 @@ from mfwrap import callbacks
 from mfwrap.cli import cli, main
 from mfwrap.recipe import Recipe, parse_recipe
 from support.mindformers_files import mindformers_text
-from support.pages import PAGES, blocks, commands
+from support.pages import PAGES, blocks, commands, shortened
 from support.paths import ROOT
 from support.recipe_texts import recipe_text
 from support.run_folders import write_run
-
-TINY = ["--set", "training.max_steps=2", "--set", "training.use_cpu=true"]
-TINY += ["--set", "data.max_eval_samples=8", "--set", "training.save_steps=1"]
 
 # Warnings of TRL and datasets must not fail these tests.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,11 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def mfwrap_commands(page: Path) -> list[list[str]]:
     """Return the arguments of each ``mfwrap`` command on a page."""
     return commands(page, "mfwrap")
-
-
-def is_long(words: list[str]) -> bool:
-    """Return whether a command trains for the recipe's full number of steps."""
-    return words[0] == "train" and not any("max_steps" in word for word in words)
 
 
 def write_data(folder: Path) -> None:
@@ -73,7 +65,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
         write_run(tmp_path / "runs" / name)
     for words in mfwrap_commands(page):
         with pytest.raises(SystemExit) as left:
-            main([*words, *(TINY if is_long(words) else [])])
+            main(shortened(words))
         assert left.value.code == 0, words
 
 

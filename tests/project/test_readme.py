@@ -1,45 +1,15 @@
 """The Python snippets in README.md and docs/ run unchanged."""
 
-import re
 import sys
 import types
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from support.paths import ROOT
-
-README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
-
-BLOCK = re.compile(
-    r"(?P<left_out><!-- no-test: [^>]+ -->\n+)?"
-    r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$",
-    re.MULTILINE | re.DOTALL,
-)
+from support.pages import PAGES, README, Snippet, snippets
 
 
 PART = re.compile(r'^--8<-- "README\.md:(\w+)"$', re.MULTILINE)
-
-
-class Snippet(NamedTuple):
-    """A Python block on a page, with the number of its first line of code."""
-
-    line: int
-    code: str
-
-
-def snippets(text: str) -> list[Snippet]:
-    """Return the Python blocks of a page, except those below ``<!-- no-test: reason -->``."""
-    return [
-        Snippet(
-            line=text.count("\n", 0, match.start("code")) + 1,
-            code=re.sub(f"^{match['indent']}", "", match["code"], flags=re.MULTILINE),
-        )
-        for match in BLOCK.finditer(text)
-        if not match["left_out"]
-    ]
 
 
 def shown(page: Path) -> str:

@@ -1,18 +1,47 @@
-"""The shell commands and YAML blocks of README.md and docs/."""
+"""The Python blocks, shell commands and YAML blocks of README.md and docs/."""
 
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from support.paths import ROOT
 
-__all__ = ["PAGES", "blocks", "commands"]
+__all__ = ["PAGES", "README", "Snippet", "blocks", "commands", "shortened", "snippets"]
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(
     r"(?P<left_out><!-- no-test: [^>]+ -->\n+)?^```(?P<language>bash|yaml)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+PYTHON_BLOCK = re.compile(
+    r"(?P<left_out><!-- no-test: [^>]+ -->\n+)?"
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+TINY = ["--set", "training.max_steps=2", "--set", "training.use_cpu=true"]
+TINY += ["--set", "data.max_eval_samples=8", "--set", "training.save_steps=1"]
+
+
+class Snippet(NamedTuple):
+    """A Python block on a page, with the number of its first line of code."""
+
+    line: int
+    code: str
+
+
+def snippets(text: str) -> list[Snippet]:
+    """Return the Python blocks of a page, except those below ``<!-- no-test: reason -->``."""
+    return [
+        Snippet(
+            line=text.count("\n", 0, match.start("code")) + 1,
+            code=re.sub(f"^{match['indent']}", "", match["code"], flags=re.MULTILINE),
+        )
+        for match in PYTHON_BLOCK.finditer(text)
+        if not match["left_out"]
+    ]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -26,3 +55,9 @@ def commands(page: Path, program: str) -> list[list[str]]:
     texts = [text.replace("\\\n", " ") for text in blocks(page, "bash")]
     lines = [shlex.split(line, comments=True) for text in texts for line in text.splitlines()]
     return [words[1:] for words in lines if words[:1] == [program]]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """Return a command of ``mfwrap``; a training of a recipe's full length gets two steps."""
+    is_long = "train" in words and not any("max_steps" in word for word in words)
+    return [*words, *(TINY if is_long else [])]
