@@ -17,7 +17,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants peers table layouts pictures plotly iframe-worker lint format benchmark benchmark-full docs clean
+.PHONY: help train test test-full test-cuda mutants peers table layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,13 @@ benchmark: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure against other
 
 benchmark-full: $(VENV)/.installed-benchmark $(VENV)/.linked ## measure the same for longer, for less spread
 	PYTHONSAFEPATH= $(RUN) benchmarks/run.py --full
+
+# The wheel is built from the sdist, so neither has files that an earlier build left in build/. PYTHONSAFEPATH, which is
+# set above, hides that folder from `-m build`.
+dist: $(VENV)/.linked ## build the sdist and the wheel of this version into dist/, and check what PyPI reads of them
+	rm -rf dist
+	$(RUN) -m build --no-isolation
+	$(RUN) -m twine check --strict dist/*
 
 docs: $(VENV)/.installed-docs $(VENV)/.linked ## build the site of the documentation into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -1,5 +1,6 @@
 """The Python snippets in README.md and docs/ run unchanged."""
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from support.pages import PAGES, README, Snippet, snippets
-
 
 PART = re.compile(r'^--8<-- "README\.md:(\w+)"$', re.MULTILINE)
 
