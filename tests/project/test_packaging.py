@@ -15,7 +15,10 @@ import yaml
 import mfwrap
 import mfwrap.callbacks
 import mfwrap.recipes
+from support.pages import README
 from support.paths import ROOT
+
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 
 def project() -> dict:
@@ -40,17 +43,22 @@ def test_folders_are_no_packages_of_their_own(folder):
 
 
 def test_version_is_one():
-    """The version is that of the installed package, of the citation, and has a changelog entry."""
+    """The package, the citation, the newest changelog entry and documented commands agree on it."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest, date = re.findall(r"^## (\S+) - (\S+)$", changelog, re.MULTILINE)[0]
+    pages = README.read_text(encoding="utf-8") + CONTRIBUTING.read_text(encoding="utf-8")
+    named = re.findall(r"(?:mfwrap[ -]|releases/|\bv)(\d+\.\d+\.\d+)\b", pages)
 
-    assert mfwrap.__version__ == metadata.version("mfwrap") == citation["version"]
+    assert mfwrap.__version__ == metadata.version("mfwrap") == citation["version"] == newest
+    assert set(named) == {mfwrap.__version__}
+    assert str(citation.get("date-released", "unreleased")) == date
     assert "version" in project()["project"]["dynamic"]
-    assert f"\n## {mfwrap.__version__} - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_contributors_find_what_is_named():
     """Each path and each target of make that CONTRIBUTING.md names exists."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = CONTRIBUTING.read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w./]+/[\w./]*|[\w/]+\.(?:py|md|yaml|json))`", text))
     made_by_the_reader = {name for name in named if "my_" in name}
     targets = set(re.findall(r"make ([a-z-]+)", text))
@@ -60,6 +68,25 @@ def test_contributors_find_what_is_named():
     assert {target for target in targets if f"\n{target}:" not in makefile} == set()
     modules = {name.rpartition(".")[0] for name in re.findall(r"`(mfwrap\.[\w.]+)`", text)}
     assert {name for name in modules if find_spec(name) is None} == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page):
+    """Each relative link of a page outside of the site leads to a file, and to a heading in it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)", text)
+
+    assert links or page == "CONTRIBUTING.md"
+    for path, heading in links:
+        assert (ROOT / path).is_file(), path
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text("utf-8"), re.MULTILINE)
+            assert heading in map(anchor, headings), (path, heading)
+
+
+def anchor(heading: str) -> str:
+    """Return the name of a heading in links."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def test_every_dependency_has_a_tested_version():
