@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mfwrap
-from support.pages import README, commands, shortened, snippets
+from support.pages import PAGES, README, commands, shortened, snippets
 from support.paths import ROOT
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -77,8 +77,16 @@ def test_an_sdist_holds_what_a_build_needs(distributions):
     }
 
 
+def test_all_pages_install_as_readme_does():
+    """The install lines of all pages are among those of README, which are run."""
+    lines = {tuple(words) for page in PAGES for words in commands(page, "pip")}
+
+    assert lines == {tuple(words) for words in commands(README, "pip")}
+    assert len(lines) == 3
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_an_installed_wheel_does_what_the_pages_say(wheel, new_tree, tmp_path):
     """README's install lines, and then the commands and code of README and tutorial, succeed."""
     environment, tree = Environment(tmp_path / "environment"), new_tree()
