@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.pages import PAGES, README, Snippet, snippets
+from support.paths import ROOT
 
 PART = re.compile(r'^--8<-- "README\.md:(\w+)"$', re.MULTILINE)
 

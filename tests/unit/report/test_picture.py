@@ -1,6 +1,5 @@
 """The picture of a run shows a panel for each kind of number that was recorded."""
 
-
 import numpy as np
 import pytest
 from PIL import Image
