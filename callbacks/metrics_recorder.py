@@ -13,6 +13,7 @@ from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
+from mfwrap.records.evaluations import results_of
 from mfwrap.records.json_lines import JsonLines, last_value
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
@@ -228,13 +229,3 @@ def _losses(reports: Sequence[StepReport]) -> list[dict[str, float]]:
     values = [loss for report in reports for loss in report.losses.values()]
     read = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(read) for name in report.losses} for report in reports]
-
-
-def results_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a Trainer's evaluation without its timings."""
-    timings = ("_runtime", "_per_second", "_time")
-    return {
-        name: value
-        for name, value in metrics.items()
-        if name.startswith("eval_") and not name.endswith(timings)
-    }

@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 from mfwrap.collectives import gather_objects, ranks_of
 from mfwrap.collectives.places import named_ranks
 
-_PACKAGES = ("mfwrap", "torch", "accelerate", "transformers", "datasets", "numpy", "safetensors")
+_PACKAGES = (
+    *("mfwrap", "torch", "accelerate", "transformers", "datasets", "numpy", "peft", "safetensors"),
+    *("tokenizers", "trl"),
+)
 _MOST_NAMED = 5
 """Largest number of disagreements that an error names."""
 

@@ -1,7 +1,6 @@
 """Push the models of a finished run to the hub."""
 
 import shlex
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ from mfwrap import __version__
 from mfwrap.checkpoints.resumption import newest_folder
 from mfwrap.collectives import raising_together
 from mfwrap.recipe.folder import AVERAGED_MODEL, MODEL
+from mfwrap.recipe.model_card import FinishedRun
 
 
-def push_models(trainer: Any, folder: Path, names: Collection[str]) -> None:
+def push_models(run: FinishedRun) -> None:
     """Push the complete models of a run, each in one commit, to the repository of the recipe.
 
     ``model`` becomes the root of the repository, ``model_ema`` a folder of that name. Call it on
@@ -21,18 +21,18 @@ def push_models(trainer: Any, folder: Path, names: Collection[str]) -> None:
     committed again.
 
     Args:
-        trainer: Trainer, which has created the repository.
-        folder: Run folder.
-        names: Names of the models to push.
+        run: The run, whose Trainer has created the repository.
 
     Raises:
         RuntimeError: On all ranks, if a push fails. The message says how to repeat it.
     """
+    trainer = run.trainer
     with raising_together():
         if trainer.is_world_process_zero():
             trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-            for name in names:
-                _push(trainer, folder, name)
+            for name in (MODEL, AVERAGED_MODEL):
+                if name == MODEL or run.average is not None:
+                    _push(trainer, Path(trainer.args.output_dir), name)
 
 
 _PLACES = {MODEL: (None, "End of training"), AVERAGED_MODEL: (AVERAGED_MODEL, "Averaged weights")}

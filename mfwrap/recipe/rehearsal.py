@@ -7,7 +7,6 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -85,13 +84,14 @@ def _reason_to_skip(recipe: Recipe) -> str | None:
 def _try_step(recipe: Recipe, max_rows: int | None) -> None:
     with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
         overrides = _overrides(recipe, folder, max_rows)
-        trainer, recorder = build_trainer(read_document(recipe.document.overridden(overrides)))
+        small = read_document(recipe.document.overridden(overrides))
+        trainer, recorder = build_trainer(small)
         collate = trainer.data_collator
         # Keep the length of the training, which the schedule depends on.
         trainer.data_collator = lambda rows: collate(rows[:_BATCH])
         trainer.add_callback(_OneStep())
         trainer.train()
-        finish(trainer, recorder, Path(folder))
+        finish(small, trainer, recorder)
 
 
 def _overrides(recipe: Recipe, folder: str, max_rows: int | None) -> Iterator[str]:

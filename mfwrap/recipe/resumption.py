@@ -14,16 +14,7 @@ from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipe.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
 from mfwrap.recipe.document import Path as KeyPath
 from mfwrap.recipe.folder import RESULT
-
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica"),
-        *("log_on_each_node", "skip_memory_metrics", "project", "push_to_hub", "hub_token"),
-        *("hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
-        *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    }
-)
-"""Keys of ``training`` that change neither the weights nor the records of a run."""
+from mfwrap.trainer.model_card import WITHOUT_EFFECT
 
 
 def check_resume(run_folder: str, resume: str | bool, *, overwrite: bool) -> None:  # noqa: FBT001  (a path or True, as in the Trainer)
@@ -105,7 +96,7 @@ def _look(document: RecipeDocument, folder: Path) -> FormerRun:
         raise RecipeError(msg)
     former = RecipeDocument.parse(read_text(file), str(file))
     for path, own, other in _differences(document.data, former.data):
-        if path[0] == "training" and path[1:2] and path[1] in _WITHOUT_EFFECT:
+        if path[0] == "training" and path[1:2] and path[1] in WITHOUT_EFFECT:
             continue
         says = (
             f"the run in {folder} has {shown(other)}, got {shown(own)}; set the value of that run, "

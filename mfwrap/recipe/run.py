@@ -10,7 +10,7 @@ from transformers import set_seed
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
-from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
+from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
 from mfwrap.checkpoints.folders import whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.collectives import this_rank
@@ -23,6 +23,7 @@ from mfwrap.recipe.folder import (
     check_former_run,
     set_aside_tracebacks,
 )
+from mfwrap.recipe.model_card import FinishedRun, write_recipe_card
 from mfwrap.recipe.objects import REFUSALS, RecipeObjects
 from mfwrap.recipe.pushing import push_models
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
@@ -30,6 +31,7 @@ from mfwrap.recipe.resumption import former_run, write_result
 from mfwrap.recipe.training import optimized
 from mfwrap.recipes.data.columns import ANY_IMAGE, TEXT, TURN, ClassCheck, check_rows
 from mfwrap.recipes.data.source import Rows
+from mfwrap.records.evaluations import results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.trainer.console import StepProgressCallback
 
@@ -99,14 +101,12 @@ def run_recipe(
         with whole_file(folder / RECIPE_FILE) as partial:
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
     trainer.train(resume_from_checkpoint=resume or None)
-    finished = finish(trainer, recorder, folder)
-    if recipe.arguments.push_to_hub:
-        push_models(trainer, folder, finished.models)
+    metrics = finish(recipe, trainer, recorder)
     if trainer.is_local_process_zero():
         set_aside_tracebacks(folder)
     if trainer.is_world_process_zero():
-        write_result(folder, finished.metrics)
-    return RunResult(folder, finished.metrics)
+        write_result(folder, metrics)
+    return RunResult(folder, metrics)
 
 
 def _checked_skip(skip_rows: SkipRows | None) -> frozenset[SkippedRow] | None:
@@ -245,48 +245,45 @@ def _normalize_loss(recipe: Recipe, trainer: Any) -> None:
         trainer.model_accepts_loss_kwargs = False
 
 
-class Finished(NamedTuple):
-    """What a run has evaluated and saved at its end."""
-
-    metrics: dict[str, float]
-    """Metrics of the evaluations; those of averaged weights begin with ``ema_``."""
-
-    models: tuple[str, ...]
-    """Folders of the saved models in the run folder."""
-
-
-def finish(trainer: Any, recorder: MetricsRecorder, folder: Path) -> Finished:
-    """Evaluate and save the raw weights, and the averaged weights if there is an average.
+def finish(recipe: Recipe, trainer: Any, recorder: MetricsRecorder) -> dict[str, float]:
+    """Evaluate, save and push the raw weights, and the averaged weights if there is an average.
 
     Args:
-        trainer: Trainer after its training.
+        recipe: The recipe, whose run folder gets ``model`` and ``model_ema``.
+        trainer: Its Trainer after the training.
         recorder: Callback that records the metrics.
-        folder: Run folder, which gets ``model`` and ``model_ema``.
+
+    Returns:
+        Metrics of the evaluation; those of averaged weights begin with ``ema_``.
     """
     average = _average(trainer)
-    models: tuple[str, ...] = (MODEL,)
     metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
-    _save_model(trainer, folder / MODEL)
+    run = FinishedRun(recipe, trainer, average, metrics)
     if average is not None:
         with average.swap():
             if trainer.eval_dataset is not None:
                 averaged = results_of(trainer.evaluate())
                 metrics |= {f"ema_{name}": value for name, value in averaged.items()}
-            _save_model(trainer, folder / AVERAGED_MODEL)
-        models = (MODEL, AVERAGED_MODEL)
+            _save_model(run, AVERAGED_MODEL)
+    # Saved last, because its card has the results of both evaluations.
+    _save_model(run, MODEL)
     if metrics:
         recorder.write({"step": trainer.state.global_step, **metrics})
-    return Finished(metrics, models)
+    if recipe.arguments.push_to_hub:
+        push_models(run)
+    return metrics
 
 
-def _save_model(trainer: Any, folder: Path) -> None:
-    """Save the model on every rank; the folder is complete or absent, also after a crash.
+def _save_model(run: FinishedRun, name: str) -> None:
+    """Save a model on every rank; the folder is complete or absent, also after a crash.
 
     The Trainer does not push it: it would push the run folder, and with each model again.
     """
+    trainer, folder = run.trainer, Path(run.recipe.arguments.output_dir or "") / name
     if trainer.args.should_save:
         with whole_folder(folder) as written:
             trainer.save_model(str(written), _internal_call=True)
+            write_recipe_card(run, name, written)
     else:
         # The other ranks write nothing, but they may have to send shards of the weights.
         trainer.save_model(str(folder), _internal_call=True)

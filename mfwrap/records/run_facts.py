@@ -69,11 +69,8 @@ class RunFacts:
             "format_version": _FORMAT_VERSION,
             "command": command_without_secrets(_command()),
             "started": started or now,
-            "model": None if model is None else type(model).__name__,
-            "parameters": None if model is None else _parameters(model),
             "hardware": hardware(),
-            "versions": version_facts(),
-            "configuration": without_secrets(configuration),
+            **lasting_facts(configuration, model),
         }
         self._write(NOT_ENDED)
 
@@ -100,6 +97,21 @@ class RunFacts:
         facts = self._facts | {"state": state, "seconds": round(self._clock() - self._start, 3)}
         with whole_file(self._folder / FACTS) as partial:
             partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def lasting_facts(configuration: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
+    """Return what a run is, without secrets and without what differs when it is resumed.
+
+    Args:
+        configuration: Settings of the run, nested by name.
+        model: Network, whose parameters are counted; ``None`` if it is unknown.
+    """
+    return {
+        "model": None if model is None else type(model).__name__,
+        "parameters": None if model is None else _parameters(model),
+        "versions": version_facts(),
+        "configuration": without_secrets(configuration),
+    }
 
 
 def hardware() -> dict[str, Any]:

@@ -252,8 +252,8 @@ class Checkpoints:
 
         Args:
             run_folder: Folder of the run's checkpoints.
-            logging_nan_inf_filter: The user's setting. It is restored meanwhile, because the training
-                arguments are saved, and pushed, with the model.
+            logging_nan_inf_filter: The user's setting. It is restored meanwhile, because the
+                training arguments are saved, and pushed, with the model.
         """
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()

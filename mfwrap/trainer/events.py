@@ -1,6 +1,7 @@
 """Pass a step's results to callbacks of `MFTrainer`, call their extra methods, handle SIGTERM."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -273,6 +274,21 @@ def check_callback(callback: object) -> None:
             "convert a callback of `Model` with mfwrap.model.as_trainer_callback"
         )
         raise TypeError(msg)
+
+
+def check_given_callbacks(
+    init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Check the argument `callbacks` of a call of a Trainer's ``__init__``; see `check_callback`.
+
+    Args:
+        init: ``__init__`` of the Trainer.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
+    given = dict(zip(inspect.signature(init).parameters, args, strict=False)) | dict(kwargs)
+    for callback in given.get("callbacks") or ():
+        check_callback(callback)
 
 
 def add_step_to_events(

@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +32,14 @@ from mfwrap.trainer.data_position import TrainerPosition
 from mfwrap.trainer.data_skip import DataSkip
 from mfwrap.trainer.events import (
     add_step_to_events,
-    check_callback,
+    check_given_callbacks,
     flushed_at_end,
     monitors,
 )
 from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.log import Losses
+from mfwrap.trainer.model_card import describing, extend_card
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.repeated_work import (
     ListedNetwork,
@@ -134,8 +133,7 @@ class MFTrainerMixin(_Base):
         if step is not None and not isinstance(step, StepConfig):
             msg = f"`step` must be a StepConfig or None, got {described(step)}"
             raise TypeError(msg)
-        for callback in _given_callbacks(super().__init__, args, kwargs):
-            check_callback(callback)
+        check_given_callbacks(super().__init__, args, kwargs)
         # Set these attributes before `super().__init__`: it calls
         # `create_accelerator_and_postprocess`, which needs them.
         self._step_config = StepConfig() if step is None else step
@@ -154,7 +152,8 @@ class MFTrainerMixin(_Base):
         self._mixed_mesh_grads = False
         check_construction(self)
         after_event = None if rollback is None else self.rollbacks.after_event
-        add_step_to_events(self, self._before_event, after_event, self._termination)
+        before_event = functools.partial(_before_event, self)
+        add_step_to_events(self, before_event, after_event, self._termination)
         show_in_one_place(self.callback_handler)
 
     @property
@@ -303,42 +302,6 @@ class MFTrainerMixin(_Base):
         has_ended = self._checkpoints.ended_early or self.state.global_step >= max_steps
         return (num_train_epochs, 0) if has_ended else (epochs, batches)
 
-    def _before_event(self, event: str) -> None:
-        """Bring the log and the data position up to date before callbacks are called."""
-        if event == "on_train_begin":
-            self._checkpoints.restore_records(self._position.resumed_from)
-            if self._position.resumed_from is not None:
-                for callback in monitors(self.callback_handler.callbacks):
-                    callback.resume_from(self._position.resumed_from)
-            self.rollbacks.begun()
-            self._skip.noted.begin()
-            self.attached.step.rate_factor = 1.0
-            self._losses.begin(self._position.saved_log)
-        elif event == "on_epoch_begin":
-            # A subclass may give a loader that the accelerator has not prepared.
-            leave_signals_to_parent(self.callback_handler.train_dataloader)
-            is_resumed = self._position.resumed_from is not None
-            self._batch.begin_epoch(
-                self.callback_handler.train_dataloader,
-                self._skip.begin_epoch(
-                    self.callback_handler.train_dataloader, is_resumed=is_resumed
-                ),
-            )
-            self._position.begin_epoch(
-                self.callback_handler.train_dataloader,
-                super()._load_rng_state,
-                epoch=self.state.epoch,
-                skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
-            )
-        elif event == "on_step_begin" and self.rollbacks.may_slow:
-            factor = self.rollbacks.rate_factor(self.state.global_step + 1)
-            self.attached.step.rate_factor = factor
-        elif event == "on_step_end":
-            if self._skip.follows_rows:
-                self._skip.count_update()
-            if self.attached.last_report is not None:
-                self._losses.step_log.count(self.attached.last_report)
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
@@ -376,9 +339,18 @@ class MFTrainerMixin(_Base):
         ):
             super()._save_checkpoint(model, trial)
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        with self._checkpoints.keeping_weight_names(), without_saved_token(self.args):
-            super()._save(*args, **kwargs)
+    def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        with (
+            self._checkpoints.keeping_weight_names(),
+            without_saved_token(self.args),
+            describing(self, output_dir, is_checkpoint=self._checkpoints.staging is not None),
+        ):
+            super()._save(output_dir, *args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the model's card as the Trainer does; add how to use it, and all settings."""
+        super().create_model_card(*args, **kwargs)
+        extend_card(self)
 
     def _save_scaler(self, output_dir: str) -> None:
         folder = Path(output_dir)
@@ -425,13 +397,39 @@ class MFTrainerMixin(_Base):
         self._position.restore_random_states(checkpoint or None, super()._load_rng_state)
 
 
-def _given_callbacks(
-    init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Sequence[Any]:
-    """Return the argument `callbacks` of a call of a Trainer's ``__init__``."""
-    names = list(inspect.signature(init).parameters)
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return given.get("callbacks") or ()
+def _before_event(self: MFTrainerMixin, event: str) -> None:
+    """Bring the log and the data position up to date before callbacks are called."""
+    if event == "on_train_begin":
+        self._checkpoints.restore_records(self._position.resumed_from)
+        if self._position.resumed_from is not None:
+            for callback in monitors(self.callback_handler.callbacks):
+                callback.resume_from(self._position.resumed_from)
+        self.rollbacks.begun()
+        self._skip.noted.begin()
+        self.attached.step.rate_factor = 1.0
+        self._losses.begin(self._position.saved_log)
+    elif event == "on_epoch_begin":
+        # A subclass may give a loader that the accelerator has not prepared.
+        leave_signals_to_parent(self.callback_handler.train_dataloader)
+        is_resumed = self._position.resumed_from is not None
+        self._batch.begin_epoch(
+            self.callback_handler.train_dataloader,
+            self._skip.begin_epoch(self.callback_handler.train_dataloader, is_resumed=is_resumed),
+        )
+        self._position.begin_epoch(
+            self.callback_handler.train_dataloader,
+            super(MFTrainerMixin, self)._load_rng_state,
+            epoch=self.state.epoch,
+            skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
+        )
+    elif event == "on_step_begin" and self.rollbacks.may_slow:
+        factor = self.rollbacks.rate_factor(self.state.global_step + 1)
+        self.attached.step.rate_factor = factor
+    elif event == "on_step_end":
+        if self._skip.follows_rows:
+            self._skip.count_update()
+        if self.attached.last_report is not None:
+            self._losses.step_log.count(self.attached.last_report)
 
 
 def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:

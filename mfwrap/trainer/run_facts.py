@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from transformers import TrainerState
 
-from mfwrap.records.run_facts import RunFacts
+from mfwrap.records.run_facts import RunFacts, lasting_facts
 from mfwrap.records.run_files import record_folders
 from mfwrap.trainer.repeated_work import OperationCount
 
@@ -45,6 +45,10 @@ class TrainerFacts:
                 "on_train_end": self._end,
             }
 
+    def lasting(self) -> dict[str, Any]:
+        """Return the facts of the run that stay the same when it is resumed; see `RunFacts`."""
+        return lasting_facts(self._configuration(), self._trainer.model)
+
     def _note(self, state: TrainerState) -> None:
         if self._facts is not None:
             self._facts.note(state.global_step, self._tokens(state))
@@ -62,17 +66,20 @@ class TrainerFacts:
         trainer: Any = self._trainer
         args = trainer.args
         run_folder = Path(args.output_dir).absolute()
-        configuration = self.configuration
-        if configuration is None:
-            step = dataclasses.asdict(trainer.attached.config)
-            configuration = {"training": args.to_dict(), "step": step}
         return RunFacts(
             run_folder if run_folder in folders else folders[0],
-            configuration,
+            self._configuration(),
             trainer.model,
             first_step=state.global_step,
             max_steps=state.max_steps,
         )
+
+    def _configuration(self) -> Mapping[str, Any]:
+        trainer: Any = self._trainer
+        if self.configuration is not None:
+            return self.configuration
+        step = dataclasses.asdict(trainer.attached.config)
+        return {"training": trainer.args.to_dict(), "step": step}
 
     def _tokens(self, state: TrainerState) -> int | None:
         """Return the tokens of the run so far; the Trainer has counted their operations."""

@@ -17,7 +17,7 @@ from mfwrap.recipes.data.source import DataSource, Rows
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """A folder written by ``save_to_disk`` has one of these files."""
 
-_BUILDERS = frozenset({"arrow", "csv", "imagefolder", "json", "parquet", "text", "webdataset"})
+BUILDERS = frozenset({"arrow", "csv", "imagefolder", "json", "parquet", "text", "webdataset"})
 """Builders of the library that read files and run no code of the files. ``pandas``, which reads
 pickles, is left out."""
 
@@ -73,10 +73,10 @@ class DatasetsSource(DataSource):
 
     def _check_path(self) -> None:
         if self.path == "pandas":
-            msg = f"`path` must be one of {sorted(_BUILDERS)}, because pickles can run any code"
+            msg = f"`path` must be one of {sorted(BUILDERS)}, because pickles can run any code"
             msg = f"{msg}, got {self.path!r}"
             raise ValueError(msg)
-        if self.path in _BUILDERS and not is_folder(self.path):
+        if self.path in BUILDERS and not is_folder(self.path):
             if self.data_files is None and self.data_dir is None:
                 msg = f"`path` {self.path!r} is a builder of datasets and needs `data_files`"
                 raise ValueError(msg)
@@ -91,7 +91,7 @@ class DatasetsSource(DataSource):
     def why_unread(self) -> str | None:
         if is_folder(self.path):
             return None
-        if self.path in _BUILDERS:
+        if self.path in BUILDERS:
             files = _names(self.data_files)
             is_remote = any("://" in file for file in [*files, self.data_dir or ""])
             return "the data are on the network" if is_remote else None

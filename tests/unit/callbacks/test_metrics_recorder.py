@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerState, TrainingArguments
 
 from mfwrap import MFTrainOneStepCell
-from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder, results_of
+from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import read_run
 from support.small_networks import LinearProbe
@@ -104,13 +104,6 @@ def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
     assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 7, "ema_eval_loss": 0.5}]
     said = [record.message for record in caplog.records]
     assert said == ["Eval result: step 7, ema_eval_loss: 0.5"] * says
-
-
-def test_results_have_no_timings():
-    """`results_of` leaves out timings and the epoch."""
-    metrics = {"eval_loss": 1.0, "eval_runtime": 2.0, "eval_samples_per_second": 3.0, "epoch": 4.0}
-
-    assert results_of(metrics) == {"eval_loss": 1.0}
 
 
 def test_only_the_main_process_writes(tmp_path):

@@ -63,8 +63,9 @@ def test_checkpoints_are_pushed_as_by_the_trainer(tmp_path, hub):
 
     titles = [commit.title for commit in hub.commits]
     steps = [f"Training in progress, step {step}" for step in (3, 6)]
-    # The push of the last checkpoint has all files of `model`.
-    assert titles == [*steps, "Averaged weights"]
+    assert titles == [*steps, "End of training", "Averaged weights"]
+    # The last checkpoint has brought the other files of the model.
+    assert hub.commits[2].files.keys() == {"README.md"}
     assert hub.files["model.safetensors"] == contents(tmp_path / "model")["model.safetensors"]
     # The Trainer pushes the run folder, in which nothing is unfinished.
     assert not [name for name in hub.files if "partial" in name]

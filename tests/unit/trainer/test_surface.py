@@ -29,6 +29,13 @@ OVERRIDDEN = {
     "create_accelerator_and_postprocess": ("self", ["__init__"]),
     "create_scheduler": ("self, num_training_steps, optimizer=None", ["_prepare_for_training"]),
     "training_step": ("self, model, inputs, num_items_in_batch=None", ["_run_epoch"]),
+    "create_model_card": (
+        (
+            "self, language=None, license=None, tags=None, model_name=None, finetuned_from=None, "
+            "tasks=None, dataset_tags=None, dataset=None, dataset_args=None"
+        ),
+        ["push_to_hub"],
+    ),
     "log": (
         "self, logs, start_time=None",
         ["_maybe_log_save_evaluate", "_finalize_training", "evaluate"],
