@@ -55,9 +55,9 @@ table: $(VENV)/.linked ## compare the Trainer's options with MFTrainer's, and wr
 layouts: $(VENV)/.linked ## compare each layout of ranks with one process, and write the table in docs/ranks.md (1 minute)
 	OMP_NUM_THREADS=1 $(RUN) .ci/layout_table.py
 
-pictures: $(VENV)/.linked ## draw the pictures of the docs: what each monitor writes, and a run page (4 minutes)
+pictures: $(VENV)/.linked ## draw the pictures of the docs: what each monitor writes, and run pages (6 minutes)
 	OMP_NUM_THREADS=1 $(RUN) .ci/monitor_pictures.py
-	OMP_NUM_THREADS=1 $(RUN) .ci/page_picture.py
+	OMP_NUM_THREADS=1 $(RUN) .ci/page_pictures.py
 
 # The npm package is the only source of a plotly.js without maps, three dimensions and other charts of 3 MB.
 plotly: ## fetch the plotly.js of the run page from the npm registry again (it needs npm)

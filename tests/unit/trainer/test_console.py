@@ -1,17 +1,13 @@
 """In a terminal a training is one progress bar, and elsewhere the lines of its monitor."""
 
-import fcntl
 import json
 import logging
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 
 import pytest
 from tqdm.auto import tqdm
@@ -22,9 +18,8 @@ from mfwrap.callbacks import MFLossMonitor
 from mfwrap.trainer import MFTrainer
 from support.paths import TESTS
 from support.recipe_texts import recipe_text
+from support.terminal import COLUMNS, screen, written_in_terminal
 from support.trainer_runs import new_trainer
-
-COLUMNS = 100
 
 
 @pytest.fixture
@@ -46,32 +41,8 @@ def recipe(tmp_path):
 
 def shown(recipe, *options):
     """Return what `mfwrap train` writes to a terminal of 100 columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     words = [sys.executable, "-P", "-m", "mfwrap", "train", str(recipe), *options]
-    environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES"}}
-    with subprocess.Popen(
-        words, cwd=recipe.parent, stdout=theirs, stderr=theirs, env=environment
-    ) as process:
-        os.close(theirs)
-        written = b""
-        try:
-            while part := os.read(ours, 4096):
-                written += part
-        except OSError:  # on Linux, the end of a terminal is an error
-            pass
-        os.close(ours)
-    assert process.returncode == 0, written.decode()
-    return written.decode()
-
-
-def screen(written):
-    """Return the lines of a terminal after a text with carriage returns."""
-    lines = []
-    for line in written.replace("\x1b[A", "").split("\n"):
-        parts = [part for part in line.split("\r") if part.strip()]
-        lines.append(parts[-1].rstrip() if parts else "")
-    return lines
+    return written_in_terminal(words, recipe.parent)
 
 
 @pytest.mark.parametrize("anomalies", [False, True])
