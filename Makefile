@@ -17,7 +17,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants peers table layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
+.PHONY: help train test test-full test-cuda mutants matrix peers table layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,10 @@ mutants: $(VENV)/.linked ## plant 400 faults into the core, and count those that
 
 peers: $(VENV)/.linked ## run accelerate's own tests with mfwrap in place, and report what differs (3 minutes)
 	$(RUN) .ci/peers.py
+
+# ROWS="3.11-oldest 3.12-pinned" chooses rows; .ci/matrix.py lists them.
+matrix: $(VENV)/.installed-matrix ## run the fast tests with each Python and with the oldest and newest packages (1 hour)
+	$(RUN) .ci/matrix.py $(ROWS)
 
 table: $(VENV)/.linked ## compare the Trainer's options with MFTrainer's, and write docs/trainer_table.md (10 minutes)
 	OMP_NUM_THREADS=1 $(RUN) .ci/trainer_table.py
@@ -131,6 +135,10 @@ $(VENV)/.installed-benchmark: $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(RUN) -m pip install -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(VENV)/.installed-matrix: $(VENV)/.installed
+	$(RUN) -m pip install -c constraints.txt uv
 	@touch $@
 
 FITS := import importlib.util, sys; name = sys.executable; \
