@@ -304,12 +304,16 @@ def test_no_file_is_too_long(path: Path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 460
 
 
+GENERATED = {"__replace__", "__annotate__", "__annotate_func__"}
+"""Functions that Python 3.13 adds to dataclasses, and Python 3.14 to classes with annotations."""
+
+
 def methods_of(kind: type) -> set[str]:
     """Return the methods and properties of a class that are defined in mfwrap, also by its bases.
 
     The events that `mfwrap.model.Callback` declares do not count: MindSpore prescribes them.
     Those of `mfwrap.trainer.MonitorCallback` count only where a class overrides them: by default
-    they do nothing.
+    they do nothing. What Python itself adds to a class does not count.
     """
     bases = [base for base in kind.__mro__ if base.__module__.startswith("mfwrap")]
     return {
@@ -317,6 +321,7 @@ def methods_of(kind: type) -> set[str]:
         for base in bases
         if base not in {Callback, MonitorCallback}
         for name, member in vars(base).items()
+        if name not in GENERATED
         if inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
     }
 

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _chunks(data: bytes) -> list[bytes]:
 def trackio_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of trackio's only project in a folder, with their ``_step``."""
     [file] = folder.glob("*.db")
-    with sqlite3.connect(file) as database:
+    with closing(sqlite3.connect(file)) as database:
         rows = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
     return [{**json.loads(metrics), "_step": step} for step, metrics in rows]
 
