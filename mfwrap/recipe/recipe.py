@@ -248,19 +248,23 @@ def _are_names(value: object) -> bool:
     return isinstance(value, str)
 
 
-def check_columns(document: RecipeDocument, task: Task, found: Collection[str]) -> Columns:
+def check_columns(
+    document: RecipeDocument, task: Task, found: Collection[str], origin: str | None = None
+) -> Columns:
     """Return the columns that the task needs, or raise `RecipeError` if the data lack them.
 
     Args:
         document: Recipe; supplies the place for the error.
         task: Task of the recipe.
         found: Names of the data's columns, after ``data.columns`` has renamed them.
+        origin: File that has the columns; ``None`` if the data are not in a file.
     """
     columns = needed_columns(task.needs, found)
     if columns is None:
         wanted = " or ".join(str(sorted(needed)) for needed in task.needs)
         example = min(task.needs[-1].keys() - set(found))
-        says = f"expected data with the columns {wanted}, got {sorted(found)}"
+        of = "" if origin is None else f" in {origin}"
+        says = f"expected data with the columns {wanted}, got {sorted(found)}{of}"
         says = f"{says}; if they have other names, set data.columns, as in {{{example}: NAME}}"
         raise document.error(("data", "type"), says)
     return columns

@@ -29,8 +29,8 @@ from mfwrap.recipe.pushing import push_models
 from mfwrap.recipe.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.recipe.resumption import former_run, write_result
 from mfwrap.recipe.training import optimized
-from mfwrap.recipes.data.columns import ANY_IMAGE, TEXT, TURN, ClassCheck, check_rows
-from mfwrap.recipes.data.source import Rows
+from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
+from mfwrap.recipes.data.source import ColumnUse, Needs, Rows
 from mfwrap.records.evaluations import results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.trainer.console import StepProgressCallback
@@ -196,28 +196,24 @@ def checked_rows(recipe: Recipe) -> Rows:
     classes = None if column is None else ClassCheck(column, recipe.model.num_labels)
 
     names = recipe.data.column_labels
-    texts = {
-        names.get(name, name)
-        for columns in recipe.task.needs
-        for name, kind in columns.items()
-        if kind in (TEXT, TURN)
-    }
     checked: list[Dataset] = []
 
     def check(table: Dataset) -> None:
-        columns = check_columns(recipe.document, recipe.task, table.column_names)
+        held_out = bool(checked)
+        origin = recipe.data.origin(held_out=held_out)
+        columns = check_columns(recipe.document, recipe.task, table.column_names, origin)
         if recipe.data.image_size is not None:
             columns = {**columns, "image": ANY_IMAGE}
         _check_assistant_only(recipe, columns)
-        check_rows(table, columns, names, like=checked[0] if checked else None)
-        if not checked:
+        check_rows(table, columns, names, like=checked[0] if held_out else None)
+        if not held_out:
             checked.append(table)
         if classes is not None:
-            classes.check(table, names)
+            classes.check(table, names, is_closed=held_out and not recipe.data.is_streamed)
 
     try:
         with data_errors(objects):
-            rows = recipe.data.with_texts(texts).rows(check)
+            rows = recipe.data.rows(Needs(_uses(recipe), check, check_numbers))
             if classes is not None and not recipe.data.is_streamed:
                 classes.check_number()
             return rows
@@ -225,6 +221,20 @@ def checked_rows(recipe: Recipe) -> Rows:
         raise
     except REFUSALS as error:
         raise objects.refusal(("data",), recipe.document.data["data"], error) from error
+
+
+def _uses(recipe: Recipe) -> dict[str, ColumnUse]:
+    """Return what the task uses columns as, by the user's names."""
+    uses: dict[str, ColumnUse] = {}
+    for needed in recipe.task.needs:
+        for ours, kind in needed.items():
+            use = None if kind is None else kind.use
+            theirs = recipe.data.columns.get(ours, ours)
+            for name in [theirs] if isinstance(theirs, str) else theirs:
+                # A column may be used twice; texts are read as they are written.
+                if use is not None and uses.get(name) != "text":
+                    uses[name] = use
+    return uses
 
 
 def _check_assistant_only(recipe: Recipe, columns: Collection[str]) -> None:

@@ -11,7 +11,8 @@ import PIL.Image
 import torch
 from datasets import ClassLabel, Dataset, Image, List, Value
 
-from mfwrap.recipes.data.source import DataError
+from mfwrap.recipes.data.fields import is_number
+from mfwrap.recipes.data.source import ColumnUse, DataError
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -32,6 +33,9 @@ class Kind:
     as_long_as: str | None = None
     """Name of another column, checked earlier. In each row, both values must have the same
     length."""
+
+    use: ColumnUse | None = None
+    """How a column is read from a file without types; ``None`` if every file has its type."""
 
 
 Columns = Mapping[str, Kind | None]
@@ -68,15 +72,24 @@ def check_rows(
             _check(rows, names, column, kind, rows if like is None else like)
 
 
+def check_numbers(rows: Dataset) -> None:
+    """Check that every value of every column is a finite number; see `check_rows`."""
+    check_rows(rows, dict.fromkeys(rows.column_names, NUMBER), {})
+
+
 def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind, like: Dataset) -> None:
     is_of_same_type = rows.features[column] == like.features[column]
     if not len(rows) or (is_of_same_type and _is_clean(rows, column, kind.dtypes)):
         return
     first = next(_values(like, column), None)
     wanted, fits = kind.expect(first)
-    for number, value in enumerate(_values(rows, column), start=1):
-        if not fits(value):
-            raise _error(names, column, wanted, value, number)
+    wrong = ((at, one) for at, one in enumerate(_values(rows, column), start=1) if not fits(one))
+    misfit = next(wrong, None)
+    if misfit is not None:
+        if kind.use == "number" and is_number(misfit[1]):
+            # One text makes a whole column text, so name a text that is not a number.
+            misfit = next((one for one in wrong if not is_number(one[1])), misfit)
+        raise _error(names, column, wanted, misfit[1], misfit[0])
     if kind.as_long_as is not None:
         others = rows[kind.as_long_as]
         for number, (other, value) in enumerate(zip(others, rows[column], strict=True), 1):
@@ -123,19 +136,28 @@ class ClassCheck:
         self._column = column
         self._limit = limit
         self._found: set[Any] = set()
+        self._listed: list[str] | None = None
 
-    def check(self, rows: Dataset, names: Mapping[str, str]) -> None:
+    def check(self, rows: Dataset, names: Mapping[str, str], *, is_closed: bool = False) -> None:
         """Check rows, and remember their classes; see `check_rows`.
+
+        Args:
+            rows: Rows whose columns have the task's names.
+            names: The user's name of each renamed column.
+            is_closed: Whether rows that were checked earlier have all classes. If the model has a
+                given number of classes, or the type of the column lists them, this has no effect.
 
         Raises:
             DataError: If there are more classes than the model has, if some classes are strings and
-                others numbers, or if a class is not one of those that the type of the column lists.
+                others numbers, if a class is not one of those that the type of the column lists, or
+                if earlier rows have all classes, but not this one.
         """
         feature = rows.features[self._column]
         is_list = isinstance(feature, List)
         inner = feature.feature if is_list else feature
         listed = range(len(inner.names)) if isinstance(inner, ClassLabel) else None
         if listed is not None:
+            self._check_names(inner.names)
             self._found.update(listed)
             if self._limit is not None and len(listed) > self._limit:
                 wanted = f"at most {self._limit} classes, as many as the model,"
@@ -144,14 +166,27 @@ class ClassCheck:
         values = rows[self._column] if is_list else rows.unique(self._column)
         classes = {one for row in values for one in row} if is_list else set(values)
         found = self._found | classes
-        if self._fit(found, listed):
+        is_closed = is_closed and self._limit is None and listed is None
+        if self._fit(found, listed) and not (is_closed and classes - self._found):
             self._found = found
             return
         for number, value in enumerate(_values(rows, self._column), start=1):
             for one in value if is_list else [value]:
                 if not self._fit(self._found | {one}, listed):
                     raise _error(names, self._column, self._wanted(one, listed), one, number)
+                if is_closed and one not in self._found:
+                    known = f"{sorted(self._found)!r:.200}"
+                    wanted = f"a class of the training rows, {known},"
+                    raise _error(names, self._column, wanted, one, number)
                 self._found.add(one)
+
+    def _check_names(self, listed: list[str]) -> None:
+        """Check that a class has the same number in all parts of a data set."""
+        if self._listed not in (None, listed):
+            says = f"the classes that the type of the training rows lists, {self._listed!r:.200}"
+            msg = f"`data` must have {says}, in held-out rows, got {listed!r:.200}"
+            raise DataError(msg)
+        self._listed = listed
 
     def check_number(self) -> None:
         """Raise `DataError` if all rows together have fewer than two classes."""
@@ -284,10 +319,10 @@ _STRINGS = "(large_)?string"
 # Floats are left out: they may be nan or infinite, so their rows are read one by one.
 _NUMERIC = r"u?int\d+|bool"
 
-TEXT = Kind(lambda _: ("a string", _is_text), _STRINGS)
-LABEL = Kind(_expect_label, f"{_STRINGS}|{_NUMERIC}")
-NUMBER = Kind(lambda _: ("a finite number", _is_number), _NUMERIC)
-NUMBERS = Kind(_expect_numbers)
+TEXT = Kind(lambda _: ("a string", _is_text), _STRINGS, use="text")
+LABEL = Kind(_expect_label, f"{_STRINGS}|{_NUMERIC}", use="class")
+NUMBER = Kind(lambda _: ("a finite number", _is_number), _NUMERIC, use="number")
+NUMBERS = Kind(_expect_numbers, use="number")
 WORDS = Kind(
     lambda _: (
         "a list of strings",
@@ -302,7 +337,7 @@ ANY_IMAGE = Kind(
 """An image of any size, which will be scaled."""
 
 MESSAGES = Kind(lambda _: (_MESSAGES, _are_messages))
-TURN = Kind(_expect_turn, _STRINGS)
+TURN = Kind(_expect_turn, _STRINGS, use="text")
 """A prompt or an answer: a string, or a list of messages."""
 
 TUNING: tuple[Columns, ...] = (

@@ -1,27 +1,27 @@
 """Data from local files: tables, JSON, Parquet and text."""
 
 import contextlib
-import dataclasses
 import glob
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
 import datasets
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, load_dataset
 from datasets.exceptions import DatasetsError
 
+from mfwrap.recipes.data.fields import ColumnTypes
 from mfwrap.recipes.data.lines import (
     check_json,
     check_json_lines,
-    check_table,
+    checked_table,
     read_lines,
     read_text,
     table_rows,
 )
-from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.data.source import ColumnUse, DataSource, Rows
 
 Files = str | list[str]
 
@@ -58,25 +58,25 @@ class FilesSource(DataSource):
             if files is not None
         }
 
-    def load(self, builder: str, **options: Any) -> Rows:
+    def origin(self, *, held_out: bool) -> str | None:
+        files = self.files()["eval_path" if held_out and self.eval_path is not None else "path"]
+        return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} other files"
+
+    def load(self, builder: str) -> Rows:
         """Read all files with the library `datasets`.
 
         Args:
-            builder: Name of the library's builder, such as ``"csv"``.
-            options: Options of the builder.
+            builder: Name of the library's builder, such as ``"parquet"``.
 
         Raises:
             ValueError: If the library cannot read the files. The message has its reason.
         """
-        splits = dict(zip(("train", "test"), self.files().values(), strict=False))
-        try:
-            with silent_library():
-                found = load_dataset(builder, data_files=splits, **options)
-        except (DatasetsError, ValueError) as error:
-            cause = error.__cause__ or error
-            msg = f"`path` must hold rows with the same columns; cannot read {self.path!r}: {cause}"
-            raise ValueError(msg) from error
-        return Rows(found["train"], found["test"] if self.eval_path else None)
+        return self._rows(lambda name, files: load_files(name, files, builder))
+
+    def _rows(self, read: Callable[[str, Sequence[str]], Dataset]) -> Rows:
+        """Read the files of each key by themselves, so that an error names the key and the file."""
+        train, *held_out = [read(name, files) for name, files in self.files().items()]
+        return Rows(train, held_out[0] if held_out else None)
 
 
 @final
@@ -110,42 +110,72 @@ class TableSource(FilesSource):
             msg = f"`column_names` must have different names, got {names!r:.80}"
             raise ValueError(msg)
 
-    def with_texts(self, columns: Collection[str]) -> "TableSource":
-        """Return this source with `columns` as `text_columns`, unless the key is set."""
-        if self.text_columns is not None:
-            return self
-        return dataclasses.replace(self, text_columns=sorted(columns))
-
     def read(self) -> Rows:
-        for name, files in self.files().items():
-            check_table(name, files, self._separator, self.column_names)
-        return self.load(
-            "csv",
-            sep=self._separator,
-            column_names=self.column_names,
-            converters=dict.fromkeys(self.text_columns or (), _text),
-            keep_default_na=False,
-            na_values=[""],
-        )
+        return self.read_as({})
+
+    def read_as(self, uses: Mapping[str, ColumnUse]) -> Rows:
+        texts = {name for name, use in uses.items() if use == "text"}
+        if self.text_columns is not None:
+            texts = set(self.text_columns)
+        numbers = {name for name, use in uses.items() if use == "number"}
+        classes = {name for name, use in uses.items() if use == "class"}
+        train = _column_types(self, "path", texts, numbers)
+        # Classes have the same type in both tables, and so are not confused: "1" and 1 differ.
+        texts |= classes & train.of_type("string")
+        numbers |= classes & train.of_type("int64", "float64")
+        types = {"path": train}
+        if self.eval_path is not None:
+            types["eval_path"] = _column_types(self, "eval_path", texts, numbers)
+        return self._rows(lambda name, files: _read_table(self, name, files, types[name]))
 
     def place(self, row: int, *, held_out: bool) -> str | None:
         name = "eval_path" if held_out else "path"
         first = 0 if self.column_names is not None else 1  # after the header of each file
         rows = itertools.chain.from_iterable(
-            itertools.islice(table_rows(name, file, self._separator), first, None)
+            itertools.islice(table_rows(name, file, self.separator), first, None)
             for file in self.files()[name]
         )
         found = next(itertools.islice(rows, row - 1, None), None)
         return None if found is None else found.place
 
     @property
-    def _separator(self) -> str:
+    def separator(self) -> str:
+        """Character between two fields."""
         return self.delimiter or ("\t" if self.type == "tsv" else ",")
 
 
 def _text(field: str) -> str | None:
     """Return a field of a table as text; ``None`` if it is empty."""
     return field or None
+
+
+def _column_types(
+    source: TableSource, name: str, texts: Collection[str], numbers: Collection[str]
+) -> ColumnTypes:
+    """Return the types of the columns of a table's files, and check the files."""
+    types = ColumnTypes(texts, numbers)
+    files = source.files()[name]
+    for names, row in checked_table(name, files, source.separator, source.column_names):
+        types.add(name, names, row)
+    return types
+
+
+def _read_table(
+    source: TableSource, name: str, files: Sequence[str], types: ColumnTypes
+) -> Dataset:
+    names = source.column_names
+    if names is None:
+        names = next(table_rows(name, files[0], source.separator)).fields
+    return load_files(
+        name,
+        files,
+        "csv",
+        sep=source.separator,
+        column_names=source.column_names,
+        features=types.features(names),
+        keep_default_na=False,
+        na_values=[""],
+    )
 
 
 @final
@@ -172,7 +202,7 @@ class JsonSource(FilesSource):
     def read(self) -> Rows:
         for name, files in self.files().items():
             check_json(name, files, self.field)
-        return self.load("json", field=self.field)
+        return self._rows(lambda name, files: load_files(name, files, "json", field=self.field))
 
 
 @final
@@ -207,8 +237,7 @@ class TextSource(FilesSource):
     known_columns = frozenset({"text"})
 
     def read(self) -> Rows:
-        found = [self._texts(name, files) for name, files in self.files().items()]
-        return Rows(found[0], found[1] if self.eval_path else None)
+        return self._rows(self._texts)
 
     def _texts(self, name: str, files: Sequence[str]) -> Dataset:
         if self.rows_are == "lines":
@@ -216,6 +245,49 @@ class TextSource(FilesSource):
         else:
             texts = [read_text(name, file) for file in files]
         return Dataset.from_dict({"text": texts})
+
+
+def load_files(name: str, files: Sequence[str], builder: str, **options: Any) -> Dataset:
+    """Read files of one key with the library `datasets`.
+
+    Args:
+        name: Key that names the files, for error messages.
+        files: Paths of the files.
+        builder: Name of the library's builder, such as ``"csv"``.
+        options: Options of the builder.
+
+    Raises:
+        ValueError: If the library cannot read the files. The message names the file, and the column
+            in which it differs from the first file.
+    """
+    try:
+        with silent_library():
+            return load_dataset(builder, data_files=list(files), split="train", **options)
+    except (DatasetsError, ValueError) as error:
+        cause = error.__cause__ or error
+    first: Dataset | None = None
+    for file in files if len(files) > 1 else ():
+        found = load_files(name, [file], builder, **options)
+        first = found if first is None else first
+        difference = _difference(files[0], first.features, file, found.features)
+        if difference is not None:
+            msg = f"`{name}` must hold rows with the same columns, but {difference}"
+            raise ValueError(msg) from cause
+    msg = f"`{name}` must hold rows with the same columns; cannot read {', '.join(files)}: {cause}"
+    raise ValueError(msg) from cause
+
+
+def _difference(first: str, features: Features, file: str, others: Features) -> str | None:
+    """Return in which column a file differs from the first file; ``None`` if in none."""
+    for name in {**features, **others}:
+        if name not in others:
+            return f"{file} lacks {name!r:.60}, which {first} has"
+        if name not in features:
+            return f"{first} lacks {name!r:.60}, which {file} has"
+    for name, feature in features.items():
+        if feature != others[name]:
+            return f"{name!r:.60} has the type {feature} in {first} and {others[name]} in {file}"
+    return None
 
 
 @contextlib.contextmanager

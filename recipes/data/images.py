@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from datasets import Dataset, Image, load_dataset
+from datasets import ClassLabel, Dataset, Image, load_dataset
 from datasets.exceptions import DatasetsError
 
 from mfwrap.recipes.data.files import silent_library
@@ -63,7 +63,23 @@ class ImageFolderSource(DataSource):
             msg = f"`path` must have images for training, got only the splits {list(found)}"
             raise ValueError(msg)
         held_out = next((found[name] for name in _EVALUATION if name in found), None)
+        if held_out is not None:
+            self._check_classes(found["train"], held_out)
         return Rows(found["train"], held_out)
+
+    def _check_classes(self, train: Dataset, held_out: Dataset) -> None:
+        """Refuse a folder of held-out images whose name is not the class of a training image."""
+        if not isinstance(label := train.features.get("label"), ClassLabel):
+            return
+        new = set(held_out.unique("label")) - set(train.unique("label"))
+        if new:
+            known = [label.names[number] for number in sorted(train.unique("label"))]
+            index = held_out["label"][:].index(min(new))
+            wanted = f"only classes of the training images, {known!r:.200}, in held-out images"
+            got = f"{label.names[min(new)]!r} at {_path(held_out, index)}"
+            setting = "path" if self.eval_path is None else "eval_path"
+            msg = f"`{setting}` must have {wanted}, got {got}"
+            raise ValueError(msg)
 
     def place(self, row: int, *, held_out: bool) -> str | None:
         rows = self.read().evaluation if held_out else self.read().train

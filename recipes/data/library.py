@@ -1,18 +1,18 @@
 """Data of the library `datasets`: the hub, saved data sets, and files that it reads."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 from mfwrap.arguments import check_int
 from mfwrap.recipes.data import streams
 from mfwrap.recipes.data.files import Files, listed, silent_library
 from mfwrap.recipes.data.images import IMAGE_ENDINGS
 from mfwrap.recipes.data.places import check_place, is_folder
-from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.data.source import NO_NEEDS, DataSource, Needs, Rows
 
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """A folder written by ``save_to_disk`` has one of these files."""
@@ -101,22 +101,22 @@ class DatasetsSource(DataSource):
     def is_streamed(self) -> bool:
         return self.streaming
 
-    def rows(self, check: Callable[[Dataset], None] = lambda _: None) -> Rows:
+    def rows(self, needs: Needs = NO_NEEDS) -> Rows:
         """Return the rows; those of a stream are checked as they are read."""
         if not self.streaming:
-            return super().rows(check)
+            return super().rows(needs)
         train = streams.renamed(self._split(self.split), self.columns)
         number = self.max_eval_samples
         held_out = None
         if self.eval_split is not None:
-            stream = streams.renamed(self._split(self.eval_split), self.columns)
+            stream = streams.renamed(self._split(self.eval_split, "eval_split"), self.columns)
             held_out = streams.held_out_rows(stream, number)
         elif number is not None:
             held_out = streams.held_out_rows(train, number)
             train = train.skip(number)
         if held_out is not None:
-            check(held_out)
-        train = streams.checked(train, check)
+            needs.check(held_out)
+        train = streams.checked(train, needs.check)
         if self.shuffle_buffer is not None:
             train = train.shuffle(seed=self.split_seed, buffer_size=self.shuffle_buffer)
         if self.max_train_samples is not None:
@@ -125,16 +125,24 @@ class DatasetsSource(DataSource):
 
     def read(self) -> Rows:
         train = self._split(self.split)
-        return Rows(train, self._split(self.eval_split) if self.eval_split else None)
+        held_out = self._split(self.eval_split, "eval_split") if self.eval_split else None
+        return Rows(train, held_out)
+
+    def _files_of(self, split: str) -> Files | dict[str, Files] | None:
+        """Return the files to read for a split: `datasets` would read those of all splits."""
+        name = split.partition("[")[0]
+        if isinstance(self.data_files, dict) and name in self.data_files and "+" not in split:
+            return {name: self.data_files[name]}
+        return self.data_files
 
     @property
     def _is_saved(self) -> bool:
         return any(Path(self.path, file).is_file() for file in SAVED)
 
-    def _split(self, split: str) -> Dataset:
+    def _split(self, split: str, setting: str = "split") -> Dataset:
         if not self._is_saved:
             options: dict[str, Any] = {
-                "data_files": self.data_files,
+                "data_files": self._files_of(split),
                 "data_dir": self.data_dir,
                 "streaming": self.streaming,
             }
@@ -142,8 +150,13 @@ class DatasetsSource(DataSource):
                 return load_dataset(
                     self.path, self.name, split=split, revision=self.revision, **options
                 )
-            with silent_library():
-                return load_dataset(self.path, self.name, split=split, **options)
+            try:
+                with silent_library():
+                    return load_dataset(self.path, self.name, split=split, **options)
+            except (DatasetsError, ValueError) as error:
+                says = f"a split that can be read, got {split!r}: {error.__cause__ or error}"
+                msg = f"`{setting}` must be {says}"
+                raise ValueError(msg) from error
         try:
             found = load_from_disk(self.path)
         except (OSError, ValueError) as error:

@@ -142,10 +142,10 @@ def _check_json_rows(setting: str, file: str, content: Any, key: str | None) -> 
             raise ValueError(msg)
 
 
-def check_table(
+def checked_table(
     setting: str, files: Iterable[str], delimiter: str, column_names: Sequence[str] | None
-) -> None:
-    """Check that each row of tables (CSV) has as many fields as the table has columns.
+) -> Iterator[tuple[Sequence[str], "TableRow"]]:
+    """Yield the rows of tables (CSV) with the names of their columns.
 
     Args:
         setting: Key that names the files, for error messages.
@@ -154,24 +154,38 @@ def check_table(
         column_names: Names of the columns if the files have no header; otherwise ``None``.
 
     Raises:
-        ValueError: If a row has more or fewer fields, if two columns have the same name, or if a
-            file has no row. The message names the line.
+        ValueError: If a row has more or fewer fields than the table has columns, if two columns
+            have the same name, if a file has no row, or if a file lacks a column of the first file
+            or has another one. The message names the file, and the line if there is one.
     """
+    first: TableRow | None = None
     for file in files:
         rows = table_rows(setting, file, delimiter)
         header = next(rows, None) if column_names is None else None
-        names = column_names if header is None else header.fields
+        names = (column_names or ()) if header is None else header.fields
         if header is not None:
             _check_header(setting, header, delimiter)
+            first = header if first is None else first
+            _check_same_columns(setting, first, header)
         row = None
         for row in rows:
-            if names is not None and len(row.fields) != len(names):
+            if len(row.fields) != len(names):
                 says = f"{len(names)} fields in each row, as many as columns"
                 msg = f"`{setting}` must have {says}, got {len(row.fields)} at {row.place}"
                 raise ValueError(msg)
+            yield names, row
         if row is None:
             wanted = "rows" if column_names is not None else "a header and rows"
             msg = f"`{setting}` must hold {wanted}, got none in {file}"
+            raise ValueError(msg)
+
+
+def _check_same_columns(setting: str, first: "TableRow", header: "TableRow") -> None:
+    for has, lacks in ((first, header), (header, first)):
+        missing = [name for name in has.fields if name not in lacks.fields]
+        if missing:
+            says = f"but {lacks.file} lacks {missing[0]!r:.60}, which {has.file} has"
+            msg = f"`{setting}` must hold files with the same columns, {says}"
             raise ValueError(msg)
 
 

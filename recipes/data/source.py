@@ -1,9 +1,10 @@
 """The base of every source of data, and of every section of a recipe."""
 
 import abc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from datasets import Dataset, IterableDataset
 
@@ -32,6 +33,33 @@ class DataError(ValueError):
     def __init__(self, message: str, row: int | None = None) -> None:
         super().__init__(message)
         self.row = row
+
+
+ColumnUse = Literal["text", "number", "class"]
+"""What a task uses the values of a column as."""
+
+
+class Needs(NamedTuple):
+    """What a task needs from the data."""
+
+    uses: Mapping[str, ColumnUse] = MappingProxyType({})
+    """What the task uses columns as, by the user's names."""
+
+    check: Callable[[Dataset], None] = lambda _: None
+    """Called with rows whose columns have the task's names. It must raise `DataError` if a row is
+    unsuitable for the task."""
+
+    check_numbers: Callable[[Dataset], None] = lambda _: None
+    """Called with the columns that will make a list of numbers, with the user's names. It must
+    raise `DataError` if a value is not a number."""
+
+
+NO_NEEDS = Needs()
+"""Needs of no task: the rows are read as they are."""
+
+
+Columns = Mapping[str, str | list[str]]
+"""The key ``columns``: name of a column in the data, or a list of names, by the task's name."""
 
 
 class Rows(NamedTuple):
@@ -105,7 +133,7 @@ class DataSource(Section, abc.ABC):
             msg = f"`split_seed` must be in [0, 2**32), got {self.split_seed}"
             raise ValueError(msg)
         if self.known_columns is not None:
-            self._check_columns(self.known_columns)
+            _check_columns(self.columns, self.known_columns)
 
     @property
     def why_unread(self) -> str | None:
@@ -125,18 +153,27 @@ class DataSource(Section, abc.ABC):
         """Whether the training rows are read while the training goes on."""
         return False
 
-    def with_texts(self, columns: Collection[str]) -> "DataSource":
-        """Return a source that reads columns as texts if their values have no types of their own.
-
-        Args:
-            columns: The user's names of columns that the task needs as texts. They may be missing.
-        """
-        del columns
-        return self
-
     @abc.abstractmethod
     def read(self) -> Rows:
         """Read all rows, with the column names of the source."""
+
+    def read_as(self, uses: Mapping[str, ColumnUse]) -> Rows:
+        """Read all rows, with types that fit the task if values have no types of their own.
+
+        Args:
+            uses: What the task uses columns as, by the user's names. The columns may be missing.
+        """
+        del uses
+        return self.read()
+
+    def origin(self, *, held_out: bool) -> str | None:
+        """Return the file that rows come from, for error messages; ``None`` without a file.
+
+        Args:
+            held_out: Whether the rows are those for evaluation.
+        """
+        del held_out
+        return None
 
     def place(self, row: int, *, held_out: bool) -> str | None:
         """Return file and line of a row; ``None`` if the rows are not lines of files.
@@ -148,24 +185,21 @@ class DataSource(Section, abc.ABC):
         del row, held_out
         return None
 
-    def rows(self, check: Callable[[Dataset], None] = lambda _: None) -> Rows:
+    def rows(self, needs: Needs = NO_NEEDS) -> Rows:
         """Return training rows and held-out rows, with columns renamed as the task names them.
 
         Args:
-            check: Called with all rows of the source before some are held out, and with the
-                source's own evaluation rows. It must raise `DataError` if a row is unsuitable for
-                the task.
+            needs: What the task needs. The checks are called with all rows of the source before
+                some are held out, and with the source's own evaluation rows.
 
         Raises:
             ValueError: If a column in the key ``columns`` is missing in the data.
-            DataError: If there are no training rows, or if `check` raises it.
+            DataError: If there are no training rows, or if a check raises it.
         """
-        rows = self.read()
-        train, evaluation = self._renamed(rows.train), rows.evaluation
-        self._check(check, train, held_out=False)
+        rows = self.read_as(needs.uses)
+        train, evaluation = self._prepared(needs, rows.train, held_out=False), rows.evaluation
         if evaluation is not None:
-            evaluation = self._renamed(evaluation)
-            self._check(check, evaluation, held_out=True)
+            evaluation = self._prepared(needs, evaluation, held_out=True)
         elif self.eval_fraction and len(train) > 1:
             parts = train.train_test_split(self.eval_fraction, seed=self.split_seed)
             train, evaluation = parts["train"], parts["test"]
@@ -177,40 +211,70 @@ class DataSource(Section, abc.ABC):
             None if evaluation is None else _first(evaluation, self.max_eval_samples),
         )
 
-    def _check(self, check: Callable[[Dataset], None], rows: Dataset, *, held_out: bool) -> None:
-        """Call `check`, and add the place of the row to its error."""
-        try:
-            check(rows)
-        except DataError as error:
-            place = None if error.row is None else self.place(error.row, held_out=held_out)
-            of = " of the held-out rows" if held_out else ""
-            msg = f"{error}{of}{'' if place is None else f', at {place}'}"
-            raise DataError(msg, error.row) from error
+    def _prepared(self, needs: Needs, rows: Dataset, *, held_out: bool) -> Dataset:
+        """Return rows with the task's columns, after both checks."""
+        _check_columns(self.columns, rows.column_names, self.origin(held_out=held_out))
+        for names in self.columns.values():
+            if isinstance(names, list) and {needs.uses.get(name) for name in names} == {"number"}:
+                # Before they are joined, the error for a wrong number names its own column.
+                _check(self, needs.check_numbers, rows.select_columns(names), held_out=held_out)
+        rows = _renamed(rows, self.columns)
+        _check(self, needs.check, rows, held_out=held_out)
+        return rows
 
-    def _check_columns(self, known: Collection[str]) -> None:
-        for theirs in self.columns.values():
-            for column in [theirs] if isinstance(theirs, str) else theirs:
-                if column not in known:
-                    msg = f"`columns` must have values among {sorted(known)}, got {column!r}"
-                    raise ValueError(msg)
 
-    def _renamed(self, rows: Dataset) -> Dataset:
-        self._check_columns(rows.column_names)
-        lists = {ours: names for ours, names in self.columns.items() if isinstance(names, list)}
-        joined = {
-            ours: [list(values) for values in zip(*(rows[name] for name in names), strict=True)]
-            for ours, names in lists.items()
-        }
-        for ours, theirs in self.columns.items():
-            if isinstance(theirs, str) and ours != theirs:
-                if ours in rows.column_names:
-                    rows = rows.remove_columns(ours)
-                rows = rows.rename_column(theirs, ours)
-        for ours, values in joined.items():
+def _check(
+    source: DataSource, check: Callable[[Dataset], None], rows: Dataset, *, held_out: bool
+) -> None:
+    """Call a check, and add the place of the row to its error."""
+    try:
+        check(rows)
+    except DataError as error:
+        place = None if error.row is None else source.place(error.row, held_out=held_out)
+        of = " of the held-out rows" if held_out else ""
+        msg = f"{error}{of}{'' if place is None else f', at {place}'}"
+        raise DataError(msg, error.row) from error
+
+
+def _check_columns(columns: Columns, known: Collection[str], origin: str | None = None) -> None:
+    for theirs in columns.values():
+        for column in [theirs] if isinstance(theirs, str) else theirs:
+            if column not in known:
+                got = f"{column!r}{'' if origin is None else f', which is missing in {origin}'}"
+                msg = f"`columns` must have values among {sorted(known)}, got {got}"
+                raise ValueError(msg)
+
+
+def _renamed(rows: Dataset, columns: Columns) -> Dataset:
+    joined = {
+        ours: _joined(rows, names) for ours, names in columns.items() if isinstance(names, list)
+    }
+    for ours, theirs in columns.items():
+        if isinstance(theirs, str) and ours != theirs:
             if ours in rows.column_names:
                 rows = rows.remove_columns(ours)
-            rows = rows.add_column(ours, values)
-        return rows
+            rows = rows.rename_column(theirs, ours)
+    for ours, values in joined.items():
+        if ours in rows.column_names:
+            rows = rows.remove_columns(ours)
+        rows = rows.add_column(ours, values)
+    return rows
+
+
+def _joined(rows: Dataset, names: Sequence[str]) -> list[list[Any]]:
+    """Return the values of several columns as one list per row."""
+    types = {str(rows.features[name]) for name in names}
+    if len(types) > 1 and any("string" in one for one in types):
+        listed = ", ".join(f"{name}: {rows.features[name]}" for name in names)
+        msg = f"`columns` must have lists of columns of one type, got {listed:.200}"
+        raise ValueError(msg)
+    values = zip(*(rows[name] for name in names), strict=True)
+    # A column of lists has values of one type; numbers of several types become floats.
+    return [[one if len(types) == 1 else _number(one) for one in row] for row in values]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, (bool, int)) else value
 
 
 def _first(rows: Dataset, number: int | None) -> Dataset:

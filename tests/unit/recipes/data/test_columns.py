@@ -203,6 +203,40 @@ def test_the_classes_of_held_out_rows_count(tmp_path):
     assert "got 2 in row 2 (counted from 1) of the held-out rows" in message
 
 
+@pytest.mark.parametrize(
+    ("task", "row", "bad"),
+    [
+        ("sequence_classification", {"text": "a", "label": "y"}, {"text": "a", "label": "z"}),
+        ("token_classification", WORDS, WORDS | {"labels": ["y", "z"]}),
+    ],
+)
+def test_a_class_without_training_rows(tmp_path, task, row, bad):
+    """A class that only held-out rows have is an error, unless the model has a number of them."""
+    rows = [WORDS] if task == "token_classification" else [{"text": "a", "label": "x"}, row]
+    column = "labels" if task == "token_classification" else "label"
+    wanted = f"a class of the training rows, ['x', 'y'], in each row of column `{column}`"
+
+    message = refusal_of(tmp_path, task, rows, [row, bad])
+    assert f"must have {wanted}, got 'z' in row 2 (counted from 1) of the held-out" in message
+    assert message.endswith("held_out.jsonl:2")
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        refusal_of(tmp_path, task, rows, [row, bad], {"num_labels": 3})
+
+
+def test_listed_classes_stay():
+    """A type that lists classes lists them for all rows, and in the same order in each part."""
+
+    def part(values, *names):
+        features = Features({"label": ClassLabel(names=list(names))})
+        return Dataset.from_dict({"label": values}, features=features)
+
+    classes = ClassCheck("label", None)
+    classes.check(part([0, 1], "x", "y", "z"), {})
+    classes.check(part([2], "x", "y", "z"), {}, is_closed=True)
+    with pytest.raises(DataError, match=r"\['x', 'y', 'z'\], in held-out rows, got \['z', 'y'"):
+        classes.check(part([2], "z", "y", "x"), {}, is_closed=True)
+
+
 def test_a_class_that_the_type_does_not_list():
     """A row without a class, which has the number -1 by convention, is named."""
     features = Features({"label": ClassLabel(names=["x", "y"])})

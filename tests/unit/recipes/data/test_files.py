@@ -167,6 +167,130 @@ def test_numbers_are_text_where_the_task_needs_text(tmp_path):
         checked_rows(recipe_of("sequence_classification", numbers | {"type": "csv"}, model=BERT))
 
 
+def houses(folder, kind, name, rows):
+    """Write rows of a table of numbers to a file of a kind, and return its name."""
+    file = folder / f"{name}.{kind}"
+    if kind == "jsonl":
+        file.write_text("\n".join(map(json.dumps, rows)))
+    elif kind == "parquet":
+        # A column with one text is a column of texts.
+        texts = {key for row in rows for key, value in row.items() if isinstance(value, str)}
+        as_texts = [{k: str(v) if k in texts else v for k, v in row.items()} for row in rows]
+        parquet.write_table(pa.Table.from_pylist(as_texts), file)
+    else:
+        write_table(file, rows, "\t" if kind == "tsv" else ",")
+    return str(file)
+
+
+HOUSES = [{"area": n + 0.5, "year": 1900 + n, "note": "old", "price": n} for n in range(6)]
+PRICES = {"features": ["area", "year"], "target": "price"}
+
+
+@pytest.mark.parametrize("key", ["path", "eval_path"])
+@pytest.mark.parametrize(("column", "value"), [("year", "unknown"), ("area", "1,234.5")])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "jsonl"])
+def test_text_among_numbers_is_named(tmp_path, kind, column, value, key):
+    """A text in a column of numbers is an error that names the text, and the file that has it."""
+    bad = [*HOUSES[:4], HOUSES[4] | {column: value}, HOUSES[5]]
+    rows = {"path": HOUSES, "eval_path": HOUSES} | {key: bad}
+    files = {name: houses(tmp_path, kind, name, table) for name, table in rows.items()}
+    section = {**files, "columns": PRICES}
+
+    with pytest.raises(RecipeError) as caught:
+        checked_rows(recipe_of("regression", section, model=PERCEPTRON))
+    message = str(caught.value)
+    assert f"column `{column}`, got {value!r} " in message
+    assert "number" in message
+    if kind in {"csv", "tsv"}:
+        assert f"data.{key}: " in message
+        assert message.endswith(f"at {files[key]}:6")
+    else:
+        of = " of the held-out rows" if key == "eval_path" else ""
+        at = f", at {files[key]}:5" if kind == "jsonl" else ""
+        assert message.endswith(f"in row 5 (counted from 1){of}{at}")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_an_empty_feature_names_its_column(tmp_path, kind):
+    """A null in a column of a list of columns is an error that names this column alone."""
+    rows = [*HOUSES[:3], HOUSES[3] | {"year": None}]
+    section = {"path": houses(tmp_path, kind, "rows", rows), "columns": PRICES}
+
+    says = r"data: must have a finite number in each row of column `year`, got None in row 4 "
+    with pytest.raises(RecipeError, match=says):
+        checked_rows(recipe_of("regression", section, model=PERCEPTRON))
+
+
+@pytest.mark.parametrize("key", ["path", "eval_path"])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "jsonl"])
+def test_a_missing_column_is_named(tmp_path, kind, key):
+    """If the training file or the evaluation file lacks a column, the error names the file."""
+    lacking = [{k: v for k, v in row.items() if k != "area"} for row in HOUSES]
+    rows = {"path": HOUSES, "eval_path": HOUSES} | {key: lacking}
+    files = {name: houses(tmp_path, kind, name, table) for name, table in rows.items()}
+
+    with pytest.raises(RecipeError) as caught:
+        checked_rows(recipe_of("regression", {**files, "columns": PRICES}, model=PERCEPTRON))
+    assert str(caught.value).endswith(f"got 'area', which is missing in {files[key]}")
+    renamed = [{"body": "a"}, {"body": "b"}]
+    other = {**files, key: houses(tmp_path, kind, key, renamed)}
+    good = "eval_path" if key == "path" else "path"
+    other[good] = houses(tmp_path, kind, good, [{"text": "a"}, {"text": "b"}])
+    with pytest.raises(RecipeError) as caught:
+        checked_rows(recipe_of("causal_lm", other))
+    assert f"the columns ['text'], got ['body'] in {files[key]};" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_files_of_a_pattern_have_the_same_columns(tmp_path, kind):
+    """A file of a pattern that has other columns, or a column of another type, is named."""
+    first = houses(tmp_path, kind, "a", HOUSES)
+    other = houses(tmp_path, kind, "b", [{"year": 1, "price": 2, "note": "", "more": 1}])
+    section = {"path": str(tmp_path / f"*.{kind}"), "columns": PRICES}
+
+    with pytest.raises(RecipeError) as caught:
+        checked_rows(recipe_of("regression", section, model=PERCEPTRON))
+    assert str(caught.value).endswith(f"but {other} lacks 'area', which {first} has")
+    if kind == "parquet":
+        houses(tmp_path, kind, "b", [HOUSES[0] | {"year": "x"}])
+        with pytest.raises(RecipeError, match=r"'year' has the type Value\('int64'\) in .*a.parq"):
+            checked_rows(recipe_of("regression", section, model=PERCEPTRON))
+
+
+def test_types_follow_from_all_rows(tmp_path):
+    """Numbers and texts that begin after many rows are read, also in columns that are not used."""
+    rows = [{"text": "" if n < 10_001 else "a", "id": n, "label": n % 2} for n in range(10_003)]
+    rows[-1] |= {"id": "last", "label": 0.5}
+    write_table(tmp_path / "rows.csv", rows)
+    columns = {"features": ["label"], "target": "label"}
+    section = {"path": str(tmp_path / "rows.csv"), "eval_fraction": 0, "columns": columns}
+    found = checked_rows(recipe_of("regression", section, model=PERCEPTRON)).train
+
+    assert found["target"][:] == [row["label"] for row in rows]
+    assert (found["id"][0], found["id"][-1]) == ("0", "last")
+    assert (found["text"][0], found["text"][-1]) == (None, "a")
+
+
+def test_classes_have_one_type_in_both_tables(tmp_path):
+    """Classes that look like numbers are texts if the classes of the training table are texts."""
+    names = ("path", "eval_path")
+    files = {name: str(tmp_path / f"{name}.csv") for name in names}
+    section = {**files, "columns": {"text": "a", "label": "c"}}
+
+    def read(train, held_out):
+        for name, labels in zip(names, (train, held_out), strict=True):
+            write_table(files[name], [{"a": "text", "c": label} for label in labels])
+        return checked_rows(recipe_of("sequence_classification", section, model=BERT))
+
+    rows = read(["1", "x", "2"], ["1", "2"])
+    assert rows.train["label"][:] == ["1", "x", "2"]
+    assert rows.evaluation["label"][:] == ["1", "2"]
+    assert read([1, 2, 1], [2, 1]).evaluation["label"][:] == [2, 1]
+    says = r"data.eval_path: must have a number.* of column `c`, got 'x' at .*eval_path.csv:4$"
+    with pytest.raises(RecipeError, match=says):
+        read([1, 2, 1], [1, 2, "x"])
+
+
 def test_words_for_null_are_text(tmp_path):
     """``NA`` and ``None`` in a table are text, not null."""
     words = ["NA", "None", "null", "nan"]

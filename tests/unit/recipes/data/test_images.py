@@ -97,3 +97,15 @@ def test_only_images_can_be_scaled():
         checked_rows(recipe_of("image_classification", section, model=VIT))
     with pytest.raises(RecipeError, match=r"data\.image_size: is not a setting of the task"):
         recipe_of("causal_lm", {"type": "python_topics", "image_size": 16})
+
+
+def test_a_folder_of_held_out_images_alone(tmp_path):
+    """A class that only held-out images have is an error that names the image."""
+    make_images(tmp_path / "photos", [(8, 8)])
+    make_images(tmp_path / "held", [(8, 8)])
+    (tmp_path / "held" / "dog").rename(tmp_path / "held" / "emu")
+    section = {"path": str(tmp_path / "photos"), "eval_path": str(tmp_path / "held")}
+    says = r"data\.eval_path: must have only classes of the training images, \['cat', 'dog'\], "
+
+    with pytest.raises(RecipeError, match=rf"{says}.*, got 'emu' at .*held/emu/0\.png"):
+        checked_rows(recipe_of("image_classification", section, model=VIT))

@@ -101,3 +101,16 @@ def test_the_network_is_a_reason_not_to_read():
 
     assert recipe_of("causal_lm", section).data.why_unread == "the data are on the network"
     assert recipe_of("causal_lm", {"path": "org/name"}).data.why_unread == "the data are on the hub"
+
+
+def test_a_split_is_read_by_itself(folder):
+    """A file of another split is not read, and the error for a bad file names its key."""
+    (folder / "bad.csv").write_text("text\n" + "1\n" * 10_000 + "one\n")
+    files = {"train": str(folder / "train.csv"), "bad": str(folder / "bad.csv")}
+    section = {"type": "datasets", "path": "csv", "data_files": files}
+    rows = checked_rows(recipe_of("causal_lm", section | {"eval_fraction": 0}))
+
+    assert len(rows.train) == 6
+    says = r"data\.eval_split: must be a split that can be read, got 'bad': .*one"
+    with pytest.raises(RecipeError, match=says):
+        checked_rows(recipe_of("causal_lm", section | {"eval_split": "bad"}))

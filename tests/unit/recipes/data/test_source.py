@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from datasets import Dataset
 
-from mfwrap.recipes.data.source import DataError, DataSource, Rows
+from mfwrap.recipes.data.source import DataError, DataSource, Needs, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ def test_the_number_of_rows_is_limited():
 def test_columns_are_renamed():
     """A column is renamed to the task's name for it before the rows are checked."""
     seen = []
-    rows = Numbers(columns={"text": "body"}).rows(lambda table: seen.append(table.column_names))
+    needs = Needs(check=lambda table: seen.append(table.column_names))
+    rows = Numbers(columns={"text": "body"}).rows(needs)
 
     assert seen == [["text", "number"]]
     assert set(rows.train.column_names) == {"text", "number"}
@@ -84,3 +85,26 @@ def test_no_training_rows_are_an_error():
 
     with pytest.raises(DataError, match="`data` must have training rows, got none"):
         Empty().rows()
+
+
+def test_numbers_are_checked_before_they_are_joined():
+    """The columns of a list of numbers are checked under their own names, and only numbers are."""
+    columns = {"features": ["number", "half"], "words": ["body", "body"], "number": "half"}
+    seen = []
+    uses = {"number": "number", "half": "number"}
+    needs = Needs(uses=uses, check_numbers=lambda table: seen.append(table.column_names))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mixed(Numbers):
+        known_columns = None
+
+        def read(self) -> Rows:
+            return Rows(super().read().train.add_column("half", [n / 2 for n in range(10)]), None)
+
+    rows = Mixed(columns=columns, eval_fraction=0).rows(needs).train
+    assert seen == [["number", "half"]]
+    assert rows["features"][3] == [3.0, 1.5]
+    assert rows["words"][3] == ["text 3", "text 3"]
+    assert rows["number"][3] == 1.5
+    with pytest.raises(ValueError, match="`columns` must have lists of columns of one type, got b"):
+        Numbers(columns={"words": ["body", "number"]}).rows()
