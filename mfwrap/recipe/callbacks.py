@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 import mfwrap.callbacks
 from mfwrap.callbacks import Callback, as_trainer_callback
 from mfwrap.recipe.document import Path
-from mfwrap.recipe.objects import RecipeObjects
+from mfwrap.recipe.objects import RecipeObjects, without_nulls
 from mfwrap.recipe.sections import CALLBACK_KEYS_WITHOUT_MEANING, CALLBACKS_WITHOUT_MEANING
 
 MakeCallback = Callable[[], TrainerCallback]
@@ -96,7 +96,7 @@ def _maker(
     if path[0] == "callbacks":
         known.add("type")  # already taken from `settings`; added so that errors can suggest it
     meaningless = CALLBACK_KEYS_WITHOUT_MEANING.get(name, frozenset())
-    kept = objects.kept(path, settings, known, meaningless)
+    kept = without_nulls(callback, objects.kept(path, settings, known, meaningless))
     made = objects.build(path, callback, kept)
     for key in FOLDER_KEYS & kept.keys():
         objects.check_folder((*path, key), kept[key])

@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, final, get_type_hints
+from typing import Any, TypeVar, final, get_args, get_type_hints
 
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
@@ -76,6 +76,8 @@ class RecipeObjects:
         Raises:
             RecipeError: If a key or a value does not fit the dataclass.
         """
+        if isinstance(value, dict):
+            value = without_nulls(section, value)
         try:
             # Validate JSON instead of Python values: in strict mode, pydantic converts mappings to
             # dataclasses and lists to tuples only if they come from JSON.
@@ -109,6 +111,7 @@ class RecipeObjects:
             RecipeError: If a key is unknown or missing, or `make` raises an error about a value.
         """
         keywords = _keywords(make)
+        settings = without_nulls(make, settings)
         self.kept(path, settings, keywords if known is None else known)
         for name, is_required in keywords.items():
             if is_required and name not in settings:
@@ -152,7 +155,7 @@ class RecipeObjects:
             RecipeError: If ``type`` is missing or is not one of the names. If another key may be a
                 misspelled ``type``, the error names that key.
         """
-        others = dict(settings)
+        others = {key: value for key, value in settings.items() if key != "type" or value}
         if "type" not in others:
             for misspelled in difflib.get_close_matches("type", others, n=1):
                 raise self.document.unknown_key((*path, misspelled), ["type"])
@@ -288,6 +291,34 @@ class RecipeObjects:
         wanted = " or ".join(dict.fromkeys(_PLAIN_TYPES.get(words, words) for words in said))
         got = functools.reduce(lambda inner, key: inner[key], at, value)
         return self.document.error((*path, *at), f"expected {wanted}, got {shown(got)}")
+
+
+def without_nulls(owner: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without nulls that mean nothing: such a setting has its default instead.
+
+    A null is kept if ``None`` is a value of the setting, such as ``max_consecutive_skips``, or if
+    the setting is required or unknown.
+
+    Args:
+        owner: Class or function that takes the settings.
+        settings: Values by keyword.
+    """
+    parameters = inspect.signature(owner).parameters
+
+    def is_removed(name: str) -> bool:
+        parameter = parameters.get(name)
+        if settings[name] is not None or parameter is None or parameter.default is None:
+            return False
+        return parameter.default is not parameter.empty and not _takes_none(parameter.annotation)
+
+    return {name: value for name, value in settings.items() if not is_removed(name)}
+
+
+def _takes_none(annotation: Any) -> bool:
+    """Return whether ``None`` is a value of a type, or the type is unknown."""
+    if isinstance(annotation, str):
+        return re.search(r"\b(None|Optional|Any)\b", annotation) is not None
+    return annotation in {Any, inspect.Parameter.empty} or type(None) in get_args(annotation)
 
 
 def _of_file(settings: Mapping[str, Any], error: Exception) -> str | None:

@@ -225,9 +225,9 @@ def _check_accumulation(
 
 def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
     section = sections.data
-    if "type" not in section and _are_names(section.get("path")):
+    if section.get("type") is None and _are_names(section.get("path")):
         try:
-            section = {"type": type_of(section["path"]), **section}
+            section = {**section, "type": type_of(section["path"])}
         except ValueError as error:
             raise objects.refusal(("data",), section, error) from error
     kind, _ = objects.named_type(("data",), section, SOURCES)

@@ -11,7 +11,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale import UPDATE_CELLS
 from mfwrap.loss_scale.live import LossScale, ScaleSense
-from mfwrap.recipe.objects import RecipeObjects
+from mfwrap.recipe.objects import RecipeObjects, without_nulls
 from mfwrap.recipe.sections import RunnerWrapperSection
 
 
@@ -96,10 +96,10 @@ def read_average(
     """Return a function that builds the average of a model's weights; ``None`` without ``ema``."""
     if section is None:
         return None
+    section = without_nulls(ExponentialMovingAverage, section)
     probe = functools.partial(ExponentialMovingAverage, [torch.zeros(())])
     objects.build(("ema",), probe, section, known=("decay", "warmup", "update_every", "device"))
-    settings = dict(section)
-    return lambda model: ExponentialMovingAverage(model, **settings)
+    return functools.partial(ExponentialMovingAverage, **section)
 
 
 def _scale(
@@ -112,6 +112,7 @@ def _scale(
     make: Callable[[], ScaleSense]
     if isinstance(scale_sense, dict):
         name, settings = objects.named_type(path, scale_sense, UPDATE_CELLS)
+        settings = without_nulls(UPDATE_CELLS[name], settings)
         objects.build(path, UPDATE_CELLS[name], settings)
         make = functools.partial(UPDATE_CELLS[name], **settings)
     else:

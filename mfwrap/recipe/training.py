@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from mfwrap.collectives import leave_shared_store, refuse_lone_process
 from mfwrap.recipe.document import Path
-from mfwrap.recipe.objects import RecipeObjects
+from mfwrap.recipe.objects import RecipeObjects, without_nulls
 from mfwrap.recipe.optimizers import OptimizerChoice, read_optimizer
 from mfwrap.recipe.ranges import check_range
 from mfwrap.recipe.schedules import (
@@ -56,13 +56,15 @@ def read_training(
         RecipeError: If a setting is unknown, out of range, or set in two sections to different
             values, or if a launcher started several processes but this one would train alone.
     """
+    sections = dataclasses.replace(sections, training=without_nulls(kind, sections.training))
     training = sections.training
     known = {field.name for field in fields(kind) if field.init}
     settings = objects.kept(("training",), training, known)
     for key, value in settings.items():
         objects.check_type(("training", key), kind, key, value)
         check_range(objects, ("training", key), key, value)
-    settings.setdefault("output_dir", f"runs/{name}")
+    if settings.get("output_dir") is None:
+        settings["output_dir"] = f"runs/{name}"
     objects.check_folder(("training", "output_dir"), settings["output_dir"])
     if not torch.accelerator.is_available():
         # Change three defaults on a CPU. Without `use_cpu`, accelerate would not connect several

@@ -46,6 +46,52 @@ def test_the_whole_recipe_is_valid():
     assert isinstance(checked(WHOLE), Recipe)
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("data", "columns"),
+        ("data", "eval_fraction"),
+        ("data", "max_eval_samples"),
+        ("training", "learning_rate"),
+        ("training", "output_dir"),
+        ("training", "lr_scheduler_type"),
+        ("runner_wrapper", "local_norm"),
+        ("ema", "decay"),
+        ("callbacks.0", "per_print_times"),
+        ("monitor_config", "step_interval"),
+    ],
+)
+def test_a_null_removes_a_setting(section, key):
+    """A null has the effect of leaving the setting out, in the file and as an override."""
+    recipe = copy.deepcopy(RECIPE) | {"callbacks": [{"type": "MFLossMonitor"}]}
+    recipe |= {"monitor_config": {"monitor_on": True}, "runner_wrapper": {}, "ema": {}}
+    index, *_ = [*section.split(".")[1:], None]
+    inner = recipe["callbacks"][0] if index else recipe[section]
+    inner.pop(key, None)
+    text = yaml.safe_dump(recipe)
+    without = parse_recipe(text, "r.yaml")
+    null = parse_recipe(text, "r.yaml", [f"{section}.{key}=null"])
+
+    def made(recipe):
+        callbacks = [make.keywords for make in recipe.make_callbacks]
+        return [recipe.data, recipe.step.config, recipe.make_average.keywords, callbacks]
+
+    assert made(null) == made(without)
+    arguments = null.arguments.to_dict(), without.arguments.to_dict()
+    assert arguments[0] == arguments[1]
+
+
+def test_a_null_that_means_something():
+    """A null stays where ``None`` is a value, and a required setting cannot be removed."""
+    recipe = copy.deepcopy(RECIPE)
+    recipe.setdefault("runner_wrapper", {})["max_consecutive_skips"] = None
+
+    assert checked(recipe).step.config.max_consecutive_skips is None
+    assert "data.type: required" in str(checked(recipe | {"data": {"type": None}}))
+    assert "expected a string, got None" in str(checked(recipe | {"task": None}))
+    assert checked(recipe | {"callbacks": None}).make_callbacks == ()
+
+
 def check_mutation(draw):
     """Assert that a mutated recipe is valid, or refused in one line that names key or section."""
     recipe, path = mutated(draw)
