@@ -156,7 +156,7 @@ def _train(
     finally:
         _leave_process_group()
     if is_first_process():
-        values = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+        values = ", ".join(f"{name} {value:.6g}" for name, value in result.metrics.items())
         click.echo(f"result: {values or 'not evaluated'}")
         page = shlex.join(["mfwrap", "report", str(result.folder)])
         click.echo(f"run folder: {result.folder}\nrun page: {page}")

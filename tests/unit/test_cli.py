@@ -59,6 +59,23 @@ def test_train_and_plot(recipe, capsys):
         assert picture.format == "PNG"
 
 
+def test_results_are_shown_without_exponents(tmp_path, monkeypatch, capsys):
+    """The last lines of `train` show six digits, so that a large metric can be read."""
+    monkeypatch.chdir(tmp_path)
+    Path("prices.csv").write_text("a,price\n1,100000\n2,100500\n3,100250\n4,101000\n")
+    columns = {"features": ["a"], "target": "price"}
+    data = {"path": "prices.csv", "eval_path": "prices.csv", "columns": columns}
+    text = recipe_text(data=None) + f"data: {json.dumps(data)}\n"
+    Path("prices.yaml").write_text(text)
+    code, out, _ = call(capsys, "train", "prices.yaml", "--set", "training.max_steps=1")
+    mse = json.loads(Path("runs/prices/result.json").read_text())["metrics"]["eval_mse"]
+
+    assert code == 0
+    assert 10_000 < mse < 1_000_000
+    assert re.search(rf"eval_mse {mse:.6g},", out)
+    assert "e+" not in out.splitlines()[-3]
+
+
 def test_plot_of_a_stock_trainer(tmp_path, monkeypatch, capsys):
     """`plot` writes a picture of a Trainer's run folder, which has no metrics.jsonl."""
     monkeypatch.chdir(tmp_path)
