@@ -21,6 +21,9 @@ _EVALUATIONS = (("eval_loss", "raw", _RAW, 8), ("ema_eval_loss", "averaged", _AV
 """Curve, weights, color and marker size. The larger marker is drawn first, so that both are visible
 where they coincide."""
 
+_FEW = 1_000
+"""Ratio of the ends of a logarithmic axis below which 1, 2 and 5 are labeled in each decade."""
+
 _STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -101,12 +104,8 @@ def _draw_loss(axes: Axes, loss: Curve, run: RunRecord) -> None:
     axes.legend(loc="upper right")
     axes.set_ylim(bottom=0)
     if results:
-        axes.annotate(
-            "last loss on held-out data: " + ", ".join(results),
-            (0.01, 0.05),
-            xycoords="axes fraction",
-            color="#444444",
-        )
+        said = "last loss on held-out data: " + ", ".join(results)
+        axes.set_title(said, loc="right", fontsize=9, fontweight="normal", color="#444444")
 
 
 def _draw_norm(axes: Axes, norm: Curve, max_grad_norm: float | None) -> None:
@@ -119,7 +118,9 @@ def _draw_norm(axes: Axes, norm: Curve, max_grad_norm: float | None) -> None:
             color=_AVERAGED, ha="right", va="bottom", textcoords="offset points", xytext=(-4, 2),
         )  # fmt: skip
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axes.get_ylim()
+    # For many decades, a locator of 1, 2 and 5 finds no tick.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < _FEW * low else (1,)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 

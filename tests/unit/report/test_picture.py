@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from mfwrap.report.page import write_run_page
@@ -161,3 +162,30 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypat
 
     assert (folder / "run.png").read_bytes() == old
     assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("norm", "labels"), [(2.4e6, "1e+06"), (1.2, "1"), (30.0, "20")])
+def test_texts_of_the_picture(tmp_path, monkeypatch, norm, labels):
+    """The axis of the norms has labels for any range, and the last result is above the curve."""
+    lines = [
+        {"step": n, "loss": 9.0 / n, "global_norm": norm * (1 + n / 9), "max_grad_norm": 1.0}
+        for n in range(1, 9)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", [*lines, {"step": 8, "eval_loss": 1.25}])
+    drawn, save = [], Figure.savefig
+
+    def saved(figure, *args, **keywords):
+        drawn.append(figure)
+        save(figure, *args, **keywords)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+
+    draw_run(tmp_path, tmp_path / "run.png")
+
+    loss, norms = drawn[0].axes
+    low, high = norms.get_ylim()
+    seen = [one.label1.get_text() for one in norms.yaxis.majorTicks if low <= one.get_loc() <= high]
+    assert labels in seen
+    assert len(seen) >= 2
+    assert loss.get_title(loc="right") == "last loss on held-out data: 1.25 with raw weights"
+    assert not loss.texts
