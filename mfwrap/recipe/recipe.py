@@ -313,6 +313,10 @@ def _check_model(
     if model.tokenizer is not None and not task.uses_tokenizer:
         says = "is not a setting of a task without text"
         raise objects.document.error(("model", "tokenizer"), says)
+    if model.lacks_tokenizer and task.uses_tokenizer:
+        says = "expected the name or folder of a tokenizer, or 'bytes' for one token per byte"
+        got = f"because {model.path!r}, the folder of the model, has no tokenizer"
+        raise objects.document.error(("model", "tokenizer"), f"{says}, {got}")
     kind = model.model_type
     if kind is None:
         return None

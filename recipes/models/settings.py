@@ -129,6 +129,14 @@ class ModelSettings(Section):
             name in {None, _BYTES} or is_folder(resolve_package("", str(name))) for name in names
         )
 
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether no tokenizer is set, and the folder of the checkpoint has none."""
+        folder = self._folder()
+        if self.tokenizer is not None or folder is None:
+            return False
+        return not any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build or load the tokenizer, with a padding token."""
         setting = "path" if self.tokenizer is None else "tokenizer"

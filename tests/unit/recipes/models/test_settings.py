@@ -95,6 +95,18 @@ def test_a_vocabulary_that_is_too_small(json_lines, config, says):
         trainer_of("causal_lm", json_lines([{"text": "abc"}] * 4), model=model)
 
 
+def test_a_folder_without_tokenizer(json_lines, tmp_path):
+    """A model folder without a tokenizer is refused with the key that names another one."""
+    config = LlamaConfig(**SMALL_LLAMA | {"vocab_size": 261})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    section, model = json_lines([{"text": "abc"}] * 4), {"path": str(tmp_path / "m")}
+    says = r"model\.tokenizer: expected the name or folder .*'bytes'.*/m', .* has no tokenizer$"
+
+    with pytest.raises(RecipeError, match=rf"^r:\d+: {says}"):
+        recipe_of("causal_lm", section, model=model)
+    assert recipe_of("causal_lm", section, model=model | {"tokenizer": "bytes"})
+
+
 def test_a_tokenizer_that_a_checkpoint_does_not_fit(json_lines, tmp_path):
     """A checkpoint with fewer embeddings than the tokenizer has tokens is refused."""
     LlamaForCausalLM(LlamaConfig(**SMALL_LLAMA, vocab_size=100)).save_pretrained(tmp_path / "m")
