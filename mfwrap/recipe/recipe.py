@@ -34,6 +34,7 @@ from mfwrap.recipe.training import read_peft, read_training
 from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.endings import type_of
 from mfwrap.recipes.data.source import DataError, DataSource
+from mfwrap.recipes.models.checkpoint import has_tokenizer
 from mfwrap.recipes.models.settings import (
     ModelError,
     ModelSettings,
@@ -313,7 +314,9 @@ def _check_model(
     if model.tokenizer is not None and not task.uses_tokenizer:
         says = "is not a setting of a task without text"
         raise objects.document.error(("model", "tokenizer"), says)
-    if model.lacks_tokenizer and task.uses_tokenizer:
+    folder = model.folder()
+    needs_own = task.uses_tokenizer and model.tokenizer is None
+    if needs_own and folder is not None and not has_tokenizer(folder):
         says = "expected the name or folder of a tokenizer, or 'bytes' for one token per byte"
         got = f"because {model.path!r}, the folder of the model, has no tokenizer"
         raise objects.document.error(("model", "tokenizer"), f"{says}, {got}")

@@ -8,13 +8,22 @@ from safetensors import SafetensorError, safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.names import hint
-from mfwrap.recipes.models.perceptron import PerceptronConfig
 
 _CONFIG = "config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""A folder with a tokenizer has one of these files."""
+
 _MAX_BYTES = 16 * 1024 * 1024
 """Limit above the size of any JSON file of a model folder, except its vocabulary."""
 
@@ -30,12 +39,16 @@ def model_type_of(setting: str, folder: Path) -> str:
         ValueError: If ``config.json`` is damaged or its model type is unknown.
     """
     kind = _object(setting, folder / _CONFIG).get("model_type")
-    kinds = [*CONFIG_MAPPING, PerceptronConfig.model_type]
-    if not isinstance(kind, str) or kind not in kinds:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         says = f"a model type of transformers in {folder / _CONFIG}, got {kind!r:.80}"
-        msg = f"`{setting}` must have {says}{hint(kind, kinds)}"
+        msg = f"`{setting}` must have {says}{hint(kind, CONFIG_MAPPING)}"
         raise ValueError(msg)
     return kind
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a file of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def check_code(setting: str, folder: Path) -> None:

@@ -16,20 +16,15 @@ from mfwrap.names import hint
 from mfwrap.recipes.data.places import check_place, is_folder, resolve_package
 from mfwrap.recipes.data.source import DataError, DataSource, Section
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
-from mfwrap.recipes.models.checkpoint import check_code, check_weights, model_type_of
+from mfwrap.recipes.models.checkpoint import (
+    TOKENIZER_FILES,
+    check_code,
+    check_weights,
+    model_type_of,
+)
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 
 _BYTES = "bytes"
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
-"""A folder with a tokenizer has one of these files."""
 
 _PRECISIONS = {
     "float32": torch.float32,
@@ -98,7 +93,7 @@ class ModelSettings(Section):
             self._check_folder("path", self.path, ("config.json",), "a model folder")
         if self.tokenizer is not None and self.tokenizer != _BYTES:
             self._check_folder(
-                "tokenizer", self.tokenizer, _TOKENIZER_FILES, "a folder with a tokenizer"
+                "tokenizer", self.tokenizer, TOKENIZER_FILES, "a folder with a tokenizer"
             )
         if self.revision is not None and self.path is None:
             msg = f"`revision` needs `path`, got revision {self.revision!r} and no path"
@@ -109,7 +104,7 @@ class ModelSettings(Section):
         """Type of the model; ``None`` for a checkpoint on the hub, or one with code of its own."""
         if self.config is not None:
             return str(self.config["model_type"])
-        folder = self._folder()
+        folder = self.folder()
         if folder is None or self.trust_remote_code:
             return None
         return model_type_of("path", folder)
@@ -128,14 +123,6 @@ class ModelSettings(Section):
         return all(
             name in {None, _BYTES} or is_folder(resolve_package("", str(name))) for name in names
         )
-
-    @property
-    def lacks_tokenizer(self) -> bool:
-        """Whether no tokenizer is set, and the folder of the checkpoint has none."""
-        folder = self._folder()
-        if self.tokenizer is not None or folder is None:
-            return False
-        return not any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build or load the tokenizer, with a padding token."""
@@ -166,7 +153,8 @@ class ModelSettings(Section):
             network = self._loaded(self.path, auto_class, settings, implied)
         elif isinstance(config := self._configuration(implied), PerceptronConfig):
             network = Perceptron(config)
-            network.to(settings["dtype"])
+            for layers in (network.layers, network.head):
+                layers.to(settings["dtype"])  # mean and deviation of the data stay float32
         else:
             network = auto_class.from_config(config, **settings)
         self._convert_parts(network)
@@ -225,8 +213,6 @@ class ModelSettings(Section):
             # The names of the classes in the data are not those of the model.
             implied = {key: value for key, value in implied.items() if "label" not in key}
         settings = {k: v for k, v in implied.items() if k in known or k in _OF_ALL} | given
-        if kind == PerceptronConfig.model_type:
-            return PerceptronConfig(**settings)
         config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
         return config
 
@@ -238,14 +224,14 @@ class ModelSettings(Section):
         Args:
             auto_class: See `make_model`.
         """
-        folder = self._folder()
+        folder = self.folder()
         if folder is not None:
             return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 4
         with torch.device("meta"):
             network = self.make_model(auto_class)
         return sum(parameter.numel() for parameter in network.parameters())
 
-    def _folder(self) -> Path | None:
+    def folder(self) -> Path | None:
         """Return the folder of the checkpoint; ``None`` if it is on the hub."""
         folder = None if self.path is None else resolve_package("path", self.path)
         return Path(folder) if folder is not None and is_folder(folder) else None
@@ -264,9 +250,8 @@ class ModelSettings(Section):
 
     def _check_config(self, config: dict[str, Any]) -> None:
         kind = config.get("model_type")
-        kinds = [*CONFIG_MAPPING, PerceptronConfig.model_type]
-        if not isinstance(kind, str) or kind not in kinds:
-            says = f"must be a model type of transformers, got {kind!r}{hint(kind, kinds)}"
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+            says = f"must be a model type of transformers, got {kind!r}{hint(kind, CONFIG_MAPPING)}"
             msg = f"`config.model_type` {says}"
             raise ValueError(msg)
         known = config_keys(kind) | _OF_ALL | {"model_type"}
@@ -390,7 +375,7 @@ def config_keys(kind: str) -> set[str]:
         KeyError: If the model type is unknown.
     """
     if kind == PerceptronConfig.model_type:
-        return {"num_features", "hidden_size", "num_hidden_layers"}
+        return {"num_features", "hidden_size", "num_hidden_layers", "standardize"}
     config_class: Any = CONFIG_MAPPING[kind]
     undeclared = {"head_dim"} if kind in _WITH_HEAD_DIM else set()
     declared = {field.name for field in dataclasses.fields(config_class)}

@@ -125,7 +125,10 @@ def build_image_classification(
 def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
     """Return the Trainer's keyword arguments for predicting one number from a row's features.
 
-    Evaluation reports the metrics ``mse`` and ``r2``.
+    Features and targets are standardized inside the model, with mean and standard deviation of the
+    training rows, unless the rows are streamed or ``model.config.standardize`` is false. A
+    checkpoint has its own. Evaluation reports the metrics ``mse`` and ``r2`` in the unit of the
+    targets.
     """
     del data
     num_features = len(next(iter(rows.train))["features"])
@@ -138,8 +141,16 @@ def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict
     def kept(table: Dataset) -> Dataset:
         return table.select_columns(["features", "target"]).rename_column("target", "labels")
 
+    is_streamed = isinstance(rows.train, IterableDataset)
+    network: Any = model.make_model(None, num_features=num_features, standardize=not is_streamed)
+    if model.config is not None and network.config.standardize:
+        if is_streamed:
+            msg = "`config.standardize` must be false, because streamed rows have no known mean"
+            raise ModelError(msg)
+        columns = ("features", "target")
+        network.standardize(*(np.asarray(rows.train[name][:], np.float64) for name in columns))
     return {
-        "model": model.make_model(None, num_features=num_features),
+        "model": network,
         **rows.prepared(kept),
         "data_collator": _collate_numbers,
         "compute_metrics": regression_errors,

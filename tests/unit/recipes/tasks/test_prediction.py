@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from sklearn.metrics import mean_squared_error, r2_score
-from transformers import EvalPrediction
+from transformers import AutoModel, EvalPrediction
 
+from mfwrap.recipe import run_recipe
 from mfwrap.recipes.data.built_in import DiabetesSource, DigitsSource, PythonTokensSource
 from mfwrap.recipes.data.source import Rows
 from mfwrap.recipes.models.settings import ModelError, ModelSettings
@@ -18,6 +20,7 @@ from mfwrap.recipes.tasks.prediction import (
     build_token_classification,
     regression_errors,
 )
+from support.recipe_data import recipe_of
 
 BERT = {
     "model_type": "bert",
@@ -79,6 +82,53 @@ def test_a_number_of_features_that_the_data_do_not_have():
 
     with pytest.raises(ModelError, match=r"^`config\.num_features` must be 2, .*, got 3$"):
         build_regression(model, DiabetesSource(), rows)
+
+
+def test_a_table_is_standardized():
+    """The model takes over the mean and deviation of the training rows, unless told not to."""
+    table = {"features": [[1.0, 9.0], [3.0, 9.0]], "target": [10.0, 30.0]}
+    rows = Rows(Dataset.from_dict(table), Dataset.from_dict({"features": [[0, 0]], "target": [0]}))
+
+    def network(rows=rows, **config):
+        settings = ModelSettings(config={"model_type": "perceptron", **config})
+        return build_regression(settings, DiabetesSource(), rows)["model"]
+
+    model = network()
+    assert model.feature_scale.mean.tolist() == [2, 9]
+    assert model.feature_scale.deviation.tolist() == [1, 1]
+    assert (model.target_scale.mean.item(), model.target_scale.deviation.item()) == (20, 10)
+    assert network(standardize=False).feature_scale is None
+    stream = Rows(rows.train.to_iterable_dataset(), None)
+    assert network(stream).feature_scale is None
+    with pytest.raises(ModelError, match=r"`config\.standardize` must be false, because streamed"):
+        network(stream, standardize=True)
+
+
+def test_a_trained_table_is_in_its_own_unit(tmp_path, monkeypatch):
+    """A regression of large numbers learns; its checkpoint predicts and continues in raw units."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    years, areas = draw.integers(1900, 2024, 64), draw.uniform(20, 250, 64)
+    prices = 1000 * areas + 500 * (years - 1900)
+    lines = [f"{y},{a},{p}" for y, a, p in zip(years, areas, prices, strict=True)]
+    (tmp_path / "rows.csv").write_text("\n".join(["year,area,price", *lines]))
+    data = {"path": "rows.csv", "eval_path": "rows.csv"}
+    data["columns"] = {"features": ["year", "area"], "target": "price"}
+    model = {"config": {"model_type": "perceptron", "num_hidden_layers": 0}}
+    training = {"max_steps": 60, "learning_rate": 0.1, "save_steps": 30}
+    training |= {"save_strategy": "steps", "lr_scheduler_type": "constant", "output_dir": "run"}
+    recipe = recipe_of("regression", data, model=model, **training)
+    metrics = run_recipe(recipe).metrics
+
+    assert metrics["eval_r2"] > 0.99
+    saved = AutoModel.from_pretrained("run/model")
+    rows = torch.tensor(np.stack([years, areas], axis=1)).float()
+    error = (saved(rows).logits - torch.tensor(prices).float()).square().mean().item()
+    assert metrics["eval_mse"] == pytest.approx(error, rel=1e-4)
+    first = load_file("run/model/model.safetensors")
+    run_recipe(recipe, resume="run/checkpoint-30")
+    again = load_file("run/model/model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in first.items())
 
 
 def test_regression_errors_are_those_of_scikit_learn():
