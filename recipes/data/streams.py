@@ -31,7 +31,10 @@ def renamed(stream: IterableDataset, columns: dict[str, str | list[str]]) -> Ite
     """
     names = column_names(stream)
     for ours, theirs in columns.items():
-        if isinstance(theirs, list) or theirs not in names:
+        if isinstance(theirs, list):
+            msg = f"`columns.{ours}` must be one column, because rows are streamed, got {theirs}"
+            raise ValueError(msg)  # noqa: TRY004  (a wrong value of a recipe)
+        if theirs not in names:
             msg = f"`columns` must have values among {sorted(names)}, got {theirs!r}"
             raise ValueError(msg)
         if ours != theirs:
