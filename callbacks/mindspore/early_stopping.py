@@ -23,8 +23,8 @@ class EarlyStopping(Callback):
 
     An epoch whose value is unknown, for example without an evaluation, does not count. The value is
     the same on every rank, so all ranks stop together. In a Trainer, wrap it with
-    `as_trainer_callback`; of several evaluations in an epoch, the last one counts. The checkpoints
-    of `MFTrainer` have its state and the best weights.
+    `as_trainer_callback`; with ``eval_strategy="steps"``, it counts evaluations instead of epochs.
+    The checkpoints of `MFTrainer` have its state and the best weights.
 
     Source: MindSpore, ``train.EarlyStopping``. There ``patience=0`` ends every training after its
     first epoch, `min_delta` overwrites `baseline`, and a value of 0 counts as unknown.
@@ -85,6 +85,14 @@ class EarlyStopping(Callback):
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Compare the epoch's value with the best value; end training if patience is used up."""
+        if not run_context.original_args().get("evaluates_by_steps"):
+            self._compare(run_context)
+
+    def on_evaluation(self, run_context: RunContext) -> None:
+        """Do the same after an evaluation in an epoch."""
+        self._compare(run_context)
+
+    def _compare(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()
         value = value_of_epoch(self, parameters, self._improvement.monitor)
         if value is None:

@@ -38,6 +38,11 @@ class History(Callback):
         for name, value in values.items():
             self.history.setdefault(name, []).append(value)
 
+    def on_evaluation(self, run_context: RunContext) -> None:
+        """Collect the metrics of an evaluation in an epoch."""
+        for name, value in run_context.original_args().metrics.items():
+            self.history.setdefault(name, []).append(value)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the values that have been collected."""
         return {"history": self.history, "epoch": self.epoch}

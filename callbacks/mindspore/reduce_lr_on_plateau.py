@@ -15,7 +15,8 @@ from mfwrap.model import Callback, RunContext
 class ReduceLROnPlateau(Callback):
     """Multiply the learning rate by `factor` after `patience` epochs without an improvement.
 
-    The rates of all parameter groups are lowered. With the same `patience` and `cooldown`,
+    The rates of all parameter groups are lowered. In a Trainer with ``eval_strategy="steps"``,
+    evaluations count instead of epochs. With the same `patience` and `cooldown`,
     ``torch.optim.lr_scheduler.ReduceLROnPlateau`` lowers them one epoch later.
 
     Source: MindSpore, ``train.ReduceLROnPlateau``. There, parameter groups and schedules are
@@ -83,6 +84,14 @@ class ReduceLROnPlateau(Callback):
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Compare the epoch's value with the best value; lower the rates if patience is used up."""
+        if not run_context.original_args().get("evaluates_by_steps"):
+            self._compare(run_context)
+
+    def on_evaluation(self, run_context: RunContext) -> None:
+        """Do the same after an evaluation in an epoch."""
+        self._compare(run_context)
+
+    def _compare(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()
         value = value_of_epoch(self, parameters, self._improvement.monitor)
         if value is None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, final
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import IntervalStrategy, has_length
 
 from mfwrap.arguments import described
 from mfwrap.trainer.events import MonitorCallback
@@ -168,6 +168,13 @@ class Callback:
         """Called after an epoch of a training, and after its evaluation if there is one."""
         self.epoch_end(run_context)
 
+    def on_evaluation(self, run_context: RunContext) -> None:
+        """Called after each evaluation of a Trainer with ``eval_strategy="steps"``.
+
+        The facts of the run then include the evaluation's ``metrics``. MindSpore has no such
+        method, because its training evaluates at the ends of epochs alone.
+        """
+
     def on_train_end(self, run_context: RunContext) -> None:
         """Called after a training, also if a callback stopped it."""
         self.end(run_context)
@@ -204,9 +211,9 @@ def as_trainer_callback(callback: Callback) -> TrainerCallback:
     `MFTrainer`, and ``None`` in a stock Trainer, which does not pass its output to callbacks.
 
     If an evaluation follows an epoch, ``on_train_epoch_end`` is called after the evaluation. The
-    facts of the run then include its ``metrics``. With ``eval_strategy="steps"``, they are those of
-    the last evaluation in the epoch. An epoch that another callback or a signal has cut short has
-    no end.
+    facts of the run then include the evaluation's ``metrics``. With ``eval_strategy="steps"``,
+    ``on_evaluation`` is called after each evaluation instead, and ``evaluates_by_steps`` is true
+    among the facts. An epoch that another callback or a signal has cut short has no end.
 
     Checkpoints have the callback's state. `MFTrainer` always restores it; a stock Trainer does so
     with ``restore_callback_states_from_checkpoint=True``, but without the files of `save_into`.
@@ -344,7 +351,7 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         if run_context is None and self._is_cut_short(state, control):
             return
         self._awaits_evaluation = True
-        if not control.should_evaluate:
+        if not control.should_evaluate or self._parameters.get("evaluates_by_steps"):
             self._end_epoch(control)
 
     def _is_cut_short(self, state: TrainerState, control: TrainerControl) -> bool:
@@ -370,13 +377,20 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         if run_context is None:
             results = dict(metrics or {})
             self._parameters.update(metrics=results, eval_results=results)
-        self._end_epoch(control)
+        if self._parameters.get("evaluates_by_steps"):
+            self.callback.on_evaluation(self._context)
+            self._parameters.pop("metrics", None)
+            self._apply_stop(control)
+        else:
+            self._end_epoch(control)
 
     def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """End a run."""
         del args, state
         self._end_epoch(control)
         self.callback.on_train_end(self._context)
+        # The user may call `evaluate` after the training.
+        self._parameters.pop("evaluates_by_steps", None)
 
     @property
     def _parameters(self) -> CallbackParameters:
@@ -419,5 +433,6 @@ class AdaptedCallback(MonitorCallback, ExportableState):
             cur_step_num=state.global_step,
             device_number=args.world_size,
             list_callback=[self.callback],
+            evaluates_by_steps=args.eval_strategy == IntervalStrategy.STEPS,
             is_world_process_zero=state.is_world_process_zero,
         )

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from mfwrap import Model
 from mfwrap.callbacks import Callback, EarlyStopping, History, as_trainer_callback
@@ -143,7 +143,7 @@ class StopAt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def stopped_training(folder, *callbacks, strategy="epoch", **settings):
+def stopped_training(folder, *callbacks, strategy="epoch", patience=3, **settings):
     """Train for up to eight epochs of two steps; the best weights are those of the second."""
     arguments = TrainingArguments(
         str(folder),
@@ -157,11 +157,10 @@ def stopped_training(folder, *callbacks, strategy="epoch", **settings):
         max_grad_norm=0.0,
         optim="sgd",
         eval_strategy=strategy,
-        save_strategy="epoch",
-        **{"eval_steps": 2, **settings},
+        **{"save_strategy": "epoch", "eval_steps": 2, **settings},
     )
     rows = [{"labels": torch.ones(1)}] * 2
-    stopping = EarlyStopping(patience=3, restore_best_weights=True)
+    stopping = EarlyStopping(patience=patience, restore_best_weights=True)
     trainer = MFTrainer(
         OneWeight(),
         arguments,
@@ -215,11 +214,31 @@ def test_auto_after_early_stopping_trains_no_further(tmp_path):
     assert again.state.global_step == 10
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_last_evaluation_of_an_epoch_counts(tmp_path, every, caplog):
-    """Evaluations every few steps count, too."""
-    trainer, stopping = stopped_training(tmp_path, strategy="steps", eval_steps=every)
+@pytest.mark.parametrize("stop", [3, 4, 5, 7, 8])
+def test_evaluations_every_few_steps_count(tmp_path, stop, caplog):
+    """With evaluations by steps, they are counted as transformers' own callback counts them."""
+    every = {"strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    stock = EarlyStoppingCallback(early_stopping_patience=3)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    patient, _ = stopped_training(tmp_path / "stock", stock, patience=99, **every, **best)
+    whole, uninterrupted = stopped_training(tmp_path / "whole", **every)
+    stopped_training(tmp_path / "resumed", StopAt(stop), **every)
+    resumed, stopping = stopped_training(tmp_path / "resumed", **every)
+    again, _ = stopped_training(tmp_path / "resumed", **every)
 
-    assert stopping.stopped_epoch == 5
-    assert stopping.best == losses(trainer)[4]
+    assert whole.state.global_step == patient.state.global_step == 7
+    assert uninterrupted.best == stopping.best == losses(whole)[4]
+    assert resumed.state.global_step == again.state.global_step == 7
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert torch.equal(whole.model.weight, patient.model.weight)
     assert "ignores epoch" not in caplog.text
+
+
+def test_history_has_each_evaluation(tmp_path):
+    """With evaluations by steps, the metrics of each are collected, and the losses of epochs."""
+    history = History()
+    adapted = as_trainer_callback(history)
+    trainer, _ = stopped_training(tmp_path, adapted, strategy="steps", eval_steps=1)
+
+    assert history.history["eval_loss"] == list(losses(trainer).values())
+    assert len(history.history["net_output"]) == len(history.epoch["epoch"]) == 3
