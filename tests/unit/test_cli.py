@@ -23,7 +23,7 @@ from mfwrap.cli import cli, main
 from mfwrap.recipe.library import shipped_recipes
 from support.checkpoint_folders import write_checkpoint
 from support.mindformers_files import mindformers_text
-from support.recipe_texts import recipe_text
+from support.recipe_texts import PERCEPTRON, recipe_text
 from support.run_folders import write_run, write_trainer_run
 
 
@@ -176,6 +176,8 @@ def test_a_rollback(recipe, capsys, caplog):
     recipe.write_text(
         recipe_text(
             data=None,
+            # The deviation of the targets would be that of the one bad row.
+            model={"config": PERCEPTRON["config"] | {"standardize": False}},
             monitor_config={"monitor_on": True},
             training={"max_steps": 40, "save_strategy": "steps", "save_steps": 5},
         )
