@@ -39,6 +39,7 @@ def test_a_folder_of_transformers(tmp_path):
     """A folder with ``config.json`` and safetensors is the recipe's checkpoint."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text("{}")
 
     assert imported({"load_checkpoint": str(tmp_path)})[1]["model"]["path"] == str(tmp_path)
 
