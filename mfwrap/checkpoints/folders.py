@@ -15,8 +15,9 @@ from mfwrap.checkpoints.write_errors import naming_written_file
 PARTIAL = ".partial"
 """Suffix of files and folders that are still being written, replaced or deleted."""
 
-ABANDONED = "abandoned-"
-"""Prefix of checkpoints that a run has set aside: it resumed from an older one, or began anew."""
+ABANDONED = "_abandoned-"
+"""Prefix of checkpoints that a run has set aside: it resumed from an older one, or began anew. The
+Trainer does not push what begins with an underscore to the hub."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _REPLACED = "replaced"
@@ -86,7 +87,7 @@ def staging_folder(parent: Path) -> Path:
 
     It is the only such folder, so deleting it removes everything that killed processes left behind.
     """
-    return parent / f"checkpoint{PARTIAL}"
+    return parent / f"_checkpoint{PARTIAL}"
 
 
 def move_into_place(written: Path, final: Path) -> None:
@@ -204,8 +205,8 @@ def set_aside_later_checkpoints(run_folder: Path, step: int) -> list[Path]:
         step: Step from which the run goes on; 0 for a run from the start.
 
     Returns:
-        The new folders: ``abandoned-checkpoint-<step>``. If that name is taken, ``.2``, ``.3``, ...
-        is appended.
+        The new folders: ``_abandoned-checkpoint-<step>``; if that name is taken, with ``.2``,
+        ``.3``, ... at the end.
     """
     steps = {
         int(match[1]): path

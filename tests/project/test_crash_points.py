@@ -235,7 +235,7 @@ def test_overwritten(first_run, overwriting_run):
     beginning = before(overwriting_run, "partial/checkpoint-2")
     removed = [each.paths[0] for each in beginning if each.call in {"rename", "unlink"}]
     assert removed[0] == "run/result.json"
-    assert set(removed[1:4]) == {"run/abandoned-checkpoint-6", "run/model", "run/model_ema"}
+    assert set(removed[1:4]) == {"run/_abandoned-checkpoint-6", "run/model", "run/model_ema"}
     assert removed[4:7] == ["run/checkpoint-2", "run/checkpoint-4", "run/checkpoint-6"]
     assert differences(first_run.expected, overwriting_run.expected) == []
     assert overwriting_run.names == first_run.names

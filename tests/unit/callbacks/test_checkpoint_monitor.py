@@ -252,7 +252,7 @@ def test_what_is_left(num_kept, best, healthy, left, tmp_path):
         name = f"checkpoint-{step}"
         record_health(lines, CheckpointHealth(checkpoint=name, step=step, healthy=step in healthy))
     (tmp_path / "checkpoint-x").mkdir()
-    (tmp_path / "checkpoint.partial" / "removed" / "checkpoint-0").mkdir(parents=True)
+    (tmp_path / "_checkpoint.partial" / "removed" / "checkpoint-0").mkdir(parents=True)
     rotate_checkpoints(
         tmp_path, num_kept, None if best is None else str(tmp_path / f"checkpoint-{best}")
     )

@@ -160,7 +160,7 @@ def test_nothing_to_complete(tmp_path):
 
     complete_move(tmp_path)
 
-    assert names(tmp_path) == ["checkpoint.partial"]
+    assert names(tmp_path) == ["_checkpoint.partial"]
 
 
 def test_a_checkpoint_that_is_there_is_not_replaced_again(tmp_path):
@@ -239,7 +239,7 @@ def test_removed_while_another_is_written(tmp_path):
 
     remove_checkpoints([removed], tmp_path)
 
-    assert names(tmp_path) == ["checkpoint.partial"]
+    assert names(tmp_path) == ["_checkpoint.partial"]
     assert contents(written) == WHOLE["new"]
 
 
@@ -390,12 +390,12 @@ def test_later_checkpoints_are_set_aside(tmp_path):
     checkpoint(tmp_path / "checkpoint-4", "newer")
     aside = set_aside_later_checkpoints(tmp_path, 2)
 
-    assert aside == [tmp_path / "abandoned-checkpoint-4.2"]
+    assert aside == [tmp_path / "_abandoned-checkpoint-4.2"]
     assert (aside[0] / "model.bin").read_text() == "newer"
     assert {path.name for path in tmp_path.iterdir()} == {
-        "abandoned-checkpoint-10",
-        "abandoned-checkpoint-4",
-        "abandoned-checkpoint-4.2",
+        "_abandoned-checkpoint-10",
+        "_abandoned-checkpoint-4",
+        "_abandoned-checkpoint-4.2",
         "checkpoint-2",
         "checkpoint-x",
         "model",

@@ -19,7 +19,7 @@ def damage(folder):
 
 def test_no_checkpoint(tmp_path):
     """A missing folder, and a folder without files in checkpoints of the prefix, give None."""
-    write_checkpoint(tmp_path / "abandoned-checkpoint-9")
+    write_checkpoint(tmp_path / "_abandoned-checkpoint-9")
     write_checkpoint(tmp_path / "step_9")
     (tmp_path / "checkpoint-8" / "part").mkdir(parents=True)
     (tmp_path / "checkpoint-7").touch()
@@ -65,7 +65,7 @@ def test_no_intact_checkpoint(tmp_path):
 def test_a_checkpoint_that_was_being_replaced(tmp_path):
     """A replacement that was killed between its two renames is completed first."""
     for place in ("replaced/checkpoint-5", "checkpoint-5"):
-        write_checkpoint(tmp_path / "checkpoint.partial" / place)
+        write_checkpoint(tmp_path / "_checkpoint.partial" / place)
 
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
 

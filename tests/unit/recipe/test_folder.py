@@ -49,11 +49,11 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("place", ["checkpoint-3", "checkpoint.partial/replaced/checkpoint-3"])
+@pytest.mark.parametrize("place", ["checkpoint-3", "_checkpoint.partial/replaced/checkpoint-3"])
 def test_a_checkpoint_that_was_being_replaced_counts(tmp_path, place):
     """A checkpoint counts even if a process was killed while the checkpoint was being replaced.
 
-    The checkpoint may then be in ``checkpoint.partial/replaced``.
+    The checkpoint may then be in ``_checkpoint.partial/replaced``.
     """
     (tmp_path / place).mkdir(parents=True)
 

@@ -72,7 +72,7 @@ def test_killed_before_the_first_checkpoint(tmp_path):
     folder.mkdir()
     (folder / "recipe.yaml").write_text("task: causal_lm\n")
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    (folder / "checkpoint.partial").mkdir()
+    (folder / "_checkpoint.partial").mkdir()
 
     result, _ = run(folder)
 
@@ -101,7 +101,7 @@ def test_killed_after_a_checkpoint(tmp_path):
 
     assert result.metrics == first.metrics
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-    assert (tmp_path / "abandoned-checkpoint-6").is_dir()
+    assert (tmp_path / "_abandoned-checkpoint-6").is_dir()
     kept = {path.name: path.read_text() for path in tmp_path.glob("*error_rank_*")}
     assert kept == {f"earlier_{name}": f"Traceback in {name}" for name in tracebacks}
 

@@ -188,7 +188,7 @@ def test_a_replacement_that_breaks_off(unbroken, tmp_path, monkeypatch):
 
         def on_step_end(self, args, state, control, **_):
             if state.global_step == 3:
-                (tmp_path / "abandoned-checkpoint-4").rename(tmp_path / "checkpoint-4")
+                (tmp_path / "_abandoned-checkpoint-4").rename(tmp_path / "checkpoint-4")
 
     trainer = new_trainer(tmp_path, EVERY_OTHER, callbacks=[GiveNameBack()])
 
@@ -226,7 +226,7 @@ def test_what_is_on_the_disk_when_a_checkpoint_gets_its_name(tmp_path, monkeypat
     monkeypatch.setattr(os, "rename", noted_rename)
     trained(tmp_path, PLAIN, save_steps=2, callbacks=[StopAfter(2)])
 
-    written = tmp_path / "checkpoint.partial" / "checkpoint-2"
+    written = tmp_path / "_checkpoint.partial" / "checkpoint-2"
     before, after = (happened[: happened.index("renamed")], happened[happened.index("renamed") :])
     names = files(tmp_path / "checkpoint-2")
     synced = {path for path in before if path.suffix != ".partial"}
@@ -322,12 +322,12 @@ def test_a_training_from_the_start_renames_earlier_checkpoints(tmp_path, caplog)
     earlier = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
     stopped = new_trainer(tmp_path / "run", EVERY_OTHER, seed=1, callbacks=[StopAfter(3)])
     stopped.train()
-    renamed = {path.name for path in (tmp_path / "run").glob("abandoned-checkpoint-*")}
+    renamed = {path.name for path in (tmp_path / "run").glob("_abandoned-checkpoint-*")}
     resumed = new_trainer(tmp_path / "run", EVERY_OTHER, seed=1)
     resumed.train(resume_from_checkpoint="auto")
     alone = new_trainer(tmp_path / "alone", EVERY_OTHER, seed=1)
     alone.train()
 
-    assert renamed == {f"abandoned-{name}" for name in earlier}
+    assert renamed == {f"_abandoned-{name}" for name in earlier}
     assert f"training from the start in {tmp_path / 'run'}; later checkpoints" in caplog.text
     assert_same_state(end_of(resumed), end_of(alone))

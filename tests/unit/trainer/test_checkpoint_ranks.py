@@ -59,5 +59,5 @@ def test_nodes_whose_newest_checkpoints_differ(two_ranks, tmp_path):
     first, second = two_ranks.run(come_back_on_own_disk, str(tmp_path))
 
     expected = [*(f"checkpoint-{step}" for step in (1, 2, 3, 4)), "3"]
-    assert first == ["abandoned-checkpoint-3", *expected]
+    assert first == ["_abandoned-checkpoint-3", *expected]
     assert second == expected

@@ -151,6 +151,6 @@ def test_a_resume_from_an_older_checkpoint(tmp_path):
 
     trainer.accelerator.wait_for_everyone = noted_wait
     trainer.train(resume_from_checkpoint=str(own / "checkpoint-1"))
-    renamed = ["abandoned-checkpoint-2", "abandoned-checkpoint-3", "checkpoint-1"]
+    renamed = ["_abandoned-checkpoint-2", "_abandoned-checkpoint-3", "checkpoint-1"]
     assert at_barriers == [renamed]
     assert checkpoints(own) == renamed

@@ -1,4 +1,4 @@
-"""The access token of the hub is in no file that MFTrainer writes or pushes."""
+"""MFTrainer pushes what a stock Trainer does, and the access token of the hub is in no file."""
 
 import pickle
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.hub_token import without_saved_token
 from support.hub import TOKEN, client_of, serving
@@ -86,3 +87,17 @@ def test_pushed_arguments_are_those_of_the_user(tmp_path):
 
     assert found.logging_nan_inf_filter
     assert found.hub_model_id == "user/run"
+
+
+def test_checkpoints_of_earlier_runs_are_not_pushed(tmp_path):
+    """As with a stock Trainer, no push has the folders of checkpoints, whatever their state."""
+    new_trainer(MFTrainer, tmp_path, save_strategy="steps", save_steps=2, max_steps=4).train()
+    (staging_folder(tmp_path) / "checkpoint-6").mkdir(parents=True)
+    (staging_folder(tmp_path) / "checkpoint-6" / "model.safetensors").write_bytes(b"cut off")
+    commits = pushed(MFTrainer, tmp_path, "every_save")
+
+    assert {path.name for path in tmp_path.glob("*checkpoint-4")} == {
+        "checkpoint-4",
+        "_abandoned-checkpoint-4",
+    }
+    assert {name for commit in commits for name in commit.files if "checkpoint" in name} == set()

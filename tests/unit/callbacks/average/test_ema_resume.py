@@ -137,7 +137,7 @@ def test_a_step_that_is_saved_again(tmp_path, kind):
     stopped.train()
     folder = tmp_path / "checkpoint-2"
     stale = load_file(folder / "ema" / "model.safetensors")
-    for name in ("ema", "checkpoint.partial/ema"):
+    for name in ("ema", "_checkpoint.partial/ema"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "stale.txt").write_text("stale")
 
@@ -145,7 +145,7 @@ def test_a_step_that_is_saved_again(tmp_path, kind):
         """Give the earlier checkpoint its name back, which an `MFTrainer` has taken."""
 
         def on_step_end(self, args, state, control, **_):
-            aside = tmp_path / "abandoned-checkpoint-2"
+            aside = tmp_path / "_abandoned-checkpoint-2"
             if state.global_step == 1 and aside.exists():
                 aside.rename(folder)
 
