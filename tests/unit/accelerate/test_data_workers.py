@@ -40,7 +40,13 @@ def prepared(rows=None):
     """Return a data loader with one worker, prepared by an attached accelerator."""
     accelerator = Accelerator(cpu=True)
     attach(accelerator)
-    loader = DataLoader(rows or WorkerIds(), num_workers=1, worker_init_fn=STARTED.append)
+    # Workers of Python 3.14's start method cannot import a test file, which has no module's name.
+    loader = DataLoader(
+        rows or WorkerIds(),
+        num_workers=1,
+        worker_init_fn=STARTED.append,
+        multiprocessing_context="fork",
+    )
     return accelerator.prepare(loader)
 
 

@@ -118,7 +118,7 @@ def test_a_sampler_is_given_back():
 @pytest.mark.parametrize(
     "new_loader",
     [
-        lambda: prepared(Numbers(4), batch_size=2, num_workers=1),
+        lambda: prepared(Numbers(4), batch_size=2, num_workers=1, multiprocessing_context="fork"),
         lambda: prepared(Stream(), batch_size=2),
         lambda: DataLoader(Numbers(4), batch_sampler=[[0, 1], [2, 3]]),
         lambda: [torch.ones(2), torch.zeros(2)],
