@@ -183,7 +183,8 @@ def regression_errors(prediction: Any) -> dict[str, float]:
     Args:
         prediction: ``EvalPrediction`` of transformers, shapes ``(N,)``.
     """
-    targets = prediction.label_ids
+    # The square of a large float32 would overflow.
+    targets = np.asarray(prediction.label_ids, np.float64)
     mse = float(np.mean((prediction.predictions - targets) ** 2))
     variance = float(np.var(targets))
     return {"mse": mse, "r2": 1 - mse / variance if variance else float("nan")}

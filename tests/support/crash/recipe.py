@@ -12,7 +12,14 @@ NUM_STEPS = 4
 _NUM_ROWS, _NUM_FEATURES, _BAD_ROW = 40, 3, 17
 RECIPE = {
     "task": "regression",
-    "model": {"config": {"model_type": "perceptron", "hidden_size": 8, "num_hidden_layers": 1}},
+    "model": {
+        "config": {
+            "model_type": "perceptron",
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "standardize": False,  # with it, no target would be infinite
+        }
+    },
     "data": {"type": "datasets", "path": "../rows", "eval_fraction": 0.4},
     "training": {
         "output_dir": "run",

@@ -151,3 +151,12 @@ def test_whole_numbers_become_floats():
 
     assert {values.dtype for values in batch.values()} == {torch.float32}
     assert torch.isfinite(output.loss)
+
+
+def test_errors_of_large_targets():
+    """Squares are taken in float64, where those of a large float32 are finite."""
+    predictions, labels = np.float32([1e30, 3e30]), np.float32([2e30, 2e30 * 2])
+    found = regression_errors(EvalPrediction(predictions, labels))
+
+    assert found["mse"] == pytest.approx(1e60, rel=1e-6)
+    assert found["r2"] == pytest.approx(0, abs=1e-6)
