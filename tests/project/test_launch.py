@@ -53,11 +53,12 @@ def test_the_cells_recipe(tmp_path):
     assert printed.count("{ Epoch") == 3
     assert printed.count("loss on held-out text") == 1
     assert list(record.local_norms) == [0, 1]
-    other = read_json_lines(tmp_path / "local_norms_rank1.jsonl")
-    own = read_json_lines(tmp_path / "local_norms.jsonl")
-    assert [each["step"] for each in other] == [2, 4, 6]
+    assert list(record.rank_losses) == [0, 1]
     # The two ranks train on different data, so their norms differ.
-    assert all(ours != theirs for ours, theirs in zip(own, other, strict=True))
+    for group, own in record.local_norms[0].items():
+        other = record.local_norms[1][group]
+        assert own.steps == other.steps == [1, 2, 3, 4, 5, 6]
+        assert all(ours != theirs for ours, theirs in zip(own.values, other.values, strict=True))
     assert (tmp_path / "run.png").exists()
     for name in ("model", "model_ema"):
         weights = LlamaForCausalLM.from_pretrained(tmp_path / name).parameters()
