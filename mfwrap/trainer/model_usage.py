@@ -156,7 +156,7 @@ def _example(model: Any) -> list[str]:
         ]
     if task == "tabular-regression":
         return [
-            f"rows = torch.zeros(1, {config.num_features})  # scaled as in the training",
+            f"rows = torch.zeros(1, {config.num_features})  # order and units as in the data",
             "with torch.no_grad():",
             "    print(model(rows).logits)",
         ]
