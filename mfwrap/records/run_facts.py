@@ -87,11 +87,16 @@ class RunFacts:
         """Write how long the run has taken so far."""
         self._write(NOT_ENDED)
 
-    def end(self, step: int) -> None:
-        """Write that the training has ended after a step."""
+    def end(self, step: int, how: str = "ended") -> None:
+        """Write that the training has ended after a step.
+
+        Args:
+            step: Number of the last step.
+            how: What ended the training, if it is not its last step: ``"stopped by a signal"``.
+        """
         self.note(step)
         is_whole = self._max_steps is None or step >= self._max_steps
-        self._write("finished" if is_whole else f"ended at step {step} of {self._max_steps}")
+        self._write("finished" if is_whole else f"{how} at step {step} of {self._max_steps}")
 
     def _write(self, state: str) -> None:
         facts = self._facts | {"state": state, "seconds": round(self._clock() - self._start, 3)}

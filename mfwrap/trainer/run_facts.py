@@ -59,7 +59,10 @@ class TrainerFacts:
 
     def _end(self, state: TrainerState) -> None:
         if self._facts is not None:
-            self._facts.end(state.global_step)
+            handler: Any = self._trainer.callback_handler
+            is_stopped = handler.termination.is_stopping
+            how = "stopped by a signal" if is_stopped else "stopped early"
+            self._facts.end(state.global_step, how)
         self._facts = None
 
     def _of_trainer(self, folders: Sequence[Path], state: TrainerState) -> RunFacts:

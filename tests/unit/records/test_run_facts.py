@@ -80,12 +80,12 @@ RunFacts(Path("run"), {})
 
 @pytest.mark.parametrize(
     ("step", "max_steps", "state"),
-    [(10, 10, "finished"), (7, 10, "ended at step 7 of 10"), (7, None, "finished")],
+    [(10, 10, "finished"), (7, 10, "stopped by a signal at step 7 of 10"), (7, None, "finished")],
 )
 def test_how_a_run_ended(tmp_path, clock, step, max_steps, state):
-    """A run that ends before its last step says so."""
+    """A run that ends before its last step says so, and what ended it."""
     facts = RunFacts(tmp_path, {}, max_steps=max_steps, clock=clock)
-    facts.end(step)
+    facts.end(step, "stopped by a signal")
 
     assert read_facts(tmp_path)["state"] == state
     assert has_ended(tmp_path)

@@ -1,6 +1,10 @@
 """MFTrainer says in the run folder what the run was, if a monitor writes records there."""
 
-from transformers import EarlyStoppingCallback
+import signal
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap import StepConfig
 from mfwrap.callbacks import TrainingStateMonitor
@@ -67,7 +71,32 @@ def test_a_training_that_ends_early(tmp_path):
         **options,
     ).train()
 
-    assert read_facts(tmp_path)["state"] == "ended at step 2 of 9"
+    assert read_facts(tmp_path)["state"] == "stopped early at step 2 of 9"
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal(tmp_path, number, error):
+    """The file says that a signal has stopped the training, until a resumed one finishes it."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                signal.raise_signal(number)
+
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 9}
+    monitor = TrainingStateMonitor(**MONITOR)
+    with pytest.raises(error):
+        new_trainer(MFTrainer, tmp_path, callbacks=[monitor, Stop()], **options).train()
+
+    # The signal is seen at the end of a step, by when the next one may have begun.
+    step = get_last_checkpoint(tmp_path).rpartition("-")[2]
+    assert read_facts(tmp_path)["state"] == f"stopped by a signal at step {step} of 4"
+    monitor = TrainingStateMonitor(**MONITOR)
+    new_trainer(MFTrainer, tmp_path, callbacks=[monitor], **options).train("auto")
+
+    assert read_facts(tmp_path)["state"] == "finished"
 
 
 def test_without_records_there_are_no_facts(tmp_path):
