@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mfwrap.callbacks.culprit.anomaly_log import KINDS
 from mfwrap.records.episodes import Episode
 from mfwrap.records.rollbacks import RollbackRecord
-from mfwrap.records.run_record import Curve, RunRecord, to_number
+from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord, to_number
 from mfwrap.report.curves import NUMBER
 from mfwrap.report.samples import compared, samples_of
 
@@ -399,14 +399,19 @@ def _action(run: RunRecord, episode: Episode) -> str:
 
 
 def _end(run: RunRecord) -> str:
-    """Say at which step the records of a run end, and with which loss."""
+    """Say how a run ended, if it says so itself, at which step, and with which loss."""
+    state, last = str(run.facts.get("state") or NOT_ENDED), run.last_step()
+    if state == NOT_ENDED:
+        end = f"The records end at step {last}"
+    elif state == "finished":
+        end = f"The run finished at step {last}"
+    else:
+        was = "was " if state.startswith("stopped") else ""
+        end = f"The run {was}{html.escape(state)}"
     losses = run.curves.get("loss", Curve())
-    if not losses.steps:
-        return f"The records end at step {run.last_step()}."
-    return (
-        f"The records end at step {run.last_step()}, with loss "
-        f"{losses.values[-1]:{NUMBER}} at step {losses.steps[-1]}."
-    )
+    if losses.steps:
+        end += f", with loss {losses.values[-1]:{NUMBER}} at step {losses.steps[-1]}"
+    return f"{end}."
 
 
 def _counted(number: int, noun: str) -> str:

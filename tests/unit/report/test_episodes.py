@@ -63,6 +63,25 @@ def test_a_run_without_anomalies(tmp_path):
     assert episode_table([run]) == ""
 
 
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        ("finished", "The run finished at step 10, with"),
+        ("not ended", "The records end at step 10, with"),
+        (
+            "stopped by a signal at step 8 of 90",
+            "The run was stopped by a signal at step 8 of 90, with",
+        ),
+        ("<b>", "The run &lt;b&gt;, with"),
+    ],
+)
+def test_how_the_run_ended(tmp_path, state, shown):
+    """The headline says what run.json says, if the run wrote there that it has ended."""
+    (tmp_path / "run.json").write_text(json.dumps({"state": state}))
+
+    assert shown in headline([run_of(tmp_path, [])])
+
+
 def test_the_headline(tmp_path):
     """The headline has the number of episodes, the end, and the facts of each kind once."""
     end = {"step": 2, "kind": "spike", "last_step": 6, "num_steps": 4, "num_skipped": 1}
