@@ -25,6 +25,9 @@ _MOST_ROWS = 200
 _MANY_ROWS = 8
 """Number of rows above which the table scrolls within the page."""
 
+_AFTERMATH = 5
+"""Number of steps within which any bad step may have caused the next one."""
+
 _COLUMNS = ("Steps", "What happened, and why", "Where", "Samples", "What the run did")
 
 _PLACES = {
@@ -91,6 +94,9 @@ class _Event(NamedTuple):
     action: str
     """What the run did about it."""
 
+    before: str = ""
+    """The episode or rollback that ended shortly before, or that still goes on."""
+
 
 def headline(runs: Sequence[RunRecord]) -> str:
     """Return what went wrong in each run, and how it ended: the first episodes in short."""
@@ -124,6 +130,7 @@ def _in_short(alike: Sequence[_Event]) -> str:
     rest = "more in the table below" if event.samples[_MOST_NAMES:] else ""
     facts = {
         "Cause": _cause(event),
+        "Just before": event.before,
         "Where": ", ".join(event.where),
         "Samples": "<br>".join(event.samples[:_MOST_NAMES] + ([rest] if rest else [])),
         "What the run did": event.action,
@@ -150,7 +157,8 @@ def episode_table(runs: Sequence[RunRecord]) -> str:
     rest = f'<p class="note">{left} more, in anomalies.jsonl.</p>' if left > 0 else ""
     return (
         '<h2 id="anomalies">Episodes</h2><p class="note">Bad steps in a row are one episode. Click '
-        "its steps to show them in all curves, where each episode is a shaded span.</p>"
+        "its steps to show them in all panels, where each episode is a shaded span, or a frame in "
+        "a map.</p>"
         f'<div class="wide{" long" if len(events) > _MANY_ROWS else ""}">'
         '<table id="episodes" class="rows"><thead><tr>'
         f"{heads}</tr></thead><tbody>{rows}</tbody></table></div>{rest}"
@@ -183,7 +191,8 @@ def _cause(event: _Event) -> str:
 
 def _told(event: _Event) -> list[str]:
     suggestion = [f"What to do: {event.suggestion}"] if event.suggestion else []
-    return [f"Cause: {_cause(event)}", *suggestion, *event.lines]
+    before = [f"Just before: {event.before}"] if event.before else []
+    return [f"Cause: {_cause(event)}", *before, *suggestion, *event.lines]
 
 
 def _link(event: _Event, shown: int | None = None) -> str:
@@ -213,7 +222,30 @@ def _events(run: RunRecord, number: int) -> list[_Event]:
         *(_of_rollback(run, number, rollback) for rollback in run.rollbacks),
         *(_of_episode(run, number, episode) for episode in run.episodes),
     ]
-    return sorted(events, key=lambda event: event.first)
+    ordered = sorted(events, key=lambda event: event.first)
+    return [
+        event._replace(before=_before(event, ordered[:place]))
+        for place, event in enumerate(ordered)
+    ]
+
+
+def _before(event: _Event, earlier: Sequence[_Event]) -> str:
+    """Return the last event of another kind before an event that may be its consequence.
+
+    The longer an event lasted, the longer the run takes to recover from it.
+    """
+    others = [
+        each
+        for each in earlier
+        if each.first < event.first
+        and (each.what, each.cause_words) != (event.what, event.cause_words)
+    ]
+    former = max(others, key=lambda each: each.last, default=None)
+    if former is None or event.first - former.last > max(_AFTERMATH, former.last - former.first):
+        return ""
+    steps = "steps" if former.last > former.first else "step"
+    cause = "" if former.cause_words in {"", _NO_CAUSE} else f", {former.cause_words}"
+    return f"{steps} {_link(former)}: {former.what}{cause}"
 
 
 def _of_rollback(run: RunRecord, number: int, rollback: RollbackRecord) -> _Event:

@@ -186,22 +186,32 @@
     exponentformat: "SI", nticks: isNarrow() ? 5 : 0,
   });
 
-  const marks = () => {
-    const several = runs.length > 1;
-    const shapes = spans.filter(([run]) => !isHidden(run)).flatMap(([run, first, last]) => {
-      const at = along(run), color = several ? runs[run].color : style("--bad");
-      const [x0, x1] = [at(Math.max(0, first - 0.5)), at(last + 0.5)];
-      if (x0 === null) return [];
-      return [{ type: "rect", name: "episode", x0, x1, yref: "paper", y0: 0, y1: 1, fillcolor: color, opacity: 0.22,
-                line: { color, width: 1 }, layer: "below" }];
-    });
-    if (state.chosen) {
-      const x = along(state.chosen.run)(state.chosen.step);
-      shapes.push({ type: "line", name: "chosen", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
-                    line: { color: style("--bad"), width: 1.5, dash: "dot" } });
-    }
-    return shapes;
+  /** Return the episodes of some runs as spans on the horizontal axis, with the number of the run. */
+  const placed = (ofRuns) => spans.filter(([run]) => ofRuns(run)).flatMap(([run, first, last]) => {
+    const at = along(run), [x0, x1] = [at(Math.max(0, first - 0.5)), at(last + 0.5)];
+    return x0 === null ? [] : [{ run, x0, x1 }];
+  });
+
+  const chosenStep = () => {
+    if (!state.chosen) return [];
+    const x = along(state.chosen.run)(state.chosen.step);
+    return [{ type: "line", name: "chosen", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
+              line: { color: style("--bad"), width: 1.5, dash: "dot" } }];
   };
+
+  const marks = () => {
+    const shapes = placed((run) => !isHidden(run)).map(({ run, x0, x1 }) => {
+      const color = runs.length > 1 ? runs[run].color : style("--bad");
+      return { type: "rect", name: "episode", x0, x1, yref: "paper", y0: 0, y1: 1, fillcolor: color, opacity: 0.22,
+               line: { color, width: 1 }, layer: "below" };
+    });
+    return [...shapes, ...chosenStep()];
+  };
+
+  /** Frame the episodes of a run; a filled span would change the colors of a map. */
+  const framed = (run) => [...placed((one) => one === run).map(({ x0, x1 }) => ({
+    type: "rect", name: "episode", x0, x1, yref: "paper", y0: 0, y1: 1, line: { color: style("--bad"), width: 1.5 },
+  })), ...chosenStep()];
 
   const drawCurves = (panel, section) => {
     const { data, legend } = curves(panel), choice = chosenOf(panel);
@@ -298,7 +308,7 @@
       xaxis: isRanks ? { ...axis(), type: "category" } : horizontal(),
       yaxis: { ...axis(), autorange: "reversed", tickfont: { size: 10 }, showgrid: false, zeroline: false,
                tickvals: rows.filter((i) => i % skip === 0), ticktext: labels.filter((_, i) => i % skip === 0).map(escaped) },
-      shapes: isRanks ? [] : marks().filter(({ name }) => name === "chosen"),
+      shapes: isRanks ? [] : framed(map.run),
     };
     layout.margin.t = 44;
     const slider = section.querySelector("input[type=range]");

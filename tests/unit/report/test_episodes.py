@@ -82,6 +82,28 @@ def test_how_the_run_ended(tmp_path, state, shown):
     assert shown in headline([run_of(tmp_path, [])])
 
 
+@pytest.mark.parametrize(
+    ("step", "last", "is_after"), [(9, 9, True), (12, 9, True), (20, 9, False), (40, 30, True)]
+)
+def test_what_may_be_a_consequence(tmp_path, step, last, is_after):
+    """An episode soon after one of another kind points to it; how soon depends on its length."""
+    end = {"step": 2, "kind": "spike", "last_step": last, "num_steps": 2, "num_skipped": 0}
+    run = run_of(tmp_path, [RATE, end, {"step": step, "kind": "overflow", "cause": "gradient"}])
+    told = f"Just before steps 2\N{EN DASH}{last}: gradient norm spike, learning rate too high"
+
+    assert (told in words(headline([run]))) is is_after
+    assert (f"Just before: {told[12:]}" in words(episode_table([run]))) is is_after
+    assert words(headline([run])).count("Just before") == is_after
+
+
+def test_no_consequence_of_the_same_kind(tmp_path):
+    """Two episodes alike, and two that begin in the same step, do not point to each other."""
+    run = run_of(tmp_path, [RATE, {**RATE, "step": 5}, {"step": 5, "kind": "overflow"}])
+
+    assert words(episode_table([run])).count("Just before") == 1
+    assert "Just before: step 2: gradient norm spike" in words(episode_table([run]))
+
+
 def test_the_headline(tmp_path):
     """The headline has the number of episodes, the end, and the facts of each kind once."""
     end = {"step": 2, "kind": "spike", "last_step": 6, "num_steps": 4, "num_skipped": 1}

@@ -195,6 +195,25 @@ def test_the_map_is_aligned_with_the_curves(opened):
     assert all(place == pytest.approx(places[0]) for place in places)
 
 
+def test_a_map_frames_the_episodes_of_its_run(opened, folders):
+    """The frame has the place of the span in the curves; a map has only its own run's frames."""
+    for name in ("calm run", "bad run"):
+        folders[name] = write_run(folders["timed"].parent / name)
+    (folders["calm run"] / "anomalies.jsonl").unlink()
+    record = {"step": 6, "kind": "spike", "last_step": 10, "num_steps": 5}
+    write_lines(folders["bad run"] / "anomalies.jsonl", [record])
+    page = opened(names=["calm run", "bad run"])
+    shapes = (
+        "{}.layout.shapes.filter(({{name}}) => name === 'episode').map(({{x0, x1}}) => [x0, x1])"
+    )
+
+    for name in ("loss", "local-norms"):
+        assert page.evaluate(shapes.format(PLOT.format(name))) == [[5.5, 10.5]]
+    page.locator("#local-norms select").select_option("0")
+    page.wait_for_function(f"{PLOT.format('local-norms')}.layout.shapes.length === 0")
+    assert page.evaluate(shapes.format(PLOT.format("loss"))) == [[5.5, 10.5]]
+
+
 def test_rows_of_a_map_have_different_labels(opened, folders):
     """The name of a row that does not fit keeps what tells it from the other rows."""
     names = ("q_proj", "k_proj", "post_attention_layernorm")
