@@ -104,10 +104,14 @@ def _error(
     names: Mapping[str, str], column: str, wanted: str, value: Any, number: int
 ) -> DataError:
     name = names.get(column, column)
-    shown = _form(value) if isinstance(value, PIL.Image.Image) else f"{value!r:.60}"
+    shown = _form(value) if isinstance(value, PIL.Image.Image) else _shown(value)
     got = f"{shown} in row {number} (counted from 1)"
     msg = f"`data` must have {wanted} in each row of column `{name}`, got {got}"
     return DataError(msg, number)
+
+
+def _shown(value: Any) -> str:
+    return "an empty value (null)" if value is None else f"{value!r:.60}"
 
 
 def _is_clean(rows: Dataset, column: str, dtypes: str) -> bool:

@@ -43,6 +43,6 @@ def test_faults_are_one_sentence(tmp_path, capsys):
 
     (line,) = said
     assert line == (
-        "mfwrap: sequence_classification:16: data: must have a string in each row of column "
-        f"`text`, got None in row 2 (counted from 1), at {tmp_path}/rows.csv:3\n"
+        "mfwrap: sequence_classification:17: data: must have a string in each row of column "
+        f"`text`, got an empty value (null) in row 2 (counted from 1), at {tmp_path}/rows.csv:3\n"
     )

@@ -159,7 +159,7 @@ def test_no_weights_are_loaded(file, tmp_path, task):
 def test_a_row_that_does_not_fit(file):
     """A fault in any row is an error, also in a row that is not shown."""
     rows = [*({"text": "a"} for _ in range(9)), {"text": None}]
-    with pytest.raises(RecipeError, match="got None in row 10"):
+    with pytest.raises(RecipeError, match=r"got an empty value \(null\) in row 10"):
         preview(recipe_of("causal_lm", file(*rows)), 1)
 
 

@@ -52,7 +52,7 @@ def refusal_of(folder, task, rows, held_out=None, config=None, **data):
             "causal_lm",
             {"text": "a"},
             {"text": None},
-            "a string in each row of column `text`, got None",
+            "a string in each row of column `text`, got an empty value (null)",
         ),
         ("causal_lm", {"text": "a"}, {"text": 5}, "a string in each row of column `text`, got 5"),
         (
@@ -65,13 +65,13 @@ def refusal_of(folder, task, rows, held_out=None, config=None, **data):
             "sequence_classification",
             {"text": "a", "label": "x"},
             {"text": "a", "label": None},
-            "a string (like 'x' in row 1) in each row of column `label`, got None",
+            "a string (like 'x' in row 1) in each row of column `label`, got an empty value (null)",
         ),
         (
             "sequence_classification",
             {"text": "a", "label": "x"},
             {"text": None, "label": "x"},
-            "a string in each row of column `text`, got None",
+            "a string in each row of column `text`, got an empty value (null)",
         ),
         (
             "token_classification",
@@ -95,7 +95,7 @@ def refusal_of(folder, task, rows, held_out=None, config=None, **data):
             "image_classification",
             {"image": IMAGE, "label": 1},
             {"image": IMAGE, "label": None},
-            "a number (like 1 in row 1) in each row of column `label`, got None",
+            "a number (like 1 in row 1) in each row of column `label`, got an empty value (null)",
         ),
         (
             "image_classification",
@@ -125,7 +125,7 @@ def refusal_of(folder, task, rows, held_out=None, config=None, **data):
             "supervised_tuning",
             {"prompt": "a", "completion": "b"},
             {"prompt": "a", "completion": None},
-            "a string (as in row 1) in each row of column `completion`, got None",
+            "a string (as in row 1) in each row of column `completion`, got an empty value (null)",
         ),
         (
             "supervised_tuning",
@@ -137,7 +137,7 @@ def refusal_of(folder, task, rows, held_out=None, config=None, **data):
             "supervised_tuning",
             {"messages": TURNS},
             {"messages": None},
-            "a list of messages with role and content in each row of column `messages`, got None",
+            "a list of messages with role and content in each row of column `messages`, got an empty value (null)",
         ),
         (
             "preference_tuning",
@@ -269,7 +269,7 @@ def test_the_name_is_that_of_the_data(tmp_path):
     rows, columns = [good] * 3, {"columns": {"text": "review"}}
     message = refusal_of(tmp_path, "causal_lm", rows, [good, {"review": None}], **columns)
 
-    assert "of column `review`, got None in row 2" in message
+    assert "of column `review`, got an empty value (null) in row 2" in message
     assert "of the held-out rows" in message
 
 

@@ -216,7 +216,8 @@ def test_an_empty_feature_names_its_column(tmp_path, kind):
     rows = [*HOUSES[:3], HOUSES[3] | {"year": None}]
     section = {"path": houses(tmp_path, kind, "rows", rows), "columns": PRICES}
 
-    says = r"data: must have a finite number in each row of column `year`, got None in row 4 "
+    wanted = "data: must have a finite number in each row of column `year`"
+    says = rf"{wanted}, got an empty value \(null\) in row 4 "
     with pytest.raises(RecipeError, match=says):
         checked_rows(recipe_of("regression", section, model=PERCEPTRON))
 
@@ -314,8 +315,8 @@ def test_a_null_is_refused(tmp_path, monkeypatch, kind):
     with pytest.raises(RecipeError) as caught:
         checked_rows(recipe)
     assert str(caught.value).endswith(
-        "data: must have a string in each row of column `review`, got None in row 6 (counted from "
-        f"1){place.get(kind, '')}"
+        "data: must have a string in each row of column `review`, got an empty value (null) in "
+        f"row 6 (counted from 1){place.get(kind, '')}"
     )
     assert str(caught.value).startswith("r:")
 

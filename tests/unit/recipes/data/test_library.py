@@ -73,7 +73,7 @@ def test_a_null_is_refused(folder):
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in ["a", None]))
     section = {"type": "datasets", "path": "json", "data_files": str(folder / "rows.jsonl")}
 
-    with pytest.raises(RecipeError, match="got None in row 2"):
+    with pytest.raises(RecipeError, match=r"got an empty value \(null\) in row 2"):
         checked_rows(recipe_of("causal_lm", section))
 
 

@@ -145,7 +145,8 @@ def test_a_null_ends_the_run(tmp_path):
     rows = [*texts(120), {"text": None}]
     keys = section(tmp_path, rows)
     recipe = recipe_of("causal_lm", keys, max_steps=40, output_dir=str(tmp_path / "run"))
-    with pytest.raises(DataError, match=r"must have a string .* got None in row 121 "):
+    says = r"must have a string .* got an empty value \(null\) in row 121 "
+    with pytest.raises(DataError, match=says):
         run_recipe(recipe)
 
 
