@@ -42,10 +42,10 @@ class MetricsRecorder(MonitorCallback):
     """
 
     def __init__(
-        self, folder: Path, *, evaluates_average: bool, says_evaluations: bool = False
+        self, folder: str | Path, *, evaluates_average: bool, says_evaluations: bool = False
     ) -> None:
         self.evaluation_lines = says_evaluations
-        self._path = folder / "metrics.jsonl"
+        self._path = Path(folder) / "metrics.jsonl"
         self._prefix = "ema_" if evaluates_average else ""
         self._lines: JsonLines | None = None
         self._reports: list[tuple[int, StepReport]] = []
@@ -162,8 +162,8 @@ class ThroughputRecorder(TrainerCallback):
         clock: Returns seconds from an arbitrary start.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._path = folder / "throughput.jsonl"
+    def __init__(self, folder: str | Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._path = Path(folder) / "throughput.jsonl"
         self._lines: JsonLines | None = None
         self._clock = clock
         self._start = (0, 0.0)

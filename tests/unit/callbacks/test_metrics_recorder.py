@@ -45,7 +45,7 @@ def test_throughput_is_that_of_training(tmp_path):
 @pytest.mark.parametrize(("limit", "found"), [(0.5, 0.5), (0.0, None)])
 def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
     """The record of a run has `max_grad_norm` if gradients are clipped."""
-    recorder = MetricsRecorder(tmp_path, evaluates_average=False)
+    recorder = MetricsRecorder(str(tmp_path), evaluates_average=False)
     recorder.on_train_begin(arguments_of(tmp_path, max_grad_norm=limit), TrainerState(), None)
     recorder.write({"step": 1, "loss": 1.0})
 
