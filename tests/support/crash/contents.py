@@ -10,6 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mfwrap.checkpoints.folders import ABANDONED
+
 __all__ = ["contents", "differences"]
 
 _TIMES = re.compile(
@@ -17,7 +19,7 @@ _TIMES = re.compile(
 )
 """Names of what depends on the clock, and of the command, which is another one after a crash."""
 
-_IGNORED = re.compile(r"(earlier_)?error_rank_\d+\.txt(\.partial)?|abandoned-.*|.*\.jsonl?\.\d+")
+_IGNORED = re.compile(rf"(earlier_)?error_rank_\d+\.txt(\.partial)?|{ABANDONED}.*|.*\.jsonl?\.\d+")
 """Traceback of a run that failed or was killed while it wrote the traceback, which stays when the
 run is resumed, and checkpoints and records that a run has set aside."""
 
