@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -71,7 +70,7 @@ def test_in_a_terminal(recipe, anomalies):
 def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
     """A terminal cuts the middle of a long anomaly, and says whether the update was skipped."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((COLUMNS, 40)))
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
     lines = []
     monkeypatch.setattr(tqdm, "write", lambda _, line, **__: lines.append(line))
     anomaly = (
