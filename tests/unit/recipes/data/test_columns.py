@@ -137,8 +137,10 @@ def refusal_of(folder, task, rows, held_out=None, config=None, **data):
             "supervised_tuning",
             {"messages": TURNS},
             {"messages": None},
-            "a list of messages with role and content in each row of column `messages`, "
-            "got an empty value (null)",
+            (
+                "a list of messages with role and content in each row of column `messages`, "
+                "got an empty value (null)"
+            ),
         ),
         (
             "preference_tuning",
