@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import signal
 import subprocess
@@ -10,15 +9,14 @@ import sys
 
 import pytest
 from tqdm.auto import tqdm
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from mfwrap.callbacks import MFLossMonitor
 from mfwrap.trainer import MFTrainer
-from support.paths import TESTS
 from support.recipe_texts import PERCEPTRON, recipe_text
 from support.terminal import COLUMNS, screen, written_in_terminal
-from support.trainer_runs import new_trainer
+from support.trainer_runs import Counting, new_trainer, tiny_llama
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def shown(recipe, *options):
     return written_in_terminal(words, recipe.parent)
 
 
-@pytest.mark.parametrize("anomalies", [False, True])
+@pytest.mark.parametrize("anomalies", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_in_a_terminal(recipe, anomalies):
     """There is one bar, one line for the skipped update, no dict, no record, no wrapped line."""
     options = ["--set", "monitor_config.monitor_on=true"] if anomalies else []
@@ -98,6 +96,7 @@ def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
     assert short == "short"
 
 
+@pytest.mark.slow
 def test_lines_in_a_terminal(recipe):
     """With ``console="lines"``, the records are printed instead of the bar."""
     written = shown(recipe, "--set", "callbacks.0.console=lines")
@@ -121,40 +120,34 @@ def test_in_a_file(recipe):
     assert "{'loss'" not in written
 
 
-PLAIN = """
-import sys
-from pathlib import Path
-from transformers import TrainingArguments
-from mfwrap.callbacks import MFLossMonitor
-from mfwrap.trainer import MFTrainer
-from support.trainer_runs import Counting, tiny_llama
-
-arguments = TrainingArguments(
-    "run", per_device_train_batch_size=1, max_steps=3, logging_steps=1, report_to="none",
-    per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=3, save_strategy="no",
-    use_cpu=True, disable_tqdm=True,
-)
-callbacks = [MFLossMonitor()] if sys.argv[1] == "with" else []
-MFTrainer(
-    tiny_llama(), arguments, train_dataset=Counting(8), eval_dataset=Counting(4),
-    callbacks=callbacks,
-).train()
-"""
-
-
-@pytest.mark.parametrize("monitor", ["with", "without"])
-def test_without_a_bar(tmp_path, monitor):
+@pytest.mark.parametrize("monitored", [True, False])
+def test_without_a_bar(tmp_path, capfd, caplog, monitored):
     """With an MFLossMonitor, the Trainer prints no dict of a step; evaluations stay."""
-    words = [sys.executable, "-P", "-c", PLAIN, monitor]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    printed = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        max_steps=3,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    MFTrainer(
+        tiny_llama(),
+        arguments,
+        train_dataset=Counting(8),
+        eval_dataset=Counting(4),
+        callbacks=[MFLossMonitor()] if monitored else [],
+    ).train()
+    printed = capfd.readouterr().out
 
-    is_said = monitor == "with"
-    assert printed.count("Epoch:[") == (3 if is_said else 0)
-    assert printed.count("{'loss'") == (0 if is_said else 3)
-    assert printed.count("{'train_runtime'") == (not is_said)
+    assert caplog.text.count("Epoch:[") == (3 if monitored else 0)
+    assert printed.count("{'loss'") == (0 if monitored else 3)
+    assert printed.count("{'train_runtime'") == (not monitored)
     assert printed.count("{'eval_loss'") == 1
 
 
