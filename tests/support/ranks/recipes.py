@@ -3,7 +3,7 @@
 from mfwrap.recipe import parse_recipe, run_recipe
 from support.hub import client_of
 
-__all__ = ["run_again", "run_with_hub"]
+__all__ = ["run_again", "run_with_hub", "train_recipe"]
 
 
 def run_again(rank: int, text: str) -> list[str]:
@@ -12,6 +12,12 @@ def run_again(rank: int, text: str) -> list[str]:
     said: list[str] = []
     run_recipe(parse_recipe(text, "r.yaml"), resume="auto", say=said.append)
     return said
+
+
+def train_recipe(rank: int, text: str) -> dict[str, float]:
+    """Run a recipe, and return its metrics."""
+    del rank
+    return run_recipe(parse_recipe(text, "r.yaml")).metrics
 
 
 def run_with_hub(rank: int, text: str, url: str) -> str:

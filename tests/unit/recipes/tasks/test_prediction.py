@@ -20,7 +20,9 @@ from mfwrap.recipes.tasks.prediction import (
     build_token_classification,
     regression_errors,
 )
+from support.ranks.recipes import train_recipe
 from support.recipe_data import recipe_of
+from support.recipe_texts import recipe_text
 
 BERT = {
     "model_type": "bert",
@@ -129,6 +131,24 @@ def test_a_trained_table_is_in_its_own_unit(tmp_path, monkeypatch):
     run_recipe(recipe, resume="run/checkpoint-30")
     again = load_file("run/model/model.safetensors")
     assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+def test_a_table_on_two_ranks(tmp_path, two_ranks):
+    """Two ranks train and save the same standardized model as one process."""
+    settings = {"seed": 5, "output_dir": str(tmp_path / "alone")}
+    alone = train_recipe(0, recipe_text(training=settings))
+    settings |= {"output_dir": str(tmp_path / "ranks"), "per_device_train_batch_size": 4}
+    both = two_ranks.run(train_recipe, recipe_text(training=settings))
+
+    expected, found = (
+        load_file(tmp_path / run / "model" / "model.safetensors") for run in ("alone", "ranks")
+    )
+    assert found.keys() == expected.keys()
+    assert "target_scale.mean" in found
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    for metrics in both:
+        assert metrics["eval_mse"] == pytest.approx(alone["eval_mse"], rel=1e-4)
 
 
 def test_regression_errors_are_those_of_scikit_learn():
