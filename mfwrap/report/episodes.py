@@ -280,7 +280,7 @@ def _of_episode(run: RunRecord, number: int, episode: Episode) -> _Event:
         "; ".join(_escaped(_explanation(record) for record in records)),
         "; ".join(_escaped(record.get("suggestion") or "" for record in records)),
         _escaped(line for record in records for line in _lines(record)),
-        _escaped(_where(records, run)),
+        [line.replace(".", ".<wbr>") for line in _escaped(_where(records, run))],
         samples_of(records),
         html.escape(_action(run, episode)),
     )

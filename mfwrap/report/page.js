@@ -255,15 +255,21 @@
     let start = 0, end = 0;
     while (start < shortest - 1 && isShared(start)) start += 1;
     while (end < shortest - 1 - start && isShared(-1 - end)) end += 1;
-    return words.map((each) => {
-      let name = (each.length > 1 ? each.slice(start, each.length - end) : each).join(".");
+    const names = words.map((each) => (each.length > 1 ? each.slice(start, each.length - end) : each).join("."));
+    const cut = (name, keepsEnd) => {
       if (name.length <= length) return name;
       // The number of the layer tells long names apart, so the words before it go first.
-      name = name.replace(/^\D+\.(?=\d+\.)/, "");
-      if (name.length <= length) return name;
-      const head = /^\d+\./.exec(name)?.[0] || name.slice(0, Math.floor(length / 3));
-      return `${head}…${name.slice(head.length + 1 - length)}`;
-    });
+      const inLayer = name.replace(/^\D+\.(?=\d+\.)/, "");
+      if (inLayer.length <= length) return inLayer;
+      const head = /^\d+\./.exec(inLayer)?.[0] || inLayer.slice(0, keepsEnd ? Math.floor(length / 3) : 0);
+      if (keepsEnd) return `${head}…${inLayer.slice(head.length + 1 - length).replace(/^\./, "")}`;
+      return `${head}${inLayer.slice(head.length).split(".").at(-1).slice(0, length - head.length - 1)}…`;
+    };
+    const labels = names.map((name) => cut(name, true));
+    const times = new Map();
+    for (const one of labels) times.set(one, (times.get(one) || 0) + 1);
+    // Where the ends are the same, as of two kinds of norms, the beginnings of the last words differ.
+    return labels.map((one, i) => (times.get(one) > 1 ? cut(names[i], false) : one));
   };
   const escaped = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
 

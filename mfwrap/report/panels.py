@@ -242,7 +242,7 @@ def _choice(
         ),
     )
     traces = [
-        line(number, label(run, kind, runs), curve, choice=choice, smooth=True)
+        line(number, label(run, kind, runs), curve, choice=choice, **_form(curve))
         for choice, kind in enumerate(found)
         for number, run in enumerate(runs)
         if (curve := run.curves.get(kind))
@@ -255,6 +255,14 @@ def _choice(
 def _is_constant(runs: Sequence[RunRecord], name: str) -> bool:
     curves = [run.curves.get(name, Curve()).values for run in runs]
     return all(len(set(values)) < 2 for values in curves) and any(len(v) > 1 for v in curves)
+
+
+def _form(curve: Curve) -> dict[str, Any]:
+    """Return how to draw a curve: counts as stairs, because smoothing would invent fractions."""
+    values = curve.values
+    is_count = all(math.isfinite(value) and value == int(value) for value in values)
+    is_count = is_count and all(a <= b for a, b in pairwise(values))
+    return {"shape": "hv"} if is_count else {"smooth": True}
 
 
 def _unit(name: str) -> str:

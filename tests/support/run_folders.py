@@ -57,8 +57,8 @@ def write_run(folder: Path, num_steps: int = 40, num_ranks: int = 1) -> Path:
                 "learning_rate": step / 1000,
                 "global_norm": "inf" if bad else 1 + 1 / step,
                 "local_norm": {**norms(step, 0)} if not bad else dict.fromkeys(GROUPS, "nan"),
-                "throughput": 100.0 + step,
-                "weight_norm": 7.0,
+                "throughput": 100.5 + step,
+                "weight_norm": 7.5,
                 "max_grad_norm": 1.5,
             }
         )

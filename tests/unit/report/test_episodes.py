@@ -42,7 +42,7 @@ def cells(run):
     rows = re.findall("<tr>(<td.*?)</tr>", episode_table([run]))
     return [
         [
-            html.unescape(re.sub("<.*?>", " ", cell)).split()
+            html.unescape(re.sub("<.*?>", " ", cell.replace("<wbr>", ""))).split()
             for cell in re.findall("<td.*?</td>", row)
         ]
         for row in rows
@@ -51,7 +51,7 @@ def cells(run):
 
 def words(page):
     """Return the text of a page, with single spaces."""
-    text = re.sub(r"</?(strong|a|code)\b.*?>", "", page)
+    text = re.sub(r"</?(strong|a|code|wbr)\b.*?>", "", page)
     return " ".join(html.unescape(re.sub("<.*?>", " ", text)).split())
 
 

@@ -76,6 +76,21 @@ def test_rates_that_differ_by_far_have_a_logarithmic_axis(tmp_path):
     assert not panels(tmp_path / "small", tmp_path / "near")["learning_rate"].content["log"]
 
 
+def test_counts_are_stairs(tmp_path):
+    """What only grows in whole numbers is not smoothed, because there are no fractions of it."""
+    lines = [
+        {"step": s, "skipped_steps": s // 4, "falls": -s, "share": s / 3} for s in range(1, 10)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    found = traces(panels(tmp_path)["others"])
+
+    assert found["skipped_steps"]["shape"] == "hv"
+    assert "smooth" not in found["skipped_steps"]
+    for name in ("falls", "share"):
+        assert found[name]["smooth"]
+        assert "shape" not in found[name]
+
+
 def test_what_is_constant_is_the_last_choice(tmp_path):
     """The menu of other curves opens with one that changes."""
     lines = [{"step": s, "constant": 0.0, "varies": 1.0 * s, "zeros": "nan"} for s in (1, 2, 3)]
