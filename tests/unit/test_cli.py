@@ -23,6 +23,7 @@ from mfwrap.cli import cli, main
 from mfwrap.recipe.library import shipped_recipes
 from support.checkpoint_folders import write_checkpoint
 from support.mindformers_files import mindformers_text
+from support.ports import free_port
 from support.recipe_texts import PERCEPTRON, recipe_text
 from support.run_folders import write_run, write_trainer_run
 
@@ -492,12 +493,12 @@ def test_as_a_module(recipe):
 @pytest.mark.parametrize(
     "launcher",
     [
-        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29531"],
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
         # accelerate's launcher for CPUs needs MPI to start several processes. Use accelerate's
         # launcher for GPUs, which starts the same program without MPI.
         ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-         "--main_process_port", "29532", "--num_machines", "1", "--mixed_precision", "no",
-         "--dynamo_backend", "no"],
+         "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+         "--main_process_port"],
     ],
     ids=["torchrun", "accelerate"],
 )  # fmt: skip
@@ -508,7 +509,7 @@ def test_on_two_processes(recipe, launcher, tmp_path):
     # The processes are connected on any machine, also if the recipe does not name the device.
     recipe.write_text(text.replace("  use_cpu: true\n", ""))
     result = program(
-        *launcher, "-m", "mfwrap", "train", recipe,
+        *launcher, free_port(), "-m", "mfwrap", "train", recipe,
         "--set", "training.per_device_train_batch_size=4", timeout=200,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
