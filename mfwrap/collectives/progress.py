@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,11 +161,15 @@ class Progress:
     microsecond.
 
     Args:
-        group: Default process group.
+        group: Default process group, which the object does not keep alive; ``None`` if there is
+            none, so that no collective is counted.
     """
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        # The watch of a process lives until the process ends. If it kept a destroyed group alive,
+        # the threads of gloo would still run when the interpreter shuts down, and could abort the
+        # process: they need the GIL to free the tensors of the last collective.
+        self._reference = None if group is None else weakref.ref(group)
         self._training = self.begun = self.done = 0
         self.end = ""
         """How the rank's training ended; empty while it trains."""
@@ -262,6 +267,10 @@ class Progress:
             return (self._training, self.done, self._collectives())
         return ()
 
+    @property
+    def _group(self) -> Any:
+        return None if self._reference is None else self._reference()
+
     def _note(self, update: int) -> None:
         collectives = self._collectives()
         self._of_updates.append([update, collectives, collectives])
@@ -281,13 +290,18 @@ def collective_of_main_thread(group: Any) -> str:
         group: Default process group. Collectives of other groups do not count.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  (no public name)
-    while frame is not None and "/torch/" in frame.f_code.co_filename:
-        file, name, given = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
-        if file == distributed.distributed_c10d.__file__:
-            # Functions for objects call those for tensors. Outside of these, they pickle.
-            is_waiting = given.get("group") in (None, group) and not given.get("async_op", False)
-            return name if name in COLLECTIVES and "object" not in name and is_waiting else ""
-        if name == _OF_BUFFERS and getattr(given.get("self"), "process_group", None) is group:
-            return name
-        frame = frame.f_back
-    return ""
+    try:
+        while frame is not None and "/torch/" in frame.f_code.co_filename:
+            file, name, given = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
+            if file == distributed.distributed_c10d.__file__:
+                # Functions for objects call those for tensors. Outside of these, they pickle.
+                is_default = given.get("group") in (None, group)
+                is_waiting = is_default and not given.get("async_op", False)
+                return name if name in COLLECTIVES and "object" not in name and is_waiting else ""
+            if name == _OF_BUFFERS and getattr(given.get("self"), "process_group", None) is group:
+                return name
+            frame = frame.f_back
+        return ""
+    finally:
+        # In the main thread the frame is this function's own, which would keep the group alive.
+        del frame

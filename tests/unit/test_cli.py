@@ -527,6 +527,34 @@ def test_on_two_processes(recipe, launcher, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_no_thread_of_the_ranks_is_left(recipe, tmp_path):
+    """When Python ends, gloo has no thread any more, which could abort the process."""
+    (tmp_path / "named.py").write_text(
+        """
+import atexit, os
+from pathlib import Path
+from mfwrap.cli import main
+
+def note():
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    Path(f"threads_{os.environ['RANK']}").write_text(" ".join(names))
+
+atexit.register(note)
+main()
+"""
+    )
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    result = program(*launcher, free_port(), tmp_path / "named.py", "train", recipe, timeout=200)
+
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        names = (tmp_path / f"threads_{rank}").read_text()
+        assert "python" in names
+        assert "gloo" not in names
+
+
+@pytest.mark.slow
 def test_an_imported_float16_file_trains(tmp_path, monkeypatch):
     """A MindFormers file in float16 is imported and trained; its loss scale settles by halving."""
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import weakref
 
 import pytest
 from torch import distributed
@@ -152,6 +153,25 @@ def test_a_group_without_numbers():
 
     assert progress.answer("here").of_updates == [[0, 0, 0], [1, 0, 0]]
     assert collective_of_main_thread(None) == ""
+
+
+def test_a_destroyed_group_is_freed(tmp_path):
+    """The count of a rank keeps no process group alive, whose threads would outlive Python."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        group = weakref.ref(distributed.group.WORLD)
+        progress = Progress(group())
+        progress.begin_update()
+        distributed.barrier()
+        before = progress.answer("here").collectives
+    finally:
+        distributed.destroy_process_group()
+
+    assert before > 0
+    assert group() is None
+    assert progress.answer("here").collectives == 0
 
 
 def test_collectives_of_updates(two_ranks):
