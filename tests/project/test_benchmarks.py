@@ -65,6 +65,7 @@ def test_each_result_says_what_was_run(sections):
         assert set(commands) <= programs
 
 
+@pytest.mark.slow
 def test_a_section_that_is_measured_keeps_the_others(results):
     """Measuring one section replaces its table and nothing else."""
     before = bodies(results)

@@ -77,6 +77,7 @@ def test_without_a_fault_nothing_is_found(cases, name):
     assert all("deferred.py" in wait for wait in found["waits"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["cell", "attach", "MFTrainer", "every monitor", "Model"])
 def test_each_way_trains_without_a_fault(ways, way):
     """Losses, norms and weights are those of the CPU, and the host waits for nothing but events."""
@@ -88,6 +89,7 @@ def test_each_way_trains_without_a_fault(ways, way):
     assert all("deferred.py" in wait for wait in found["waits"])
 
 
+@pytest.mark.slow
 def test_the_hook_of_replicas_waits_for_nothing(ways):
     """Under DistributedDataParallel mfwrap's hook adds no wait to torch's own, which is in C++."""
     found = ways["DDP"]

@@ -397,6 +397,7 @@ def test_the_page_in_a_notebook(browser, folders, tmp_path):
     context.close()
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_are_less_than_two_megabytes(tmp_path):
     """The page of a long run of many layers on two ranks has at most 2 MB."""
     steps = range(1, 10_001)
