@@ -261,7 +261,7 @@ def load_files(name: str, files: Sequence[str], builder: str, **options: Any) ->
             in which it differs from the first file.
     """
     try:
-        with silent_library():
+        with reading_locally():
             return load_dataset(builder, data_files=list(files), split="train", **options)
     except (DatasetsError, ValueError) as error:
         cause = error.__cause__ or error
@@ -291,14 +291,19 @@ def _difference(first: str, features: Features, file: str, others: Features) -> 
 
 
 @contextlib.contextmanager
-def silent_library() -> Iterator[None]:
-    """Suppress the log of `datasets`; turn its exceptions into one-line recipe errors."""
-    level = datasets.logging.get_verbosity()
+def reading_locally() -> Iterator[None]:
+    """Suppress the log of `datasets`, and its request to a server that counts what is loaded.
+
+    The library sends the request for local files, too. Without a network it may wait for seconds.
+    """
+    level, counts = datasets.logging.get_verbosity(), datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
         yield
     finally:
         datasets.logging.set_verbosity(level)
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
 
 
 def listed(files: Files) -> Sequence[str]:

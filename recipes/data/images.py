@@ -8,7 +8,7 @@ from typing import Literal, final
 from datasets import ClassLabel, Dataset, Image, load_dataset
 from datasets.exceptions import DatasetsError
 
-from mfwrap.recipes.data.files import silent_library
+from mfwrap.recipes.data.files import reading_locally
 from mfwrap.recipes.data.source import DataSource, Rows
 
 IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
@@ -48,7 +48,7 @@ class ImageFolderSource(DataSource):
 
     def read(self) -> Rows:
         try:
-            with silent_library():
+            with reading_locally():
                 if self.eval_path is None:
                     found = load_dataset("imagefolder", data_dir=self.path)
                 else:

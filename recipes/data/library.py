@@ -9,7 +9,7 @@ from datasets.exceptions import DatasetsError
 
 from mfwrap.arguments import check_int
 from mfwrap.recipes.data import streams
-from mfwrap.recipes.data.files import Files, listed, silent_library
+from mfwrap.recipes.data.files import Files, listed, reading_locally
 from mfwrap.recipes.data.images import IMAGE_ENDINGS
 from mfwrap.recipes.data.places import check_place, is_folder
 from mfwrap.recipes.data.source import NO_NEEDS, DataSource, Needs, Rows
@@ -151,7 +151,7 @@ class DatasetsSource(DataSource):
                     self.path, self.name, split=split, revision=self.revision, **options
                 )
             try:
-                with silent_library():
+                with reading_locally():
                     return load_dataset(self.path, self.name, split=split, **options)
             except (DatasetsError, ValueError) as error:
                 says = f"a split that can be read, got {split!r}: {error.__cause__ or error}"
