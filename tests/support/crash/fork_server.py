@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Self
 
+from tqdm import tqdm
+
 from support.paths import TESTS
 from support.ports import free_port
 
@@ -117,6 +119,9 @@ def _serve() -> None:
     # Children collect garbage often. Without frozen objects they would copy the server's memory.
     gc.collect()
     gc.freeze()
+    # The lock is a semaphore. A run that made it would have to delete it at its end, which it
+    # leaves out here, and from Python 3.14 on another process would complain about it.
+    tqdm.get_lock()
     # Leave stdout to the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
