@@ -50,7 +50,7 @@ peers: $(VENV)/.linked ## run accelerate's own tests with mfwrap in place, and r
 	$(RUN) .ci/peers.py
 
 # ROWS="3.11-oldest 3.12-pinned" chooses rows; .ci/matrix.py lists them.
-matrix: $(VENV)/.installed-matrix ## run the fast tests with each Python and with the oldest and newest packages (1 hour)
+matrix: $(VENV)/.installed-matrix ## run the fast tests with each Python and with the oldest and newest packages (40 minutes)
 	$(RUN) .ci/matrix.py $(ROWS)
 
 table: $(VENV)/.linked ## compare the Trainer's options with MFTrainer's, and write docs/trainer_table.md (10 minutes)
