@@ -19,8 +19,8 @@ import torch
 from torch import distributed
 
 from mfwrap.collectives import any_rank, num_ranks, this_rank
-from mfwrap.collectives.messages import has_keys
 from mfwrap.collectives.places import named_ranks
+from mfwrap.collectives.store import default_store, has_keys
 
 EXIT_STOPPED = 75
 """Exit code of a training that a signal has stopped: ``EX_TEMPFAIL``, "try again later"."""
@@ -133,9 +133,8 @@ class RankTermination:
 def _last_step_of_all_ranks() -> "LastStep":
     # Clone the store to get a separate connection. On a shared connection, a request that waits for
     # an answer would block all other requests of this process.
-    store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)
     names = f"mfwrap/termination/{next(_trainings)}/"
-    return LastStep(store.clone(), names, this_rank(), num_ranks())
+    return LastStep(default_store().clone(), names, this_rank(), num_ranks())
 
 
 class KeyValueStore(Protocol):

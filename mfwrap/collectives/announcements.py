@@ -12,8 +12,7 @@ from typing import Any, final
 from torch import distributed
 
 from mfwrap.collectives.calls import num_ranks, this_rank
-from mfwrap.collectives.messages import has_keys
-from mfwrap.collectives.watch import default_store
+from mfwrap.collectives.store import default_store, has_keys
 
 
 @final

@@ -29,9 +29,9 @@ from torch import Tensor, distributed
 
 from mfwrap.collectives import calls
 from mfwrap.collectives.clock import Section, section_clock
-from mfwrap.collectives.messages import has_keys
 from mfwrap.collectives.places import is_skipped, named_ranks, place_of
 from mfwrap.collectives.progress import COLLECTIVES
+from mfwrap.collectives.store import default_store, has_keys, new_connection
 from mfwrap.collectives.watch import rank_watch
 
 VARIABLE = "MFWRAP_DEBUG_COLLECTIVES"
@@ -128,13 +128,12 @@ def _compare(call: CollectiveCall, group: Any) -> None:
     # A rank outside of the group has an int instead of a group.
     if isinstance(group, int) or distributed.get_world_size(group) == 1:
         return
-    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)
+    store = default_store()
     if _comparison is None or _comparison.belongs_to is not store:
-        try:
-            _comparison = Comparison(store, calls.this_rank())
-        except (RuntimeError, NotImplementedError):
-            # A store that cannot be cloned, such as that of torch's fake process group.
+        connection = new_connection(store, "mfwrap/collectives")
+        if connection is None:
             return
+        _comparison = Comparison(store, connection, calls.this_rank())
     ranks = distributed.get_process_group_ranks(group)
     _comparison.compare(call, ranks, getattr(group, "group_name", ""))
 
@@ -144,13 +143,14 @@ class Comparison:
     """Compare the calls of this rank with those of the other ranks, separately for each group.
 
     Args:
-        store: Key-value store that the ranks share. The comparison opens its own connection.
+        store: Key-value store that the ranks share.
+        connection: The comparison's own connection to the store, see `new_connection`.
         rank: This rank.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store: Any, connection: Any, rank: int) -> None:
         self.belongs_to = store
-        self._store = distributed.distributed_c10d.PrefixStore("mfwrap/collectives", store.clone())
+        self._store = connection
         self._timeout = store.timeout.total_seconds()
         self._rank = rank
         self._numbers: Counter[str] = Counter()

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any, final
 
 from mfwrap.collectives.progress import RankStatus
+from mfwrap.collectives.store import has_keys
 
 _SECONDS_FOR_ANSWERS = 4.0
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 
 _logger = logging.getLogger("mfwrap")
 
@@ -105,18 +105,3 @@ class RankMessages:
                 self._unread.remove(number)
                 _logger.warning(self._store.get(key).decode())
         del self._unread[:-4]
-
-
-def has_keys(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until a store has some keys; return whether it has them after at most some seconds.
-
-    Unlike the store's own ``wait``, this leaves the connection free for other threads in between,
-    and writes no warnings to stderr.
-    """
-    deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
-    while not store.check(keys):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    return True

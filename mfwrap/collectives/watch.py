@@ -31,9 +31,10 @@ from torch import distributed
 
 from mfwrap.collectives.calls import num_ranks, this_rank
 from mfwrap.collectives.launch import warn_of_shared_store
-from mfwrap.collectives.messages import RankMessages, has_keys
+from mfwrap.collectives.messages import RankMessages
 from mfwrap.collectives.places import main_thread_place, named_ranks
 from mfwrap.collectives.progress import Progress, RankStatus
+from mfwrap.collectives.store import default_store, has_keys, new_connection
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _LOOKS_BETWEEN_QUESTIONS = 5
@@ -56,14 +57,15 @@ class RankWatch:
     A report is one sentence in the log (logger ``mfwrap``) of every rank whose process still runs.
 
     Args:
-        store: Key-value store that the ranks share. The watch opens a connection of its own.
+        store: Key-value store that the ranks share.
+        connection: The watch's own connection to the store, see `new_connection`.
         rank: This rank.
         num_ranks: Number of ranks.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Any, connection: Any, rank: int, num_ranks: int) -> None:
         self.belongs_to = store
-        self._store = distributed.distributed_c10d.PrefixStore("mfwrap/watch", store.clone())
+        self._store = connection
         self._rank = rank
         self._ranks = range(num_ranks)
         self._members: Sequence[int] = self._ranks
@@ -358,15 +360,10 @@ def rank_watch() -> RankWatch | None:
     if _current is None or _current.belongs_to is not store:
         if _current is not None:
             _current.close()
-        warn_of_shared_store()
-        try:
-            _current = RankWatch(store, this_rank(), num_ranks())
-        except (RuntimeError, NotImplementedError):
-            # A store that cannot be cloned, such as that of torch's fake process group.
+            _current = None
+        connection = new_connection(store, "mfwrap/watch")
+        if connection is None:
             return None
+        warn_of_shared_store()
+        _current = RankWatch(store, connection, this_rank(), num_ranks())
     return _current
-
-
-def default_store() -> Any:
-    """Return the key-value store that the ranks of the process group share."""
-    return distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)

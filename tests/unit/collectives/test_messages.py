@@ -4,7 +4,7 @@ import logging
 
 from torch import distributed
 
-from mfwrap.collectives.messages import RankMessages, has_keys
+from mfwrap.collectives.messages import RankMessages
 from mfwrap.collectives.progress import RankStatus
 
 
@@ -15,15 +15,6 @@ def _two_ranks():
         RankMessages(store, rank, 2, lambda place=place: RankStatus(place=place))
         for rank, place in enumerate(places)
     ]
-
-
-def test_keys_that_are_missing():
-    """Waiting for a key ends when the key is there, or when the time is over."""
-    store = distributed.HashStore()
-    store.set("here", "")
-
-    assert has_keys(store, ["here"], 10.0)
-    assert not has_keys(store, ["here", "missing"], 0.0)
 
 
 def test_a_rank_that_has_ended_is_not_waited_for():

@@ -18,6 +18,7 @@ from support.paths import TESTS
 from support.ranks import early_ends
 from support.ranks.guards import fail_alone, train_alone, train_apart, train_shards
 from support.ranks.pool import RankPool
+from support.stores import FakeStoreOfTorch214
 
 HANGS_SECONDS = 30
 """A rank that has not ended by then hangs. Deadlocks are ended after 20 to 25 seconds."""
@@ -29,9 +30,10 @@ def test_one_rank_needs_no_guard():
     assert rank_guard(dict(network.named_parameters()), [], ShardedParts(network), dict) is None
 
 
-def test_a_fake_process_group_needs_no_guard():
+@pytest.mark.parametrize("make_store", [FakeStore, FakeStoreOfTorch214])
+def test_a_fake_process_group_needs_no_guard(make_store):
     """Torch's fake process group, in which large jobs are tried out, has no ranks to compare."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    distributed.init_process_group("fake", store=make_store(), rank=0, world_size=4)
     try:
         network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
         cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1))
