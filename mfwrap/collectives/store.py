@@ -24,7 +24,7 @@ def new_connection(store: Any, prefix: str) -> Any | None:
         prefix: Prefix of all keys of the connection.
     """
     try:
-        connection = distributed.PrefixStore(prefix, store.clone())
+        connection = distributed.distributed_c10d.PrefixStore(prefix, store.clone())
         # Since torch 2.14, the fake store can be cloned, and claims to have any key.
         return None if connection.check(["is never set"]) else connection
     except (RuntimeError, NotImplementedError):
