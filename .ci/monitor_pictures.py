@@ -129,7 +129,7 @@ def train(folder: str, kind: str) -> None:
             ProfileMonitor(start_step=11, stop_step=13),
             EvalCallback(evaluate, step_interval=10),
             EMACallback(decay=0.9),
-            MetricsRecorder(Path(folder), evaluates_average=True),
+            MetricsRecorder(Path(folder)),
         ],
         "layer": [LocalNormMonitor(step_interval=1), RankClock(step_interval=10)],
         "weight": [ReplicaCheck(step_interval=5)],

@@ -13,7 +13,7 @@ from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
-from mfwrap.records.evaluations import results_of
+from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.records.json_lines import JsonLines, last_value
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
@@ -22,6 +22,8 @@ from mfwrap.trainer import MonitorCallback
 @final
 class MetricsRecorder(MonitorCallback):
     """Write a record per step, with `StepOutput`'s field names, and a record per evaluation.
+
+    If an `EMACallback` evaluates averaged weights, their metrics get the prefix ``ema_``.
 
     If the network reports losses beside their sum, the record has them by name in ``losses``.
 
@@ -36,17 +38,12 @@ class MetricsRecorder(MonitorCallback):
 
     Args:
         folder: Run folder, which gets ``metrics.jsonl``.
-        evaluates_average: Whether evaluations during training use averaged weights. Their metrics
-            then get the prefix ``ema_``.
         says_evaluations: Whether to log the results of evaluations, too.
     """
 
-    def __init__(
-        self, folder: str | Path, *, evaluates_average: bool, says_evaluations: bool = False
-    ) -> None:
+    def __init__(self, folder: str | Path, *, says_evaluations: bool = False) -> None:
         self.evaluation_lines = says_evaluations
         self._path = Path(folder) / "metrics.jsonl"
-        self._prefix = "ema_" if evaluates_average else ""
         self._lines: JsonLines | None = None
         self._reports: list[tuple[int, StepReport]] = []
         self._is_training = False
@@ -104,7 +101,7 @@ class MetricsRecorder(MonitorCallback):
         """Write an evaluation during training."""
         if self._lines is not None and self._is_training and metrics is not None:
             self.write_steps()
-            results = {self._prefix + name: value for name, value in results_of(metrics).items()}
+            results = results_of(metrics, prefix_of(state))
             self._lines.append({"step": state.global_step, **results})
             if self.evaluation_lines:
                 said = ", ".join(f"{name}: {value:.6g}" for name, value in results.items())

@@ -237,7 +237,7 @@ def train_and_save(arguments: RecipeArguments, accelerator: Accelerator) -> None
         calculate_per_token_loss=True,
         local_norm_groups="layer",
     )
-    recorder = MetricsRecorder(arguments.output_dir, evaluates_average=False)
+    recorder = MetricsRecorder(arguments.output_dir)
     start = evaluate(model, held_out, accelerator)
     with monitored(arguments, cell, recorder, accelerator.num_processes) as monitor:
         train(arguments, cell, training, recorder, monitor)

@@ -21,6 +21,7 @@ from mfwrap.callbacks.average.files import (
     save_state,
     saved_checkpoint,
 )
+from mfwrap.records.evaluations import note_averages
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer import MonitorCallback
 
@@ -133,7 +134,7 @@ class EMACallback(MonitorCallback):
             if attachment is None:
                 self._updates = AppliedUpdates(optimizer)
         if self._evaluates and args.eval_on_start:
-            self._evaluated.hold(self.ema, model, state.global_step, control)
+            self._evaluated.hold(self.ema, model, state, control)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -180,7 +181,7 @@ class EMACallback(MonitorCallback):
     ) -> None:
         """Restore the raw weights after the evaluation of a single data set."""
         del args, control
-        if not self._evaluated.evaluated(metrics, state.global_step):
+        if not self._evaluated.evaluated(metrics, state):
             warnings.warn(
                 "a data set was evaluated with raw weights: something called the model's "
                 "state_dict between two data sets, which restores the raw weights",
@@ -237,6 +238,8 @@ class EMACallback(MonitorCallback):
         """If the Trainer has loaded the best checkpoint, load its averaged weights instead."""
         del control
         self._evaluated.end()
+        # From now on, only the caller knows which weights are evaluated.
+        note_averages(state, are_evaluated=False)
         self._stop_watching()
         best = state.best_model_checkpoint
         if self._loads_best and args.load_best_model_at_end and best:
@@ -299,7 +302,7 @@ class EMACallback(MonitorCallback):
         self, state: TrainerState, control: TrainerControl, model: nn.Module
     ) -> None:
         if self._evaluates and self.ema is not None and control.should_evaluate:
-            self._evaluated.hold(self.ema, model, state.global_step, control)
+            self._evaluated.hold(self.ema, model, state, control)
 
     def _write(
         self, ema: ExponentialMovingAverage, folder: Path, model: nn.Module, *, is_writer: bool
@@ -324,18 +327,23 @@ class EvaluatedAverages:
         self._swap = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
         self._control: TrainerControl | None = None
+        self._state: TrainerState | None = None
         self._step: int | None = None
         self._are_held = False
 
     def hold(
-        self, ema: ExponentialMovingAverage, model: nn.Module, step: int, control: TrainerControl
+        self,
+        ema: ExponentialMovingAverage,
+        model: nn.Module,
+        state: TrainerState,
+        control: TrainerControl,
     ) -> None:
         """Put the averages into the model for the evaluation that follows.
 
         Args:
             ema: Average of the weights of `model`.
             model: Model that is evaluated.
-            step: Number of updates so far.
+            state: State of the Trainer, which tells other callbacks that averages are evaluated.
             control: Control of the Trainer. Its ``should_evaluate`` is true until the first data
                 set has been evaluated.
         """
@@ -345,7 +353,9 @@ class EvaluatedAverages:
         before_loading = model.register_load_state_dict_pre_hook(self._before_loading)
         self._hooks.callback(before_saving.remove)
         self._hooks.callback(before_loading.remove)
-        self._are_held, self._control, self._step = True, control, step
+        self._are_held, self._control, self._state = True, control, state
+        self._step = state.global_step
+        note_averages(state, are_evaluated=True)
 
     def put_back(self) -> None:
         """Restore the raw weights if averages are held; the hooks stay until `end`."""
@@ -360,20 +370,20 @@ class EvaluatedAverages:
         self._hooks.close()
         self._step = None
 
-    def evaluated(self, metrics: Mapping[str, Any] | None, step: int) -> bool:
+    def evaluated(self, metrics: Mapping[str, Any] | None, state: TrainerState) -> bool:
         """Note that a data set was evaluated; restore the raw weights if it is the only data set.
 
         Args:
             metrics: Metrics of the data set. If they contain ``eval_runtime``, this is the only
                 data set. With several data sets, the name is ``eval_<data set>_runtime``.
-            step: Number of updates so far.
+            state: State of the Trainer.
 
         Returns:
             False if the data set was evaluated with raw weights by mistake: averages were put into
             the model for this evaluation, but something restored the raw weights too early.
             Otherwise True, also if the evaluation was meant to use raw weights.
         """
-        saw_averages = self._are_held or self._step != step
+        saw_averages = self._are_held or self._step != state.global_step
         times = [name for name in metrics or () if name.endswith("_runtime")]
         if not times or "eval_runtime" in times:
             self.end()
@@ -383,10 +393,16 @@ class EvaluatedAverages:
         # While `should_evaluate` is true, a call of `state_dict` comes from the evaluation itself
         # and must get the averages. A later call saves the model and must get the raw weights.
         if self._control is None or not self._control.should_evaluate:
-            self.put_back()
+            self._put_back_early()
 
     def _before_loading(self, *_: Any) -> None:
+        self._put_back_early()
+
+    def _put_back_early(self) -> None:
+        """Restore the raw weights, which any further data set is then evaluated with."""
         self.put_back()
+        if self._state is not None:
+            note_averages(self._state, are_evaluated=False)
 
 
 @final

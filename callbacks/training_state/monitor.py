@@ -15,11 +15,11 @@ from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
 from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks
+from mfwrap.records.evaluations import TIMINGS, prefix_of
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import BadSteps, MonitorCallback
 
-_TIMINGS = ("_runtime", "_per_second", "_time", "epoch")
 """Suffixes of evaluation metrics that are not results."""
 
 
@@ -232,10 +232,11 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             return
         self._run.pause()
         if state.is_world_process_zero:
+            prefix = prefix_of(state)
             results = {
-                name: float(value)
+                prefix + name: float(value)
                 for name, value in (metrics or {}).items()
-                if isinstance(value, (int, float)) and not name.endswith(_TIMINGS)
+                if isinstance(value, (int, float)) and not name.endswith((*TIMINGS, "epoch"))
             }
             self._run.writers.write_evaluation(state.global_step, results)
 

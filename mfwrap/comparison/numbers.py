@@ -14,6 +14,7 @@ from mfwrap.comparison.differences import (
     first_in_backward,
 )
 from mfwrap.comparison.recorded_run import SOURCES, TRAINER_LOG, RecordedRun
+from mfwrap.records.evaluations import AVERAGED, TIMINGS
 
 _LOCAL_NORM = "local_norm/"
 
@@ -149,9 +150,8 @@ def _number_pairs(first: RecordedRun, second: RecordedRun, step: int) -> _Number
 
 
 def _kind(name: str) -> Kind | None:
-    if name.startswith(("eval_", "ema_eval_")):
-        has_time = name.endswith(("_runtime", "_per_second", "_time"))
-        return None if has_time else "evaluation"
+    if name.startswith(("eval_", f"{AVERAGED}eval_")):
+        return None if name.endswith(TIMINGS) else "evaluation"
     return _KIND_OF_NAME.get(name.partition("/")[0])
 
 

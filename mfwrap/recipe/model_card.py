@@ -9,6 +9,7 @@ from mfwrap.recipe.folder import AVERAGED_MODEL, MODEL
 from mfwrap.recipe.recipe import Recipe
 from mfwrap.recipes.data.library import BUILDERS, DatasetsSource
 from mfwrap.recipes.data.places import is_folder, resolve_package
+from mfwrap.records.evaluations import AVERAGED
 from mfwrap.trainer.model_card import (
     CardFacts,
     Evaluation,
@@ -19,7 +20,7 @@ from mfwrap.trainer.model_card import (
     write_card,
 )
 
-_PREFIXES = {MODEL: "eval_", AVERAGED_MODEL: "ema_eval_"}
+_PREFIXES = {MODEL: "eval_", AVERAGED_MODEL: f"{AVERAGED}eval_"}
 """Prefix of the metrics of a model."""
 
 _COLUMNS = {MODEL: "trained weights", AVERAGED_MODEL: "averaged weights"}

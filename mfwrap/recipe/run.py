@@ -31,7 +31,7 @@ from mfwrap.recipe.resumption import former_run, write_result
 from mfwrap.recipe.training import optimized
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
 from mfwrap.recipes.data.source import ColumnUse, Needs, Rows
-from mfwrap.records.evaluations import results_of
+from mfwrap.records.evaluations import AVERAGED, results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.trainer.console import StepProgressCallback
 
@@ -142,7 +142,6 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
     has_record = any(isinstance(one, MFLossMonitor) for one in callbacks)
     recorder = MetricsRecorder(
         folder,
-        evaluates_average=any(isinstance(one, EMACallback) for one in callbacks),
         says_evaluations=has_record,
     )
     step = recipe.step
@@ -272,8 +271,7 @@ def finish(recipe: Recipe, trainer: Any, recorder: MetricsRecorder) -> dict[str,
     if average is not None:
         with average.swap():
             if trainer.eval_dataset is not None:
-                averaged = results_of(trainer.evaluate())
-                metrics |= {f"ema_{name}": value for name, value in averaged.items()}
+                metrics |= results_of(trainer.evaluate(), AVERAGED)
             _save_model(run, AVERAGED_MODEL)
     # Saved last, because its card has the results of both evaluations.
     _save_model(run, MODEL)

@@ -1,17 +1,50 @@
-"""Read the results of a Trainer's evaluations."""
+"""Name and read the results of a Trainer's evaluations."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_TIMINGS = ("_runtime", "_per_second", "_time")
+AVERAGED = "ema_"
+"""Beginning of the names of metrics that averaged weights have."""
+
+TIMINGS = ("_runtime", "_per_second", "_time")
+"""Ends of the names of metrics that say how long an evaluation took."""
+
+_STEP = "step_of_averages"
 
 
-def results_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a Trainer's evaluation without its timings."""
+def note_averages(state: Any, *, are_evaluated: bool) -> None:
+    """Note whether the evaluation at the present step uses averaged weights.
+
+    All callbacks of a training share `state`. The Trainer does not save the note, because it saves
+    only the declared fields.
+
+    Args:
+        state: A ``TrainerState``.
+        are_evaluated: False if the evaluation uses the raw weights.
+    """
+    vars(state)[_STEP] = state.global_step if are_evaluated else None
+
+
+def prefix_of(state: Any) -> str:
+    """Return ``"ema_"`` if the evaluation at the present step uses averaged weights, else ``""``.
+
+    Args:
+        state: A ``TrainerState`` during training.
+    """
+    return AVERAGED if vars(state).get(_STEP) == state.global_step else ""
+
+
+def results_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the metrics of a Trainer's evaluation without its timings.
+
+    Args:
+        metrics: All metrics of the evaluation.
+        prefix: Is put before each name.
+    """
     return {
-        name: value
+        prefix + name: value
         for name, value in metrics.items()
-        if name.startswith("eval_") and not name.endswith(_TIMINGS)
+        if name.startswith("eval_") and not name.endswith(TIMINGS)
     }
 
 

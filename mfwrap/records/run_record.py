@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mfwrap.records.episodes import Episode, episodes_of
+from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
 
@@ -154,11 +155,15 @@ class _Points:
                 self.max_grad_norm = limit
 
     def fill_from(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add values, except for a name and step that already have a value."""
+        """Add values of the Trainer's log, except where the step has one of this name already."""
         other = _Points()
         other.add_all(records)
         for name, values in other.curves.items():
-            self.curves[name] = values | self.curves.get(name, {})
+            # The Trainer gives the same name to results of averaged weights.
+            known = self.curves.get(name, {}) | self.curves.get(AVERAGED + name, {})
+            new = {step: value for step, value in values.items() if step not in known}
+            if new:
+                self.curves.setdefault(name, {}).update(new)
         for rank, groups in other.local_norms.items():
             own = self.local_norms.setdefault(rank, {})
             for group, values in groups.items():

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import NUMBER
 
@@ -53,7 +54,9 @@ def _figures(run: RunRecord) -> dict[str, str]:
         "Steps": str(run.last_step()),
         "Last loss": _shown(losses[-1] if losses else None),
         "Best evaluation": _shown(min(_finite(run, "eval_loss"), default=None)),
-        "Best with averaged weights": _shown(min(_finite(run, "ema_eval_loss"), default=None)),
+        "Best with averaged weights": _shown(
+            min(_finite(run, f"{AVERAGED}eval_loss"), default=None)
+        ),
         "Skipped updates": _shown(skipped[0] if skipped else None),
         "Episodes": str(len(run.episodes)),
         "Ended": html.escape(str(facts.get("state") or _UNKNOWN)),

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
+from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import overflow_steps
 from mfwrap.report.drawing import Panel, label, line, points, rounded
 from mfwrap.report.norm_maps import by_rank, families_of, maps_by_layer, norms_by_step
 
-_AVERAGED = "ema_"
-_LOSSES = ("loss", "eval_loss", "ema_eval_loss")
+_LOSSES = ("loss", "eval_loss", f"{AVERAGED}eval_loss")
 
 _THROUGHPUT = ("throughput", "_per_second", "flops", "mfu", "_runtime", "_preparation_time")
 """Words in curve names: a curve with one of them belongs to the panel of throughput."""
@@ -110,7 +110,7 @@ def _loss(runs: Sequence[RunRecord]) -> Panel:
             traces.append(line(number, label(run, "training", runs), curve, smooth=True))
         for key, words, symbol, weights in (
             ("eval_loss", "evaluation", "circle", "raw"),
-            ("ema_eval_loss", "evaluation, averaged weights", "diamond-open", "averaged"),
+            (f"{AVERAGED}eval_loss", "evaluation, averaged weights", "diamond-open", "averaged"),
         ):
             if curve := run.curves.get(key):
                 places = dict(zip(curve.steps, curve.values, strict=True))
@@ -141,7 +141,7 @@ def _rates_differ(runs: Sequence[RunRecord]) -> bool:
 def _evaluations(runs: Sequence[RunRecord]) -> Panel:
     """Return a panel of the metrics of evaluations other than the loss and the timings."""
     found = dict.fromkeys(
-        name.removeprefix(_AVERAGED)
+        name.removeprefix(AVERAGED)
         for run in runs
         for name in run.curves
         if _is_evaluation(name) and name not in _LOSSES
@@ -151,7 +151,7 @@ def _evaluations(runs: Sequence[RunRecord]) -> Panel:
         for number, run in enumerate(runs):
             for prefix, words, weights in (
                 ("", name, "raw"),
-                (_AVERAGED, f"{name}, averaged weights", "averaged"),
+                (AVERAGED, f"{name}, averaged weights", "averaged"),
             ):
                 if curve := run.curves.get(prefix + name):
                     told = {"choice": choice, "weights": weights, "marks": True}
@@ -161,7 +161,7 @@ def _evaluations(runs: Sequence[RunRecord]) -> Panel:
 
 
 def _is_evaluation(name: str) -> bool:
-    return name.removeprefix(_AVERAGED).startswith("eval_") and not _is_throughput(name)
+    return name.removeprefix(AVERAGED).startswith("eval_") and not _is_throughput(name)
 
 
 def _is_throughput(name: str) -> bool:

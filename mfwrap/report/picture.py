@@ -13,11 +13,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.run_record import Curve, RunRecord, read_run
 from mfwrap.report.curves import COLORS, NOT_FINITE_COLOR, NUMBER, binned, overflow_steps, smoothed
 
 _RAW, _AVERAGED = COLORS[:2]
-_EVALUATIONS = (("eval_loss", "raw", _RAW, 8), ("ema_eval_loss", "averaged", _AVERAGED, 4))
+_EVALUATIONS = (
+    ("eval_loss", "raw", _RAW, 8),
+    (f"{AVERAGED}eval_loss", "averaged", _AVERAGED, 4),
+)
 """Curve, weights, color and marker size. The larger marker is drawn first, so that both are visible
 where they coincide."""
 

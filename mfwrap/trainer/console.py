@@ -16,11 +16,9 @@ from transformers.utils.logging import (
 )
 
 from mfwrap.outputs import StepReport
+from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.trainer.events import monitors
 from mfwrap.trainer.step_numbers import StepNumbers
-
-_TIMINGS = ("_runtime", "_per_second", "_preparation_time")
-"""Ends of the names of metrics that say how long an evaluation took."""
 
 
 def _print(line: str) -> None:
@@ -131,8 +129,7 @@ class StepProgressCallback(ProgressCallback):
             return
         said = [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in logs.items()
-            if name.startswith("eval_") and not name.endswith(_TIMINGS)
+            for name, value in results_of(logs, prefix_of(state)).items()
         ]
         if said and state.is_world_process_zero:
             line = f"step {state.global_step}: {', '.join(said)}"

@@ -77,7 +77,7 @@ def start_process(
 
 def new_recorder(folder: Path) -> MetricsRecorder:
     """Return the callback that records ``metrics.jsonl`` in a folder."""
-    return MetricsRecorder(folder, evaluates_average=False)
+    return MetricsRecorder(folder)
 
 
 def _tell(what: str, step: int) -> None:

@@ -229,7 +229,7 @@ def _train(
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     has_attention = isinstance(network, LlamaForCausalLM)
     callbacks: list[TrainerCallback] = [
-        MetricsRecorder(folder, evaluates_average=False),
+        MetricsRecorder(folder),
         TrainingStateMonitor(
             replay=True,
             local_norm_format="jsonl",

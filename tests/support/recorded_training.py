@@ -109,7 +109,7 @@ def _monitors(folder: Path) -> list[Any]:
             origin_epochs=1,
             dataset_size=NUM_STEPS,
         ),
-        MetricsRecorder(folder, evaluates_average=False),
+        MetricsRecorder(folder),
         LocalNormMonitor(2, folder=folder),
         ReplicaCheck(folder=folder),
     ]

@@ -66,7 +66,7 @@ def trainer() -> None:
 def monitors() -> list[Any]:
     """Return new monitors that write records."""
     return [
-        MetricsRecorder(RUN, evaluates_average=False),
+        MetricsRecorder(RUN),
         LocalNormMonitor(folder=RUN),
         TrainingStateMonitor(
             local_norm_format="jsonl",

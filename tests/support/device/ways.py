@@ -238,7 +238,7 @@ def monitors(device: torch.device, steps: Steps) -> list[float]:
         device,
         steps,
         lambda folder: [
-            MetricsRecorder(folder, evaluates_average=True),
+            MetricsRecorder(folder),
             TrainingStateMonitor(folder=folder, replay=True, **EVERY_OUTPUT),
             EvalCallback(lambda: {"answer": 42}, step_interval=5),
             ReplicaCheck(3, gradients=True, folder=folder),

@@ -268,7 +268,7 @@ def save_an_overflow(rank: int, folder: str) -> dict[str, Any]:
             train_dataset=rows,
             callbacks=[
                 at_save,
-                MetricsRecorder(Path(folder), evaluates_average=False),
+                MetricsRecorder(Path(folder)),
                 TrainingStateMonitor(local_norm_format="jsonl"),
                 LocalNormMonitor(),
                 MFLossMonitor(per_print_times=5),

@@ -8,6 +8,7 @@ from transformers import TrainerState, TrainingArguments
 
 from mfwrap import MFTrainOneStepCell
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
+from mfwrap.records.evaluations import note_averages
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import read_run
 from support.small_networks import LinearProbe
@@ -45,7 +46,7 @@ def test_throughput_is_that_of_training(tmp_path):
 @pytest.mark.parametrize(("limit", "found"), [(0.5, 0.5), (0.0, None)])
 def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
     """The record of a run has `max_grad_norm` if gradients are clipped."""
-    recorder = MetricsRecorder(str(tmp_path), evaluates_average=False)
+    recorder = MetricsRecorder(str(tmp_path))
     recorder.on_train_begin(arguments_of(tmp_path, max_grad_norm=limit), TrainerState(), None)
     recorder.write({"step": 1, "loss": 1.0})
 
@@ -60,7 +61,7 @@ def test_scores_of_spikes_are_recorded_with_a_policy_for_them(tmp_path):
         cell = MFTrainOneStepCell(network, optimizer, spike_policy=policy)
         folder, state = tmp_path / policy, TrainerState()
         folder.mkdir()
-        recorder = MetricsRecorder(folder, evaluates_average=False)
+        recorder = MetricsRecorder(folder)
         recorder.on_train_begin(None, state, None)
         for state.global_step, norm in enumerate((1.0, 1.0, 1e3), start=1):
             cell(torch.tensor([[norm, 0.0]]))
@@ -79,12 +80,12 @@ def test_scores_of_spikes_are_recorded_with_a_policy_for_them(tmp_path):
 def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
     """A resumed run drops the records after its checkpoint, and has `max_grad_norm` once."""
     arguments, state = arguments_of(tmp_path), TrainerState()
-    recorder = MetricsRecorder(tmp_path, evaluates_average=False)
+    recorder = MetricsRecorder(tmp_path)
     recorder.on_train_begin(arguments, state, None)
     for step in range(1, 6):
         recorder.write({"step": step, "loss": 1.0})
     state.global_step = 3
-    MetricsRecorder(tmp_path, evaluates_average=False).on_train_begin(arguments, state, None)
+    MetricsRecorder(tmp_path).on_train_begin(arguments, state, None)
     records = read_json_lines(tmp_path / "metrics.jsonl")
 
     assert [record.get("step") for record in records] == [None, 1, 2, 3]
@@ -94,7 +95,8 @@ def test_a_resumed_run_keeps_what_it_goes_on_from(tmp_path):
 def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
     """Metrics of averaged weights are recorded with a prefix and without timings."""
     state = TrainerState(global_step=7)
-    recorder = MetricsRecorder(tmp_path, evaluates_average=True, says_evaluations=says)
+    note_averages(state, are_evaluated=True)
+    recorder = MetricsRecorder(tmp_path, says_evaluations=says)
     recorder.on_train_begin(None, TrainerState(), None)
     with caplog.at_level("INFO", logger="mfwrap"):
         recorder.on_evaluate(None, state, None, metrics={"eval_loss": 0.5, "eval_runtime": 3.0})
@@ -108,7 +110,7 @@ def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
 
 def test_only_the_main_process_writes(tmp_path):
     """Only the main process writes files."""
-    recorder = MetricsRecorder(tmp_path, evaluates_average=False)
+    recorder = MetricsRecorder(tmp_path)
     state = TrainerState(is_world_process_zero=False)
     recorder.on_train_begin(arguments_of(tmp_path), state, None)
     recorder.write({"step": 1, "loss": 1.0})

@@ -63,15 +63,22 @@ def test_what_was_recorded_last_counts(tmp_path):
 def test_the_trainers_log_fills_gaps(tmp_path):
     """The Trainer's log adds only steps, curves and groups that metrics.jsonl does not have."""
     records = [{"step": s, "loss": s, "local_norm": {"z": 1.0, "a": 2.0}} for s in (1, 2)]
+    # The Trainer gives results of averaged weights the name of the raw weights.
+    records.append({"step": 6, "ema_eval_loss": 1.25})
     write_lines(tmp_path / "metrics.jsonl", records)
     log = [
         {"step": 2, "loss": 9.0, "local_norm/a": 9.0, "eval_loss": 1.5},
         {"step": 4, "loss": 4.0, "local_norm/a": 4.0, "local_norm/b": 5.0},
+        {"step": 6, "eval_loss": 1.25},
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     run = read_run(tmp_path)
 
-    assert run.curves == {"loss": Curve([1, 2, 4], [1.0, 2.0, 4.0]), "eval_loss": Curve([2], [1.5])}
+    assert run.curves == {
+        "loss": Curve([1, 2, 4], [1.0, 2.0, 4.0]),
+        "eval_loss": Curve([2], [1.5]),
+        "ema_eval_loss": Curve([6], [1.25]),
+    }
     assert list(run.local_norms[0]) == ["z", "a", "b"]
     assert run.local_norms[0]["a"] == Curve([1, 2, 4], [2.0, 2.0, 4.0])
 

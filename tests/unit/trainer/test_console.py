@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
-from mfwrap.callbacks import MFLossMonitor
+from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.trainer import MFTrainer
 from support.recipe_texts import PERCEPTRON, recipe_text
 from support.terminal import COLUMNS, screen, written_in_terminal
@@ -198,6 +198,15 @@ def test_evaluations_are_shown(tmp_path, monkeypatch, capfd, is_terminal, monito
     assert len(found) == 2, texts
     if is_terminal or monitored:
         assert [re.search(r"step (\d): eval_loss [\d.]+$", line)[1] for line in found] == ["2", "4"]
+
+
+def test_evaluations_of_averages_are_called_so(tmp_path, monkeypatch, capfd):
+    """With an `EMACallback`, evaluations during training have the prefix ``ema_``."""
+    callbacks = [EMACallback(0.5)]
+    texts = displayed(tmp_path, monkeypatch, capfd, is_terminal=True, callbacks=callbacks)
+
+    found = re.findall(r"step (\d): (\w+) ", "".join(texts))
+    assert found == [("2", "ema_eval_loss"), ("4", "ema_eval_loss")]
 
 
 def test_three_lines_at_the_end(tmp_path, monkeypatch, capfd):

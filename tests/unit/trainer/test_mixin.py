@@ -332,7 +332,7 @@ class WithRouter(nn.Module):
 def test_the_losses_of_an_output_are_reported(tmp_path):
     """The log, the metrics, the monitor's lines and its curves have the output's `aux_loss`."""
     monitor = MFLossMonitor(tensorboard_dir=tmp_path / "events")
-    recorder = MetricsRecorder(tmp_path, evaluates_average=False)
+    recorder = MetricsRecorder(tmp_path)
     trainer = new_trainer(
         MFTrainer,
         tmp_path,

@@ -18,7 +18,7 @@ from support.training_state import assert_same_state
 
 def test_a_second_training_in_the_same_folder(tmp_path):
     """A training from the start keeps the records of the first one under another name."""
-    monitors = [MetricsRecorder(tmp_path, evaluates_average=False), CheckpointMonitor(2)]
+    monitors = [MetricsRecorder(tmp_path), CheckpointMonitor(2)]
     for number in range(2):
         trainer = new_trainer(MFTrainer, tmp_path, callbacks=monitors)
         if number:
@@ -75,7 +75,7 @@ def test_interrupted_at_the_end_of_an_epoch(settings, event, step, tmp_path):
     arguments = {"eval_strategy": "epoch", **ENDS_OF_EPOCHS[settings]}
 
     def trainer(name, *callbacks):
-        monitors = [MetricsRecorder(tmp_path / name, evaluates_average=False), *callbacks]
+        monitors = [MetricsRecorder(tmp_path / name), *callbacks]
         if settings == "CheckpointMonitor":
             monitors.insert(0, CheckpointMonitor(save_checkpoint_steps=3))
         folder = tmp_path / name

@@ -75,7 +75,7 @@ def trained(folder, bad_steps=(), *, kind=MFTrainer, resume=None, rollback=SLOW,
         folder,
         model=Network(),
         data=Rows({index_at(step) for step in bad_steps}),
-        callbacks=[TrainingStateMonitor(), MetricsRecorder(folder, evaluates_average=False)],
+        callbacks=[TrainingStateMonitor(), MetricsRecorder(folder)],
         extras={"data_collator": None, "rollback": rollback},
         **{
             "gradient_accumulation_steps": 1,

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
-from mfwrap.callbacks import EMACallback
+from mfwrap.callbacks import EMACallback, MetricsRecorder, TrainingStateMonitor
+from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.averaged_training import (
     DECAY,
@@ -70,10 +71,11 @@ class At(TrainerCallback):
         return act
 
 
-def trainer_of(folder, kind, *, after=(), before=(), data=None, **keywords):
+def trainer_of(folder, kind, *, after=(), before=(), data=None, evaluate=True, **keywords):
     """Return an untrained trainer, its `Follower` and `Seen`, and the tested callback."""
     trainer_kind, callback_arguments, extras = KINDS[kind]
-    follower, seen, callback = Follower(), Seen(), EMACallback(**callback_arguments)
+    callback = EMACallback(**callback_arguments, evaluate=evaluate)
+    follower, seen = Follower(), Seen()
     best = {"metric_for_best_model": "eval_one_loss"} if data else {}
     trainer = new_trainer(
         folder,
@@ -285,6 +287,52 @@ def test_an_evaluation_by_hand_in_the_middle(tmp_path, kind):
 
     assert by_hand == [evaluated_by_hand(tmp_path / "hand", follower.raw[3])]
     assert_same_state(follower.raw[6], weights_of(trainer.model))
+
+
+@pytest.mark.fast_sample(2)
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+@pytest.mark.parametrize("evaluate", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_records_say_which_weights_were_evaluated(tmp_path, kind, evaluate, is_first):
+    """Results of averaged weights are called ``ema_eval_...`` in each record, others ``eval_...``.
+
+    The names are the same if the monitors are called before the averages are put back, and after.
+    """
+    by_hand = []
+    monitors = [
+        MetricsRecorder(tmp_path),
+        TrainingStateMonitor(folder=tmp_path, local_loss_format=["jsonl"]),
+        At(3, on_step_end=lambda _control, _model: by_hand.append(trainer.evaluate()["eval_loss"])),
+    ]
+    trainer, follower, _, _ = trainer_of(
+        tmp_path,
+        kind,
+        **{"before" if is_first else "after": monitors},
+        load_best_model_at_end=False,
+        metric_for_best_model=None,
+        eval_on_start=True,
+        evaluate=evaluate,
+    )
+    trainer.train()
+    name, weights = (
+        ("ema_eval_loss", follower.averages) if evaluate else ("eval_loss", follower.raw)
+    )
+    expected = {
+        step: {name: evaluated_by_hand(tmp_path / "hand", weights[step])}
+        for step in follower.evaluated
+        if step not in {0, 3}
+    }
+
+    assert len(expected) > 1
+    for file in ("metrics", "training_state"):
+        found = {
+            record["step"]: {key: value for key, value in record.items() if "eval_loss" in key}
+            for record in read_json_lines(tmp_path / f"{file}.jsonl")
+            if any("eval_loss" in key for key in record)
+        }
+        assert list(found.pop(0)) == [name]
+        assert found.pop(3) == {"eval_loss": by_hand[0]}
+        assert found == expected
 
 
 @pytest.mark.fast_sample(1)
