@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,12 +28,17 @@ def about(runs: Sequence[RunRecord]) -> str:
     return "".join([_summary(runs), _differences(runs), *(_details(run, runs) for run in runs)])
 
 
+def breakable(name: str) -> str:
+    """Return a name as HTML in which a line may break after a dot, an underscore or a slash."""
+    return re.sub(r"([._/]+)", r"\1<wbr>", html.escape(name))
+
+
 def _summary(runs: Sequence[RunRecord]) -> str:
     rows = [_figures(run) for run in runs]
     columns = [name for name in rows[0] if any(row[name] != _UNKNOWN for row in rows)]
     head = "".join(f'<th class="number">{column}</th>' for column in columns)
     body = "".join(
-        f'<tr><td class="name" data-column="Run">{html.escape(run.name)}</td>'
+        f'<tr><td class="name" data-column="Run">{breakable(run.name)}</td>'
         + "".join(f'<td class="number" data-column="{name}">{row[name]}</td>' for name in columns)
         + "</tr>"
         for run, row in zip(runs, rows, strict=True)
@@ -110,9 +116,9 @@ def _differences(runs: Sequence[RunRecord]) -> str:
     different = [name for name in names if len({each.get(name, _UNKNOWN) for each in settings}) > 1]
     if not different:
         return '<h2>Differences</h2><p class="note">All recorded settings are the same.</p>'
-    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in known)
+    head = "".join(f"<th>{breakable(run.name)}</th>" for run in known)
     rows = "".join(
-        f'<tr><td class="name">{html.escape(name)}</td>'
+        f'<tr><td class="name">{breakable(name)}</td>'
         + "".join(
             f'<td class="value" data-column="{html.escape(run.name)}">'
             f"{html.escape(each.get(name, _UNKNOWN))}</td>"
@@ -170,7 +176,7 @@ def _details(run: RunRecord, runs: Sequence[RunRecord]) -> str:
         if fact
     )
     rows = "".join(
-        f'<tr><td class="name">{html.escape(name)}</td>'
+        f'<tr><td class="name">{breakable(name)}</td>'
         f'<td class="value">{html.escape(value)}</td></tr>'
         for name, value in _settings(run).items()
     )

@@ -10,6 +10,7 @@ from mfwrap.callbacks.culprit.anomaly_log import KINDS
 from mfwrap.records.episodes import Episode
 from mfwrap.records.rollbacks import RollbackRecord
 from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord, to_number
+from mfwrap.report.about import breakable
 from mfwrap.report.curves import NUMBER
 from mfwrap.report.samples import compared, samples_of
 
@@ -166,7 +167,7 @@ def episode_table(runs: Sequence[RunRecord]) -> str:
 
 
 def _row(event: _Event, *, has_run: bool) -> str:
-    run = [("name", "Run", html.escape(event.run.name))] * has_run
+    run = [("name", "Run", breakable(event.run.name))] * has_run
     told = f"<strong>{event.what}</strong>{_listed(_told(event), empty='')}"
     texts = (
         f"{_link(event)}{_duration(event)}",

@@ -335,6 +335,37 @@ def test_nothing_is_wider_than_the_screen(opened, width):
     assert overlaps == []
 
 
+def test_names_break_between_their_words(opened, folders):
+    """A long name of a run is broken after an underscore or a dot, however many columns follow."""
+    long = folders["timed"].parent / "fine_tuned_image_classification.second_attempt"
+    facts = {
+        "configuration": {"training": {"gradient_accumulation_steps": 1}},
+        "state": "stopped early at step 40 of 100",
+        "parameters": {"total": 1_240_000},
+        "hardware": {"name": "AMD EPYC 9654 96-Core Processor, 192 cores"},
+    }
+    (write_run(long) / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    folders["long"] = long
+
+    for names in (["long"], ["long", "timed"]):
+        page = opened(names=names, width=1100)
+        lines = page.evaluate(LINES_OF_WORDS)
+        assert {"fine_", "attempt"} <= lines.keys()
+        assert set(lines.values()) == {1}
+
+
+LINES_OF_WORDS = """() => Object.fromEntries(
+  [...document.querySelectorAll("#summary td.name, #differences td.name, #differences th")]
+    .flatMap((cell) => [...cell.childNodes])
+    .map((word) => {
+      const range = document.createRange();
+      range.selectNodeContents(word);
+      return [word.textContent, range.getClientRects().length];
+    })
+    .filter(([word]) => word)
+)"""
+
+
 OVERLAPS = """() => {
   const boxes = (selector, root) => [...root.querySelectorAll(selector)]
     .map((one) => [one.textContent, one.getBoundingClientRect()])
