@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mfwrap.records.episodes import Episode, episodes_of
-from mfwrap.records.evaluations import AVERAGED
+from mfwrap.records.evaluations import AVERAGED, named
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
 
@@ -272,4 +272,4 @@ def _log_of(path: Path) -> list[dict[str, Any]]:
         msg = f"{path}: expected a Trainer's state whose `log_history` is a list of objects"
         raise ValueError(msg)
     # Leave out the summary that `train` logs at its end: it looks like the entry of a step.
-    return [entry for entry in log if "train_runtime" not in entry]
+    return [named(entry) for entry in log if "train_runtime" not in entry]

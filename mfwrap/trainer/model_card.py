@@ -14,7 +14,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.modelcard import METRIC_TAGS
 
 from mfwrap.checkpoints.folders import whole_file
-from mfwrap.records.evaluations import last_results
+from mfwrap.records.evaluations import (
+    ends_with_averages,
+    has_averages,
+    last_evaluation,
+    numbers_of,
+)
 from mfwrap.trainer.model_usage import inner_model, library_of, task_of, usage
 
 if TYPE_CHECKING:
@@ -47,6 +52,9 @@ _OF_THE_MACHINE = frozenset(
     {"accelerator_config", "dataloader_pin_memory", "report_to", "resume_from_checkpoint"}
 )
 """Further training arguments that a card leaves out: they follow from the machine."""
+
+_SAVED, _AVERAGES = "value", "averaged weights"
+"""Headings of results: of the saved weights, and of averages that were only evaluated."""
 
 
 @final
@@ -281,9 +289,27 @@ def extend_card(trainer: "MFTrainerMixin") -> None:
     _save(file, data, text)
 
 
+def _results(trainer: Any) -> tuple[str, dict[str, float]]:
+    """Return whose results the Trainer's log has last, as the heading of a column, and the results.
+
+    The best checkpoint's results count if it was loaded at the end.
+    """
+    log, state = trainer.state.log_history, trainer.state
+    ends = [index for index, entry in enumerate(log) if "train_runtime" in entry]
+    by_hand = last_evaluation(log[ends[-1] :] if ends else [])
+    if by_hand:
+        return _SAVED, numbers_of(by_hand)
+    best = state.best_global_step
+    if trainer.args.load_best_model_at_end and not trainer.is_in_train and best:
+        log = [entry for entry in log if entry.get("step") == best]
+    found = last_evaluation(log)
+    is_saved = has_averages(found) == ends_with_averages(state)
+    return _SAVED if is_saved else _AVERAGES, numbers_of(found)
+
+
 def _card_of_trainer(trainer: Any, model: Any, folder: Path) -> CardFacts:
     facts = trainer.callback_handler.facts.lasting()
-    numbers = last_results(trainer.state.log_history)
+    heading, numbers = _results(trainer)
     repository = getattr(trainer, "hub_model_id", None)
     name = repository.rpartition("/")[2] if repository else folder.absolute().name
     base = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
@@ -293,8 +319,8 @@ def _card_of_trainer(trainer: Any, model: Any, folder: Path) -> CardFacts:
         facts=facts,
         origin=origin_text(model, base if is_on_hub else None, is_new=not base),
         training=_training_text(trainer, facts["configuration"]),
-        results=results_table({"value": numbers}),
-        evaluation=Evaluation(results=numbers),
+        results=results_table({heading: numbers}),
+        evaluation=Evaluation(results=numbers if heading == _SAVED else {}),
         repository=repository,
         base_model=base if is_on_hub else None,
     )

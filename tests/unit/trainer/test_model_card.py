@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from mfwrap import StepConfig
+from mfwrap.callbacks import EMACallback
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 from mfwrap.trainer.model_card import (
@@ -37,8 +39,8 @@ def card_of(folder) -> ModelCard:
 
 def trained(kind, folder, extras=None, **arguments):
     """Return a trainer after two updates with an evaluation."""
-    evaluates = {"eval_strategy": "steps", "eval_steps": 2}
-    trainer = new_trainer(kind, folder, extras=extras, max_steps=2, **evaluates | arguments)
+    evaluates = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = new_trainer(kind, folder, extras=extras, **evaluates | arguments)
     trainer.train()
     return trainer
 
@@ -65,6 +67,50 @@ def test_a_saved_model_has_a_card(tmp_path):
     assert "`MFTrainer` made 2 updates" in card.text
     assert TOKEN not in str(card)
     assert not (tmp_path / "run" / "checkpoint-2" / "README.md").exists()
+
+
+def results_in(card):
+    """Return the heading of the table of results, the loss in it, and the loss for the hub."""
+    table = re.search(r"\| metric \| (.+?) \|\n.*\n\| `loss` \| (.+?) \|", card.text)
+    return table[1], float(table[2]), [one.metric_value for one in card.data.eval_results or []]
+
+
+def test_results_are_those_of_the_saved_weights(tmp_path):
+    """Results of averages that were only evaluated are called so, and are not the model's.
+
+    If the best averages were loaded at the end, the best results are the model's, and if it was
+    evaluated after the training, these.
+    """
+    settings = {"max_steps": 4, "eval_steps": 1, "learning_rate": 0.5}
+    settings |= {"save_strategy": "steps", "save_steps": 1}
+    ends, best = (
+        trained(
+            MFTrainer,
+            tmp_path / name,
+            callbacks=[EMACallback(0.5)],
+            load_best_model_at_end=is_best,
+            **settings,
+        )
+        for name, is_best in (("ends", False), ("best", True))
+    )
+    losses = {
+        name: [one["eval_loss"] for one in each.state.log_history if "eval_loss" in one]
+        for name, each in (("ends", ends), ("best", best))
+    }
+    cards = []
+    for trainer in (ends, best):
+        trainer.save_model(str(tmp_path / "model"))
+        cards.append(results_in(card_of(tmp_path / "model")))
+    raw = ends.evaluate()["eval_loss"]
+    ends.save_model(str(tmp_path / "model"))
+    cards.append(results_in(card_of(tmp_path / "model")))
+
+    assert best.state.best_global_step < 4
+    assert cards == [
+        ("averaged weights", pytest.approx(losses["ends"][-1], rel=1e-5), []),
+        ("value", pytest.approx(min(losses["best"]), rel=1e-5), [min(losses["best"])]),
+        ("value", pytest.approx(raw, rel=1e-5), [raw]),
+    ]
 
 
 def test_a_card_that_was_edited_stays(tmp_path):

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 from mfwrap.callbacks import EMACallback, MetricsRecorder, TrainingStateMonitor
+from mfwrap.records.evaluations import has_averages
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.averaged_training import (
@@ -324,6 +325,12 @@ def test_records_say_which_weights_were_evaluated(tmp_path, kind, evaluate, is_f
     }
 
     assert len(expected) > 1
+    marked = {
+        entry["step"]: has_averages(entry)
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    }
+    assert marked == {0: evaluate, 3: False} | dict.fromkeys(expected, evaluate)
     for file in ("metrics", "training_state"):
         found = {
             record["step"]: {key: value for key, value in record.items() if "eval_loss" in key}

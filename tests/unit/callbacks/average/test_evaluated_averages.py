@@ -7,7 +7,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState
 
 from mfwrap import ExponentialMovingAverage
-from mfwrap.callbacks.average.ema_callback import EvaluatedAverages
+from mfwrap.callbacks.average.evaluated_averages import EvaluatedAverages
 from mfwrap.records.evaluations import prefix_of
 
 STATE = TrainerState(global_step=4)
