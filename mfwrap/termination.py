@@ -20,7 +20,7 @@ from torch import distributed
 
 from mfwrap.collectives import any_rank, num_ranks, this_rank
 from mfwrap.collectives.places import named_ranks
-from mfwrap.collectives.store import default_store, has_keys
+from mfwrap.collectives.store import default_store, has_keys, new_connection
 
 EXIT_STOPPED = 75
 """Exit code of a training that a signal has stopped: ``EX_TEMPFAIL``, "try again later"."""
@@ -130,11 +130,12 @@ class RankTermination:
         return is_stopped
 
 
-def _last_step_of_all_ranks() -> "LastStep":
-    # Clone the store to get a separate connection. On a shared connection, a request that waits for
-    # an answer would block all other requests of this process.
-    names = f"mfwrap/termination/{next(_trainings)}/"
-    return LastStep(default_store().clone(), names, this_rank(), num_ranks())
+def _last_step_of_all_ranks() -> "LastStep | None":
+    """Return ``None`` in a fake process group, in which no other rank answers."""
+    connection = new_connection(default_store(), "mfwrap/termination")
+    if connection is None:
+        return None
+    return LastStep(connection, f"{next(_trainings)}/", this_rank(), num_ranks())
 
 
 class KeyValueStore(Protocol):

@@ -1,7 +1,6 @@
 """Use averaged weights to evaluate, to choose the best checkpoint and to export the model."""
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -25,6 +24,7 @@ from mfwrap.records.evaluations import (
     mark_averages,
     note_averages,
     note_loaded_averages,
+    prefix_of,
 )
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer import MonitorCallback
@@ -138,7 +138,7 @@ class EMACallback(MonitorCallback):
             if attachment is None:
                 self._updates = AppliedUpdates(optimizer)
         if self._evaluates and args.eval_on_start:
-            self._evaluated.hold(self.ema, model, state, control)
+            self._evaluated.hold(self.ema, model, state.global_step, control)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -175,18 +175,12 @@ class EMACallback(MonitorCallback):
         self._evaluated.end()
         self._prepare_evaluation(state, control, model)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **_: Any,
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Mark an evaluation of averaged weights in the Trainer's log."""
+        """Note which weights are evaluated, also if the caller has put the averages in."""
         del args, control
-        if self._evaluated.are_held:
-            mark_averages(state, logs or {})
+        note_averages(state, are_evaluated=self.ema is not None and self.ema.is_swapped)
 
     def on_evaluate(
         self,
@@ -196,9 +190,11 @@ class EMACallback(MonitorCallback):
         metrics: Any = None,
         **_: Any,
     ) -> None:
-        """Restore the raw weights after the evaluation of a single data set."""
+        """Mark what used averages in the log; restore the weights if there is one data set."""
         del args, control
-        if not self._evaluated.evaluated(metrics, state):
+        if prefix_of(state):
+            mark_averages(state, metrics or {})
+        if not self._evaluated.evaluated(metrics, state.global_step):
             warnings.warn(
                 "a data set was evaluated with raw weights: something called the model's "
                 "state_dict between two data sets, which restores the raw weights",
@@ -255,13 +251,10 @@ class EMACallback(MonitorCallback):
         """If the Trainer has loaded the best checkpoint, load its averaged weights instead."""
         del control
         self._evaluated.end()
-        # From now on, only the caller knows which weights are evaluated.
-        note_averages(state, are_evaluated=False)
         self._stop_watching()
         best = state.best_model_checkpoint
         if self._loads_best and args.load_best_model_at_end and best:
-            load_exported(model, Path(best))
-            note_loaded_averages(state)
+            note_loaded_averages(state, are_loaded=load_exported(model, Path(best)))
 
     def put_weights_back(self) -> None:
         """Restore the raw weights if an interrupted evaluation left averages in the model."""
@@ -320,7 +313,7 @@ class EMACallback(MonitorCallback):
         self, state: TrainerState, control: TrainerControl, model: nn.Module
     ) -> None:
         if self._evaluates and self.ema is not None and control.should_evaluate:
-            self._evaluated.hold(self.ema, model, state, control)
+            self._evaluated.hold(self.ema, model, state.global_step, control)
 
     def _write(
         self, ema: ExponentialMovingAverage, folder: Path, model: nn.Module, *, is_writer: bool

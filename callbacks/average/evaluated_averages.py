@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from torch import nn
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl
 
 from mfwrap import ExponentialMovingAverage
-from mfwrap.records.evaluations import note_averages
 
 
 @final
@@ -25,24 +24,18 @@ class EvaluatedAverages:
         self._swap = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
         self._control: TrainerControl | None = None
-        self._state: TrainerState | None = None
         self._step: int | None = None
-        self.are_held = False
-        """Whether the averages are in the model."""
+        self._are_held = False
 
     def hold(
-        self,
-        ema: ExponentialMovingAverage,
-        model: nn.Module,
-        state: TrainerState,
-        control: TrainerControl,
+        self, ema: ExponentialMovingAverage, model: nn.Module, step: int, control: TrainerControl
     ) -> None:
         """Put the averages into the model for the evaluation that follows.
 
         Args:
             ema: Average of the weights of `model`.
             model: Model that is evaluated.
-            state: State of the Trainer, which tells other callbacks that averages are evaluated.
+            step: Number of updates so far.
             control: Control of the Trainer. Its ``should_evaluate`` is true until the first data
                 set has been evaluated.
         """
@@ -52,15 +45,13 @@ class EvaluatedAverages:
         before_loading = model.register_load_state_dict_pre_hook(self._before_loading)
         self._hooks.callback(before_saving.remove)
         self._hooks.callback(before_loading.remove)
-        self.are_held, self._control, self._state = True, control, state
-        self._step = state.global_step
-        note_averages(state, are_evaluated=True)
+        self._are_held, self._control, self._step = True, control, step
 
     def put_back(self) -> None:
         """Restore the raw weights if averages are held; the hooks stay until `end`."""
         # Do not remove the hooks here: they call this method while torch iterates over the dict of
         # the model's hooks, and a change of that dict could raise a RuntimeError.
-        self.are_held = False
+        self._are_held = False
         self._swap.close()
 
     def end(self) -> None:
@@ -69,20 +60,20 @@ class EvaluatedAverages:
         self._hooks.close()
         self._step = None
 
-    def evaluated(self, metrics: Mapping[str, Any] | None, state: TrainerState) -> bool:
+    def evaluated(self, metrics: Mapping[str, Any] | None, step: int) -> bool:
         """Note that a data set was evaluated; restore the raw weights if it is the only data set.
 
         Args:
             metrics: Metrics of the data set. If they contain ``eval_runtime``, this is the only
                 data set. With several data sets, the name is ``eval_<data set>_runtime``.
-            state: State of the Trainer.
+            step: Number of updates so far.
 
         Returns:
             False if the data set was evaluated with raw weights by mistake: averages were put into
             the model for this evaluation, but something restored the raw weights too early.
             Otherwise True, also if the evaluation was meant to use raw weights.
         """
-        saw_averages = self.are_held or self._step != state.global_step
+        saw_averages = self._are_held or self._step != step
         times = [name for name in metrics or () if name.endswith("_runtime")]
         if not times or "eval_runtime" in times:
             self.end()
@@ -92,13 +83,7 @@ class EvaluatedAverages:
         # While `should_evaluate` is true, a call of `state_dict` comes from the evaluation itself
         # and must get the averages. A later call saves the model and must get the raw weights.
         if self._control is None or not self._control.should_evaluate:
-            self._put_back_early()
+            self.put_back()
 
     def _before_loading(self, *_: Any) -> None:
-        self._put_back_early()
-
-    def _put_back_early(self) -> None:
-        """Restore the raw weights, which any further data set is then evaluated with."""
         self.put_back()
-        if self._state is not None:
-            note_averages(self._state, are_evaluated=False)

@@ -136,8 +136,12 @@ def _save(model: nn.Module, folder: Path, gathered: dict[str, Any] | None) -> No
             save_file(gathered, path)
 
 
-def load_exported(model: nn.Module, checkpoint: Path) -> None:
-    """Load a checkpoint's exported averages into a model; warn if there are no averages."""
+def load_exported(model: nn.Module, checkpoint: Path) -> bool:
+    """Load a checkpoint's exported averages into a model; warn if there are no averages.
+
+    Returns:
+        Whether there are averages.
+    """
     complete_move(checkpoint)
     folder = checkpoint / _EXPORT
     # A large model is split into several files.
@@ -156,6 +160,8 @@ def load_exported(model: nn.Module, checkpoint: Path) -> None:
         warnings.warn(
             f"{folder} has no averaged weights; the model keeps its raw weights", stacklevel=3
         )
+        return False
+    return True
 
 
 def _name(state: TrainerState) -> str:

@@ -20,8 +20,6 @@ from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import BadSteps, MonitorCallback
 
-"""Suffixes of evaluation metrics that are not results."""
-
 
 @final
 class TrainingStateMonitor(MonitorCallback, ExportableState):

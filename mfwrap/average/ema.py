@@ -168,6 +168,11 @@ class ExponentialMovingAverage:
             return "if the averages of `ema` are on another device than the weights"
         return None
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the averages are in the parameters, inside a block of `swap`."""
+        return self._swapped
+
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
         """Put the averages into the parameters and buffers inside the block, for evaluation.

@@ -1,6 +1,6 @@
 """Name and read the results of a Trainer's evaluations."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 AVERAGED = "ema_"
@@ -10,7 +10,7 @@ TIMINGS = ("_runtime", "_per_second", "_time")
 """Ends of the names of metrics that say how long an evaluation took."""
 
 _STEP = "step_of_averages"
-_MARK = "eval_averaged_weights"
+_MARK = "averaged_weights"
 _LOADED = "has_averages"
 
 
@@ -28,36 +28,37 @@ def note_averages(state: Any, *, are_evaluated: bool) -> None:
 
 
 def prefix_of(state: Any) -> str:
-    """Return ``"ema_"`` if the evaluation at the present step uses averaged weights, else ``""``.
+    """Return ``"ema_"`` if the latest evaluation used averaged weights, else ``""``.
 
     Args:
-        state: A ``TrainerState`` during training.
+        state: A ``TrainerState`` since the first step of the evaluation.
     """
     return AVERAGED if vars(state).get(_STEP) == state.global_step else ""
 
 
-def mark_averages(state: Any, logs: Mapping[str, Any]) -> None:
-    """Mark an evaluation of averaged weights in the Trainer's log.
+def mark_averages(state: Any, metrics: Mapping[str, Any]) -> None:
+    """Mark an evaluation of averaged weights in the Trainer's log, by an entry that follows it.
 
-    The metrics keep the Trainer's names, which other programs look for.
+    The entry of the evaluation itself stays as other programs expect it.
 
     Args:
         state: A ``TrainerState``.
-        logs: What the Trainer has just logged. Nothing is marked if the log does not end with the
-            results in it, as in a Trainer that logs in its own way.
+        metrics: Metrics of the evaluation. Nothing is marked if the log does not end with them, as
+            in a Trainer that logs in its own way.
     """
-    results, log = results_of(logs), state.log_history
+    results, log = results_of(metrics), state.log_history
     if results and log and results_of(log[-1]) == results:
-        log[-1][_MARK] = True
+        log.append({_MARK: True, "step": state.global_step})
 
 
-def note_loaded_averages(state: Any) -> None:
-    """Note that the model ends the training with averaged weights.
+def note_loaded_averages(state: Any, *, are_loaded: bool) -> None:
+    """Note whether the model ends the training with averaged weights.
 
     Args:
         state: A ``TrainerState``.
+        are_loaded: Whether it does.
     """
-    vars(state)[_LOADED] = True
+    vars(state)[_LOADED] = are_loaded
 
 
 def ends_with_averages(state: Any) -> bool:
@@ -69,22 +70,44 @@ def ends_with_averages(state: Any) -> bool:
     return bool(vars(state).get(_LOADED))
 
 
-def has_averages(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of a Trainer's log is an evaluation of averaged weights."""
-    return bool(entry.get(_MARK))
-
-
-def named(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of a Trainer's log in which metrics of averaged weights begin with ``ema_``.
+def named(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of a Trainer's log; results of averaged weights begin with ``ema_``.
 
     Args:
-        entry: One of the ``log_history`` of a ``TrainerState``.
+        log: ``log_history`` of a ``TrainerState``.
     """
-    if not has_averages(entry):
-        return dict(entry)
-    others = {name: value for name, value in entry.items() if name not in results_of(entry)}
-    del others[_MARK]
-    return others | results_of(entry, AVERAGED)
+    return [
+        {AVERAGED + name if name in averaged else name: value for name, value in entry.items()}
+        for entry, is_averaged in _with_marks(log)
+        for averaged in [results_of(entry) if is_averaged else {}]
+    ]
+
+
+def last_evaluation(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], bool]:
+    """Return the last results in a Trainer's log, and whether they are of averaged weights.
+
+    Args:
+        log: ``log_history`` of a ``TrainerState``, or a part of it.
+
+    Returns:
+        The results that are numbers, without ``eval_``; empty without an evaluation.
+    """
+    found: tuple[dict[str, float], bool] = {}, False
+    for entry, is_averaged in _with_marks(log):
+        numbers = {
+            name.removeprefix("eval_"): float(value)
+            for name, value in results_of(entry).items()
+            if isinstance(value, (int, float))
+        }
+        found = (numbers, is_averaged) if numbers else found
+    return found
+
+
+def _with_marks(log: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """Yield each entry of a log but the marks, and whether a mark follows it."""
+    for index, entry in enumerate(log):
+        if _MARK not in entry:
+            yield entry, any(_MARK in following for following in log[index + 1 : index + 2])
 
 
 def results_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -97,23 +120,5 @@ def results_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {
         prefix + name: value
         for name, value in metrics.items()
-        if name.startswith("eval_") and not name.endswith(TIMINGS) and name != _MARK
-    }
-
-
-def last_evaluation(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the last entry of a Trainer's log with results that are numbers; empty without one.
-
-    Args:
-        log: ``log_history`` of a ``TrainerState``, or a part of it.
-    """
-    return next((entry for entry in reversed([*log]) if numbers_of(entry)), {})
-
-
-def numbers_of(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the results in an entry of a Trainer's log that are numbers, without ``eval_``."""
-    return {
-        name.removeprefix("eval_"): float(value)
-        for name, value in results_of(entry).items()
-        if isinstance(value, (int, float))
+        if name.startswith("eval_") and not name.endswith(TIMINGS)
     }

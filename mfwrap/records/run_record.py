@@ -271,5 +271,6 @@ def _log_of(path: Path) -> list[dict[str, Any]]:
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
         msg = f"{path}: expected a Trainer's state whose `log_history` is a list of objects"
         raise ValueError(msg)
-    # Leave out the summary that `train` logs at its end: it looks like the entry of a step.
-    return [named(entry) for entry in log if "train_runtime" not in entry]
+    # Leave out the summary that `train` logs at its end: it looks like the entry of a step. Only it
+    # has the mean loss; an entry of a step may have `train_runtime`, too.
+    return [entry for entry in named(log) if "train_loss" not in entry]

@@ -14,12 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.modelcard import METRIC_TAGS
 
 from mfwrap.checkpoints.folders import whole_file
-from mfwrap.records.evaluations import (
-    ends_with_averages,
-    has_averages,
-    last_evaluation,
-    numbers_of,
-)
+from mfwrap.records.evaluations import ends_with_averages, last_evaluation
 from mfwrap.trainer.model_usage import inner_model, library_of, task_of, usage
 
 if TYPE_CHECKING:
@@ -290,21 +285,25 @@ def extend_card(trainer: "MFTrainerMixin") -> None:
 
 
 def _results(trainer: Any) -> tuple[str, dict[str, float]]:
-    """Return whose results the Trainer's log has last, as the heading of a column, and the results.
+    """Return the results in the Trainer's log that come nearest to the saved weights.
 
-    The best checkpoint's results count if it was loaded at the end.
+    These are, in this order, the results after the training, those of the checkpoint that was
+    loaded as the best one, and the last ones.
+
+    Returns:
+        The heading of their column, and the results.
     """
     log, state = trainer.state.log_history, trainer.state
-    ends = [index for index, entry in enumerate(log) if "train_runtime" in entry]
-    by_hand = last_evaluation(log[ends[-1] :] if ends else [])
-    if by_hand:
-        return _SAVED, numbers_of(by_hand)
-    best = state.best_global_step
-    if trainer.args.load_best_model_at_end and not trainer.is_in_train and best:
+    # Only the summary at the end of a training has the mean loss.
+    ends = [index for index, entry in enumerate(log) if "train_loss" in entry]
+    numbers, are_averages = last_evaluation(log[ends[-1] :] if ends else [])
+    if numbers:
+        return _AVERAGES if are_averages else _SAVED, numbers
+    if ends and trainer.args.load_best_model_at_end and state.best_model_checkpoint:
+        best = int(Path(state.best_model_checkpoint).name.rpartition("-")[2])
         log = [entry for entry in log if entry.get("step") == best]
-    found = last_evaluation(log)
-    is_saved = has_averages(found) == ends_with_averages(state)
-    return _SAVED if is_saved else _AVERAGES, numbers_of(found)
+    numbers, are_averages = last_evaluation(log)
+    return _SAVED if are_averages == ends_with_averages(state) else _AVERAGES, numbers
 
 
 def _card_of_trainer(trainer: Any, model: Any, folder: Path) -> CardFacts:

@@ -164,7 +164,9 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypat
     assert not list(folder.glob("*.partial"))
 
 
-@pytest.mark.parametrize(("norm", "labels"), [(2.4e6, "1e+06"), (1.2, "1"), (30.0, "20")])
+@pytest.mark.parametrize(
+    ("norm", "labels"), [(2.4e6, {"1e+06", "100000"}), (1.2, {"1"}), (30.0, {"20"})]
+)
 def test_texts_of_the_picture(tmp_path, monkeypatch, norm, labels):
     """The axis of the norms has labels for any range, and the last result is above the curve."""
     lines = [
@@ -185,7 +187,7 @@ def test_texts_of_the_picture(tmp_path, monkeypatch, norm, labels):
     loss, norms = drawn[0].axes
     low, high = norms.get_ylim()
     seen = [one.label1.get_text() for one in norms.yaxis.majorTicks if low <= one.get_loc() <= high]
-    assert labels in seen
+    assert labels & {*seen}
     assert len(seen) >= 2
     assert loss.get_title(loc="right") == "last loss on held-out data: 1.25 with raw weights"
     assert not loss.texts

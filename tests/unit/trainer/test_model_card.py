@@ -75,14 +75,15 @@ def results_in(card):
     return table[1], float(table[2]), [one.metric_value for one in card.data.eval_results or []]
 
 
-def test_results_are_those_of_the_saved_weights(tmp_path):
+@pytest.mark.parametrize("save_steps", [1, 2])
+def test_results_are_those_of_the_saved_weights(tmp_path, save_steps):
     """Results of averages that were only evaluated are called so, and are not the model's.
 
-    If the best averages were loaded at the end, the best results are the model's, and if it was
-    evaluated after the training, these.
+    If the averages of the best checkpoint were loaded at the end, its results are the model's, and
+    if the model was evaluated after the training, these.
     """
     settings = {"max_steps": 4, "eval_steps": 1, "learning_rate": 0.5}
-    settings |= {"save_strategy": "steps", "save_steps": 1}
+    settings |= {"save_strategy": "steps", "save_steps": save_steps}
     ends, best = (
         trained(
             MFTrainer,
@@ -94,23 +95,37 @@ def test_results_are_those_of_the_saved_weights(tmp_path):
         for name, is_best in (("ends", False), ("best", True))
     )
     losses = {
-        name: [one["eval_loss"] for one in each.state.log_history if "eval_loss" in one]
-        for name, each in (("ends", ends), ("best", best))
+        trainer: {
+            entry["step"]: entry["eval_loss"]
+            for entry in trainer.state.log_history
+            if "eval_loss" in entry
+        }
+        for trainer in (ends, best)
     }
-    cards = []
-    for trainer in (ends, best):
-        trainer.save_model(str(tmp_path / "model"))
-        cards.append(results_in(card_of(tmp_path / "model")))
-    raw = ends.evaluate()["eval_loss"]
-    ends.save_model(str(tmp_path / "model"))
-    cards.append(results_in(card_of(tmp_path / "model")))
+    found, expected = [], []
 
-    assert best.state.best_global_step < 4
-    assert cards == [
-        ("averaged weights", pytest.approx(losses["ends"][-1], rel=1e-5), []),
-        ("value", pytest.approx(min(losses["best"]), rel=1e-5), [min(losses["best"])]),
-        ("value", pytest.approx(raw, rel=1e-5), [raw]),
-    ]
+    def save(trainer, heading, loss):
+        trainer.save_model(str(tmp_path / "model"))
+        found.append(results_in(card_of(tmp_path / "model")))
+        of_model = [loss] if heading == "value" else []
+        expected.append((heading, pytest.approx(loss, rel=1e-5), of_model))
+
+    save(ends, "averaged weights", losses[ends][4])
+    if save_steps == 1:
+        assert best.state.best_global_step < 4
+        save(best, "value", losses[best][best.state.best_global_step])
+    else:
+        # The best step has no checkpoint, so the model keeps its last raw weights.
+        assert best.state.best_model_checkpoint is None
+        save(best, "averaged weights", losses[best][4])
+    (callback,) = (one for one in ends.callback_handler.callbacks if isinstance(one, EMACallback))
+    with callback.ema.swap():
+        by_hand = ends.evaluate()["eval_loss"]
+    save(ends, "averaged weights", by_hand)
+    save(ends, "value", ends.evaluate()["eval_loss"])
+
+    assert found == expected
+    ends.create_model_card()
 
 
 def test_a_card_that_was_edited_stays(tmp_path):

@@ -1,5 +1,6 @@
 """Evaluations use the right weights: with several data sets, at the start, when interrupted."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 from mfwrap.callbacks import EMACallback, MetricsRecorder, TrainingStateMonitor
-from mfwrap.records.evaluations import has_averages
+from mfwrap.records.evaluations import last_evaluation
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.averaged_training import (
@@ -325,9 +326,10 @@ def test_records_say_which_weights_were_evaluated(tmp_path, kind, evaluate, is_f
     }
 
     assert len(expected) > 1
+    log = trainer.state.log_history
     marked = {
-        entry["step"]: has_averages(entry)
-        for entry in trainer.state.log_history
+        entry["step"]: last_evaluation(log[: index + 2])[1]
+        for index, entry in enumerate(log)
         if "eval_loss" in entry
     }
     assert marked == {0: evaluate, 3: False} | dict.fromkeys(expected, evaluate)
@@ -340,6 +342,37 @@ def test_records_say_which_weights_were_evaluated(tmp_path, kind, evaluate, is_f
         assert list(found.pop(0)) == [name]
         assert found.pop(3) == {"eval_loss": by_hand[0]}
         assert found == expected
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_a_second_evaluation_of_the_same_step(tmp_path, is_swapped):
+    """What is evaluated by hand after an evaluation of averages has the name of its weights.
+
+    A callback that asks for the model's state within ``on_evaluate`` changes no name.
+    """
+
+    def evaluate(*_):
+        with callback.ema.swap() if is_swapped else contextlib.nullcontext():
+            trainer.evaluate()
+
+    recorder = MetricsRecorder(tmp_path)
+    trainer, _, _, callback = trainer_of(
+        tmp_path,
+        "stock",
+        before=[At(2, on_evaluate=lambda _, model: model.state_dict()), recorder],
+        after=[At(2, on_save=evaluate)],
+        load_best_model_at_end=False,
+        metric_for_best_model=None,
+        max_steps=2,
+    )
+    # The callback says that a further data set would be evaluated with raw weights.
+    with pytest.warns(UserWarning, match="a data set was evaluated with raw weights"):
+        trainer.train()
+
+    records = [one for one in read_json_lines(tmp_path / "metrics.jsonl") if "step" in one]
+    names = [key for record in records for key in record if "eval_loss" in key]
+    assert names == ["ema_eval_loss", "ema_eval_loss" if is_swapped else "eval_loss"]
+    assert last_evaluation(trainer.state.log_history)[1] == is_swapped
 
 
 @pytest.mark.fast_sample(1)

@@ -4,13 +4,11 @@ import copy
 
 import torch
 from torch import nn
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks.average.evaluated_averages import EvaluatedAverages
-from mfwrap.records.evaluations import prefix_of
 
-STATE = TrainerState(global_step=4)
 ONE, TWO = {"eval_runtime": 1.0, "eval_loss": 1.0}, {"eval_two_runtime": 1.0}
 
 
@@ -22,7 +20,7 @@ def held(*, is_due=False):
     nn.init.ones_(network.weight)
     ema.update()
     averages = EvaluatedAverages()
-    averages.hold(ema, network, STATE, TrainerControl(should_evaluate=is_due))
+    averages.hold(ema, network, 4, TrainerControl(should_evaluate=is_due))
     assert network.weight.item() == 0.5
     return network, averages
 
@@ -31,20 +29,17 @@ def test_the_only_dataset():
     """After the evaluation of the only data set, the raw weights are restored."""
     network, averages = held()
 
-    assert averages.evaluated(ONE, STATE)
+    assert averages.evaluated(ONE, 4)
     assert network.weight.item() == 1.0
-    # A callback that is called later learns which weights were evaluated.
-    assert prefix_of(STATE) == "ema_"
-    assert prefix_of(TrainerState(global_step=5)) == ""
 
 
 def test_one_dataset_of_several():
     """After the evaluation of one of several data sets, the averages stay until `end`."""
     network, averages = held()
 
-    assert averages.evaluated(TWO, STATE)
+    assert averages.evaluated(TWO, 4)
     assert network.weight.item() == 0.5
-    assert averages.evaluated(TWO, STATE)
+    assert averages.evaluated(TWO, 4)
     averages.end()
     assert network.weight.item() == 1.0
 
@@ -54,7 +49,7 @@ def test_metrics_without_a_time():
     for metrics in (None, {}, {"loss": 1.0}):
         network, averages = held()
 
-        assert averages.evaluated(metrics, STATE)
+        assert averages.evaluated(metrics, 4)
         assert network.weight.item() == 1.0
 
 
@@ -62,7 +57,7 @@ def test_a_metric_named_like_a_time():
     """A user's metric whose name ends in ``_runtime`` does not count as a second data set."""
     network, averages = held()
 
-    averages.evaluated(ONE | {"eval_generation_runtime": 1.0}, STATE)
+    averages.evaluated(ONE | {"eval_generation_runtime": 1.0}, 4)
 
     assert network.weight.item() == 1.0
 
@@ -70,14 +65,13 @@ def test_a_metric_named_like_a_time():
 def test_the_state_after_the_first_dataset():
     """After the evaluation of the first data set, ``state_dict`` restores the raw weights."""
     network, averages = held()
-    averages.evaluated(TWO, STATE)
+    averages.evaluated(TWO, 4)
 
     assert network.state_dict()["weight"].item() == 1.0
     assert network.weight.item() == 1.0
-    assert not averages.evaluated(TWO, STATE)
-    assert prefix_of(STATE) == ""
+    assert not averages.evaluated(TWO, 4)
     averages.end()
-    assert averages.evaluated(TWO, STATE)
+    assert averages.evaluated(TWO, 4)
 
 
 def test_the_state_within_the_first_dataset():
@@ -106,7 +100,7 @@ def test_hooks_of_others():
     ran = []
     ema = ExponentialMovingAverage(network)
     network.register_state_dict_pre_hook(lambda *_: ran.append("first"))
-    averages.hold(ema, network, TrainerState(global_step=5), TrainerControl())
+    averages.hold(ema, network, 5, TrainerControl())
     network.register_state_dict_pre_hook(lambda *_: ran.append("last"))
 
     network.state_dict()
@@ -123,13 +117,13 @@ def test_an_evaluation_of_another_step():
     _, averages = held()
     averages.end()
 
-    assert averages.evaluated(TWO, STATE)
+    assert averages.evaluated(TWO, 4)
 
 
 def test_held_anew():
     """Holding new averages restores the raw weights first."""
     network, averages = held()
     ema = ExponentialMovingAverage([torch.zeros(1)])
-    averages.hold(ema, network, TrainerState(global_step=5), TrainerControl())
+    averages.hold(ema, network, 5, TrainerControl())
 
     assert network.weight.item() == 1.0
