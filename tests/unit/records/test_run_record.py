@@ -68,8 +68,10 @@ def test_the_trainers_log_fills_gaps(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", records)
     log = [
         {"step": 2, "loss": 9.0, "local_norm/a": 9.0, "eval_loss": 1.5},
-        {"step": 4, "loss": 4.0, "local_norm/a": 4.0, "local_norm/b": 5.0},
+        # A Trainer that counts tokens logs the time with each step.
+        {"step": 4, "loss": 4.0, "local_norm/a": 4.0, "local_norm/b": 5.0, "train_runtime": 1.0},
         {"step": 6, "eval_loss": 1.25},
+        {"step": 6, "train_loss": 8.0, "train_runtime": 2.0},
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     run = read_run(tmp_path)
@@ -78,6 +80,7 @@ def test_the_trainers_log_fills_gaps(tmp_path):
         "loss": Curve([1, 2, 4], [1.0, 2.0, 4.0]),
         "eval_loss": Curve([2], [1.5]),
         "ema_eval_loss": Curve([6], [1.25]),
+        "train_runtime": Curve([4], [1.0]),
     }
     assert list(run.local_norms[0]) == ["z", "a", "b"]
     assert run.local_norms[0]["a"] == Curve([1, 2, 4], [2.0, 2.0, 4.0])
