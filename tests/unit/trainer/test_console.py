@@ -106,6 +106,7 @@ def test_lines_in_a_terminal(recipe):
     assert "{'loss'" not in written
 
 
+@pytest.mark.slow
 def test_in_a_file(recipe):
     """Where standard error is a file, there are the monitor's records, no bar and no dict."""
     log = recipe.parent / "log"

@@ -75,7 +75,7 @@ def results_in(card):
     return table[1], float(table[2]), [one.metric_value for one in card.data.eval_results or []]
 
 
-@pytest.mark.parametrize("save_steps", [1, 2])
+@pytest.mark.parametrize("save_steps", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_results_are_those_of_the_saved_weights(tmp_path, save_steps):
     """Results of averages that were only evaluated are called so, and are not the model's.
 

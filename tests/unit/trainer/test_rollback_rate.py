@@ -203,6 +203,7 @@ def test_a_kill(tmp_path, step):
     assert log == expected
 
 
+@pytest.mark.slow
 def test_two_ranks(two_ranks, tmp_path):
     """Both ranks lower their rates in the same steps, and keep the same weights."""
     order = torch.randperm(NUM_ROWS_OF_RANKS, generator=torch.Generator().manual_seed(42))

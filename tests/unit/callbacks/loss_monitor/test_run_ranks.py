@@ -34,6 +34,7 @@ def test_the_main_process_prints_means_over_ranks(two_ranks):
     assert first["sent"] == second["sent"] == [[2]] * 6
 
 
+@pytest.mark.slow
 def test_messages_are_sent_at_logging_steps_only(two_ranks):
     """At a logging step the ranks exchange two numbers for each step since the last message."""
     settings = {"per_print_times": 4}
