@@ -22,11 +22,16 @@ def new_connection(store: Any, prefix: str) -> Any | None:
     Args:
         store: The store.
         prefix: Prefix of all keys of the connection.
+
+    Raises:
+        DistError: If the process that hosts the store has ended.
     """
     try:
         connection = distributed.distributed_c10d.PrefixStore(prefix, store.clone())
         # Since torch 2.14, the fake store can be cloned, and claims to have any key.
         return None if connection.check(["is never set"]) else connection
+    except distributed.DistError:
+        raise
     except (RuntimeError, NotImplementedError):
         return None
 

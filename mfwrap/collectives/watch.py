@@ -361,7 +361,11 @@ def rank_watch() -> RankWatch | None:
         if _current is not None:
             _current.close()
             _current = None
-        connection = new_connection(store, "mfwrap/watch")
+        try:
+            connection = new_connection(store, "mfwrap/watch")
+        except distributed.DistError:
+            # The process that hosts the store has ended. The next collective raises.
+            connection = None
         if connection is None:
             return None
         warn_of_shared_store()

@@ -28,6 +28,17 @@ def test_a_connection_sees_only_keys_with_its_prefix():
     assert not second.check(["key"])
 
 
+def test_a_store_whose_host_has_ended(monkeypatch):
+    """Only a fake store has no connection: a rank that cannot reach a real one must not go on."""
+
+    def refuse(_):
+        raise distributed.DistNetworkError
+
+    monkeypatch.setattr(FakeStoreOfTorch214, "clone", refuse)
+    with pytest.raises(distributed.DistNetworkError):
+        new_connection(FakeStoreOfTorch214(), "name")
+
+
 @pytest.mark.parametrize("make_store", [FakeStore, FakeStoreOfTorch214])
 def test_no_connection_to_a_fake_store(make_store):
     """A store that keeps nothing is of no use, however it answers."""
