@@ -124,6 +124,7 @@ def stores_of_starts(shared, *, early):
         return joined[True].result(), joined[False].result()
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("early", [True, False])
 def test_a_store_for_each_start(early, monkeypatch):
     """Ranks that are started again do not meet in a store of an earlier start."""

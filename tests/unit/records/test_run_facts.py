@@ -48,6 +48,7 @@ def test_what_a_run_was(tmp_path, clock):
     assert not has_ended(tmp_path)
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize(
     ("start", "shown"),
     [

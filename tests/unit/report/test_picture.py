@@ -102,6 +102,7 @@ def drawn_lines(folder, monkeypatch):
     return {line.get_label(): line.get_xydata().tolist() for line in lines}
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("num_steps", [40, 300, 5000])
 def test_the_smoothed_line_is_that_of_the_page(tmp_path, monkeypatch, browser, num_steps):
     """The picture and the page of a run show the same smoothed loss."""

@@ -77,6 +77,7 @@ def written_rows(folder):
     return wandb_rows(folder)
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("logs_first", [True, False])
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb(tmp_path, logs_first):
@@ -167,6 +168,7 @@ def train_and_log(folder, log_at):
     return losses, logged
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("logs_first", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow(tmp_path, logs_first, monkeypatch):
