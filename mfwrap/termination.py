@@ -20,7 +20,8 @@ from torch import distributed
 
 from mfwrap.collectives import any_rank, num_ranks, this_rank
 from mfwrap.collectives.places import named_ranks
-from mfwrap.collectives.store import default_store, has_keys, new_connection
+from mfwrap.collectives.store import has_keys, new_connection
+from mfwrap.compatibility.torch import default_store
 
 EXIT_STOPPED = 75
 """Exit code of a training that a signal has stopped: ``EX_TEMPFAIL``, "try again later"."""

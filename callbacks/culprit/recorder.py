@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from mfwrap.compatibility.torch import COMPILED_MODULE
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import unwrapped_network
 
@@ -151,7 +152,7 @@ def inner_network(model: nn.Module) -> nn.Module | None:
     shared = any(map(is_distributed, model.parameters())) or any(
         isinstance(module, nn.SyncBatchNorm) for module in model.modules()
     )
-    compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
+    compiled = any(hasattr(module, COMPILED_MODULE) for module in model.modules())
     return None if shared or compiled else unwrapped_network(model)
 
 

@@ -18,6 +18,7 @@ from mfwrap.callbacks.culprit.recorder import (
     loss_of,
     tensors_in,
 )
+from mfwrap.compatibility.torch import post_accumulate_hooks
 
 
 class Origin(NamedTuple):
@@ -122,20 +123,18 @@ def gradients_aside(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """
     weights = {name: p for name, p in network.named_parameters() if p.requires_grad}
     gradients = [weight.grad for weight in weights.values()]
-    hooks = [getattr(weight, "_post_accumulate_grad_hooks", None) for weight in weights.values()]
-    lifted = [({} if hook is None else dict(hook)) for hook in hooks]
+    hooks = [post_accumulate_hooks(weight) for weight in weights.values()]
+    lifted = [dict(hook) for hook in hooks]
     for weight, hook in zip(weights.values(), hooks, strict=True):
         weight.grad = None
-        if hook is not None:
-            hook.clear()
+        hook.clear()
     try:
         yield weights
     finally:
         entries = zip(weights.values(), gradients, hooks, lifted, strict=True)
         for weight, gradient, hook, content in entries:
             weight.grad = gradient
-            if hook is not None:
-                hook.update(content)
+            hook.update(content)
 
 
 @final

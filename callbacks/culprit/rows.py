@@ -9,7 +9,6 @@ from typing import NamedTuple, final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mfwrap.callbacks.culprit.anomaly_log import BadRow
 from mfwrap.callbacks.culprit.batch_rows import BatchRows
@@ -216,10 +215,13 @@ class _Passes:
         )
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _has_batch_norm(network: nn.Module) -> bool:
     """Tell whether a BatchNorm mixes the rows of a batch."""
     return any(
-        isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
+        isinstance(module, _BATCH_NORMS) and (module.training or not module.track_running_stats)
         for module in network.modules()
     )
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mfwrap import MFTrainOneStepCell, StepConfig, StepReport
 from mfwrap.accelerate import AttachedStep
 from mfwrap.arguments import described
+from mfwrap.compatibility.accelerate import data_loaders_of, models_of, optimizers_of
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 
@@ -46,7 +47,7 @@ class UpdateSource(abc.ABC):
     @property
     def loader(self) -> Any:
         """The first prepared data loader; ``None`` without one."""
-        loaders = [] if self.accelerator is None else self.accelerator._dataloaders
+        loaders = [] if self.accelerator is None else data_loaders_of(self.accelerator)
         return next(iter(loaders), None)
 
     @property
@@ -92,13 +93,13 @@ class AttachedSource(_Listed):
     @property
     def model(self) -> nn.Module | None:
         """The first prepared model."""
-        models = self.attached.accelerator._models
+        models = models_of(self.attached.accelerator)
         return self._model if self._model is not None else next(iter(models), None)
 
     @property
     def optimizer(self) -> Any:
         """The first prepared optimizer."""
-        return next(iter(self.attached.accelerator._optimizers), None)
+        return next(iter(optimizers_of(self.attached.accelerator)), None)
 
     def report(self) -> StepReport | None:
         """Return the report of the last update."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.compatibility.torch import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, is_compiled
 
 
 def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
@@ -19,8 +20,8 @@ def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 _CPU_FORMULAS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,  # noqa: SLF001  (the operation has no public name)
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,  # noqa: SLF001  (the operation has no public name)
+    CPU_ATTENTION: _cpu_attention,
+    CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
 }
 """Formulas for CPU operations that torch's counter does not know."""
 
@@ -92,11 +93,7 @@ class StepFlops:
 
 
 def _is_compiled(network: nn.Module) -> bool:
-    return any(
-        name.rpartition(".")[2] == "_orig_mod"  # set by `torch.compile(module)`
-        or module._compiled_call_impl is not None  # noqa: SLF001  (of `module.compile()`; torch has no public name for it)
-        for name, module in network.named_modules()
-    )
+    return any(is_compiled(module) for module in network.modules())
 
 
 def device_peak_tflops(network: nn.Module | None) -> float | None:

@@ -11,6 +11,8 @@ from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
 from mfwrap.callbacks.culprit.samples import SampleSearch
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
+from mfwrap.compatibility.accelerate import computes_in_autocast
+from mfwrap.compatibility.torch import COMPILED_MODULE
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import unwrapped_network
 
@@ -86,7 +88,7 @@ def is_compiled(model: nn.Module | None, args: TrainingArguments | None) -> bool
     """Return whether a network is compiled, or will be by the Trainer."""
     modules = () if model is None else model.modules()
     by_trainer = args is not None and bool(args.torch_compile)
-    return by_trainer or any(hasattr(module, "_orig_mod") for module in modules)
+    return by_trainer or any(hasattr(module, COMPILED_MODULE) for module in modules)
 
 
 def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -> float:
@@ -94,7 +96,7 @@ def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -
     if model is None or (args is not None and args.fp16):
         return _LARGEST_FLOAT16
     # If accelerate has wrapped the forward in autocast, the autocast's dtype is unknown here.
-    may_be_float16 = hasattr(model, "_original_forward") and not (args is not None and args.bf16)
+    may_be_float16 = computes_in_autocast(model) and not (args is not None and args.bf16)
     if may_be_float16 or any(p.dtype == torch.float16 for p in model.parameters()):
         return _LARGEST_FLOAT16
     return _LARGEST_NORM

@@ -39,6 +39,7 @@ from mfwrap.accelerate.state import is_writer, load_step, save_step
 from mfwrap.accelerate.timing import LoopSections
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import rank_watch
+from mfwrap.compatibility.accelerate import models_of, optimizers_of
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
@@ -239,15 +240,15 @@ class AttachedStep:
             ValueError: If `attach` got a callable for the average and there is not exactly one
                 trained model, or if no optimizer holds any of the averaged parameters.
         """
-        models = self.accelerator._models
+        models = models_of(self.accelerator)
         if self._make_ema is not None and self.ema is None:
-            trained = trained_models(models, self.accelerator._optimizers)
+            trained = trained_models(models, optimizers_of(self.accelerator))
             if trained or final:
                 self.ema = made_average(self._make_ema, trained)
         if self.ema is not None and not self.step.windows:
             self.ema.check_placement()
             self.step.follow(self.ema)
-        for wrapper in self.accelerator._optimizers:
+        for wrapper in optimizers_of(self.accelerator):
             optimizer = wrapper.optimizer
             window = self.step.windows.get(optimizer)
             if window is not None:
@@ -295,7 +296,7 @@ class AttachedStep:
             self._float32 = None
 
     def _prepared_optimizers(self) -> list[Optimizer]:
-        return [wrapper.optimizer for wrapper in self.accelerator._optimizers]
+        return [wrapper.optimizer for wrapper in optimizers_of(self.accelerator)]
 
     def _add(self, optimizer: Optimizer, parameters: TrainedParameters) -> None:
         parts = self._distributed_parts
@@ -303,7 +304,7 @@ class AttachedStep:
             optimizer,
             parameters,
             local_squares=sharded_local_squares_of(
-                ShardedParts(*self.accelerator._models),
+                ShardedParts(*models_of(self.accelerator)),
                 parameters.tensors,
                 local_squares_of(
                     parts,

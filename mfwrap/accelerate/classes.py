@@ -35,6 +35,14 @@ from mfwrap.accelerate.setup import named_parameters_of
 from mfwrap.accelerate.state import newest_named_automatically
 from mfwrap.arguments import described
 from mfwrap.collectives import Section, rank_watch, section_clock
+from mfwrap.compatibility.accelerate import (
+    SAVE_HOOKS,
+    SKIPPED,
+    data_loaders_of,
+    is_prepared,
+    models_of,
+    optimizers_of,
+)
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.preflight import Facts, num_batches, step_facts
@@ -86,7 +94,7 @@ class AttachedAccelerator:
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:  # noqa: FBT001  (accelerate's signature)
         """Prepare an optimizer so that its ``step`` does the whole update."""
-        if not getattr(optimizer, "_is_accelerate_prepared", False):
+        if not is_prepared(optimizer):
             # Remove a wrapper that the optimizer may already have, so that there is only one, and
             # `prepared.optimizer` is torch's optimizer.
             optimizer = unwrapped_optimizer(optimizer)
@@ -226,7 +234,7 @@ class AttachedAccelerator:
         # may hold functions that cannot be pickled. `AttachedStep` itself pickles with the step.
         values: dict[str, Any] = {"scaler": self.scaler.grad_scaler()}
         own = self.attachment.checkpoints
-        for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook"):
+        for name in SAVE_HOOKS:
             hooks = getattr(self, name).items()
             kept = {key: h for key, h in hooks if getattr(h, "__self__", None) is not own}
             values[name] = OrderedDict(kept)
@@ -282,7 +290,7 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
             self,
             without=("attachment",),
             scaler=self.scaler.grad_scaler(),
-            _is_overflow=self.step_was_skipped,
+            **{SKIPPED: self.step_was_skipped},
         )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (accelerate's signature)
@@ -418,12 +426,12 @@ class LoopRanks:
     @functools.cached_property
     def _guard(self) -> RankGuard | LoneGuard | None:
         # The first update reads this property, when all models are prepared.
-        models = self._accelerator._models
+        models = models_of(self._accelerator)
         sharded = ShardedParts(*models)
         # A loop may draw as many batches as it likes, so their numbers may differ.
         trained = {
             f"optimizer_{index}.{name}": parameter
-            for index, optimizer in enumerate(self._accelerator._optimizers)
+            for index, optimizer in enumerate(optimizers_of(self._accelerator))
             for name, parameter in named_parameters_of(optimizer.optimizer, models)[0].items()
         }
         guard = rank_guard(trained, self._parts, sharded, self._facts, warned=["data"])
@@ -433,9 +441,9 @@ class LoopRanks:
 
     def _facts(self) -> Facts:
         accelerator = self._accelerator
-        optimizers = [unwrapped_optimizer(each) for each in accelerator._optimizers]
+        optimizers = [unwrapped_optimizer(each) for each in optimizers_of(accelerator)]
         lengths = {
             f"number of batches of data loader {index}": str(num_batches(each))
-            for index, each in enumerate(accelerator._dataloaders)
+            for index, each in enumerate(data_loaders_of(accelerator))
         }
-        return step_facts(accelerator._models, optimizers, self._config) | {"data": lengths}
+        return step_facts(models_of(accelerator), optimizers, self._config) | {"data": lengths}

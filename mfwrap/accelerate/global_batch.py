@@ -18,6 +18,8 @@ from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive, resumed_accumulation
+from mfwrap.compatibility.accelerate import data_loaders_of, schedulers_of
+from mfwrap.compatibility.torch import schedules_inside
 
 if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep
@@ -229,7 +231,7 @@ class LoopBatch:
                 function.keywords.update(keywords)
 
     def _schedules(self) -> list[AttachedScheduler]:
-        schedulers = self._accelerator._schedulers
+        schedulers = schedulers_of(self._accelerator)
         return [
             each
             for each in schedulers
@@ -301,7 +303,7 @@ class LoopBatch:
         raise ValueError(msg)
 
     def _refuse_stateful_loaders(self, folder: Path) -> None:
-        loaders = self._accelerator._dataloaders
+        loaders = data_loaders_of(self._accelerator)
         if any(getattr(each, "use_stateful_dataloader", False) for each in loaders):
             num_processes = self._accelerator.num_processes
             msg = (
@@ -376,8 +378,7 @@ def _functions(schedule: Any) -> list[tuple[Callable[[int], Any], int]]:
         (function, max(schedule.last_epoch, 0))
         for function in getattr(schedule, "lr_lambdas", ())
     ]
-    parts = getattr(schedule, "_schedulers", ())
-    return own + [pair for part in parts for pair in _functions(part)]
+    return own + [pair for part in schedules_inside(schedule) for pair in _functions(part)]
 
 
 def _factors(schedule: Any, positions: Sequence[int], each_update: int) -> _Factors:

@@ -38,6 +38,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from mfwrap.compatibility.torch import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 from mfwrap.outputs import StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.measurement import Measurement
@@ -377,8 +378,8 @@ def clip_grad_value(
     # Not torch's `clip_grad_value_`: it fails if only some of the gradients are distributed.
     with torch.no_grad():
         for members in _by_device([p.grad for p in held if p.grad is not None]).values():
-            torch._foreach_clamp_min_(members, -clip_value)
-            torch._foreach_clamp_max_(members, clip_value)
+            foreach_clamp_min_(members, -clip_value)
+            foreach_clamp_max_(members, clip_value)
     for window in concerned:
         window.accept_clipped()
 
@@ -448,7 +449,7 @@ def _of_unscaled(measured: Measurement) -> Measurement:
 def multiply_in_place(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors on any devices by `factor`, a tensor of shape ``()``, without host reads."""
     for device, members in _by_device(gradients).items():
-        torch._foreach_mul_(members, on_device(factor, device))
+        foreach_mul_(members, on_device(factor, device))
 
 
 def _by_device(gradients: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:

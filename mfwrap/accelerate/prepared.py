@@ -16,15 +16,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from mfwrap.accelerate.classes import attach_optimizer
 from mfwrap.accelerate.schedules import attach_scheduler, restore_scheduler
+from mfwrap.compatibility.accelerate import OF_SCALER, models_of, optimizers_of, schedulers_of
 
 if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep
-
-_WITH_SCALER = (
-    "_accelerate_step_called",
-    "_optimizer_original_step_method",
-    "_optimizer_patched_step_method",
-)
 
 
 def restore_prepared(accelerator: Any, grad_scaler: Any) -> None:
@@ -34,9 +29,9 @@ def restore_prepared(accelerator: Any, grad_scaler: Any) -> None:
         accelerator: Accelerator that has prepared them.
         grad_scaler: accelerate's own gradient scaler; ``None`` if accelerate uses no scaler.
     """
-    for optimizer in accelerator._optimizers:
+    for optimizer in optimizers_of(accelerator):
         _restore_optimizer(optimizer, grad_scaler)
-    for scheduler in accelerator._schedulers:
+    for scheduler in schedulers_of(accelerator):
         restore_scheduler(scheduler)
 
 
@@ -47,7 +42,7 @@ def _restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
     if grad_scaler is None:
         # Remove the attributes that accelerate sets only on an optimizer with a scaler: the
         # optimizer had our scaler, and has no scaler now.
-        for name in _WITH_SCALER:
+        for name in OF_SCALER:
             optimizer.__dict__.pop(name, None)
 
 
@@ -70,11 +65,11 @@ def attached_again(
         attachment: AttachedStep = accelerator.attachment
         return attachment
     attached = kind(accelerator, *arguments)
-    for model in accelerator._models:
+    for model in models_of(accelerator):
         attached.see_model(model)
-    for optimizer in accelerator._optimizers:
+    for optimizer in optimizers_of(accelerator):
         attach_optimizer(optimizer, attached, accelerator.scaler)
-    for scheduler in accelerator._schedulers:
+    for scheduler in schedulers_of(accelerator):
         attach_scheduler(scheduler, attached)
     # The first backward adds optimizers whose parameters are in no prepared model; see `build`.
     attached.build()

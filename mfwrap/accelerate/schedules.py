@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.scheduler import AcceleratedScheduler
 
+from mfwrap.compatibility.torch import step_count
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
 from mfwrap.schedules.pickling import pickled_as
 
@@ -82,7 +83,7 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
             for _ in range(self.steps_per_update):
                 # Like accelerate, do not step a OneCycleLR beyond its end, which would raise.
                 total_steps = getattr(schedule, "total_steps", None)
-                if total_steps is None or schedule._step_count <= total_steps:  # noqa: SLF001  (accelerate's own condition)
+                if total_steps is None or step_count(schedule) <= total_steps:
                     super().step(*args, **keywords)
         finally:
             self.split_batches = split_batches

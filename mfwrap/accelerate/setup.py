@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import refuse_lone_process
+from mfwrap.compatibility.accelerate import models_of, optimizers_of, schedulers_of
 from mfwrap.config import StepConfig
 from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.accelerator import reduces_each_batch
@@ -111,7 +112,7 @@ def check_arguments(
     if "attachment" in accelerator.__dict__:
         msg = "`accelerator` is attached already; call `detach` on the step attached to it first"
         raise RuntimeError(msg)
-    if accelerator._optimizers or accelerator._models or accelerator._schedulers:
+    if any(held(accelerator) for held in (models_of, optimizers_of, schedulers_of)):
         msg = "`attach` must be called before `accelerator.prepare`, but was called after it"
         raise RuntimeError(msg)
     _check_settings(accelerator, config)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mfwrap.collectives import Section, section_clock
+from mfwrap.compatibility.torch import compiled_call, set_compiled_call
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.waiting import time_replicas
 from mfwrap.tensors.wrappers import distributed_parts
@@ -55,7 +56,7 @@ class LoopSections:
         ShardedParts(*models).time_collectives()
         for model in models:
             time_replicas(distributed_parts(model))
-            if model._compiled_call_impl is None:  # noqa: SLF001  (of `model.compile()`; torch has no public name for it)
+            if compiled_call(model) is None:
                 self._hooks.append(model.register_forward_pre_hook(_begin_forward, prepend=True))
             else:
                 time_compiled(model)
@@ -92,9 +93,9 @@ class TimedForward:
 
 def time_compiled(model: nn.Module) -> None:
     """Put a `TimedForward` into a module that was compiled in place, unless it has one."""
-    call = model._compiled_call_impl  # noqa: SLF001  (of `model.compile()`; torch has no public name for it)
+    call = compiled_call(model)
     if call is not None and not isinstance(call, TimedForward):
-        model._compiled_call_impl = TimedForward(model, call)  # noqa: SLF001  (of `model.compile()`; torch has no public name for it)
+        set_compiled_call(model, TimedForward(model, call))
 
 
 def _begin_forward(model: nn.Module, _: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.arguments import described
+from mfwrap.compatibility.torch import foreach_copy_, foreach_lerp_
 from mfwrap.tensors.shards import is_distributed, local_tensors, on_device, placed_like
 from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
 
@@ -53,7 +54,7 @@ class AveragedGroup(NamedTuple):
         if not self.converted:
             # Pass a list of factors. torch would read a single tensor on the host, which
             # synchronizes with the device.
-            torch._foreach_lerp_(averages, weights, [share] * len(averages))
+            foreach_lerp_(averages, weights, [share] * len(averages))
             return
         for average, weight in zip(averages, weights, strict=True):
             average.lerp_(torch.empty_like(average).copy_(weight), share)
@@ -134,7 +135,7 @@ def write(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     written = list(targets)
     if written:
         placed = [placed_like(value, target) for value, target in zip(values, written, strict=True)]
-        torch._foreach_copy_(local_tensors(written), placed)
+        foreach_copy_(local_tensors(written), placed)
 
 
 class BufferPlace(NamedTuple):

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from mfwrap.checkpoints.file_formats import INDEX, stored_weights
+from mfwrap.compatibility.torch import loading_functions
+from mfwrap.compatibility.transformers import unsaved_keys
 
 _WEIGHTS = "model.safetensors"
 
@@ -47,7 +49,7 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
     # Only one name of a tied weight is stored. The other names have the same address, so a name is
     # missing only if its address is missing, too.
     present = {expected[name].data_ptr() for name in stored if name in expected}
-    ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
+    ignored = unsaved_keys(network)
     for name, parameter in _saved(expected, ignored).items():
         is_missing = name not in stored and parameter.data_ptr() not in present
         if is_missing and not name.startswith(unchecked):
@@ -60,10 +62,7 @@ def _prefixes_with_own_loading(network: nn.Module) -> tuple[str, ...]:
     # `load_state_dict` is called on the whole network only, not on the modules in it.
     prefixes = [""] if _is_own(type(network).load_state_dict) else []
     for name, module in network.named_modules(remove_duplicate=False):
-        # There are no public names for these two.
-        hooks = module._load_state_dict_pre_hooks.values()  # noqa: SLF001  (see above)
-        loading = [type(module)._load_from_state_dict, *hooks]  # noqa: SLF001  (see above)
-        if any(_is_own(function) for function in loading):
+        if any(_is_own(function) for function in loading_functions(module)):
             prefixes.append(f"{name}." if name else "")
     return tuple(prefixes)
 

@@ -12,7 +12,8 @@ from typing import Any, final
 from torch import distributed
 
 from mfwrap.collectives.calls import num_ranks, this_rank
-from mfwrap.collectives.store import default_store, has_keys
+from mfwrap.collectives.store import has_keys
+from mfwrap.compatibility.torch import default_store
 
 
 @final

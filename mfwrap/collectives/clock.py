@@ -40,6 +40,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from mfwrap.compatibility.torch import call_after_backward
+
 
 class Section(enum.IntEnum):
     """A section of a training step."""
@@ -196,8 +198,7 @@ class SectionClock:
             loss.register_hook(self._queue_end_of_backward)
 
     def _queue_end_of_backward(self, _: Tensor) -> None:
-        engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001  (DistributedDataParallel and fully_shard use it, too)
-        engine.queue_callback(lambda: self.switch(Section.WAITING))
+        call_after_backward(lambda: self.switch(Section.WAITING))
 
     def end_step(self, device: torch.device) -> StepSections | None:
         """End the step, and begin to load data for the next.

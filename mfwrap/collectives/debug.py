@@ -31,8 +31,9 @@ from mfwrap.collectives import calls
 from mfwrap.collectives.clock import Section, section_clock
 from mfwrap.collectives.places import is_skipped, named_ranks, place_of
 from mfwrap.collectives.progress import COLLECTIVES
-from mfwrap.collectives.store import default_store, has_keys, new_connection
+from mfwrap.collectives.store import has_keys, new_connection
 from mfwrap.collectives.watch import rank_watch
+from mfwrap.compatibility.torch import default_store
 
 VARIABLE = "MFWRAP_DEBUG_COLLECTIVES"
 """Environment variable that turns the comparison on: ``1`` for on, ``0`` or empty for off."""

@@ -11,10 +11,9 @@ from typing import Any, final
 
 from torch import distributed
 
-_HAS_RAISED = "has raised"
-_OF_BUFFERS = "_distributed_broadcast_coalesced"
-"""Method of DistributedDataParallel that makes buffers equal before a forward."""
+from mfwrap.compatibility.torch import BROADCAST_OF_BUFFERS, number_of_collectives
 
+_HAS_RAISED = "has raised"
 _NUM_KEPT = 16
 """Number of updates whose collectives are remembered: a device may be some updates behind."""
 
@@ -88,7 +87,7 @@ class RankStatus:
     @property
     def is_in_forward(self) -> bool:
         """Whether the rank waits for other ranks before a forward of DistributedDataParallel."""
-        return self.collective == _OF_BUFFERS
+        return self.collective == BROADCAST_OF_BUFFERS
 
     def description(self, rank: int) -> str:
         """Return the status of a rank in words."""
@@ -276,11 +275,8 @@ class Progress:
         self._of_updates.append([update, collectives, collectives])
 
     def _collectives(self) -> int:
-        try:
-            return int(self._group._get_sequence_number_for_group())  # noqa: SLF001  (no public name)
-        except (AttributeError, RuntimeError):
-            # A backend that does not count its collectives. Then no collective is ever missing.
-            return 0
+        # For a backend that does not count its collectives, no collective is ever missing.
+        return number_of_collectives(self._group)
 
 
 def collective_of_main_thread(group: Any) -> str:
@@ -298,7 +294,10 @@ def collective_of_main_thread(group: Any) -> str:
                 is_default = given.get("group") in (None, group)
                 is_waiting = is_default and not given.get("async_op", False)
                 return name if name in COLLECTIVES and "object" not in name and is_waiting else ""
-            if name == _OF_BUFFERS and getattr(given.get("self"), "process_group", None) is group:
+            if (
+                name == BROADCAST_OF_BUFFERS
+                and getattr(given.get("self"), "process_group", None) is group
+            ):
                 return name
             frame = frame.f_back
         return ""

@@ -8,11 +8,6 @@ from torch import distributed
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 
 
-def default_store() -> Any:
-    """Return the key-value store that the ranks of the process group share."""
-    return distributed.distributed_c10d._get_default_store()  # noqa: SLF001  (no public name)
-
-
 def new_connection(store: Any, prefix: str) -> Any | None:
     """Return a connection of its own to a store, or ``None`` if the store keeps nothing.
 

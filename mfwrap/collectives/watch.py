@@ -34,7 +34,8 @@ from mfwrap.collectives.launch import warn_of_shared_store
 from mfwrap.collectives.messages import RankMessages
 from mfwrap.collectives.places import main_thread_place, named_ranks
 from mfwrap.collectives.progress import Progress, RankStatus
-from mfwrap.collectives.store import default_store, has_keys, new_connection
+from mfwrap.collectives.store import has_keys, new_connection
+from mfwrap.compatibility.torch import default_store
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _LOOKS_BETWEEN_QUESTIONS = 5

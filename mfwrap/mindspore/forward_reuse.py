@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mfwrap.compatibility.torch import version_of
+
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
@@ -103,4 +105,4 @@ def _remember(
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]

@@ -6,9 +6,9 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from mfwrap.arguments import check_int, check_number, described
+from mfwrap.compatibility.torch import pytree
 from mfwrap.tensors.sharded_norms import has_non_finite
 from mfwrap.tensors.shards import on_device
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from mfwrap.arguments import described
+from mfwrap.compatibility.torch import foreach_mul_
 from mfwrap.mindspore.managers import LossScaleManager
 from mfwrap.model.callback import (
     AdaptedCallback,
@@ -353,7 +354,7 @@ def _dividing(optimizer: Optimizer, divisor: float) -> Iterator[None]:
 
     def divide(*_: Any) -> None:
         parameters: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / divisor)
+        foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / divisor)
 
     handle = optimizer.register_step_pre_hook(divide)
     try:

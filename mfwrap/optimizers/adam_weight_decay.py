@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from mfwrap.arguments import check_number
+from mfwrap.compatibility.torch import foreach_copy_
 from mfwrap.optimizers.closure import evaluated
 from mfwrap.tensors.shards import local_tensors
 
@@ -134,7 +135,7 @@ class AdamWeightDecay(Optimizer):
                 weights = [weight.float() for weight in portion]
                 self._update(group, portion, weights, [g.float() for g in _gradients(portion)])
                 # torch has no `_foreach_copy_` of distributed tensors.
-                torch._foreach_copy_(local_tensors(portion), local_tensors(weights))
+                foreach_copy_(local_tensors(portion), local_tensors(weights))
         return loss
 
     def _initialize(self, parameter: Tensor, dtype: torch.dtype, group: dict[str, Any]) -> None:

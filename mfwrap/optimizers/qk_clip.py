@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import check_positive_number
 from mfwrap.collectives import gather_on_all, num_ranks
+from mfwrap.compatibility.torch import foreach_mul_
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.tensors.attention_logits import AttentionLogits
 from mfwrap.tensors.shards import local_tensors, on_device, placed_like
@@ -122,7 +123,7 @@ class QKClip:
                 whole = of_rows.reshape(-1, *[1] * (parameter.ndim - 1)).expand(parameter.shape)
                 parameters.append(parameter)
                 shares.append(placed_like(whole, parameter))
-        torch._foreach_mul_(local_tensors(parameters), shares)
+        foreach_mul_(local_tensors(parameters), shares)
 
 
 class _Layer(Protocol):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mfwrap.arguments import described
+from mfwrap.compatibility.accelerate import optimizers_of
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
@@ -92,8 +93,7 @@ def effective_scale(scale_sense: ScaleSense, accelerator: "Accelerator | None") 
 def remove_grad_scaler(accelerator: "Accelerator") -> None:
     """Remove accelerate's gradient scaler: it would scale the loss a second time."""
     accelerator.scaler = None
-    # accelerate has no public list of the optimizers that it has prepared.
-    for optimizer in accelerator._optimizers:
+    for optimizer in optimizers_of(accelerator):
         optimizer.scaler = None
 
 

@@ -91,7 +91,9 @@ class GradientAccumulation:
             TypeError: If the network returns no loss.
             ValueError: If the loss does not have exactly one element, or does not depend on a
                 trainable parameter.
+            RuntimeError: See `ShardedParts.check_usable`.
         """
+        self.sharded_parts.check_usable()
         section_clock.switch(Section.FORWARD_BACKWARD)
         if section_clock.is_on:
             time_replicas(self.distributed_parts)

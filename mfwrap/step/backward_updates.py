@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from torch.optim import Optimizer
 
+from mfwrap.compatibility.torch import optimizers_in_backward
 from mfwrap.optimizers.chained import ChainedOptimizer
 
 _CLASSES = (
@@ -46,9 +47,7 @@ def refuse_update_in_backward(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, tuple(_loaded_classes())):
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         # torch sets this attribute on the parameters that it updates during backward.
-        inner = next(
-            filter(None, (getattr(p, "_in_backward_optimizers", None) for p in held)), None
-        )
+        inner = next(filter(None, map(optimizers_in_backward, held)), None)
         if inner is None:
             return
         name = f"{name} with parameters of an in-backward {type(inner[0]).__name__}"

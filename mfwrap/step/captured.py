@@ -31,6 +31,8 @@ from torch.optim import Optimizer
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import section_clock
+from mfwrap.compatibility.graphs import capturing, lacks_graphs, new_graph
+from mfwrap.compatibility.torch import step_hooks
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.outputs import StepReport
@@ -176,9 +178,13 @@ class CapturedStep:
                 self._ema.count_replay()
 
     def _captured(self, calls: Sequence[NetworkCall]) -> Any:
-        graph = torch.accelerator.Graph(capture_error_mode="thread_local")
+        graph = new_graph(self._device)
         try:
-            with self._on_own_stream(), graph, _capturable(self._optimizer):
+            with (
+                self._on_own_stream(),
+                capturing(graph, self._device),
+                _capturable(self._optimizer),
+            ):
                 self._step(calls)
         except BaseException as error:
             # The capture has computed nothing, so the old memory has the present state.
@@ -273,8 +279,11 @@ def _obstacle(
 ) -> str | None:
     """Return why no graph can hold the steps of a cell; ``None`` if one can."""
     device = update.parameters.device
-    if device.type != "cpu" and not hasattr(torch.accelerator, "Graph"):
-        return f"with torch {torch.__version__}, which lacks torch.accelerator.Graph"
+    if lacks_graphs(device):
+        return (
+            f"on {device.type}: its graphs need torch.accelerator.Graph, which torch "
+            f"{torch.__version__} lacks"
+        )
     is_parallel = accumulate.distributed_parts or accumulate.sharded_parts.units
     if accumulate.stages is not None or is_parallel or update.parameters.reduction is not None:
         return (
@@ -294,10 +303,7 @@ def _obstacle(
 
 def _hooked(optimizer: Optimizer) -> str | None:
     for part in parts_of(optimizer):
-        hooks = (
-            *part._optimizer_step_pre_hooks.values(),
-            *part._optimizer_step_post_hooks.values(),
-        )
+        hooks = step_hooks(part)
         if hooks:
             return (
                 f"for an optimizer with hooks of its steps, which a graph does not call, got "

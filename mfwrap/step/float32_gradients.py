@@ -32,14 +32,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.collectives import begin_adding_over_ranks
-from mfwrap.step.fsdp import HALF_PRECISION, ShardedParts
+from mfwrap.compatibility.fully_shard import HALF_PRECISION
+from mfwrap.compatibility.gradient_dtypes import set_gradient_dtype
+from mfwrap.compatibility.torch import foreach_add_, foreach_norm
+from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.local_norms import GradientTap, tap
 from mfwrap.step.parameters import network_parameters
 from mfwrap.step.ranks import reduced_by
 from mfwrap.tensors.shards import local_tensors
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from mfwrap.compatibility.torch import GradBucket
 
 _ROUNDS_TO_INF = 65520.0
 """Smallest float32 number that becomes infinite when it is rounded to float16."""
@@ -81,7 +84,7 @@ class Float32Gradients:
             if not self._is_on:
                 self._turn(on=True)
             for parameter in self._held:
-                _set_gradient_dtype(parameter, torch.float32)
+                set_gradient_dtype(parameter, torch.float32)
         elif self._is_on:
             self._turn(on=False)
             self.restore()
@@ -101,7 +104,7 @@ class Float32Gradients:
     def restore(self) -> None:
         """Let gradients have the dtype of their weights again; call it after an update."""
         for parameter in self._held:
-            _set_gradient_dtype(parameter, parameter.dtype)
+            set_gradient_dtype(parameter, parameter.dtype)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -146,7 +149,7 @@ class _Reduction:
         sums = {id(p): p.grad for p in self._parameters if p.grad is not None}
         for parameter in self._parameters:
             parameter.grad = None
-            parameter.grad_dtype = parameter.dtype
+            set_gradient_dtype(parameter, parameter.dtype)
         self._buckets = Float32Buckets(part.process_group, sums)
         gradient_tap.float32 = self._buckets
 
@@ -157,7 +160,7 @@ class _Reduction:
             # DistributedDataParallel leaves None where no rank has used the parameter.
             is_used = parameter.grad is not None
             parameter.grad = None
-            parameter.grad_dtype = torch.float32
+            set_gradient_dtype(parameter, torch.float32)
             if is_used:
                 parameter.grad = self._buckets.averages.get(id(parameter))
 
@@ -207,23 +210,11 @@ class Float32Buckets:
             sums = [self._sums.pop(id(parameter), None) for parameter in parameters]
             pairs = [(view, own) for view, own in zip(views, sums, strict=True) if own is not None]
             if pairs:
-                torch._foreach_add_([view for view, _ in pairs], [own for _, own in pairs])
+                foreach_add_([view for view, _ in pairs], [own for _, own in pairs])
             read(parameters, views)
             total.div_(self._group.size())
         self.averages.update(zip(map(id, parameters), views, strict=True))
         return begin_adding_over_ranks(total, self._group).then(lambda _: buffer)
-
-
-def _set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let a parameter's gradient have `dtype`, and convert a gradient that exists."""
-    gradient = parameter.grad
-    if gradient is None:
-        parameter.grad_dtype = dtype
-    elif gradient.dtype != dtype:
-        # torch refuses another `grad_dtype` while there is a gradient.
-        parameter.grad = None
-        parameter.grad_dtype = dtype
-        parameter.grad = gradient.to(dtype)
 
 
 def infinite_where_rounding_overflows(
@@ -253,7 +244,7 @@ def infinite_where_rounding_overflows(
     if not full:
         return squares
     largest = [torch.zeros_like(squares[0])] * len(squares)
-    norms = torch._foreach_norm([each for _, each in full], float("inf"))
+    norms = foreach_norm([each for _, each in full], float("inf"))
     for (index, _), norm in zip(full, norms, strict=True):
         largest[index] = norm
     return torch.where(torch.stack(largest) >= _ROUNDS_TO_INF, float("inf"), squares)

@@ -19,19 +19,23 @@ Three tasks need more than the shards:
 - **Errors.** A forward or backward that raises leaves whole weights and whole gradients behind.
   `ShardedParts.discard_half_a_step` removes them, so that the next step does not find them.
 
-Only this file uses private names of torch's FSDP2. Any torch release may change them; the tests
-tests/unit/step/test_fsdp*.py then fail.
+`mfwrap.compatibility.fully_shard` has the private names of torch's FSDP2 that this takes.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
 
 from mfwrap.collectives import Section, section_clock
+from mfwrap.compatibility.fully_shard import (
+    HALF_PRECISION,
+    ParameterGroup,
+    groups_of,
+    reset_iteration,
+)
 from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.waiting import time_method
 from mfwrap.tensors.norms import NormReader
@@ -39,22 +43,19 @@ from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
 from mfwrap.tensors.wrappers import sharded_parts
 
-HALF_PRECISION = (torch.float16, torch.bfloat16)
-"""Dtypes in which a sum of many gradients loses small ones."""
-
 
 @final
 class ReductionSeam:
     """Call callbacks just before torch reduces the gradients of a unit.
 
     Args:
-        group: torch's ``FSDPParamGroup``.
+        group: The unit's parameters.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ParameterGroup) -> None:
         self._group = group
-        self._reduce: Callable[..., None] = group.post_backward
-        self._policy = group.mp_policy
+        self._reduce = group.reduction
+        self._policies = group.policies()
         self._keeps_float32 = False
         self.callbacks: WeakSet[Callable[[], None]] = WeakSet()
         """Weak references: each callback's owner keeps it alive. With none left, only the
@@ -62,17 +63,15 @@ class ReductionSeam:
 
     def __call__(self, *arguments: object) -> None:
         """Call the callbacks if gradients are about to be reduced, then torch's own method."""
-        # torch calls this after every backward. With `reduce_grads` off, torch's method does not
+        # torch calls this after every backward. With the reduction off, torch's method does not
         # reduce the gradients but keeps them for a later backward, so it is too early to read them.
-        if not self._group.reduce_grads:
+        if not self._group.is_reducing:
             self._reduce(*arguments)
             return
         for callback in self.callbacks:
             callback()
-        if self._keeps_float32 and self._group._orig_dtype in HALF_PRECISION:
-            # torch casts the reduced gradients to this dtype, which it sets to the dtype of the
-            # weights in the first forward. So change it here.
-            self._group._orig_dtype = torch.float32
+        if self._keeps_float32:
+            self._group.keep_float32()
         with section_clock.within(Section.WAITING):
             self._reduce(*arguments)
 
@@ -82,9 +81,7 @@ class ReductionSeam:
         Reduced gradients of half-precision weights then keep float32, so the ``grad_dtype`` of
         these weights must be float32.
         """
-        policy = dataclasses.replace(self._policy, reduce_dtype=torch.float32)
-        self._group.mp_policy = policy if on else self._policy
-        self._group._init_mp_dtypes()
+        self._group.reduce_in_float32(self._policies, on=on)
         self._keeps_float32 = on
 
 
@@ -93,38 +90,33 @@ class ShardedUnit:
     """The parameters of one ``fully_shard`` call, whose gradients are reduced together.
 
     Args:
-        group: torch's ``FSDPParamGroup``.
+        group: The parameters.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ParameterGroup) -> None:
         self._group = group
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Sharded parameters: the ones that an optimizer holds."""
-        # The modules know them. torch's own references may be out of date until the first forward:
-        # transformers puts new parameters into the modules when it loads a sharded model.
-        if not self._group.is_sharded:
-            return [each.sharded_param for each in self._group.fsdp_params]
-        places = [each._module_info for each in self._group.fsdp_params]
-        return [place.module.get_parameter(place.param_name) for place in places]
+        return self._group.parameters
 
     @property
     def ranks(self) -> frozenset[int]:
         """Ranks over which gradients are reduced, replicas included."""
-        return frozenset(self._group.mesh_info.mesh.mesh.flatten().tolist())
+        return frozenset(self._group.mesh.mesh.flatten().tolist())
 
     @property
     def group(self) -> "distributed.ProcessGroup | None":
         """Group of all `ranks`; ``None`` if torch has no such group, or there is one rank."""
-        groups = mesh_groups(self._group.mesh_info.mesh)
+        groups = mesh_groups(self._group.mesh)
         return groups[0] if len(groups) == 1 else None
 
     @property
     def divisor(self) -> float:
         """Number by which torch divides the sum of gradients over ranks."""
-        factor: float | None = self._group.gradient_divide_factor
-        return float(self._group.mesh_info.mesh.size() if factor is None else factor)
+        factor = self._group.divisor
+        return float(self._group.mesh.size() if factor is None else factor)
 
     @property
     def is_split_further(self) -> bool:
@@ -141,19 +133,17 @@ class ShardedUnit:
     @property
     def computes_in_half_precision(self) -> bool:
         """Whether backward computes this unit's gradients in half precision."""
-        # torch refuses units whose trainable parameters differ in their dtypes.
-        of_weights = next((p.dtype for p in self.parameters if p.requires_grad), None)
-        return (self._group.mp_policy.param_dtype or of_weights) in HALF_PRECISION
+        return not self._group.compute_dtypes.isdisjoint(HALF_PRECISION)
 
     def before_reduction(self) -> "ReductionSeam":
         """Return the unit's `ReductionSeam`, and install it if there is none yet."""
         # torch's public hook replaces the reduce-scatter. Norms cannot be read there: the hook gets
         # gradients that are already cut into pieces and, in float16, already divided. It also
         # cannot know which parameters had no gradient.
-        seam = self._group.__dict__.get("post_backward")
+        seam = self._group.reduction
         if not isinstance(seam, ReductionSeam):
             seam = ReductionSeam(self._group)
-            self._group.post_backward = seam
+            self._group.reduction = seam
         return seam
 
     def accumulate_in_float32(self, *, on: bool) -> None:
@@ -164,36 +154,16 @@ class ShardedUnit:
     def time_collectives(self) -> None:
         """Count the time in gathers and reductions as waiting for other ranks from now on."""
         self.before_reduction()
-        for name in ("unshard", "wait_for_unshard"):
-            time_method(self._group, name)
+        for name in self._group.GATHERS:
+            time_method(self._group.group, name)
 
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return pairs of a sharded parameter and this rank's own whole gradient of it.
-
-        Call it just before a reduction. The gradients are sums over all backward passes since the
-        previous reduction. They are not copied. Parameters without a gradient are left out.
-        """
-        present = []
-        for each in self._group.fsdp_params:
-            unsharded = getattr(each, "_unsharded_param", None)
-            if unsharded is None:
-                continue
-            # torch makes this call at the start of a reduction, too. Making it earlier is harmless:
-            # torch's own call then finds nothing left to accumulate.
-            each.accumulate_unsharded_grad_if_needed()
-            if each.unsharded_accumulated_grad is not None:
-                present.append((each.sharded_param, each.unsharded_accumulated_grad_data))
-            elif unsharded.grad is not None:
-                present.append((each.sharded_param, each.unsharded_grad_data))
-        return present
+        """Return pairs of a sharded parameter and its whole gradient; see `ParameterGroup`."""
+        return self._group.gradients()
 
     def discard_gradients(self) -> None:
         """Free whole gradients that were not reduced."""
-        for each in self._group.fsdp_params:
-            each.unsharded_accumulated_grad = None
-            unsharded = getattr(each, "_unsharded_param", None)
-            if unsharded is not None:
-                unsharded.grad = None
+        self._group.discard_gradients()
 
 
 @final
@@ -207,13 +177,10 @@ class ShardedParts:
     def __init__(self, *networks: nn.Module) -> None:
         self._parts = [part for network in networks for part in sharded_parts(network)]
         # One call of fully_shard may take several modules. They share a group: list it once.
-        groups = {
-            id(group): group
-            for part in self._parts
-            for group in part._get_fsdp_state()._fsdp_param_groups
-        }
+        groups = {id(each.group): each for part in self._parts for each in groups_of(part)}
         self.units: list[ShardedUnit] = [ShardedUnit(group) for group in groups.values()]
         """Units of all networks."""
+        self._is_stuck = False
 
     @property
     def group(self) -> "distributed.ProcessGroup | None":
@@ -227,6 +194,22 @@ class ShardedParts:
         """Set whether later backward passes reduce gradients (`now` is true) or accumulate them."""
         for part in self._parts:
             part.set_requires_gradient_sync(now, recurse=False)
+
+    def check_usable(self) -> None:
+        """Check that the modules can do another forward.
+
+        Raises:
+            RuntimeError: If a forward or backward has raised, and this version of torch cannot
+                continue after that.
+        """
+        if self._is_stuck:
+            msg = (
+                "a network under `fully_shard` cannot be trained further after its forward or "
+                f"backward has raised: torch {torch.__version__} lacks "
+                "FSDPModule.reset_iter_state, which torch 2.13 has; resume from a checkpoint in a "
+                "new process"
+            )
+            raise RuntimeError(msg)
 
     def accumulate_in_float32(self, *, on: bool) -> None:
         """Set whether half-precision gradients are added up and reduced in float32.
@@ -242,12 +225,14 @@ class ShardedParts:
             unit.time_collectives()
 
     def discard_half_a_step(self) -> None:
-        """Free the gathered weights and whole gradients that a failed forward or backward left."""
+        """Free the gathered weights and whole gradients that a failed forward or backward left.
+
+        See `check_usable` for versions of torch that cannot do this.
+        """
         for unit in self.units:
             unit.discard_gradients()
         for part in self._parts:
-            if part._get_fsdp_state()._is_root:
-                part.reset_iter_state()
+            self._is_stuck |= not reset_iteration(part)
 
     def check_per_token(self, reduction: SquareReduction | None) -> None:
         """Check that numbers of targets can be summed over the ranks that reduce the gradients.

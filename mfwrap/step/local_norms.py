@@ -35,12 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.arguments import described
 from mfwrap.collectives import Section, section_clock
+from mfwrap.compatibility.torch import communication_hooks
 from mfwrap.tensors.norms import NormReader
 from mfwrap.tensors.shards import on_device
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-
+    from mfwrap.compatibility.torch import GradBucket
     from mfwrap.step.float32_gradients import Float32Buckets
 
 CommunicationHook = tuple[Any, "Callable[[Any, GradBucket], torch.futures.Future[Tensor]]"]
@@ -144,7 +144,7 @@ def tap(
     Raises:
         RuntimeError: If another hook is registered already.
     """
-    registered = getattr(part, "_comm_hooks", [])
+    registered = communication_hooks(part)
     for _, state in registered:
         if isinstance(state, GradientTap):
             _refuse_another(state.communication_hook, communication_hook)
@@ -180,7 +180,7 @@ def _refuse_another(present: CommunicationHook, given: CommunicationHook | None)
 def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
     # torch checks that the annotation of `bucket` is this class. It does not accept the name of
     # the class as a string, so import the class here.
-    from torch._C._distributed_c10d import GradBucket  # noqa: PLC0415  (not in every torch)
+    from mfwrap.compatibility.torch import GradBucket  # noqa: PLC0415  (not in every torch)
 
     def tapping_hook(state: GradientTap, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if state.float32 is not None and state.float32.concerns(bucket):

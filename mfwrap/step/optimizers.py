@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.arguments import needed_arguments
+from mfwrap.compatibility.gradient_dtypes import replace_gradient
+from mfwrap.compatibility.torch import foreach_copy_, foreach_div_
 from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors, on_device
@@ -297,7 +299,7 @@ def _divide_gradients(optimizer: Optimizer, value: float) -> None:
     if gradients:  # torch refuses an empty list
         # Do not multiply by `1 / value`: on CPU torch first rounds a factor to the gradients'
         # dtype, and in float16 the inverse of a large scale becomes 0.
-        torch._foreach_div_(local_tensors(gradients), value)
+        foreach_div_(local_tensors(gradients), value)
 
 
 def round_gradients(optimizer: Optimizer) -> None:
@@ -319,12 +321,10 @@ def round_gradients(optimizer: Optimizer) -> None:
         torch.empty_like(each, dtype=parameter.dtype)
         for each, (parameter, _) in zip(exact, held, strict=True)
     ]
-    torch._foreach_copy_(rounded, exact)
+    foreach_copy_(rounded, exact)
     for (parameter, gradient), each in zip(held, rounded, strict=True):
-        # torch refuses another `grad_dtype` while there is a gradient.
-        parameter.grad = None
-        parameter.grad_dtype = parameter.dtype
-        parameter.grad = _placed("grad", each, parameter) if is_distributed(gradient) else each
+        placed = _placed("grad", each, parameter) if is_distributed(gradient) else each
+        replace_gradient(parameter, placed)
 
 
 def _is_fused(optimizer: Optimizer) -> bool:

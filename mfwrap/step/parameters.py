@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import callers_stacklevel, described
 from mfwrap.collectives import num_ranks, refuse_lone_process
+from mfwrap.compatibility.torch import version_of
+from mfwrap.compatibility.transformers import pipeline_stage_of
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
 from mfwrap.tensors.placements import place_gradients
@@ -73,7 +75,7 @@ def refuse_generation_pipeline(network: nn.Module) -> None:
         ValueError: If a module of the network is such a stage.
     """
     for module in network.modules():
-        stage: Any = vars(module).get("_pp_stage")
+        stage = pipeline_stage_of(module)
         if stage is not None and stage.pp_size > 1:
             msg = (
                 f"`network` must not be split by transformers, got pp_size={stage.pp_size}: its "
@@ -356,7 +358,7 @@ class SeenGradients:
 def _versions(gradients: Sequence[Tensor]) -> list[int]:
     # A write to a DTensor's shard does not increase the DTensor's version, so take the versions of
     # the shards.
-    return [local._version for local in local_tensors(gradients)]
+    return [version_of(local) for local in local_tensors(gradients)]
 
 
 def _check_rank_sets(reduction: SquareReduction | None) -> None:

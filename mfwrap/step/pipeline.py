@@ -31,6 +31,13 @@ from torch.optim import Optimizer
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.collectives import Section, gather_objects, num_ranks, ranks_of, section_clock
 from mfwrap.collectives.places import named_ranks
+from mfwrap.compatibility.pipelining import (
+    forget_losses,
+    loss_function,
+    num_micro_batches,
+    set_loss_function,
+    stages_of,
+)
 from mfwrap.config import StepConfig
 from mfwrap.preflight import check_ranks_agree, setting_facts, step_facts, version_facts
 from mfwrap.step.accumulation import Accumulated, GradientAccumulation, detached, normalizer_of
@@ -75,7 +82,7 @@ def pipeline_stages(schedule: "PipelineSchedule") -> PipelineStages:
         )
         raise TypeError(msg)
     stages = PipelineStages(
-        {f"stage_{stage.stage_index}": stage.submod for stage in _stages_of(schedule)}
+        {f"stage_{stage.stage_index}": stage.submod for stage in stages_of(schedule)}
     )
     if next(stages.parameters(), None) is None:
         names = " and ".join(name for name, _ in stages.named_children())
@@ -94,10 +101,6 @@ def _is_schedule(value: object) -> bool:
     return module is not None and isinstance(
         value, (module.PipelineScheduleSingle, module.PipelineScheduleMulti)
     )
-
-
-def _stages_of(schedule: Any) -> list[Any]:
-    return list(getattr(schedule, "_stages", None) or [schedule._stage])
 
 
 def accumulation_of(
@@ -148,7 +151,7 @@ class PipelineAccumulation:
 
     def __init__(self, schedule: Any, config: StepConfig) -> None:
         self._schedule = schedule
-        self._stages = _stages_of(schedule)
+        self._stages = stages_of(schedule)
         _check_schedule(schedule, self._stages, config)
         self._per_token = config.calculate_per_token_loss
         self.network = pipeline_stages(schedule)
@@ -185,26 +188,26 @@ class PipelineAccumulation:
             ValueError: If there is not exactly one call, ``target`` is missing, or the batch cannot
                 be split evenly into micro-batches or has other shapes than the first one.
         """
+        self.sharded_parts.check_usable()
         arguments, keywords = self._arguments(calls)
         divides = self._schedule.scale_grads and not self._per_token
-        share = self._schedule._n_microbatches if divides else 1
+        share = num_micro_batches(self._schedule) if divides else 1
         parts: list[LossParts] = []
         section_clock.switch(Section.FORWARD_BACKWARD)
         if self.float32 is not None:
-            self.float32.accumulate(on=self._schedule._n_microbatches > 1)
+            self.float32.accumulate(on=num_micro_batches(self._schedule) > 1)
         try:
             with self._scaled_loss(loss_scale / share, parts), self._held_reductions():
                 self._schedule.step(*arguments, **keywords, return_outputs=False)
             self._batches.keep_shapes()
         except BaseException:
             self.sharded_parts.discard_half_a_step()
-            # torch finds the losses by their position, so the next step would use these.
-            self._schedule._internal_losses.clear()
+            forget_losses(self._schedule)
             raise
         if not self._has_last:
             return self._of_other_ranks(loss_scale)
         # torch calls the loss function once more in the first step, to find out about shapes.
-        return self._accumulated(parts[-self._schedule._n_microbatches :], share)
+        return self._accumulated(parts[-num_micro_batches(self._schedule) :], share)
 
     def _arguments(self, calls: Sequence[NetworkCall]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(calls) != 1:
@@ -242,7 +245,7 @@ class PipelineAccumulation:
     def _scaled_loss(self, scale: Tensor, parts: list[LossParts]) -> Iterator[None]:
         """Make the schedule multiply its losses by `scale`, and append each loss to `parts`."""
         schedule = self._schedule
-        loss_fn, scale_grads = schedule._loss_fn, schedule.scale_grads
+        loss_fn, scale_grads = loss_function(schedule), schedule.scale_grads
         read = pair_of if self._per_token else _mean_of
 
         def scaled(*arguments: Any, **keywords: Any) -> Tensor:
@@ -252,11 +255,13 @@ class PipelineAccumulation:
             with torch.autocast(part.numerator.device.type, enabled=False):
                 return part.numerator.float() * on_device(scale, part.numerator.device)
 
-        schedule._loss_fn, schedule.scale_grads = scaled, False
+        set_loss_function(schedule, scaled)
+        schedule.scale_grads = False
         try:
             yield
         finally:
-            schedule._loss_fn, schedule.scale_grads = loss_fn, scale_grads
+            set_loss_function(schedule, loss_fn)
+            schedule.scale_grads = scale_grads
 
     @contextlib.contextmanager
     def _held_reductions(self) -> Iterator[None]:
@@ -306,7 +311,7 @@ class PipelineAccumulation:
                 "optimizer": {"class": type(optimizer).__name__},
                 "pipeline": {
                     "schedule": type(schedule).__name__,
-                    "number of micro-batches": str(schedule._n_microbatches),
+                    "number of micro-batches": str(num_micro_batches(schedule)),
                     "scale_grads": str(schedule.scale_grads),
                     "number of stages": str(self._stages[0].num_stages),
                 },
@@ -386,7 +391,7 @@ def _disagreement(facts: Any, group: Any) -> str | None:
 
 
 def _check_schedule(schedule: Any, stages: Sequence[Any], config: StepConfig) -> None:
-    if schedule._loss_fn is None:
+    if loss_function(schedule) is None:
         msg = (
             f"`network` must be a schedule that trains, got {type(schedule).__name__} without "
             "`loss_fn`; pass `loss_fn` to the schedule on every rank"
@@ -395,7 +400,7 @@ def _check_schedule(schedule: Any, stages: Sequence[Any], config: StepConfig) ->
     if config.gradient_accumulation_steps != 1:
         msg = (
             "`gradient_accumulation_steps` must be 1 with a pipeline schedule, which accumulates "
-            f"its {schedule._n_microbatches} micro-batches, got "
+            f"its {num_micro_batches(schedule)} micro-batches, got "
             f"{config.gradient_accumulation_steps}; pass `n_microbatches` to the schedule"
         )
         raise ValueError(msg)

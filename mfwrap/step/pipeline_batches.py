@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from mfwrap.compatibility.pipelining import num_micro_batches, splits_by_rows
 from mfwrap.step.forward import tensors_in
 
 
@@ -38,9 +39,10 @@ class PipelineBatches:
                 shapes differ from those of the first batch: all dimensions of `inputs`, and the
                 first dimension of the others.
         """
-        if self._schedule._args_chunk_spec is None:
+        splits_inputs, splits_keywords = splits_by_rows(self._schedule)
+        if splits_inputs:
             self._check_rows("inputs", inputs)
-        if self._schedule._kwargs_chunk_spec is None:
+        if splits_keywords:
             self._check_rows("keywords", keywords)
         self._check_rows("target", target)
         self._last = {
@@ -69,7 +71,7 @@ class PipelineBatches:
     def _check_rows(self, name: str, value: Any) -> None:
         # torch would split such a batch unevenly. The ranks that receive a smaller micro-batch into
         # a buffer for the largest one would compute with old rows.
-        number = self._schedule._n_microbatches
+        number = num_micro_batches(self._schedule)
         for tensor in tensors_in(value):
             if tensor.dim() > 0 and (tensor.shape[0] == 0 or tensor.shape[0] % number):
                 msg = (

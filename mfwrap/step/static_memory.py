@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from mfwrap.arguments import described
+from mfwrap.compatibility.torch import foreach_copy_, pytree
 from mfwrap.outputs import StepReport
 from mfwrap.step.forward import NetworkCall
 
@@ -79,7 +79,7 @@ class StaticBatch:
                 raise ValueError(msg)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if given:
-            torch._foreach_copy_(self._tensors, given, non_blocking=True)
+            foreach_copy_(self._tensors, given, non_blocking=True)
 
 
 def _places(calls: Sequence[NetworkCall]) -> list[str]:

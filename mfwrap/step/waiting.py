@@ -12,10 +12,10 @@ graphs stays the same.
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.collectives import Section, section_clock
+from mfwrap.compatibility.torch import PRE_FORWARD, not_compiled, waits_before_forward
 
 
 @final
@@ -29,8 +29,7 @@ class TimedCollective:
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
-    # `torch.compiler.disable` is the same, but imports the compiler here, which takes seconds.
-    @_disable_dynamo
+    @not_compiled
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the method, and return its result."""
         with section_clock.within(Section.WAITING):
@@ -51,6 +50,5 @@ def time_replicas(parts: Iterable[DistributedDataParallel]) -> None:
     step. Its wait for gradients is measured by `SectionClock.follow_backward`.
     """
     for part in parts:
-        # A replica with a reducer in Python is compiled whole. Its method does not wait.
-        if not part._use_python_reducer:  # noqa: SLF001  (torch has no public name for it)
-            time_method(part, "_pre_forward")
+        if waits_before_forward(part):
+            time_method(part, PRE_FORWARD)

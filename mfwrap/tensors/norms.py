@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from mfwrap.compatibility.torch import foreach_norm
 from mfwrap.tensors.shards import on_device
 
 # Number of elements above which, on a CPU, a tensor's norm is computed by rows.
@@ -181,7 +182,7 @@ def _norms_of_kind(tensors: Sequence[Tensor | None], kind: _Kind) -> Tensor:
     parts = []
     short = single + [_of_the_same_norm(tensor, kind.accumulated) for tensor in large]
     if short:
-        parts.append(torch.stack(torch._foreach_norm(short, 2, dtype=kind.accumulated)))
+        parts.append(torch.stack(foreach_norm(short, 2, dtype=kind.accumulated)))
     for stack in stacks:
         rows = stack.view(len(stack), -1)
         parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=kind.accumulated))

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+from mfwrap.compatibility.torch import COMPILED_MODULE
 
 
 def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
@@ -71,15 +72,15 @@ def unwrapped_network(network: nn.Module) -> nn.Module:
             return network.unwrapped()
         if isinstance(network, DistributedDataParallel):
             network = network.module
-        elif any(name == "_orig_mod" for name, _ in network.named_children()):
-            network = network.get_submodule("_orig_mod")
+        elif any(name == COMPILED_MODULE for name, _ in network.named_children()):
+            network = network.get_submodule(COMPILED_MODULE)
         else:
             return network
 
 
 def plain_name(name: str) -> str:
     """Return a parameter's name without the prefix that ``torch.compile`` adds."""
-    return name.replace("_orig_mod.", "")
+    return name.replace(f"{COMPILED_MODULE}.", "")
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:

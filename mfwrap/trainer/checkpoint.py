@@ -36,6 +36,7 @@ from mfwrap.checkpoints.verification import (
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
+from mfwrap.compatibility.transformers import push_checkpoint
 from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.trainer.events import monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
@@ -303,7 +304,7 @@ class Checkpoints:
             adopt_files(written, final)
         if args.push_to_hub:
             with without_saved_token(args):
-                trainer._push_from_checkpoint(str(final))
+                push_checkpoint(trainer, str(final))
 
     def _remove_old(self, run_folder: Path, kept: Path) -> None:
         """Remove the checkpoints that the Trainer's own function would remove, except one.

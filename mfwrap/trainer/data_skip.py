@@ -7,10 +7,11 @@ have been left out.
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
+from mfwrap.compatibility.transformers import RUN_EPOCH, method_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows
 from mfwrap.trainer.row_places import NotedRows
 from mfwrap.trainer.row_skip import RowSkip
@@ -93,7 +94,7 @@ class DataSkip:
     def of_training(self) -> Iterator[None]:
         """Within the block, let the Trainer's epochs begin where `begin` says."""
         trainer = self._trainer
-        run_epoch: Callable[..., None] = trainer._run_epoch  # noqa: SLF001  (only it skips batches)
+        run_epoch = method_of(trainer, RUN_EPOCH)  # only this method skips batches
 
         def shifted(
             *, epoch: int, epochs_trained: int, resume_from_checkpoint: str | None, **keywords: Any
@@ -110,12 +111,12 @@ class DataSkip:
             self.rows.run_epoch(run_epoch, keywords)
 
         # An attribute of the trainer hides the method of its class.
-        vars(trainer)["_run_epoch"] = shifted
+        vars(trainer)[RUN_EPOCH] = shifted
         try:
             with self.rows.of_training(), self.noted.of_training():
                 yield
         finally:
-            del vars(trainer)["_run_epoch"]
+            del vars(trainer)[RUN_EPOCH]
 
     def begin(
         self,

@@ -16,6 +16,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.global_batch import GlobalBatch, resumed_accumulation
 from mfwrap.collectives import gather_objects, raising_together
+from mfwrap.compatibility.transformers import batch_size_of
 from mfwrap.config import StepConfig
 from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.data_position import read_rank_file
@@ -101,7 +102,7 @@ class TrainerBatch:
     def _now(self, saved: GlobalBatch | None = None) -> GlobalBatch:
         trainer, args = self._trainer, self._trainer.args
         steps = args.gradient_accumulation_steps
-        batch_size = trainer._train_batch_size  # noqa: SLF001  (may differ from the arguments)
+        batch_size = batch_size_of(trainer)
         num_ranks = trainer.get_total_train_batch_size(args) // (steps * batch_size)
         if args.auto_find_batch_size and saved is not None:
             batch_size = saved.batch_size  # the Trainer restores it

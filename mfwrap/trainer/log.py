@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from mfwrap.compatibility.transformers import COUNT_ITEMS, LossSums, method_of
 from mfwrap.outputs import LocalNormStepOutput, StepReport
 from mfwrap.step.forward import named_losses
 from mfwrap.tensors.deferred import DeferredReads
@@ -35,6 +36,7 @@ class Losses:
 
     def __init__(self, trainer: "MFTrainerMixin") -> None:
         self._trainer = trainer
+        self._sums = LossSums(trainer)
         self.step_log = StepLog(trainer.accelerator.device)
         """Counts since the last log."""
         self._training_loss: float | None = None
@@ -48,15 +50,15 @@ class Losses:
         filters = args.logging_nan_inf_filter
         self.step_log = StepLog(self._trainer.accelerator.device, filters=filters)
         # The Trainer's own filter reads each loss on the host; `StepLog` filters on the device.
-        count = self._trainer._get_num_items_in_batch  # noqa: SLF001  (the Trainer's own count)
+        count = method_of(self._trainer, COUNT_ITEMS)
         # An attribute of the trainer hides the method of its class.
         own = vars(self._trainer)
-        own["_get_num_items_in_batch"] = functools.partial(self.num_items, count)
+        own[COUNT_ITEMS] = functools.partial(self.num_items, count)
         try:
             with replaced(args, logging_nan_inf_filter=False):
                 yield
         finally:
-            del own["_get_num_items_in_batch"]
+            del own[COUNT_ITEMS]
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -114,8 +116,7 @@ class Losses:
         num_micro_batches = trainer.current_gradient_accumulation_steps
         if num_items is None or not self._counts_items or num_micro_batches == 1:
             return 1 / num_micro_batches
-        count = trainer._get_num_items_in_batch  # noqa: SLF001  (the Trainer's own count)
-        items = count([inputs], trainer.args.device)
+        items = method_of(trainer, COUNT_ITEMS)([inputs], trainer.args.device)
         # Under DataParallel both counts are repeated once per device, so take the first ratio.
         share: Tensor | float = 1.0 if items is None else (items / num_items).reshape(-1)[0]
         return share
@@ -169,9 +170,9 @@ class Losses:
                 logs["learning_rate"] *= (
                     report.learning_rate_factor
                 )  # the Trainer asks the schedule
-            # Just before it logs, the Trainer adds its sum of losses to `_total_loss_scalar`.
+            # Just before it logs, the Trainer adds the losses since the last log to this sum.
             # Filtered losses are 0 in that sum, so add here what the total lacks.
-            trainer._total_loss_scalar += missing * num_steps
+            self._sums.until_last_log += missing * num_steps
             for callback in monitors(trainer.callback_handler.callbacks):
                 logs |= callback.values_to_log()
             return logs
@@ -187,29 +188,29 @@ class Losses:
         The mean covers all steps, including the steps before the checkpoint in a resumed training.
         """
         trainer = self._trainer
-        losses, total = trainer._tr_loss, trainer._total_loss_scalar
+        sums = self._sums
+        losses, total = sums.since_last_log, sums.until_last_log
         # Make up for the losses that were filtered since the last log: they count as 0 in the sum
         # and would pull the mean down.
-        trainer._tr_loss = self.step_log.completed_sum(losses)
+        sums.since_last_log = self.step_log.completed_sum(losses)
         # The losses are summed up since step `begin`, so divide by the steps since then. The
         # Trainer itself divides by the steps of this process (older releases: by all steps).
         num_steps = trainer.state.global_step - self.step_log.begin
-        self._training_loss = (total + trainer._tr_loss.item()) / max(num_steps, 1)
+        self._training_loss = (total + sums.since_last_log.item()) / max(num_steps, 1)
         try:
             yield self._training_loss
         finally:
             self._training_loss = None
-            # The Trainer has added `_tr_loss` to `_total_loss_scalar`. Undo this: a checkpoint that
-            # is written after the end of the training stores the two sums separately.
-            trainer._tr_loss, trainer._total_loss_scalar = losses, total
+            # The Trainer has added the first sum to the second. Undo this: a checkpoint that is
+            # written after the end of the training stores the two sums separately.
+            sums.since_last_log, sums.until_last_log = losses, total
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums and counts of the log; synchronizes with the device."""
-        trainer = self._trainer
         return {
-            "loss_since_last_log": trainer._tr_loss.item(),
-            "loss_until_last_log": trainer._total_loss_scalar,
-            "last_logged": trainer._globalstep_last_logged,
+            "loss_since_last_log": self._sums.since_last_log.item(),
+            "loss_until_last_log": self._sums.until_last_log,
+            "last_logged": self._sums.last_logged,
             "step_log": self.step_log.state_dict(),
         }
 
@@ -220,12 +221,11 @@ class Losses:
             state: State that `state_dict` returned, to continue in the middle of a logging
                 interval; ``None`` to count from this step on.
         """
-        trainer = self._trainer
-        self.step_log.begin = trainer.state.global_step
+        self.step_log.begin = self._trainer.state.global_step
         if state is not None:
-            trainer._tr_loss.fill_(state["loss_since_last_log"])
-            trainer._total_loss_scalar = state["loss_until_last_log"]
-            trainer._globalstep_last_logged = state["last_logged"]
+            self._sums.since_last_log.fill_(state["loss_since_last_log"])
+            self._sums.until_last_log = state["loss_until_last_log"]
+            self._sums.last_logged = state["last_logged"]
             self.step_log.load_state_dict(state["step_log"])
 
 

@@ -17,6 +17,11 @@ from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import RankWatch, rank_watch
+from mfwrap.compatibility.transformers import (
+    batch_size_of,
+    check_trainer_release,
+    leave_meshes_to_step,
+)
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
@@ -112,6 +117,7 @@ class MFTrainerMixin(_Base):
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
+        ImportError: If transformers is older than 5.5.
         TypeError: If an argument has the wrong type, or the optimizer changes its weights during
             backward (LOMO, layer-wise GaLore and APOLLO).
         ValueError: If a setting contradicts the training arguments, or ``args.optim`` names such an
@@ -130,6 +136,7 @@ class MFTrainerMixin(_Base):
         rollback: Rollback | None = None,
         **kwargs: Any,
     ) -> None:
+        check_trainer_release()
         if step is not None and not isinstance(step, StepConfig):
             msg = f"`step` must be a StepConfig or None, got {described(step)}"
             raise TypeError(msg)
@@ -149,7 +156,7 @@ class MFTrainerMixin(_Base):
         super().__init__(*args, **kwargs)
         # Where gradients lie on several meshes, the Trainer would clip them itself, although they
         # are still scaled. The attached accelerator clips the gradients of any meshes.
-        self._mixed_mesh_grads = False
+        leave_meshes_to_step(self)
         check_construction(self)
         after_event = None if rollback is None else self.rollbacks.after_event
         before_event = functools.partial(_before_event, self)
@@ -279,7 +286,7 @@ class MFTrainerMixin(_Base):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         # The loaded state has the batch size of the checkpoint; monitors need the present one.
-        self.state.train_batch_size = self._train_batch_size
+        self.state.train_batch_size = batch_size_of(self)
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(

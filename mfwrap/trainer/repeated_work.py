@@ -8,6 +8,9 @@ from typing import Any, final
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
+from mfwrap.compatibility.torch import children_of, own_parameters
+from mfwrap.compatibility.transformers import CLIP_GRAD_NORM, method_of
+
 _KNOWN_TO_CHANGE_NOTHING = {nn.Module.train, PreTrainedModel.train}
 """Methods ``train`` that do nothing if all modules are in training mode already."""
 
@@ -69,19 +72,21 @@ class ListedNetwork:
         is_known = (
             network is self._network
             and _children(self._parents) == self._children
-            and not any(map(_MODULES, self._leaves))
+            and not any(map(children_of, self._leaves))
         )
         if not is_known:
             self._network, self._held = network, None
             self._modules = list(network.modules())
-            self._parents = [module for module in self._modules if module._modules]
-            self._leaves = [module for module in self._modules if not module._modules]
+            self._parents = [module for module in self._modules if children_of(module)]
+            self._leaves = [module for module in self._modules if not children_of(module)]
             self._children = _children(self._parents)
         return self._modules
 
     def parameters(self, network: nn.Module) -> list[nn.Parameter]:
         """Return the network's parameters, as its method does."""
-        held = [each for module in self.modules(network) for each in module._parameters.values()]
+        held = [
+            each for module in self.modules(network) for each in own_parameters(module).values()
+        ]
         if not _are_same(held, self._held):
             self._held, self._parameters = held, list(network.parameters())
         return self._parameters
@@ -165,7 +170,7 @@ def clipping_listed_parameters(trainer: Trainer, listed: ListedNetwork) -> Itera
         trainer: The trainer.
         listed: List of the network's parameters.
     """
-    clip: Callable[[nn.Module], Any] = trainer._clip_grad_norm  # noqa: SLF001  (the Trainer's own clip)
+    clip = method_of(trainer, CLIP_GRAD_NORM)
 
     def clip_listed(network: nn.Module) -> Any:
         listed.lend_parameters(network)
@@ -174,7 +179,7 @@ def clipping_listed_parameters(trainer: Trainer, listed: ListedNetwork) -> Itera
         finally:
             listed.take_back()
 
-    with _hidden(trainer, _clip_grad_norm=clip_listed):
+    with _hidden(trainer, **{CLIP_GRAD_NORM: clip_listed}):
         try:
             yield
         finally:
@@ -194,7 +199,6 @@ def _hidden(owner: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 
 
 _IS_TRAINING = operator.attrgetter("training")
-_MODULES = operator.attrgetter("_modules")
 
 
 def _changes_nothing(module: nn.Module, network: nn.Module) -> bool:
@@ -203,4 +207,4 @@ def _changes_nothing(module: nn.Module, network: nn.Module) -> bool:
 
 
 def _children(parents: list[nn.Module]) -> list[list[nn.Module | None]]:
-    return [list(parent._modules.values()) for parent in parents]
+    return [list(children_of(parent).values()) for parent in parents]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 from torch.utils.data import Sampler
 from transformers import Trainer
 
+from mfwrap.compatibility.transformers import prepares_inputs_itself
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow
 from mfwrap.trainer.dealt_rows import Dealing, EpochRows
 from mfwrap.trainer.events import MonitorCallback, monitors
@@ -190,7 +191,7 @@ class _NotedEpoch:
 def _makes_batches(trainer_class: type[Trainer]) -> bool:
     """Return whether a Trainer may train on other rows than those of its loader's batches."""
     return (
-        trainer_class._prepare_inputs is not Trainer._prepare_inputs  # noqa: SLF001  (asks whether it is overridden)
+        prepares_inputs_itself(trainer_class, Trainer)
         or trainer_class.get_batch_samples is not Trainer.get_batch_samples
     )
 

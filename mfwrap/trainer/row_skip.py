@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.trainer.dealt_rows import Dealing, EpochRows
 
@@ -283,7 +284,7 @@ class RowSkip:
             ]
             if all(stands_in) and not trainer.args.average_tokens_across_devices:
                 counted = batches  # a rank that divides by its own number must not divide by 0
-            num_items = trainer._get_num_items_in_batch(counted, device)  # noqa: SLF001  (the Trainer's own count)
+            num_items = method_of(trainer, COUNT_ITEMS)(counted, device)
             return [_without_rows(batches[0])] * num_left_out + batches, num_items
 
         return get_batch_samples

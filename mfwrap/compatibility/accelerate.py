@@ -1,0 +1,99 @@
+"""What an accelerator of accelerate has prepared, for which there are no public names."""
+
+from typing import Any
+
+from mfwrap.compatibility.foreign import ForeignName
+
+_ACCELERATOR = "accelerate.accelerator"
+
+NAMES = (
+    ForeignName(_ACCELERATOR, "Accelerator._models", "networks that were prepared"),
+    ForeignName(_ACCELERATOR, "Accelerator._optimizers", "optimizers that were prepared"),
+    ForeignName(_ACCELERATOR, "Accelerator._schedulers", "schedules that were prepared"),
+    ForeignName(_ACCELERATOR, "Accelerator._dataloaders", "data loaders that were prepared"),
+    ForeignName(
+        _ACCELERATOR,
+        "Accelerator._save_model_state_pre_hook",
+        "left out of a pickled accelerator: the hooks of a step",
+    ),
+    ForeignName(
+        _ACCELERATOR,
+        "Accelerator._load_model_state_pre_hook",
+        "left out of a pickled accelerator: the hooks of a step",
+    ),
+    ForeignName(
+        _ACCELERATOR,
+        "Accelerator.prepare._is_accelerate_prepared",
+        "mark of an optimizer that was prepared",
+    ),
+    ForeignName(
+        _ACCELERATOR,
+        "Accelerator.prepare_model._original_forward",
+        "mark of a model whose forward runs in autocast",
+    ),
+    *(
+        ForeignName(
+            "accelerate.optimizer",
+            f"AcceleratedOptimizer.{name}",
+            "removed when a step that brought a scaler is detached",
+        )
+        for name in (
+            "_accelerate_step_called",
+            "_optimizer_original_step_method",
+            "_optimizer_patched_step_method",
+        )
+    ),
+    ForeignName(
+        "accelerate.optimizer",
+        "AcceleratedOptimizer._is_overflow",
+        "whether the last update was skipped",
+    ),
+)
+
+SAVE_HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
+"""Attributes of an accelerator with the hooks of ``save_state`` and ``load_state``."""
+
+OF_SCALER = (
+    "_accelerate_step_called",
+    "_optimizer_original_step_method",
+    "_optimizer_patched_step_method",
+)
+"""Attributes that accelerate sets on an optimizer with a gradient scaler only."""
+
+
+SKIPPED = "_is_overflow"
+"""Attribute of an optimizer: whether its last update was skipped."""
+
+
+def models_of(accelerator: Any) -> list[Any]:
+    """Return the networks that an accelerator has prepared, in order."""
+    models: list[Any] = accelerator._models
+    return models
+
+
+def optimizers_of(accelerator: Any) -> list[Any]:
+    """Return the wrapped optimizers that an accelerator has prepared, in order."""
+    optimizers: list[Any] = accelerator._optimizers
+    return optimizers
+
+
+def schedulers_of(accelerator: Any) -> list[Any]:
+    """Return the wrapped schedules that an accelerator has prepared, in order."""
+    schedulers: list[Any] = accelerator._schedulers
+    return schedulers
+
+
+def data_loaders_of(accelerator: Any) -> list[Any]:
+    """Return the data loaders that an accelerator has prepared, in order."""
+    loaders: list[Any] = accelerator._dataloaders
+    return loaders
+
+
+def is_prepared(optimizer: Any) -> bool:
+    """Return whether accelerate has prepared an object."""
+    return bool(getattr(optimizer, "_is_accelerate_prepared", False))
+
+
+def computes_in_autocast(model: Any) -> bool:
+    """Return whether accelerate has wrapped the forward of a model in autocast."""
+    return hasattr(model, "_original_forward")

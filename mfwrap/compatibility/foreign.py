@@ -1,0 +1,52 @@
+"""What mfwrap knows about a name of another library."""
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import final
+
+from packaging.version import Version
+
+ALWAYS = "exists in all supported versions"
+
+
+@final
+@dataclass(frozen=True)
+class ForeignName:
+    """A private or version-dependent name of another library.
+
+    Args:
+        module: Module that has the name, or that has the class of `attribute`.
+        attribute: The name inside the module. ``"Class.name"`` is an attribute of the class or of
+            its instances.
+        purpose: What mfwrap uses it for.
+        since: First version of the library that has it; ``None`` if all supported versions do.
+        before: First version of the library that no longer has it; ``None`` if there is none yet.
+        otherwise: What mfwrap does in a supported version that lacks it.
+    """
+
+    module: str
+    attribute: str
+    purpose: str
+    since: str | None = None
+    before: str | None = None
+    otherwise: str = ALWAYS
+
+    @property
+    def library(self) -> str:
+        """Name of the library, such as ``"torch"``."""
+        return self.module.partition(".")[0]
+
+
+def is_installed(library: str, release: str) -> bool:
+    """Return whether the installed version of a library is a release or newer.
+
+    A pre-release counts as its release: ``5.5.0.dev0`` as 5.5.0.
+
+    Args:
+        library: Name of the library's distribution.
+        release: Release such as ``"5.5"``.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: If the library is not installed.
+    """
+    return Version(version(library)).release >= Version(release).release

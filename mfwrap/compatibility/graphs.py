@@ -1,0 +1,49 @@
+"""Graphs of a device, which hold recorded kernels: CUDA graphs, for example."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mfwrap.compatibility.foreign import ForeignName
+
+NAMES = (
+    ForeignName(
+        "torch.accelerator",
+        "Graph",
+        "capture a step on devices other than CUDA",
+        since="2.12",
+        otherwise="`capture` is refused there",
+    ),
+)
+
+
+def lacks_graphs(device: torch.device) -> bool:
+    """Return whether this version of torch cannot capture a graph on a device."""
+    return device.type not in {"cpu", "cuda"} and not hasattr(torch.accelerator, "Graph")
+
+
+def new_graph(device: torch.device) -> Any:
+    """Return an empty graph with a method ``replay``; see `capturing`."""
+    if device.type == "cuda":
+        return torch.cuda.CUDAGraph()
+    return torch.accelerator.Graph(capture_error_mode="thread_local")
+
+
+@contextlib.contextmanager
+def capturing(graph: Any, device: torch.device) -> Iterator[None]:
+    """Within the block, record what is queued on the current stream instead of running it.
+
+    Args:
+        graph: Graph from `new_graph`.
+        device: Device of the graph.
+    """
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        # Other threads, such as those of a data loader, may use the device during the capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            yield
+    else:
+        with graph:
+            yield

@@ -1,0 +1,238 @@
+"""Private names of torch: functions of lists of tensors, hooks, compiled modules, ranks.
+
+`mfwrap.compatibility.fully_shard`, `pipelining`, `graphs` and `gradient_dtypes` have those of these
+parts of torch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+from mfwrap.compatibility.foreign import ForeignName
+
+if TYPE_CHECKING:
+    # Public, but its types are not.
+    from torch._C._distributed_c10d import GradBucket as GradBucket  # noqa: PLC0414  (re-exports it)
+elif distributed.is_available():
+    from torch.distributed import GradBucket  # noqa: F401  (for communication hooks)
+
+_OPTIMIZER_HOOKS = "hooks of an optimizer, which a captured step does not call"
+_FOREACH = "one kernel for a list of tensors"
+
+NAMES = (
+    *(
+        ForeignName("torch", name, _FOREACH)
+        for name in (
+            "_foreach_add_",
+            "_foreach_clamp_max_",
+            "_foreach_clamp_min_",
+            "_foreach_copy_",
+            "_foreach_div_",
+            "_foreach_lerp_",
+            "_foreach_mul_",
+            "_foreach_norm",
+        )
+    ),
+    *(
+        ForeignName("torch.ops.aten", name, "count floating-point operations on a CPU")
+        for name in (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+        )
+    ),
+    ForeignName("torch", "Tensor._version", "whether a tensor was changed in place"),
+    ForeignName("torch", "Tensor._post_accumulate_grad_hooks", "hooks of a parameter's gradient"),
+    ForeignName(
+        "torch.distributed.optim.apply_optimizer_in_backward",
+        "_apply_optimizer_in_backward",
+        "sets `_in_backward_optimizers` of a parameter, an optimizer that is refused",
+    ),
+    ForeignName("torch.utils", "_pytree", "tensors in nested containers"),
+    ForeignName("torch._compile", "_disable_dynamo", "`torch.compiler.disable` without its import"),
+    ForeignName("torch.autograd", "Variable._execution_engine", "call a function after backward"),
+    ForeignName("torch.nn", "Module._compiled_call_impl", "of `module.compile()`"),
+    ForeignName("torch.nn", "Module._backward_hooks", "hooks of a module's backward"),
+    ForeignName("torch.nn", "Module._load_state_dict_pre_hooks", "weights that a module loads"),
+    ForeignName("torch.nn", "Module._load_from_state_dict", "weights that a module loads"),
+    ForeignName("torch.nn", "Module._modules", "children of a module, without a generator"),
+    ForeignName("torch.nn", "Module._parameters", "parameters of a module, without a generator"),
+    ForeignName(
+        "torch._dynamo.eval_frame", "OptimizedModule._orig_mod", "module in `torch.compile(module)`"
+    ),
+    ForeignName("torch.optim", "Optimizer._optimizer_step_pre_hooks", _OPTIMIZER_HOOKS),
+    ForeignName("torch.optim", "Optimizer._optimizer_step_post_hooks", _OPTIMIZER_HOOKS),
+    ForeignName(
+        "torch.optim.lr_scheduler", "LRScheduler._step_count", "steps of a schedule, as accelerate"
+    ),
+    ForeignName(
+        "torch.optim.lr_scheduler", "SequentialLR._schedulers", "schedules inside a schedule"
+    ),
+    ForeignName(
+        "torch.nn.parallel", "DistributedDataParallel._comm_hooks", "whether a hook is registered"
+    ),
+    ForeignName(
+        "torch.nn.parallel", "DistributedDataParallel._pre_forward", "replaced: time its broadcasts"
+    ),
+    ForeignName(
+        "torch.nn.parallel",
+        "DistributedDataParallel._use_python_reducer",
+        "whether `_pre_forward` waits",
+    ),
+    ForeignName(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._distributed_broadcast_coalesced",
+        "observed: broadcasts of buffers",
+    ),
+    ForeignName(
+        "torch.distributed.distributed_c10d", "_get_default_store", "messages beside collectives"
+    ),
+    ForeignName(
+        "torch.distributed",
+        "ProcessGroup._get_sequence_number_for_group",
+        "number of collectives that a rank has begun",
+    ),
+)
+
+foreach_add_ = torch._foreach_add_
+foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+pytree = _pytree
+"""Functions of nested containers: ``tree_leaves``, ``tree_map``, ``tree_flatten`` ..."""
+
+not_compiled = _disable_dynamo
+"""Decorator of a function that ``torch.compile`` calls without compiling it.
+
+``torch.compiler.disable`` is the same, but imports the compiler at once, which takes seconds.
+"""
+
+COMPILED_MODULE = "_orig_mod"
+"""Name of the module inside the one that ``torch.compile(module)`` returns."""
+
+PRE_FORWARD = "_pre_forward"
+"""Method of DistributedDataParallel that waits for other ranks before a forward."""
+
+BROADCAST_OF_BUFFERS = "_distributed_broadcast_coalesced"
+"""Method of DistributedDataParallel that makes buffers equal before a forward."""
+
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Operations that torch's counter of floating-point operations does not know."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows each time a tensor is changed in place."""
+    return tensor._version
+
+
+def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
+    """Return the hooks that torch calls when a gradient has been accumulated, by their keys.
+
+    Changing the result of a parameter with hooks changes its hooks.
+    """
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
+
+
+def backward_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return the backward hooks of a module by their keys; changing the result changes them."""
+    hooks: dict[int, Any] = module._backward_hooks
+    return hooks
+
+
+def optimizers_in_backward(parameter: Tensor) -> list[Optimizer]:
+    """Return the optimizers that torch steps for a parameter in the middle of backward."""
+    found: list[Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
+    return found
+
+
+def call_after_backward(function: Callable[[], object]) -> None:
+    """Call a function at the end of the running backward; call this within that backward."""
+    # DistributedDataParallel and fully_shard use it, too.
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the compiled call of a module; ``None`` without ``module.compile()``."""
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Replace the compiled call of a module."""
+    module._compiled_call_impl = call
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` or ``module.compile()`` has compiled a module itself."""
+    return hasattr(module, COMPILED_MODULE) or compiled_call(module) is not None
+
+
+def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the functions that may change how a module's own weights are loaded."""
+    return [type(module)._load_from_state_dict, *module._load_state_dict_pre_hooks.values()]
+
+
+def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return a module's direct children by name; torch itself changes the result."""
+    return module._modules
+
+
+def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
+    """Return a module's own parameters by name; torch itself changes the result."""
+    return module._parameters
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the functions that an optimizer calls before and after its step."""
+    return [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
+
+
+def step_count(schedule: Any) -> int:
+    """Return how often a schedule was stepped, the step of its construction included."""
+    return int(schedule._step_count)
+
+
+def schedules_inside(schedule: Any) -> list[Any]:
+    """Return the schedules inside a SequentialLR or ChainedScheduler; empty for any other."""
+    return list(getattr(schedule, "_schedulers", ()))
+
+
+def communication_hooks(part: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Return pairs of a communication hook of a module and the hook's state."""
+    return list(getattr(part, "_comm_hooks", []))
+
+
+def waits_before_forward(part: DistributedDataParallel) -> bool:
+    """Return whether `PRE_FORWARD` of a module waits for other ranks."""
+    # A replica with a reducer in Python is compiled whole. Its method does not wait.
+    return not part._use_python_reducer
+
+
+def default_store() -> Any:
+    """Return the key-value store that the ranks of the process group share."""
+    return distributed.distributed_c10d._get_default_store()
+
+
+def number_of_collectives(group: Any) -> int:
+    """Return how many collectives this rank has begun in a group; 0 if it does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return 0

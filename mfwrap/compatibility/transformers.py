@@ -1,0 +1,217 @@
+"""Private names of transformers' Trainer and models, and the versions that have a Trainer to wrap.
+
+`MFTrainerMixin` overrides further private methods of the Trainer; tests/unit/compatibility compares
+their signatures with the Trainer's. Nothing here imports transformers.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, final
+
+from mfwrap.compatibility.foreign import ForeignName, is_installed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+TRAINER_RELEASE = "5.5"
+"""First release of transformers whose Trainer `MFTrainerMixin` can wrap.
+
+Before 5.3, the Trainer's loop is one function. With 5.3 and 5.4, losses that callbacks get were
+seen to be too large by the number of accumulated micro-batches.
+"""
+
+_TRAINER = "transformers.trainer"
+_REFUSED = "MFTrainer is refused"
+_OVERRIDDEN = "overridden by MFTrainerMixin"
+_SUMS = "losses since the last log, which a checkpoint and the mean of a resumed training need"
+
+NAMES = (
+    *(
+        ForeignName(_TRAINER, f"Trainer.{name}", _OVERRIDDEN)
+        for name in (
+            "_get_output_dir",
+            "_inner_training_loop",
+            "_load_callback_state",
+            "_load_from_checkpoint",
+            "_load_optimizer_and_scheduler",
+            "_load_rng_state",
+            "_load_scaler",
+            "_save",
+            "_save_checkpoint",
+            "_save_scaler",
+        )
+    ),
+    *(
+        ForeignName(_TRAINER, f"Trainer.{name}", _OVERRIDDEN, since="5.3", otherwise=_REFUSED)
+        for name in ("_finalize_training", "_init_training_state")
+    ),
+    *(
+        ForeignName(_TRAINER, f"Trainer.{name}", purpose, since="5.3", otherwise=_REFUSED)
+        for name, purpose in (
+            ("_clip_grad_norm", "clips; replaced during a training: list the parameters once"),
+            ("_globalstep_last_logged", _SUMS),
+            ("_run_epoch", "replaced during a training: begin where the data were left"),
+            ("_tr_loss", _SUMS),
+        )
+    ),
+    ForeignName(_TRAINER, "Trainer._total_loss_scalar", _SUMS),
+    ForeignName(
+        _TRAINER,
+        "Trainer._get_num_items_in_batch",
+        "counts targets; replaced during a training: weigh the losses of micro-batches",
+    ),
+    ForeignName(_TRAINER, "Trainer._prepare_inputs", "whether a subclass makes its own batches"),
+    ForeignName(_TRAINER, "Trainer._push_from_checkpoint", "upload a checkpoint"),
+    ForeignName(_TRAINER, "Trainer._train_batch_size", "size that `auto_find_batch_size` found"),
+    ForeignName(
+        _TRAINER,
+        "Trainer._mixed_mesh_grads",
+        "set: the step clips gradients of several meshes, which the Trainer would look for",
+        since="5.17",
+        otherwise="the attribute has no effect",
+    ),
+    ForeignName(
+        "transformers.modeling_utils",
+        "PreTrainedModel._keys_to_ignore_on_save",
+        "weights that a model does not save",
+    ),
+    ForeignName(
+        "transformers.configuration_utils",
+        "PreTrainedConfig._name_or_path",
+        "model that was fine-tuned, for its card",
+        since="5.0",
+        otherwise="`PretrainedConfig._name_or_path`",
+    ),
+    ForeignName(
+        "transformers.distributed.pipeline_parallel",
+        "_pp_stage",
+        "mark of a model whose layers transformers has split over ranks",
+        since="5.16",
+        otherwise="transformers splits no model so",
+    ),
+    ForeignName(
+        "transformers.distributed.tensor_parallel",
+        "ReplicatedWithGradAllReduce",
+        "hooks that reduce accumulated gradients; see `mfwrap.step.backward_reductions`",
+        since="5.16",
+        otherwise="it is in `transformers.integrations.tensor_parallel`, or nowhere",
+    ),
+)
+
+RUN_EPOCH = "_run_epoch"
+"""Method of the Trainer that trains one epoch."""
+
+CLIP_GRAD_NORM = "_clip_grad_norm"
+"""Method of the Trainer that clips the gradients of an update."""
+
+COUNT_ITEMS = "_get_num_items_in_batch"
+"""Method of the Trainer that counts the targets of the micro-batches of an update."""
+
+
+def check_trainer_release() -> None:
+    """Check that the installed transformers has a Trainer that `MFTrainerMixin` can wrap.
+
+    Raises:
+        ImportError: If transformers is older than `TRAINER_RELEASE`.
+    """
+    if not is_installed("transformers", TRAINER_RELEASE):
+        msg = (
+            f"MFTrainer needs transformers {TRAINER_RELEASE} or newer, got "
+            f"{version('transformers')}; `mfwrap.accelerate.attach` works with it"
+        )
+        raise ImportError(msg)
+
+
+@final
+class LossSums:
+    """The losses that a Trainer has added up during a training.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def since_last_log(self) -> "Tensor":
+        """Sum of the losses since the last log, shape ``()``, float32, on the training device."""
+        losses: Tensor = self._trainer._tr_loss
+        return losses
+
+    @since_last_log.setter
+    def since_last_log(self, losses: "Tensor") -> None:
+        self._trainer._tr_loss = losses
+
+    @property
+    def until_last_log(self) -> float:
+        """Sum of the losses before the last log."""
+        total: float = self._trainer._total_loss_scalar
+        return total
+
+    @until_last_log.setter
+    def until_last_log(self, total: float) -> None:
+        self._trainer._total_loss_scalar = total
+
+    @property
+    def last_logged(self) -> int:
+        """Step of the last log."""
+        step: int = self._trainer._globalstep_last_logged
+        return step
+
+    @last_logged.setter
+    def last_logged(self, step: int) -> None:
+        self._trainer._globalstep_last_logged = step
+
+
+def method_of(trainer: Any, name: str) -> Callable[..., Any]:
+    """Return a private method of a Trainer: `RUN_EPOCH`, `CLIP_GRAD_NORM` or `COUNT_ITEMS`."""
+    method: Callable[..., Any] = getattr(trainer, name)
+    return method
+
+
+def batch_size_of(trainer: Any) -> int:
+    """Return the batch size per device, which may differ from the training arguments."""
+    size: int = trainer._train_batch_size
+    return size
+
+
+def push_checkpoint(trainer: Any, folder: str) -> None:
+    """Upload a checkpoint as the Trainer does."""
+    trainer._push_from_checkpoint(folder)
+
+
+def leave_meshes_to_step(trainer: Any) -> None:
+    """Keep the Trainer from looking for gradients of several meshes at its first clip."""
+    trainer._mixed_mesh_grads = False
+
+
+def prepares_inputs_itself(trainer_class: Any, stock: Any) -> bool:
+    """Return whether a class of trainers has a ``_prepare_inputs`` of its own.
+
+    Args:
+        trainer_class: Class to look at.
+        stock: transformers' own ``Trainer``.
+    """
+    return trainer_class._prepare_inputs is not stock._prepare_inputs
+
+
+def unsaved_keys(network: "nn.Module") -> set[str]:
+    """Return the names of the weights that a model of transformers does not save."""
+    return set(getattr(network, "_keys_to_ignore_on_save", None) or ())
+
+
+def name_of_base(model: Any) -> str:
+    """Return the name or the path from which a model's configuration was loaded; may be empty."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+
+
+def pipeline_stage_of(module: "nn.Module") -> Any:
+    """Return the stage into which transformers has put a module; ``None`` for none."""
+    return vars(module).get("_pp_stage")
+
+
+def reduces_partial_gradients(function: Any) -> bool:
+    """Return whether a hook or a forward is of ``ReplicatedWithGradAllReduce``."""
+    # Do not import the class, whose module differs between versions.
+    return getattr(function, "__qualname__", "").startswith("ReplicatedWithGradAllReduce.")
