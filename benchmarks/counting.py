@@ -57,7 +57,7 @@ class _Traffic(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.is_view:
             return result
-        schema = func._schema  # noqa: SLF001  (the schema, which tells what an operator writes, has no public name)
+        schema = func._schema
         named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
         written = {
             argument.name

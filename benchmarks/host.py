@@ -154,7 +154,7 @@ class Cell(Contestant):
     def __init__(self, num_tensors: int, width: int) -> None:
         super().__init__(num_tensors, width)
         self._loss = torch.zeros(())
-        self._update = self.make_cell()._update  # noqa: SLF001  (the part after backward)
+        self._update = self.make_cell()._update
 
     def make_cell(self) -> MFTrainOneStepCell:
         return MFTrainOneStepCell(
