@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 from mfwrap.arguments import check_bool, check_choice, check_int, check_positive_number
+from mfwrap.compatibility.gradient_dtypes import HAS_GRADIENT_DTYPE
 from mfwrap.tensors.norm_groups import LocalNormGroups
 
 SpikePolicyName = Literal["record", "skip", "clip"]
@@ -119,6 +122,7 @@ class StepConfig:
             "accumulate_allreduce_grads_in_fp32",
         ):
             check_bool(name, getattr(self, name))
+        self._check_gradient_dtype()
         for name in ("max_grad_norm", "global_norm_spike_threshold"):
             # Keep the float: torch accepts neither a Fraction nor an int too large for a float.
             object.__setattr__(self, name, check_positive_number(name, getattr(self, name)))
@@ -182,6 +186,14 @@ class StepConfig:
                 "`accumulate_allreduce_grads_in_fp32` must be False with a communication hook, "
                 f"which gets and reduces buckets in the weights' dtype; got the hook {hook!r}; "
                 "leave one of the two out"
+            )
+            raise ValueError(msg)
+
+    def _check_gradient_dtype(self) -> None:
+        if self.accumulate_allreduce_grads_in_fp32 and not HAS_GRADIENT_DTYPE:
+            msg = (
+                "`accumulate_allreduce_grads_in_fp32` must be False with torch "
+                f"{torch.__version__}, which lacks Tensor.grad_dtype; torch 2.10 has it"
             )
             raise ValueError(msg)
 

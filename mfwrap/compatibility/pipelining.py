@@ -1,8 +1,10 @@
 """Schedules of ``torch.distributed.pipelining``, whose parts have no public names."""
 
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mfwrap.compatibility.foreign import ForeignName
+from mfwrap.compatibility.foreign import ForeignName, is_installed
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
@@ -15,6 +17,15 @@ NAMES = (
     ForeignName(_SCHEDULES, "_PipelineSchedule._kwargs_chunk_spec", "how keywords are split"),
     ForeignName(_SCHEDULES, "_PipelineSchedule._internal_losses", "losses of a failed step"),
 )
+
+
+GLOO_RELEASE = "2.10"
+"""First release of torch whose stages can send to each other over gloo; 2.9 aborts all ranks."""
+
+
+def can_use_gloo() -> bool:
+    """Return whether the stages of a pipeline can send to each other over gloo."""
+    return is_installed("torch", GLOO_RELEASE)
 
 
 def stages_of(schedule: Any) -> list[Any]:
@@ -41,6 +52,20 @@ def set_loss_function(schedule: Any, function: Any) -> None:
 def splits_by_rows(schedule: Any) -> tuple[bool, bool]:
     """Return whether positional arguments and keywords are split along their first dimension."""
     return schedule._args_chunk_spec is None, schedule._kwargs_chunk_spec is None
+
+
+def run(schedule: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Run forward and backward of all micro-batches, and discard the outputs.
+
+    Args:
+        schedule: The schedule.
+        arguments: Positional arguments of the first stage.
+        keywords: ``target`` of the loss function, and keyword arguments of all stages.
+    """
+    # torch before 2.10 would pass an option that it does not know on to the stages.
+    has_option = "return_outputs" in inspect.signature(schedule.step).parameters
+    options = {"return_outputs": False} if has_option else {}
+    schedule.step(*arguments, **keywords, **options)
 
 
 def forget_losses(schedule: Any) -> None:

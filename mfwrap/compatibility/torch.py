@@ -40,7 +40,7 @@ NAMES = (
         )
     ),
     *(
-        ForeignName("torch.ops.aten", name, "count floating-point operations on a CPU")
+        ForeignName("torch", f"ops.aten.{name}", "count floating-point operations on a CPU")
         for name in (
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -50,8 +50,8 @@ NAMES = (
     ForeignName("torch", "Tensor._post_accumulate_grad_hooks", "hooks of a parameter's gradient"),
     ForeignName(
         "torch.distributed.optim.apply_optimizer_in_backward",
-        "_apply_optimizer_in_backward",
-        "sets `_in_backward_optimizers` of a parameter, an optimizer that is refused",
+        "_apply_optimizer_in_backward._in_backward_optimizers",
+        "optimizers of a parameter that step in backward, which are refused",
     ),
     ForeignName("torch.utils", "_pytree", "tensors in nested containers"),
     ForeignName("torch._compile", "_disable_dynamo", "`torch.compiler.disable` without its import"),

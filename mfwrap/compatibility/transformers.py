@@ -49,11 +49,11 @@ NAMES = (
         ForeignName(_TRAINER, f"Trainer.{name}", purpose, since="5.3", otherwise=_REFUSED)
         for name, purpose in (
             ("_clip_grad_norm", "clips; replaced during a training: list the parameters once"),
-            ("_globalstep_last_logged", _SUMS),
             ("_run_epoch", "replaced during a training: begin where the data were left"),
             ("_tr_loss", _SUMS),
         )
     ),
+    ForeignName(_TRAINER, "Trainer._globalstep_last_logged", _SUMS),
     ForeignName(_TRAINER, "Trainer._total_loss_scalar", _SUMS),
     ForeignName(
         _TRAINER,
@@ -84,7 +84,7 @@ NAMES = (
     ),
     ForeignName(
         "transformers.distributed.pipeline_parallel",
-        "_pp_stage",
+        "apply_pipeline_parallelism._pp_stage",
         "mark of a model whose layers transformers has split over ranks",
         since="5.16",
         otherwise="transformers splits no model so",
@@ -179,6 +179,27 @@ def batch_size_of(trainer: Any) -> int:
 def push_checkpoint(trainer: Any, folder: str) -> None:
     """Upload a checkpoint as the Trainer does."""
     trainer._push_from_checkpoint(folder)
+
+
+def save_checkpoint(trainer: Any, trial: Any) -> None:
+    """Save a checkpoint of the present step as the Trainer does.
+
+    Args:
+        trainer: The trainer.
+        trial: Trial of a hyperparameter search; ``None`` without one.
+    """
+    trainer._save_checkpoint(trainer.model, trial)
+
+
+def output_folder_of(trainer: Any, trial: Any) -> str:
+    """Return the folder in which a Trainer writes its checkpoints.
+
+    Args:
+        trainer: The trainer.
+        trial: Trial of a hyperparameter search; ``None`` without one.
+    """
+    folder: str = trainer._get_output_dir(trial)
+    return folder
 
 
 def leave_meshes_to_step(trainer: Any) -> None:

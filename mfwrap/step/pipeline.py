@@ -32,9 +32,12 @@ from mfwrap.arguments import callers_stacklevel
 from mfwrap.collectives import Section, gather_objects, num_ranks, ranks_of, section_clock
 from mfwrap.collectives.places import named_ranks
 from mfwrap.compatibility.pipelining import (
+    GLOO_RELEASE,
+    can_use_gloo,
     forget_losses,
     loss_function,
     num_micro_batches,
+    run,
     set_loss_function,
     stages_of,
 )
@@ -198,7 +201,7 @@ class PipelineAccumulation:
             self.float32.accumulate(on=num_micro_batches(self._schedule) > 1)
         try:
             with self._scaled_loss(loss_scale / share, parts), self._held_reductions():
-                self._schedule.step(*arguments, **keywords, return_outputs=False)
+                run(self._schedule, arguments, keywords)
             self._batches.keep_shapes()
         except BaseException:
             self.sharded_parts.discard_half_a_step()
@@ -391,6 +394,14 @@ def _disagreement(facts: Any, group: Any) -> str | None:
 
 
 def _check_schedule(schedule: Any, stages: Sequence[Any], config: StepConfig) -> None:
+    first = stages[0]
+    over_gloo = first.group_size > 1 and "gloo" in distributed.get_backend(first.group)
+    if over_gloo and not can_use_gloo():
+        msg = (
+            f"a pipeline over gloo needs torch {GLOO_RELEASE} or newer, got {torch.__version__}, "
+            "in which its stages abort; use NCCL, or a newer torch"
+        )
+        raise ValueError(msg)
     if loss_function(schedule) is None:
         msg = (
             f"`network` must be a schedule that trains, got {type(schedule).__name__} without "

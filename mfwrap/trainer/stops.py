@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
+from mfwrap.compatibility.transformers import output_folder_of, save_checkpoint
 from mfwrap.termination import EXIT_STOPPED
 from mfwrap.trainer.events import MonitorCallback
 
@@ -94,8 +95,7 @@ def save_last_step(trainer: "MFTrainerMixin", trial: Any, saved_step: int | None
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
         return
     if saved_step != trainer.state.global_step:
-        model: Any = trainer.model
-        trainer._save_checkpoint(model, trial)  # noqa: SLF001  (transformers has no public name)
+        save_checkpoint(trainer, trial)
 
 
 def stop(trainer: "MFTrainerMixin", trial: Any, *, is_interrupted: bool) -> Never:
@@ -115,7 +115,7 @@ def stop(trainer: "MFTrainerMixin", trial: Any, *, is_interrupted: bool) -> Neve
         again, _enclosing[-1].is_said = _enclosing[-1].command, True
     if trainer.is_world_process_zero():
         # The run folder exists unless the training has never saved.
-        folder = Path(trainer._get_output_dir(trial))  # noqa: SLF001  (transformers has no public name)
+        folder = Path(output_folder_of(trainer, trial))
         newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         who = "Ctrl-C" if is_interrupted else "a signal"
         saved = "without a checkpoint" if newest is None else f"checkpoint {newest}"

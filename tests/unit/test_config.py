@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,15 @@ def test_local_norms_need_one_reduction(local_norm, sync_each_batch, number):
 
     with pytest.raises(ValueError, match=r"`local_norm` must be False .* with 4 micro-batches"):
         StepConfig(local_norm=True, sync_each_batch=True, gradient_accumulation_steps=4)
+
+
+def test_float32_gradients_need_a_gradient_dtype():
+    """Without ``Tensor.grad_dtype`` the setting would be ignored, so it is refused."""
+    if hasattr(torch.Tensor, "grad_dtype"):
+        assert StepConfig(accumulate_allreduce_grads_in_fp32=True)
+        return
+    with pytest.raises(ValueError, match=r"must be False with torch .* lacks Tensor.grad_dtype"):
+        StepConfig(accumulate_allreduce_grads_in_fp32=True)
 
 
 def test_settings_cannot_be_changed():

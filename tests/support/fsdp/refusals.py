@@ -11,6 +11,7 @@ from support.fsdp.incidents import new_cell
 from support.fsdp.networks import Case, micro_batches_of, new_model, sharded
 
 __all__ = ["be_refused"]
+from mfwrap.compatibility.fully_shard import groups_of
 
 
 def be_refused(rank: int) -> dict[str, str]:
@@ -34,8 +35,8 @@ def be_refused(rank: int) -> dict[str, str]:
         cell = new_cell(network, "fused SGD", local_norm=True)
         for part in network.modules():
             if hasattr(part, "_get_fsdp_state"):
-                for group in part._get_fsdp_state()._fsdp_param_groups:
-                    group.__dict__.pop("post_backward", None)
+                for each in groups_of(part):
+                    vars(each.group).pop("post_backward", None)
         cell(*batch)
 
     def placed_by_hand(**settings: Any) -> None:

@@ -13,7 +13,14 @@ from torch.optim import AdamW
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, pipeline_stages
 
-__all__ = ["change_batches", "freeze_first", "group_norms", "set_bad_rates", "train_lone_pipelines"]
+__all__ = [
+    "change_batches",
+    "freeze_first",
+    "group_norms",
+    "set_bad_rates",
+    "train_lone_pipelines",
+    "use_gloo_of_old_torch",
+]
 
 
 def _stage(rank: int, group: Any = None) -> Any:
@@ -122,3 +129,13 @@ def train_lone_pipelines(rank: int) -> list[str]:
         inputs, target = _batch(4)
         cell(inputs, target=target)
     return [str(each.message) for each in caught if "this pipeline" in str(each.message)]
+
+
+def use_gloo_of_old_torch(rank: int) -> str:
+    """Return the error of a pipeline with a version of torch whose stages abort over gloo."""
+    schedule = _stage(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mfwrap.step.pipeline.can_use_gloo", lambda: False)
+        with pytest.raises(ValueError, match="pipeline") as caught:
+            MFTrainOneStepCell(schedule, AdamW(pipeline_stages(schedule).parameters()))
+    return str(caught.value)

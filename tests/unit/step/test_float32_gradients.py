@@ -18,6 +18,9 @@ from support.float32_gradients import (
     micro_batch,
 )
 from support.host_reads import HostReads
+from support.versions import needs
+
+pytestmark = needs("torch", "2.10", "Tensor.grad_dtype")
 
 BFLOAT16 = torch.bfloat16
 NUM_MICRO_BATCHES = 5

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap.compatibility.foreign import is_installed
 from mfwrap.step.pipeline import PipelineAccumulation, pipeline_stages
 from support.attached_runs import new_accelerator
 from support.ranks.pipeline_faults import (
@@ -22,6 +23,7 @@ from support.ranks.pipeline_faults import (
     group_norms,
     set_bad_rates,
     train_lone_pipelines,
+    use_gloo_of_old_torch,
 )
 from support.ranks.pipelines import (
     BAD_STEP,
@@ -34,6 +36,7 @@ from support.ranks.pipelines import (
     train_whole,
 )
 from support.ranks.pool import RankPool
+from support.versions import needs
 
 CASES = {
     "1F1B": Case(),
@@ -52,15 +55,23 @@ CASES = {
 FAST = {"1F1B", "interleaved"}
 
 
+@pytest.fixture
+def two_stages_ranks(two_ranks):
+    """Two ranks whose stages can send to each other."""
+    if not is_installed("torch", "2.10"):
+        pytest.skip("needs torch 2.10: stages that send over gloo")
+    return two_ranks
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES],
 )
-def test_equal_to_one_process(two_ranks, name):
+def test_equal_to_one_process(two_stages_ranks, name):
     """Two ranks make the updates that one process makes with the whole network."""
     case = CASES[name]
     expected = train_whole(case)
-    for rank in two_ranks.run(train_pipeline, asdict(case)):
+    for rank in two_stages_ranks.run(train_pipeline, asdict(case)):
         assert_equal(rank, expected)
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-6, nan_ok=True)
         for own, whole in zip(rank["local_norms"], expected["local_norms"], strict=True):
@@ -114,14 +125,14 @@ def test_equal_to_one_process_with_replicas(four_ranks, name, data):
         )
 
 
-def test_a_step_adds_one_message_and_no_read(two_ranks):
+def test_a_step_adds_one_message_and_no_read(two_stages_ranks):
     """Norms, loss, rates and targets travel in one all-reduce of five numbers; nothing is read."""
-    assert two_ranks.run(costs_of) == [{"messages": [5], "reads": []}] * 2
+    assert two_stages_ranks.run(costs_of) == [{"messages": [5], "reads": []}] * 2
 
 
-def test_a_stage_that_is_frozen_later(two_ranks):
+def test_a_stage_that_is_frozen_later(two_stages_ranks):
     """A rank without gradients takes part in the updates of the others."""
-    first, second = two_ranks.run(freeze)
+    first, second = two_stages_ranks.run(freeze)
 
     assert first["norms"] == second["norms"]
     assert first["local_norms"].shape == (0,)
@@ -130,30 +141,30 @@ def test_a_stage_that_is_frozen_later(two_ranks):
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_stage_that_is_frozen_at_construction(two_ranks, frozen):
+def test_a_stage_that_is_frozen_at_construction(two_stages_ranks, frozen):
     """The other stage is trained, and both ranks have the norm of its gradients."""
-    first, second = two_ranks.run(freeze_first, frozen)
+    first, second = two_stages_ranks.run(freeze_first, frozen)
 
     assert first[0] == second[0] > 0
     assert [first[1], second[1]] == [frozen == 1, frozen == 0]
 
 
-def test_a_bad_rate_skips_the_update_of_all_stages(two_ranks):
+def test_a_bad_rate_skips_the_update_of_all_stages(two_stages_ranks):
     """If one stage has a rate of NaN, no stage is updated; the loss scale stays as it is."""
-    for rank in two_ranks.run(set_bad_rates):
+    for rank in two_stages_ranks.run(set_bad_rates):
         expected = {"skipped": True, "changed": False, "overflow": False, "loss_scale": 1024.0}
         assert rank == [expected] * 2
 
 
-def test_groups_of_norms_name_own_stages(two_ranks):
+def test_groups_of_norms_name_own_stages(two_stages_ranks):
     """A pattern may match stages of other ranks only, and the ranks may have other patterns."""
-    for rank, names in enumerate(two_ranks.run(group_norms)):
+    for rank, names in enumerate(two_stages_ranks.run(group_norms)):
         assert names == [(f"stage_{rank}",), (f"stage_{rank}.*weight",)]
 
 
-def test_batches_of_other_shapes_are_refused_on_all_ranks(two_ranks):
+def test_batches_of_other_shapes_are_refused_on_all_ranks(two_stages_ranks):
     """Torch allocates buffers in the first step. No rank begins a step with another batch."""
-    first, second = two_ranks.run(change_batches)
+    first, second = two_stages_ranks.run(change_batches)
 
     assert first[:3] == second[:3]
     assert first[0] == (
@@ -177,9 +188,17 @@ def test_pipelines_that_nothing_joins(four_ranks):
         assert f"so its ranks [{rank % 2}, {rank % 2 + 2}] train, clip and skip alone" in warning
 
 
-def test_ranks_that_disagree(two_ranks):
+def test_gloo_that_aborts_is_refused(two_ranks):
+    """With torch 2.9, a pipeline over gloo is refused at construction, on all ranks."""
+    errors = two_ranks.run(use_gloo_of_old_torch)
+
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("a pipeline over gloo needs torch 2.10 or newer, got ")
+
+
+def test_ranks_that_disagree(two_stages_ranks):
     """Before the first update, both ranks raise the same error."""
-    first, second = two_ranks.run(disagree)
+    first, second = two_stages_ranks.run(disagree)
 
     assert first == second
     assert "max_consecutive_skips is 10 on rank 0 but 11 on rank 1" in first[0]
@@ -335,7 +354,7 @@ class TestOneRank:
                 lambda: one_stage(DistributedDataParallel(nn.Linear(2, 1))),
                 {"accumulate_allreduce_grads_in_fp32": True},
                 ValueError,
-                "`accumulate_allreduce_grads_in_fp32` must be False with a pipeline",
+                "`accumulate_allreduce_grads_in_fp32` must be False with (a pipeline|torch 2.9)",
             ),
             (one_stage, {"calculate_per_token_loss": True}, TypeError, "`loss_fn` must return"),
             (
@@ -363,6 +382,7 @@ class TestOneRank:
                 torch.ones(4, 2), target=torch.ones(4, 1)
             )
 
+    @needs("torch", "2.10", "Tensor.grad_dtype")
     @pytest.mark.parametrize("in_float32", [True, False])
     def test_gradients_accumulate_in_float32(self, in_float32):
         """The mean of 1024 and 1 over two micro-batches is 512.5; bfloat16 has 512."""
@@ -387,6 +407,7 @@ class TestOneRank:
         with pytest.raises(ValueError, match="`accelerator` must be None with a pipeline"):
             MFTrainOneStepCell(schedule, sgd(schedule), accelerator=new_accelerator())
 
+    @needs("torch", "2.13", "gloo that can send to its own rank")
     def test_two_stages_on_one_rank(self):
         """Without other ranks, nothing is sent."""
         schedule = two_stages(nn.Linear(2, 1), ScheduleInterleaved1F1B)

@@ -1,0 +1,197 @@
+"""Private names of torch do what mfwrap uses them for."""
+
+import inspect
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR
+
+from mfwrap.compatibility import torch as names
+
+
+def test_functions_of_lists_equal_those_of_tensors():
+    """Each function of a list does what torch's function of one tensor does."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 3, generator=generator) for _ in range(2))
+    share = torch.tensor(0.25)
+
+    def changed(function, *arguments):
+        lists = [[each.clone()] if isinstance(each, torch.Tensor) else each for each in arguments]
+        function(*lists)
+        return lists[0][0]
+
+    assert torch.equal(changed(names.foreach_add_, first, second), first + second)
+    assert torch.equal(changed(names.foreach_mul_, first, 3.0), first * 3.0)
+    assert torch.equal(changed(names.foreach_div_, first, 3.0), first / 3.0)
+    assert torch.equal(changed(names.foreach_copy_, first, second), second)
+    assert torch.equal(changed(names.foreach_clamp_min_, first, 0.5), first.clamp(min=0.5))
+    assert torch.equal(changed(names.foreach_clamp_max_, first, 0.5), first.clamp(max=0.5))
+    expected = first.lerp(second, share)
+    assert torch.equal(changed(names.foreach_lerp_, first, second, share), expected)
+    assert names.foreach_norm([first])[0] == torch.linalg.vector_norm(first)
+
+
+def test_a_version_grows_with_each_change_in_place():
+    """`version_of` tells whether a tensor was written to."""
+    tensor = torch.zeros(2)
+    before = names.version_of(tensor)
+
+    tensor.add_(1)
+
+    assert names.version_of(tensor) == before + 1
+
+
+def test_hooks_of_a_parameter_can_be_lifted():
+    """Hooks that are taken out of the result are not called by backward."""
+    parameter, calls = nn.Parameter(torch.ones(1)), []
+    assert names.post_accumulate_hooks(parameter) == {}
+    parameter.register_post_accumulate_grad_hook(calls.append)
+
+    parameter.sum().backward()
+    names.post_accumulate_hooks(parameter).clear()
+    parameter.sum().backward()
+
+    assert len(calls) == 1
+
+
+def test_a_function_is_called_at_the_end_of_backward():
+    """All gradients are there when the function is called."""
+    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    seen = []
+    loss = first.sum() + second.sum()
+    loss.register_hook(
+        lambda _: names.call_after_backward(lambda: seen.append((first.grad, second.grad)))
+    )
+
+    loss.backward()
+
+    assert seen == [(torch.ones(1), torch.ones(1))]
+
+
+def test_a_compiled_module_is_recognized():
+    """A module that was compiled in place has a call that can be replaced."""
+    module = nn.Linear(1, 1)
+    assert names.compiled_call(module) is None
+    assert not names.is_compiled(module)
+
+    module.compile(backend="eager")
+    assert names.compiled_call(module) is not None
+    assert names.is_compiled(module)
+    names.set_compiled_call(module, lambda _: "ours")
+
+    assert module(torch.ones(1)) == "ours"
+
+
+def test_the_wrapper_of_a_compiled_module_is_recognized():
+    """``torch.compile`` wraps a module and keeps it under a known name."""
+    module = nn.Linear(1, 1)
+    wrapper = torch.compile(module, backend="eager")
+
+    assert names.is_compiled(wrapper)
+    assert wrapper.get_submodule(names.COMPILED_MODULE) is module
+
+
+def test_functions_that_load_weights_are_listed():
+    """A module's own method and its hooks are in the list."""
+
+    def hook(*_):
+        return None
+
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, *_):
+            return None
+
+    module = Own(1, 1)
+    module.register_load_state_dict_pre_hook(hook)
+    own, *hooks = names.loading_functions(module)
+
+    assert own is Own._load_from_state_dict
+    assert len(hooks) == 1
+
+
+def test_children_and_parameters_of_a_module():
+    """Only a module's own children and parameters are returned."""
+    module = nn.Sequential(nn.Linear(1, 1, bias=False))
+
+    assert dict(names.children_of(module)) == dict(module.named_children())
+    assert dict(names.own_parameters(module)) == {}
+    assert dict(names.own_parameters(module[0])) == {
+        "weight": module[0].weight,
+        "bias": None,
+    }
+
+
+def test_hooks_of_a_step_are_listed():
+    """Hooks before and after an optimizer's step are in the list."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    assert names.step_hooks(optimizer) == []
+
+    optimizer.register_step_pre_hook(print)
+    optimizer.register_step_post_hook(repr)
+
+    assert names.step_hooks(optimizer) == [print, repr]
+
+
+def test_schedules_inside_a_schedule():
+    """Schedules of schedules are found, and steps are counted from the construction on."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    parts = [ConstantLR(optimizer), ConstantLR(optimizer)]
+
+    assert names.schedules_inside(SequentialLR(optimizer, parts, [1])) == parts
+    assert names.schedules_inside(ChainedScheduler(parts)) == parts
+    assert names.schedules_inside(parts[0]) == []
+    before = names.step_count(parts[0])
+    optimizer.step()
+    parts[0].step()
+    assert names.step_count(parts[0]) == before + 1
+
+
+@pytest.fixture
+def _group(tmp_path):
+    """Make this process the only rank of a process group."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+def test_names_of_replicas():
+    """A hook is found once it is registered; collectives are counted; the methods exist."""
+    part = DistributedDataParallel(nn.Linear(1, 1))
+    assert names.communication_hooks(part) == []
+    assert names.waits_before_forward(part)
+
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    part.register_comm_hook("state", hook)
+    [(_, state)] = names.communication_hooks(part)
+
+    assert state == "state"
+    assert callable(getattr(part, names.PRE_FORWARD))
+    assert callable(getattr(part, names.BROADCAST_OF_BUFFERS))
+    before = names.number_of_collectives(part.process_group)
+    distributed.all_reduce(torch.zeros(1))
+    assert names.number_of_collectives(part.process_group) == before + 1
+
+
+@pytest.mark.usefixtures("_group")
+def test_the_default_store_keeps_values():
+    """The store is the one that was given to the process group."""
+    names.default_store().set("key", "value")
+
+    assert names.default_store().get("key") == b"value"
+    # More parameters than these would need a value.
+    store = distributed.distributed_c10d._get_default_store
+    assert not inspect.signature(store).parameters
+
+
+def test_a_group_that_does_not_count_has_no_collectives():
+    """0 for an object without a sequence number."""
+    assert names.number_of_collectives(object()) == 0

@@ -1,0 +1,88 @@
+"""The versions of transformers with a Trainer, and the private names that mfwrap uses of it.
+
+tests/unit/trainer/test_surface.py compares signatures and the order of the Trainer's loop.
+"""
+
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from mfwrap.compatibility import transformers
+from mfwrap.compatibility.foreign import is_installed
+from mfwrap.trainer import MFTrainer, MFTrainerMixin
+
+OVERRIDDEN = sorted(
+    name
+    for name in vars(MFTrainerMixin)
+    if not name.startswith("__") and callable(getattr(Trainer, name, None))
+)
+
+
+def test_every_private_override_is_listed():
+    """Each private method of the Trainer that is overridden has an entry."""
+    listed = {name.attribute.removeprefix("Trainer.") for name in transformers.NAMES}
+
+    assert {name for name in OVERRIDDEN if name.startswith("_")} <= listed
+
+
+def test_a_trainer_that_is_too_old_is_refused(tmp_path, monkeypatch):
+    """MFTrainer says which transformers it needs, and what works without it."""
+    monkeypatch.setattr("mfwrap.compatibility.foreign.version", lambda _: "4.57.6")
+    monkeypatch.setattr("mfwrap.compatibility.transformers.version", lambda _: "4.57.6")
+
+    message = (
+        r"MFTrainer needs transformers 5\.5 or newer, got 4\.57\.6; "
+        r"`mfwrap\.accelerate\.attach` works with it"
+    )
+    with pytest.raises(ImportError, match=message):
+        MFTrainer(nn.Linear(1, 1), TrainingArguments(str(tmp_path)))
+
+
+def test_the_installed_release_is_checked():
+    """The check raises only with a release that has no Trainer for it."""
+    if is_installed("transformers", transformers.TRAINER_RELEASE):
+        transformers.check_trainer_release()
+    else:
+        with pytest.raises(ImportError, match=version("transformers")):
+            transformers.check_trainer_release()
+
+
+def test_sums_of_losses_are_the_trainers_own():
+    """`LossSums` reads and sets the attributes of the trainer."""
+    trainer = SimpleNamespace(
+        _tr_loss=torch.tensor(3.0), _total_loss_scalar=5.0, _globalstep_last_logged=7
+    )
+    sums = transformers.LossSums(trainer)
+
+    assert (sums.since_last_log, sums.until_last_log, sums.last_logged) == (3.0, 5.0, 7)
+    sums.since_last_log, sums.until_last_log, sums.last_logged = torch.tensor(4.0), 6.0, 8
+    assert vars(trainer) == {
+        "_tr_loss": 4.0,
+        "_total_loss_scalar": 6.0,
+        "_globalstep_last_logged": 8,
+    }
+
+
+def test_a_class_with_its_own_inputs_is_recognized():
+    """Only an override of ``_prepare_inputs`` counts."""
+
+    class Own(Trainer):
+        def _prepare_inputs(self, inputs):
+            return inputs
+
+    assert transformers.prepares_inputs_itself(Own, Trainer)
+    assert not transformers.prepares_inputs_itself(type("Plain", (Trainer,), {}), Trainer)
+
+
+def test_a_model_without_marks_has_none():
+    """A network of torch ignores no keys, has no base model and is in no stage."""
+    network = nn.Linear(1, 1)
+
+    assert transformers.unsaved_keys(network) == set()
+    assert transformers.name_of_base(network) == ""
+    assert transformers.pipeline_stage_of(network) is None
+    assert not transformers.reduces_partial_gradients(network.forward)
