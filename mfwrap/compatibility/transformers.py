@@ -1,7 +1,7 @@
 """Private names of transformers' Trainer and models, and the versions that have a Trainer to wrap.
 
-`MFTrainerMixin` overrides further private methods of the Trainer; tests/unit/compatibility compares
-their signatures with the Trainer's. Nothing here imports transformers.
+Importing this module does not import transformers. tests/unit/trainer/test_surface.py compares the
+signatures of all methods that `MFTrainerMixin` overrides.
 """
 
 from collections.abc import Callable
@@ -69,6 +69,16 @@ NAMES = (
         "set: the step clips gradients of several meshes, which the Trainer would look for",
         since="5.17",
         otherwise="the attribute has no effect",
+    ),
+    *(
+        ForeignName(
+            "transformers.trainer_utils",
+            name,
+            "which checkpoints the Trainer keeps",
+            since="5.2",
+            otherwise=_REFUSED,
+        )
+        for name in ("rotate_checkpoints", "sort_checkpoints")
     ),
     ForeignName(
         "transformers.modeling_utils",
@@ -200,6 +210,20 @@ def output_folder_of(trainer: Any, trial: Any) -> str:
     """
     folder: str = trainer._get_output_dir(trial)
     return folder
+
+
+def rotate_checkpoints(**arguments: Any) -> None:
+    """Delete the checkpoints that the Trainer would delete; see transformers' own function."""
+    from transformers import trainer_utils  # noqa: PLC0415  (older releases lack the function)
+
+    trainer_utils.rotate_checkpoints(**arguments)
+
+
+def sort_checkpoints(**arguments: Any) -> list[str]:
+    """Return the folders of checkpoints as the Trainer sorts them."""
+    from transformers import trainer_utils  # noqa: PLC0415  (older releases lack the function)
+
+    return trainer_utils.sort_checkpoints(**arguments)
 
 
 def leave_meshes_to_step(trainer: Any) -> None:

@@ -1,11 +1,11 @@
 """Program that each rank runs to accumulate gradients that transformers reduces."""
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
 
 from mfwrap.step.backward_reductions import reduce_before_accumulation
 
@@ -17,7 +17,7 @@ def accumulate(rank: int) -> dict[str, Any]:
     inputs = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     whole, split = nn.RMSNorm(4), nn.Sequential(nn.RMSNorm(4))
     whole(inputs).square().sum().backward()
-    ReplicatedWithGradAllReduce().install_forward(split[0], init_device_mesh("cpu", (2,)))
+    _reduce_gradients(split[0])
     calls = []
     split[0].weight.register_post_accumulate_grad_hook(lambda _: calls.append("own hook"))
     for _ in range(2):
@@ -27,3 +27,16 @@ def accumulate(rank: int) -> dict[str, Any]:
         split(batch).square().sum().backward()
         gradients.append(split[0].weight.grad.clone())
     return {"ours": gradients[-1], "expected": whole.weight.grad, "own hooks": calls}
+
+
+def _reduce_gradients(module: nn.Module) -> None:
+    """Let transformers reduce the gradients of a module over two ranks, in any of its versions."""
+    mesh = init_device_mesh("cpu", (2,))
+    if importlib.util.find_spec("transformers.distributed.tensor_parallel"):
+        from transformers.distributed import tensor_parallel  # noqa: PLC0415
+
+        tensor_parallel.ReplicatedWithGradAllReduce().install_forward(module, mesh)
+    else:
+        from transformers.integrations import tensor_parallel  # noqa: PLC0415
+
+        tensor_parallel.ReplicatedWithGradAllReduce().prepare_module_tp(module, mesh)
