@@ -4,6 +4,7 @@ Importing this module does not import transformers. tests/unit/trainer/test_surf
 signatures of all methods that `MFTrainerMixin` overrides.
 """
 
+import functools
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, final
@@ -184,6 +185,23 @@ def batch_size_of(trainer: Any) -> int:
     """Return the batch size per device, which may differ from the training arguments."""
     size: int = trainer._train_batch_size
     return size
+
+
+@functools.cache
+def load_to_first_cpu() -> None:
+    """Let torch load to "cpu:0", the device of a rank on a CPU, to which older Trainers load.
+
+    torch knows the device only as "cpu", so a resume on several CPU ranks raised an error.
+    transformers 5.18 loads to "cpu".
+    """
+    if not is_installed("transformers", "5.18"):
+        import torch  # noqa: PLC0415  (this module can be imported without torch)
+
+        torch.serialization.register_package(
+            100,  # after torch's own, which are not concerned
+            lambda _: None,
+            lambda storage, location: storage if location == "cpu:0" else None,
+        )
 
 
 def push_checkpoint(trainer: Any, folder: str) -> None:

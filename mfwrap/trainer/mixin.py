@@ -21,6 +21,7 @@ from mfwrap.compatibility.transformers import (
     batch_size_of,
     check_trainer_release,
     leave_meshes_to_step,
+    load_to_first_cpu,
 )
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
@@ -389,6 +390,7 @@ class MFTrainerMixin(_Base):
             self.optimizer = None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        load_to_first_cpu()
         with replaced(self.attached, is_loading=True):
             super()._load_optimizer_and_scheduler(checkpoint)
 
