@@ -17,6 +17,7 @@ try:
     import click
 
     from mfwrap.comparison.command import compare
+    from mfwrap.compatibility.foreign import ReleaseError
     from mfwrap.recipe.command import (
         checked_recipe,
         data,
@@ -343,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         say(f"{error.format_message()} See mfwrap --help.")
         code = 2
-    except RecipeError as error:
+    except (RecipeError, ReleaseError) as error:
         say(str(error))
         code = 2
     except ConnectionError as error:  # names the rank, so each rank prints its own

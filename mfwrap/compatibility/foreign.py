@@ -37,6 +37,10 @@ class ForeignName:
         return self.module.partition(".")[0]
 
 
+class ReleaseError(ImportError):
+    """An installed library is too old for what was asked for."""
+
+
 def is_installed(library: str, release: str) -> bool:
     """Return whether the installed version of a library is a release or newer.
 

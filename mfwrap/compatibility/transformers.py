@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, final
 
-from mfwrap.compatibility.foreign import ForeignName, is_installed
+from mfwrap.compatibility.foreign import ForeignName, ReleaseError, is_installed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -123,14 +123,14 @@ def check_trainer_release() -> None:
     """Check that the installed transformers has a Trainer that `MFTrainerMixin` can wrap.
 
     Raises:
-        ImportError: If transformers is older than `TRAINER_RELEASE`.
+        ReleaseError: If transformers is older than `TRAINER_RELEASE`.
     """
     if not is_installed("transformers", TRAINER_RELEASE):
         msg = (
             f"MFTrainer needs transformers {TRAINER_RELEASE} or newer, got "
             f"{version('transformers')}; `mfwrap.accelerate.attach` works with it"
         )
-        raise ImportError(msg)
+        raise ReleaseError(msg)
 
 
 @final

@@ -118,7 +118,7 @@ class MFTrainerMixin(_Base):
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
-        ImportError: If transformers is older than 5.5.
+        ReleaseError: If transformers is older than 5.5; it is an ImportError.
         TypeError: If an argument has the wrong type, or the optimizer changes its weights during
             backward (LOMO, layer-wise GaLore and APOLLO).
         ValueError: If a setting contradicts the training arguments, or ``args.optim`` names such an

@@ -3,6 +3,13 @@
 The import registers the model type ``perceptron`` with the Auto classes of transformers.
 """
 
-from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
+from mfwrap.compatibility.transformers import check_trainer_release
+
+check_trainer_release()
+
+from mfwrap.recipes.models.perceptron import (  # noqa: E402  (old releases lack what it imports)
+    Perceptron,
+    PerceptronConfig,
+)
 
 __all__ = ["Perceptron", "PerceptronConfig"]

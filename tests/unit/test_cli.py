@@ -60,6 +60,20 @@ def test_train_and_plot(recipe, capsys):
         assert picture.format == "PNG"
 
 
+def test_an_old_transformers_is_one_sentence():
+    """A command that needs the Trainer says which release it needs; others work."""
+    old = "import mfwrap.compatibility.foreign as f; f.version = lambda _: '4.57.6'"
+    words = f"{old}; from mfwrap.cli import main; main()"
+    refused, listed = (
+        program("-c", words, *given) for given in (("data", "causal_lm"), ["recipes"])
+    )
+
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("mfwrap: MFTrainer needs transformers 5.5 or newer, got ")
+    assert len(refused.stderr.splitlines()) == 1
+    assert listed.returncode == 0
+
+
 def test_results_are_shown_without_exponents(tmp_path, monkeypatch, capsys):
     """The last lines of `train` show six digits, so that a large metric can be read."""
     monkeypatch.chdir(tmp_path)
