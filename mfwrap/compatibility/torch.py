@@ -205,7 +205,11 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 
 def step_count(schedule: Any) -> int:
-    """Return how often a schedule was stepped, the step of its construction included."""
+    """Return how often a schedule was stepped, the step of its construction included.
+
+    accelerate raises the count without a step of the schedule while gradients are accumulated, so
+    ``last_epoch`` is another number.
+    """
     return int(schedule._step_count)
 
 

@@ -87,13 +87,6 @@ NAMES = (
         "weights that a model does not save",
     ),
     ForeignName(
-        "transformers.configuration_utils",
-        "PreTrainedConfig._name_or_path",
-        "model that was fine-tuned, for its card",
-        since="5.0",
-        otherwise="`PretrainedConfig._name_or_path`",
-    ),
-    ForeignName(
         "transformers.distributed.pipeline_parallel",
         "apply_pipeline_parallelism._pp_stage",
         "mark of a model whose layers transformers has split over ranks",
@@ -262,11 +255,6 @@ def prepares_inputs_itself(trainer_class: Any, stock: Any) -> bool:
 def unsaved_keys(network: "nn.Module") -> set[str]:
     """Return the names of the weights that a model of transformers does not save."""
     return set(getattr(network, "_keys_to_ignore_on_save", None) or ())
-
-
-def name_of_base(model: Any) -> str:
-    """Return the name or the path from which a model's configuration was loaded; may be empty."""
-    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
 def pipeline_stage_of(module: "nn.Module") -> Any:

@@ -14,7 +14,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.modelcard import METRIC_TAGS
 
 from mfwrap.checkpoints.folders import whole_file
-from mfwrap.compatibility.transformers import name_of_base
 from mfwrap.records.evaluations import ends_with_averages, last_evaluation
 from mfwrap.trainer.model_usage import inner_model, library_of, task_of, usage
 
@@ -312,7 +311,7 @@ def _card_of_trainer(trainer: Any, model: Any, folder: Path) -> CardFacts:
     heading, numbers = _results(trainer)
     repository = getattr(trainer, "hub_model_id", None)
     name = repository.rpartition("/")[2] if repository else folder.absolute().name
-    base = name_of_base(model)
+    base = getattr(getattr(model, "config", None), "name_or_path", "") or ""
     is_on_hub = bool(base) and not Path(base).exists()
     return CardFacts(
         name=name,

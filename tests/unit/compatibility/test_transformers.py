@@ -79,10 +79,9 @@ def test_a_class_with_its_own_inputs_is_recognized():
 
 
 def test_a_model_without_marks_has_none():
-    """A network of torch ignores no keys, has no base model and is in no stage."""
+    """A network of torch ignores no keys and is in no stage."""
     network = nn.Linear(1, 1)
 
     assert transformers.unsaved_keys(network) == set()
-    assert transformers.name_of_base(network) == ""
     assert transformers.pipeline_stage_of(network) is None
     assert not transformers.reduces_partial_gradients(network.forward)
