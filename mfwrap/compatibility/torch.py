@@ -4,6 +4,7 @@
 parts of torch.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from mfwrap.compatibility.foreign import ForeignName
 if TYPE_CHECKING:
     # Public, but its types are not.
     from torch._C._distributed_c10d import GradBucket as GradBucket  # noqa: PLC0414  (re-exports it)
-elif distributed.is_available():
-    from torch.distributed import GradBucket  # noqa: F401  (for communication hooks)
+else:
+    with contextlib.suppress(ImportError):  # a torch that was built without ranks
+        from torch.distributed import GradBucket  # noqa: F401  (for communication hooks)
 
 _OPTIMIZER_HOOKS = "hooks of an optimizer, which a captured step does not call"
 _FOREACH = "one kernel for a list of tensors"

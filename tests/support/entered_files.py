@@ -35,12 +35,16 @@ def source_file(name: str) -> str | None:
     """Return a file's path relative to the repository.
 
     Return None for an ``__init__.py``, and for a file that belongs to no package of the project.
+    Files of ``mfwrap.compatibility`` do not count: each of its functions reads one name of another
+    library, which its own name says, so a reader need not open it.
     """
     # Resolve links: an editable install may contain links to the files of the repository.
     path = Path(name).resolve()
     if path.name == "__init__.py" or not path.is_relative_to(ROOT):
         return None
     relative = path.relative_to(ROOT)
+    if relative.is_relative_to("mfwrap/compatibility"):
+        return None
     return str(relative) if relative.parts[0] in {"mfwrap", "callbacks", "recipes"} else None
 
 

@@ -33,10 +33,10 @@ def _reduce_gradients(module: nn.Module) -> None:
     """Let transformers reduce the gradients of a module over two ranks, in any of its versions."""
     mesh = init_device_mesh("cpu", (2,))
     if importlib.util.find_spec("transformers.distributed.tensor_parallel"):
-        from transformers.distributed import tensor_parallel  # noqa: PLC0415
+        from transformers.distributed import tensor_parallel  # noqa: PLC0415  (not in every version)
 
         tensor_parallel.ReplicatedWithGradAllReduce().install_forward(module, mesh)
     else:
-        from transformers.integrations import tensor_parallel  # noqa: PLC0415
+        from transformers.integrations import tensor_parallel  # noqa: PLC0415  (not in every version)
 
         tensor_parallel.ReplicatedWithGradAllReduce().prepare_module_tp(module, mesh)
