@@ -34,13 +34,16 @@ test-full: $(VENV)/.installed-docs $(VENV)/.linked ## run the fast tests and the
 
 # A separate environment that sees all packages of the machine's python3, so that nothing is written outside this
 # folder. --system-site-packages would not work: it skips the packages of a python3 that is itself in a virtual
-# environment.
+# environment. Links take the place of an installation, which would need a setuptools that the machine may not have.
+# Four workers, because most of the time of these tests is the host's.
 test-cuda: ## run the CUDA tests on what the machine's python3 has, without network
 	@$(MACHINE_PYTHON) -c '$(HAS_CUDA)'
 	$(MACHINE_PYTHON) -m venv --clear --without-pip $(CUDA_VENV)
 	@$(MACHINE_PYTHON) -c '$(SITE_FOLDERS)' > "$$($(CUDA_VENV)/bin/python -c '$(SITE_FOLDER)')/machine.pth"
-	$(CUDA_VENV)/bin/python -m pip install --no-index --no-deps --no-build-isolation -e .
-	$(CUDA_VENV)/bin/python -m pytest -m cuda
+	@mkdir "$$($(CUDA_VENV)/bin/python -c '$(SITE_FOLDER)')/mfwrap"
+	@ln -s $(CURDIR)/mfwrap/* $(CURDIR)/callbacks $(CURDIR)/recipes \
+	    "$$($(CUDA_VENV)/bin/python -c '$(SITE_FOLDER)')/mfwrap"
+	OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -n 4 --dist worksteal --durations=25 -rs -m cuda
 
 # Without PYTHONSAFEPATH, because the script imports a module from its own folder.
 mutants: $(VENV)/.linked ## plant 400 faults into the core, and count those that the tests notice (half an hour)

@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from support.browser import CHROMIUM, open_browser
 from support.deferral import late_results
+from support.optional_packages import absent_package
 from support.ranks.pool import RankPool
 
 # Compare the collectives of all ranks in every test. The variable must be set before mfwrap is
@@ -24,6 +25,10 @@ os.environ["MFWRAP_DEBUG_COLLECTIVES"] = "1"
 # No test cuts the power, and waiting for the disk takes a sixth of the time of the fast tests.
 # tests/project/test_crash_points.py checks in processes of its own which files are synced.
 os.fsync = os.fstat
+
+# cuBLAS computes the same bits in every run only with a workspace of a fixed size, which it takes
+# from this variable when it starts. Processes that tests start inherit it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # A shell starts what runs in the background so that it ignores Ctrl-C. The trainings that tests
 # interrupt inherit it.
@@ -42,6 +47,50 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("mfwrap")
+
+
+class _TestFile(pytest.Module):
+    """A test file, which is skipped if an import fails because an optional package is absent."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except (self.CollectError, SystemExit) as error:  # mfwrap.cli ends with a sentence
+            _skip_if_absent(error.__cause__ or error.__context__)
+            raise
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    """Collect each test file as a `_TestFile`."""
+    return _TestFile.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """Skip a test if one of its fixtures imports an optional package that is absent."""
+    yield from _skipped_if_absent()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip a test if it imports an optional package that is absent."""
+    yield from _skipped_if_absent()
+
+
+def _skipped_if_absent() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        _skip_if_absent(error)
+        raise
+
+
+def _skip_if_absent(error: BaseException | None) -> None:
+    name = absent_package(error)
+    if name is not None:
+        pytest.skip(f"needs {name}")
 
 
 @pytest.hookimpl(tryfirst=True)
