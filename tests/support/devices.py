@@ -1,0 +1,84 @@
+"""Run tests on a CPU and on a GPU, and see there what the host waits for.
+
+A test that takes the argument `device` runs its body on a CPU in ``make test``, and on a GPU in
+``make test-cuda``.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support.host_reads import HostReads
+
+__all__ = ["each_device", "occupied", "refused_waits", "seen_waits"]
+
+each_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
+
+_CYCLES = 800_000_000
+"""Length of the work that occupies a GPU: 0.4 seconds of an H100. The host needs a tenth of it for
+the steps of these tests."""
+
+
+def occupied() -> torch.cuda.Event:
+    """Give the GPU work for a while, after everything that is queued is done.
+
+    Returns:
+        An event that is reached when this work is done. While its ``query`` returns False, the host
+        is ahead of the device. torch's debug mode does not see waits for events; this shows them.
+    """
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_CYCLES)
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@contextlib.contextmanager
+def refused_waits(device: str) -> Iterator[None]:
+    """Within the block, a read of a tensor on the host, or a copy that waits, is an error.
+
+    On a CPU such reads are collected, and fail the test at the end of the block.
+    """
+    if device == "cpu":
+        with HostReads() as counted:
+            yield
+        assert counted.reads == []
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def seen_waits(device: str) -> Iterator[list[str]]:
+    """Within the block, collect what the host waits for.
+
+    After the block, the list that the block gets has an entry for each wait: on a GPU, the line
+    that waited, on a CPU, the kind of the read.
+    """
+    seen: list[str] = []
+    if device == "cpu":
+        with HostReads() as counted:
+            yield seen
+        # `to` copies nothing between devices here.
+        seen += [read.name for read in counted.reads if read.name != "to"]
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield seen
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    seen += [
+        f"{each.filename}:{each.lineno}"
+        for each in caught
+        if "synchronizing CUDA operation" in str(each.message)
+    ]
