@@ -73,7 +73,8 @@ class NetworkCall:
 class StepRecorder:
     """Keep inputs and loss of each call of a network, for the current and the last two steps.
 
-    Costs one copy of a scalar for each call, and no host-device synchronization.
+    Costs one copy of a scalar for each call, and no host-device synchronization. Calls that a CUDA
+    graph captures are not recorded: a replay could not repeat them.
 
     Args:
         network: The network without wrappers; see `inner_network`.
@@ -108,15 +109,21 @@ class StepRecorder:
     def _record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
-        if self.is_on and network.training and torch.is_grad_enabled():
+        if self._records(network):
             state = RandomState.now(self.device)
             autocast = _current_autocast(self.device.type)
             self._this_step.append(NetworkCall(positional, keywords, state, autocast))
 
+    def _records(self, network: nn.Module) -> bool:
+        if not (self.is_on and network.training and torch.is_grad_enabled()):
+            return False
+        # A replay of a graph calls no hook, so a call that is captured stands for no step. Besides,
+        # the state of the generator cannot be read in a capture.
+        return self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
     def _record_loss(self, network: nn.Module, _: Any, output: Any) -> None:
         loss = loss_of(output)
-        records = self.is_on and network.training and torch.is_grad_enabled()
-        if records and loss is not None and self._this_step:
+        if self._records(network) and loss is not None and self._this_step:
             call = self._this_step[-1]
             # The loop may divide the loss in place, so keep a copy.
             call.loss = loss.detach().clone().reshape(())
