@@ -55,7 +55,8 @@ def run(program: str, *arguments: str) -> Any:
             "result = getattr(importlib.import_module(module), function)(*sys.argv[3:]); "
             "pathlib.Path(sys.argv[2]).write_text(json.dumps(result), encoding='utf-8')"
         )
-        environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1"}
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         command = [sys.executable, "-c", code, program, str(answer), *arguments]
         subprocess.run(command, env=environment, check=True)
         return json.loads(answer.read_text(encoding="utf-8"))

@@ -311,19 +311,3 @@ def test_on_cuda_replays_are_the_plain_steps(optimizer):
     )
 
     assert captured == pytest.approx(plain, rel=1e-5, abs=1e-7, nan_ok=True)
-
-
-@pytest.mark.cuda
-def test_on_cuda_a_network_that_reads_is_refused():
-    """On a GPU, a network that reads its loss on the host is refused in one sentence."""
-
-    class Reading(Classifier):
-        def forward(self, *arguments):
-            loss = super().forward(*arguments)
-            assert loss.item() == loss.item()
-            return loss
-
-    trained = training(capture=True, network=Reading, device="cuda")
-
-    with pytest.raises(RuntimeError, match="must not read a tensor on the host"):
-        train(trained, [1.0] * 4)

@@ -78,3 +78,14 @@ def test_the_micro_batch_with_a_bad_loss(bad):
     found = recorder.bad_micro_batch()
 
     assert (None if found is None else found[0]) == bad
+
+
+def test_a_call_that_a_graph_captures_is_not_recorded(monkeypatch):
+    """In a capture, a call has no inputs of its own and no readable state of the generator."""
+    recorder = StepRecorder(Network())
+    recorder.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    recorder.network(*call()[0]).backward()
+    recorder.end_step()
+
+    assert recorder.last_step == []
