@@ -129,6 +129,21 @@ def test_a_step_reads_nothing(loop, device):
     assert [output.overflow.item() for output in outputs] == [False, True, False, True]
 
 
+@each_device
+def test_a_scale_that_the_loop_sets(device):
+    """A scale from the host or from the device is set without a wait."""
+    trained = OwnLoop(device)
+    trained.step()
+    scales = [torch.full((), 4.0), torch.full((1,), 16.0, device=device)]
+    found = []
+    with refused_waits(device):
+        for scale in scales:
+            trained.cell.set_sense_scale(scale)
+            found.append(trained.step().loss_scale)
+
+    assert [scale.item() for scale in found] == [4.0, 16.0]
+
+
 @pytest.mark.cuda
 @each_loop
 def test_a_step_returns_while_the_device_is_busy(loop):

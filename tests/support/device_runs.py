@@ -99,7 +99,7 @@ def small_trainer(
         "optim": "adamw_torch_fused",
         "use_cpu": device == "cpu",
         "dataloader_pin_memory": device != "cpu",
-        "accelerator_config": {"non_blocking": True},
+        "accelerator_config": {"non_blocking": device != "cpu"},
         "logging_strategy": "no",
     }
     return new_trainer(

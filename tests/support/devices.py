@@ -6,14 +6,17 @@ A test that takes the argument `device` runs its body on a CPU in ``make test``,
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from support.host_reads import HostReads
 
-__all__ = ["each_device", "occupied", "refused_waits", "seen_waits"]
+__all__ = ["each_device", "occupied", "refused_waits", "seen_waits", "skip_if_refused"]
 
 each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -82,3 +85,20 @@ def seen_waits(device: str) -> Iterator[list[str]]:
         for each in caught
         if "synchronizing CUDA operation" in str(each.message)
     ]
+
+
+def skip_if_refused(make_optimizer: Callable[[Any], Optimizer], device: str) -> None:
+    """Skip the test if torch's fused kernel refuses a device: Adagrad's refuses CUDA in torch 2.11.
+
+    Args:
+        make_optimizer: Makes the optimizer from its parameters.
+        device: Device of the parameters.
+    """
+    weight = nn.Parameter(torch.zeros(1, device=device))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        make_optimizer([weight]).step()
+    except RuntimeError as error:
+        if "`fused=True` requires" not in str(error):
+            raise
+        pytest.skip(f"torch {torch.__version__}: {error}")

@@ -17,6 +17,7 @@ from mfwrap import (
     MFTrainOneStepCell,
     TrainOneStepWithLossScaleCell,
 )
+from support.devices import skip_if_refused
 from support.host_reads import HostReads
 from support.small_networks import Classifier, TokenClassifier, labelled_batches
 
@@ -241,6 +242,7 @@ def _default_sync_debug_mode() -> Iterator[None]:
 @pytest.mark.parametrize("make_optimizer", FUSED.values(), ids=FUSED)
 def test_a_step_on_cuda_waits_for_nothing(make_optimizer, factors):
     """No step of a fused optimizer synchronizes with the device, also if it judges norms."""
+    skip_if_refused(make_optimizer, "cuda")
     cell, batches = whole_step(
         make_optimizer, factors, groups="layer", device="cuda", spike_policy="clip"
     )
