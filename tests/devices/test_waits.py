@@ -133,9 +133,9 @@ def test_a_step_reads_nothing(loop, device):
 def test_a_scale_that_the_loop_sets(device):
     """A scale from the host or from the device is set without a wait."""
     trained = OwnLoop(device)
-    trained.step()
     scales = [torch.full((), 4.0), torch.full((1,), 16.0, device=device)]
     found = []
+    trained.step(NAN)
     with refused_waits(device):
         for scale in scales:
             trained.cell.set_sense_scale(scale)
@@ -239,8 +239,15 @@ def waits_of(kind, folder, device, *, callbacks=(), **settings):
     return collections.Counter(window.waits)
 
 
+EVERY_RECORD = {
+    f"{name}_format": ["jsonl"]
+    for name in ("local_norm", "device_local_norm", "local_loss", "optimizer_state", "weight_state")
+}
 MONITORS = {
     "no monitor": lambda _: [],
+    "every record": lambda folder: [
+        TrainingStateMonitor(folder=folder, replay=True, **EVERY_RECORD)
+    ],
     "MFLossMonitor": lambda _: [MFLossMonitor()],
     "TrainingStateMonitor": lambda folder: [TrainingStateMonitor(folder=folder, replay=True)],
     "LocalNormMonitor": lambda folder: [LocalNormMonitor(folder=folder)],
@@ -267,6 +274,12 @@ def test_the_stock_trainer_waits(device, tmp_path):
     assert sum(waits_of(Trainer, tmp_path, device).values()) >= 10
 
 
+# Fingerprints read the state of the host's generator, which counts as a wait on a CPU.
+WITH_FINGERPRINTS = MONITORS | {
+    "fingerprints": lambda folder: [TrainingStateMonitor(folder=folder, fingerprints=True)]
+}
+
+
 class Ahead(TrainerCallback):
     """Keep the device busy from some step ends on, and tell whether the next step ends earlier."""
 
@@ -281,7 +294,7 @@ class Ahead(TrainerCallback):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("monitors", MONITORS.values(), ids=MONITORS)
+@pytest.mark.parametrize("monitors", WITH_FINGERPRINTS.values(), ids=WITH_FINGERPRINTS)
 def test_a_step_of_mftrainer_ends_while_the_device_is_busy(monitors, tmp_path):
     """The host runs ahead of the device in `MFTrainer`, with each monitor."""
     ahead = Ahead()
