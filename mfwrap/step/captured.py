@@ -194,9 +194,11 @@ class CapturedStep:
                 raise
             # The end of a capture that has failed raises an error of its own.
             cause = error if error.__context__ is None else error.__context__
+            # CUDA adds some lines of advice to the first one.
+            reason = str(cause).partition("\n")[0]
             msg = (
                 "a step must not read a tensor on the host, or do anything else that a graph "
-                f"cannot hold, with capture=True, got: {cause}"
+                f"cannot hold, with capture=True, got: {reason}"
             )
             raise RuntimeError(msg) from error
         return graph

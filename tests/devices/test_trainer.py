@@ -48,8 +48,16 @@ def kinds(precision, device):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_training_equals_that_of_the_stock_trainer(precision, device, tmp_path):
     """Without clipping, losses and weights equal those of the stock Trainer, bit by bit."""
+    data = Rows()
+    # Small losses, so that no gradient overflows at the first scale of the stock Trainer, 2**16.
+    data._factors.fill_(2.0**-4)
     settings = {"max_steps": 6, "max_grad_norm": 0.0, "logging_strategy": "steps"}
-    settings |= {"logging_steps": 1, "lr_scheduler_type": "cosine", **PRECISIONS[precision]}
+    settings |= {
+        "logging_steps": 1,
+        "lr_scheduler_type": "cosine",
+        "data": data,
+        **PRECISIONS[precision],
+    }
     stock, ours = (
         train(small_trainer(tmp_path / kind.__name__, device, kind=kind, **settings))
         for kind in kinds(precision, device)
@@ -105,6 +113,7 @@ def test_overflows_in_fp16_are_skipped(device, tmp_path):
 
 
 @each_device
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_arrive_whole(workers, device, tmp_path):
     """Losses are those of float64, if batches are pinned and copied without a wait."""
@@ -222,17 +231,17 @@ def test_a_profile(device, tmp_path):
 
 @each_device
 def test_the_rate_of_operations(device, tmp_path, caplog):
-    """On a GPU of the table, the loss monitor also logs the share of the peak rate."""
+    """The loss monitor logs the share of the peak rate, which it knows of the usual GPUs."""
     caplog.set_level("INFO")
-    monitor = MFLossMonitor(count_flops=True, per_print_times=1)
+    named = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
+    is_known = any(name in named for name in ("H100", "H200", "A100"))
+    peak = None if is_known else 100.0
+    monitor = MFLossMonitor(count_flops=True, per_print_times=1, peak_tflops=peak)
     small_trainer(tmp_path, device, callbacks=[monitor], max_steps=6).train()
     lines = [each.getMessage() for each in caplog.records if "{ Epoch" in each.getMessage()]
 
-    known = device == "cuda" and any(
-        name in torch.cuda.get_device_name() for name in ("H100", "H200", "A100")
-    )
     assert len(lines) == 6
-    assert all(("mfu: " in line) == known for line in lines[1:])
+    assert all("mfu: " in line for line in lines[1:])
 
 
 @each_device
