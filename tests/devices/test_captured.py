@@ -112,6 +112,25 @@ def clone(value):
 
 
 @each_device
+def test_more_updates_than_rates_are_computed_ahead(device):
+    """Rates of 300 updates, more than the table on the device holds, are those of plain steps."""
+
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 2.0 ** -(number % 7))
+
+    factors = [NAN if number % 50 == 9 else 1.0 for number in range(300)]
+    rates = []
+    for capture in (True, False):
+        one = training(capture=capture, device=device, make_schedule=cycle, **EVERYTHING)
+        rates.append([])
+        for number, factor in enumerate(factors):
+            train(one, [factor], seed=number)
+            rates[-1].append(one.cell.last_report.output.learning_rate)
+
+    assert torch.equal(*(torch.stack(each) for each in rates))
+
+
+@each_device
 def test_a_monitor(device, tmp_path):
     """A monitor that replays steps finds a NaN in a captured step, and leaves its numbers."""
     one = training(capture=True, device=device, **EVERYTHING)

@@ -127,7 +127,8 @@ def test_the_times_of_sections_are_those_of_the_device():
 
     assert early is None
     assert max(range(len(times)), key=times.__getitem__) == Section.FORWARD_BACKWARD
-    assert times[Section.FORWARD_BACKWARD] > 0.9 * sum(times)
+    # Other processes may use the GPU in the meantime.
+    assert times[Section.FORWARD_BACKWARD] > 0.5 * sum(times)
     assert times[Section.UPDATE] > 0
 
 

@@ -15,6 +15,7 @@ from mfwrap import (
 )
 from mfwrap.tensors.deferred import DeferredReads
 from support.deferral import late_results
+from support.devices import each_device
 from support.small_networks import Classifier, labelled_batches
 
 CPU = torch.device("cpu")
@@ -176,13 +177,14 @@ def test_submitting_waits_for_no_device():
     assert arrived == [[3.0, 3.0]]
 
 
-def test_a_copy_learns_of_its_own_skips():
+@each_device
+def test_a_copy_learns_of_its_own_skips(device):
     """A deep copy of a cell counts its own skips, and the skips that were pending at the copy."""
     torch.manual_seed(0)
-    network = Classifier()
+    network = Classifier().to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     cell = MFTrainOneStepCell(network, optimizer, max_consecutive_skips=2)
-    [batch] = labelled_batches(1)
+    batch = [tensor.to(device) for tensor in labelled_batches(1)[0]]
     cell(*batch, float("nan"))
     copied = copy.deepcopy(cell)
 
