@@ -194,8 +194,8 @@ def test_the_last_results_are_awaited_behind_the_backward(loop):
     assert all(reached for _, reached in ends)
 
 
-def test_a_read_that_comes_too_early_waits_for_the_device(monkeypatch):
-    """On a CPU: the results of a step are read in the next step, after its backward."""
+def test_on_a_cpu_they_are_read_behind_the_backward(monkeypatch):
+    """The results of a step are read in the next step, after its backward."""
     trained, order = OwnLoop("cpu"), []
     trained.step()
     trained.network.layers[0].weight.register_post_accumulate_grad_hook(

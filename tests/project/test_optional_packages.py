@@ -45,9 +45,10 @@ def outcomes(folder, import_="", *, package="datasets"):
     (folder / "sitecustomize.py").write_text(HIDE.format(package=package), encoding="utf-8")
     (folder / "test_file.py").write_text(FILE.format(import_=import_), encoding="utf-8")
     command = ["-m", "pytest", "-q", "-rsE", "-p", "conftest", "-p", "no:cacheprovider"]
+    path = [str(folder), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = subprocess.run(
         [sys.executable, *command, "--import-mode=importlib", "-c", os.devnull, "test_file.py"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(TESTS)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         cwd=folder,
         check=False,
         capture_output=True,
