@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback
 
 from mfwrap import (
+    AdamWeightDecay,
+    ChainedOptimizer,
     DynamicLossScaleUpdateCell,
     ExponentialMovingAverage,
     MFTrainOneStepCell,
@@ -49,17 +51,33 @@ TRIES = 3
 driver; a step that waits for the device waits in all of them."""
 
 
+def fused_adamw(parameters):
+    """Return AdamW, which skips on the device."""
+    return torch.optim.AdamW(parameters, 1e-2, fused=True)
+
+
+def chained(parameters):
+    """Return one optimizer for matrices and another one for biases."""
+    parameters = list(parameters)
+    return ChainedOptimizer(
+        AdamWeightDecay([p for p in parameters if p.ndim == 2], 1e-2),
+        torch.optim.SGD([p for p in parameters if p.ndim != 2], 0.1, momentum=0.9, fused=True),
+    )
+
+
 class OwnLoop:
     """A cell with everything on, and one batch on its device.
 
     Args:
         device: Training device.
+        make_optimizer: Makes the optimizer from the parameters.
+        dtype: Dtype of the weights. The averages are in float32.
         settings: Further settings of the cell.
     """
 
-    def __init__(self, device, **settings):
-        self.network = Classifier().to(device)
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), 1e-2, fused=True)
+    def __init__(self, device, make_optimizer=None, dtype=torch.float32, **settings):
+        self.network = Classifier().to(device, dtype)
+        self.optimizer = (make_optimizer or fused_adamw)(self.network.parameters())
         self.cell = MFTrainOneStepCell(
             self.network,
             self.optimizer,
@@ -67,11 +85,11 @@ class OwnLoop:
             scale_sense=DynamicLossScaleUpdateCell(2.0**10, 2, 3),
             local_norm=True,
             lr_scheduler=LambdaLR(self.optimizer, lambda step: 1 / (1 + step)),
-            ema=ExponentialMovingAverage(self.network, 0.9, warmup=True),
+            ema=ExponentialMovingAverage(self.network, 0.9, warmup=True, dtype=torch.float32),
             **settings,
         )
-        [batch] = labelled_batches(1)
-        self.batch = tuple(tensor.to(device) for tensor in batch)
+        [(inputs, labels)] = labelled_batches(1)
+        self.batch = inputs.to(device, dtype), labels.to(device)
         self.factors = {x: torch.full((), x, device=device) for x in (1.0, NAN)}
 
     def step(self, factor=1.0):
@@ -112,6 +130,13 @@ LOOPS = {
     "cell": OwnLoop,
     "accumulation": functools.partial(OwnLoop, gradient_accumulation_steps=2),
     "spikes": functools.partial(OwnLoop, spike_policy="skip"),
+    "chain": functools.partial(OwnLoop, make_optimizer=chained),
+    "bfloat16": functools.partial(
+        OwnLoop,
+        dtype=torch.bfloat16,
+        gradient_accumulation_steps=2,
+        accumulate_allreduce_grads_in_fp32=True,
+    ),
     "attach": AttachedLoop,
 }
 each_loop = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
