@@ -41,6 +41,7 @@ from mfwrap.trainer import MFTrainer
 from support.device_runs import everything, small_trainer
 from support.devices import each_device, occupied, refused_waits, seen_waits
 from support.small_networks import Classifier, labelled_batches
+from support.trainer_runs import Counting, padded, tiny_llama
 
 # On a CPU the results of an update are known at once; let them arrive late, as on a device.
 pytestmark = pytest.mark.usefixtures("_late_results")
@@ -290,6 +291,32 @@ def test_mftrainer_waits_for_nothing_more(monitors, device, tmp_path):
     stock = waits_of(Trainer, tmp_path / "stock", device)
     ours = waits_of(MFTrainer, tmp_path, device, callbacks=monitors(tmp_path), extras=everything())
 
+    assert ours - stock == collections.Counter()
+
+
+TRANSFORMER = {
+    "model": tiny_llama,
+    "data": Counting(64, length=8),
+    "accelerator_config": {"non_blocking": False},
+}
+"""A model of transformers, whose forward waits, and which is told the number of targets."""
+
+
+@each_device
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_mftrainer_waits_for_nothing_more_with_a_transformer(precision, device, tmp_path):
+    """With a model of transformers and its attention logits, `MFTrainer` waits for nothing more."""
+    settings = TRANSFORMER | precision
+    collator = {"data_collator": padded}
+    monitor = TrainingStateMonitor(
+        folder=tmp_path, replay=True, max_attention_logit_format=["jsonl"]
+    )
+    stock = waits_of(Trainer, tmp_path / "stock", device, extras=collator, **settings)
+    ours = waits_of(
+        MFTrainer, tmp_path, device, callbacks=[monitor], extras=everything() | collator, **settings
+    )
+
+    assert sum(ours.values()) > 0
     assert ours - stock == collections.Counter()
 
 
