@@ -63,6 +63,7 @@ def test_tensorboard(tmp_path, logs_first):
 @pytest.fixture
 def wandb_offline(tmp_path, monkeypatch):
     """Have wandb write into the test's folder, without a network."""
+    pytest.importorskip("wandb", reason="needs wandb")
     settings = {"MODE": "offline", "SILENT": "true"}
     folders = {name: str(tmp_path) for name in ("CACHE_DIR", "CONFIG_DIR", "DATA_DIR")}
     for name, value in (settings | folders).items():
@@ -173,6 +174,7 @@ def train_and_log(folder, log_at):
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow(tmp_path, logs_first, monkeypatch):
     """An MLflow run in SQLite has each step once."""
+    pytest.importorskip("mlflow", reason="needs mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
