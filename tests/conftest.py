@@ -55,8 +55,8 @@ class _TestFile(pytest.Module):
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         try:
             return super().collect()
-        except (self.CollectError, SystemExit) as error:  # mfwrap.cli ends with a sentence
-            _skip_if_absent(error.__cause__ or error.__context__)
+        except (self.CollectError, SystemExit) as error:
+            _skip_if_absent(error)
             raise
 
 
@@ -82,13 +82,14 @@ def pytest_runtest_call() -> Iterator[None]:
 def _skipped_if_absent() -> Iterator[None]:
     try:
         yield
-    except ImportError as error:
+    except (ImportError, SystemExit) as error:
         _skip_if_absent(error)
         raise
 
 
-def _skip_if_absent(error: BaseException | None) -> None:
-    name = absent_package(error)
+def _skip_if_absent(error: BaseException) -> None:
+    # pytest raises an error of its own from that of an import, and mfwrap.cli ends with a sentence.
+    name = absent_package(error) or absent_package(error.__cause__ or error.__context__)
     if name is not None:
         pytest.skip(f"needs {name}")
 

@@ -77,6 +77,7 @@ def test_scripts_run_by_their_module(script, tmp_path):
 )
 def test_the_command_line_starts_without_torch(statement):
     """The package and the command line load torch only for what needs it."""
+    pytest.importorskip("click", reason="needs click")
     code = f"{statement}; import sys; print('torch' in sys.modules)"
     shown = subprocess.run(
         [sys.executable, "-Pc", code], capture_output=True, text=True, check=True
@@ -87,6 +88,7 @@ def test_the_command_line_starts_without_torch(statement):
 
 def test_the_help_needs_no_torch():
     """`mfwrap --help` shows its text in a process that cannot import torch."""
+    pytest.importorskip("click", reason="needs click")
     code = "import sys; sys.modules['torch'] = None; from mfwrap.cli import main; main()"
     command = [sys.executable, "-Pc", code, "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
