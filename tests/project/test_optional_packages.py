@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -16,74 +17,76 @@ import importlib.machinery
 find_spec = importlib.machinery.PathFinder.find_spec.__func__
 
 def without(cls, name, path=None, target=None):
-    return None if name == {package!r} else find_spec(cls, name, path, target)
+    return None if name in {"click", "datasets"} else find_spec(cls, name, path, target)
 
 importlib.machinery.PathFinder.find_spec = classmethod(without)
 """
 
-FILE = """
-{import_}
-import pytest
-
-@pytest.fixture
-def needed():
-    import datasets
-
-def test_with_a_fixture(needed):
-    pass
-
-def test_with_an_import():
-    import datasets.exceptions
-
-def test_without():
-    pass
-"""
+FILES = {
+    "at_the_top": "import datasets",
+    "of_the_command_line": "from mfwrap.cli import main",
+    "in_a_fixture": "import pytest\n@pytest.fixture\ndef rows():\n    import datasets",
+    "in_a_test": "",
+    "of_another_package": "import no_such_package",
+    "of_a_name": "from torch import no_such_name",
+    "of_a_module": "import yaml.no_such_module",
+}
+TESTS_OF = {
+    "in_a_fixture": "def test_a(rows): pass\ndef test_b(): pass",
+    "in_a_test": "def test_a():\n    import datasets.exceptions\ndef test_b(): pass",
+}
 
 
-def outcomes(folder, import_="", *, package="datasets"):
-    """Run a test file on a machine without a package; return the last lines and the errors."""
-    (folder / "sitecustomize.py").write_text(HIDE.format(package=package), encoding="utf-8")
-    (folder / "test_file.py").write_text(FILE.format(import_=import_), encoding="utf-8")
-    command = ["-m", "pytest", "-q", "-rsE", "-p", "conftest", "-p", "no:cacheprovider"]
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Run a file for each failing import, on a machine without click and datasets."""
+    folder = tmp_path_factory.mktemp("absent")
+    (folder / "sitecustomize.py").write_text(HIDE, encoding="utf-8")
+    for name, imports in FILES.items():
+        tests = TESTS_OF.get(name, "def test_a(): pass")
+        (folder / f"test_{name}.py").write_text(f"{imports}\n{tests}\n", encoding="utf-8")
     path = [str(folder), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = subprocess.run(
-        [sys.executable, *command, "--import-mode=importlib", "-c", os.devnull, "test_file.py"],
+    options = ["-p", "conftest", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    options += ["-c", os.devnull, "--continue-on-collection-errors", "--junit-xml=report.xml"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "."],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         cwd=folder,
         check=False,
         capture_output=True,
-        text=True,
     )
-    return found.stdout
-
-
-@pytest.mark.parametrize("import_", ["import datasets", "from mfwrap.cli import main"])
-def test_a_file_that_needs_it_is_skipped(tmp_path, import_):
-    """A file whose import fails is one skip, whose reason names the package."""
-    package = "click" if "cli" in import_ else "datasets"
-
-    found = outcomes(tmp_path, import_, package=package)
-
-    assert f"needs {package}" in found
-    assert found.strip().splitlines()[-1].startswith("1 skipped")
-
-
-def test_a_test_that_needs_it_is_skipped(tmp_path):
-    """Tests that import the package themselves, or whose fixtures do, are skipped alone."""
-    found = outcomes(tmp_path)
-
-    assert "needs datasets" in found
-    assert found.strip().splitlines()[-1].startswith("1 passed, 2 skipped")
+    found = {}
+    for case in ET.parse(folder / "report.xml").iter("testcase"):  # noqa: S314  (our own)
+        outcomes = [(child.tag, f"{child.get('message')} {child.text}") for child in case]
+        place = (case.get("classname") or case.get("name") or "").removeprefix("test_")
+        found.setdefault(place, []).extend(outcomes or [("passed", None)])
+    return found
 
 
 @pytest.mark.parametrize(
-    "import_", ["import no_such_package", "from torch import no_such_name", "import yaml.nothing"]
+    ("file", "package"), [("at_the_top", "datasets"), ("of_the_command_line", "click")]
 )
-def test_any_other_import_that_fails_is_an_error(tmp_path, import_):
-    """A name that is missing in an installed package, or a package that is not listed, fails."""
-    found = outcomes(tmp_path, import_)
+def test_a_file_that_needs_it_is_skipped(report, file, package):
+    """A file whose import fails is one skip, whose reason names the package."""
+    [(outcome, reason)] = report[file]
 
-    assert found.strip().splitlines()[-1].startswith("1 error")
+    assert outcome == "skipped"
+    assert f"needs {package}" in reason
+
+
+@pytest.mark.parametrize("file", ["in_a_fixture", "in_a_test"])
+def test_a_test_that_needs_it_is_skipped(report, file):
+    """A test that imports the package itself, or whose fixture does, is skipped alone."""
+    [(outcome, reason), other] = report[file]
+
+    assert (outcome, other) == ("skipped", ("passed", None))
+    assert "needs datasets" in reason
+
+
+@pytest.mark.parametrize("file", ["of_another_package", "of_a_name", "of_a_module"])
+def test_any_other_import_that_fails_is_an_error(report, file):
+    """A name that is missing in an installed package, or a package that is not listed, fails."""
+    assert [outcome for outcome, _ in report[file]] == ["error"]
 
 
 def test_a_listed_package_that_is_installed_is_not_absent():
