@@ -13,6 +13,7 @@ from mfwrap import (
     StepConfig,
 )
 from mfwrap.accelerate import attach
+from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
 from support.device_runs import LossNetwork, Rows, everything, small_trainer, stacked
 from support.devices import each_device
@@ -38,19 +39,25 @@ def generator_of(device):
 @each_device
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_mftrainer(precision, device, tmp_path):
-    """`MFTrainer` with dropout, average, dynamic scale and a skipped update in each half."""
+    """`MFTrainer` with dropout, average, scale, a monitor, and a skipped update in each half."""
     data = Rows(bad=[5, 17, 40])
     settings = {"max_steps": 12, "max_grad_norm": 0.5, "save_strategy": "steps", "save_steps": 100}
     settings |= {"logging_strategy": "steps", "logging_steps": 1, "lr_scheduler_type": "cosine"}
     settings |= {"data": data, **PRECISIONS[precision]}
 
-    def trainer(folder, **more):
-        return small_trainer(tmp_path / folder, device, extras=everything(), **settings | more)
+    def trainer(folder, *callbacks):
+        return small_trainer(
+            tmp_path / folder,
+            device,
+            callbacks=[*callbacks, TrainingStateMonitor()],
+            extras=everything(),
+            **settings,
+        )
 
     straight = trainer("straight")
     straight.train()
     expected, generator = end_of(straight), generator_of(device)
-    trainer("stopped", callbacks=[StopAfter(6)]).train()
+    trainer("stopped", StopAfter(6)).train()
     resumed = trainer("resumed")
     with torch.no_grad():
         for parameter in resumed.model.parameters():
