@@ -192,6 +192,7 @@ def test_a_replay_is_one_launch_that_waits_for_nothing():
     assert any(ahead)
 
 
+@pytest.mark.slow
 @each_device
 def test_a_network_that_reads_is_refused(device):
     """On a GPU, a network that reads its loss on the host is refused in one sentence."""

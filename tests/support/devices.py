@@ -22,8 +22,8 @@ each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 )
 
-_CYCLES = 800_000_000
-"""Length of the work that occupies a GPU: 0.4 seconds of an H100. The host needs a tenth of it for
+_CYCLES = 400_000_000
+"""Length of the work that occupies a GPU: 0.2 seconds of an H100. The host needs a tenth of it for
 the steps of these tests."""
 
 
