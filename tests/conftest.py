@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from mfwrap.compatibility.foreign import ReleaseError
 from support.browser import CHROMIUM, open_browser
 from support.deferral import late_results
 from support.optional_packages import absent_package
@@ -88,10 +89,14 @@ def _skipped_if_absent() -> Iterator[None]:
 
 
 def _skip_if_absent(error: BaseException) -> None:
+    """Skip if an optional package is absent, or a library is too old for what is tested."""
     # pytest raises an error of its own from that of an import, and mfwrap.cli ends with a sentence.
-    name = absent_package(error) or absent_package(error.__cause__ or error.__context__)
-    if name is not None:
-        pytest.skip(f"needs {name}")
+    for each in (error, error.__cause__ or error.__context__):
+        if isinstance(each, ReleaseError):
+            pytest.skip(str(each))
+        name = absent_package(each)
+        if name is not None:
+            pytest.skip(f"needs {name}")
 
 
 @pytest.hookimpl(tryfirst=True)
