@@ -5,6 +5,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 CUDA_VENV := .venv-cuda
 SOURCE_LIST := build/source-files
+DEVICE_WHEELS := build/device-wheels
+CARRIED := pydantic pydantic_core annotated-types typing-inspection click datasets dill multiprocess transformers trl
 TORCH := $(shell grep '^torch==' constraints.txt)
 PLOTLY := 4.1.1
 IFRAME_WORKER := 1.0.4
@@ -17,7 +19,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda mutants matrix peers table layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
+.PHONY: help train test test-full test-cuda device device-wheels device-results mutants matrix peers table layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -44,6 +46,21 @@ test-cuda: ## run the CUDA tests on what the machine's python3 has, without netw
 	@ln -s $(CURDIR)/mfwrap/* $(CURDIR)/callbacks $(CURDIR)/recipes \
 	    "$$($(CUDA_VENV)/bin/python -c '$(SITE_FOLDER)')/mfwrap"
 	OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -n 4 --dist worksteal --durations=25 -rs -m cuda
+
+# Nothing is installed, and nothing is written outside this folder and OUT: benchmarks/device/environment.py.
+device: ## test and measure on a GPU with what the machine's python3 has, without network (7 minutes)
+	PYTHONPATH=benchmarks $(MACHINE_PYTHON) -m device --device $(or $(DEVICE),cuda) --sections "$(SECTIONS)" \
+	    $(if $(LIMIT),--limit $(LIMIT)) $(if $(SMALL),--small) $(if $(filter none,$(WHEELS)),,--wheels $(or $(WHEELS),$(DEVICE_WHEELS)))
+
+# For Python 3.12 on Linux x86-64, in the versions of constraints.txt. They may be copied to a machine without network.
+device-wheels: ## fetch the wheels that a GPU machine may lack into build/device-wheels (18 MB)
+	rm -rf $(DEVICE_WHEELS)
+	$(MACHINE_PYTHON) -m pip download --no-deps --only-binary=:all: --implementation cp --python-version 3.12 \
+	    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -c constraints.txt -d $(DEVICE_WHEELS) $(CARRIED)
+
+# The results of earlier runs are kept in benchmarks/device_results.json.
+device-results: $(VENV)/.linked ## join results of `make device` in the file or folder FROM, and write them into RESULTS.md
+	PYTHONPATH=benchmarks $(RUN) -m device.published $(or $(FROM),build/device)
 
 # Without PYTHONSAFEPATH, because the script imports a module from its own folder.
 mutants: $(VENV)/.linked ## plant 400 faults into the core, and count those that the tests notice (half an hour)
@@ -84,7 +101,7 @@ lint: $(VENV)/.linked ## check style, formatting and types
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	cd build && MYPYPATH="$(CURDIR)/benchmarks" "$(CURDIR)/$(RUN)" -m mypy --config-file "$(CURDIR)/pyproject.toml" \
-	    --cache-dir "$(CURDIR)/.mypy_cache" -p mfwrap $(patsubst benchmarks/%.py,-m %,$(wildcard benchmarks/*.py))
+	    --cache-dir "$(CURDIR)/.mypy_cache" -p mfwrap -p device $(patsubst benchmarks/%.py,-m %,$(wildcard benchmarks/*.py))
 
 format: $(VENV)/.linked ## format the code and repair what ruff can repair
 	$(RUN) -m ruff check --fix

@@ -70,6 +70,8 @@ class Mfwrap(Contestant):
     """Do the part of `MFTrainOneStepCell` that follows backward."""
 
     name = Contestant.compared_with
+    average_dtype: torch.dtype | None = None
+    """Dtype of the average; ``None`` for that of the weights, at least float32."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -81,11 +83,20 @@ class Mfwrap(Contestant):
             optimizer,
             StepConfig(use_clip_grad=True, max_grad_norm=MAX_GRAD_NORM, local_norm=True),
             LossScale(loss_scale, self.device),
-            ema=ExponentialMovingAverage(model, DECAY**self.cycle, update_every=self.cycle),
+            ema=ExponentialMovingAverage(
+                model, DECAY**self.cycle, update_every=self.cycle, dtype=self.average_dtype
+            ),
         )
 
     def step(self) -> None:
         self._update(self._loss)
+
+
+class MfwrapHalfAverage(Mfwrap):
+    """Keep the average in bfloat16, as the weights."""
+
+    name = "mfwrap, fused AdamW, average in bfloat16"
+    average_dtype = torch.bfloat16
 
 
 class MfwrapEveryFourth(Mfwrap):
@@ -99,7 +110,8 @@ class Torch(Contestant):
     """Use torch's GradScaler and ``clip_grad_norm_``; read each norm on the host separately."""
 
     fused = True
-    reads_norms = True
+    scales = True
+    """Whether gradients are unscaled and checked, which is done in float32 and float16 only."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -107,17 +119,20 @@ class Torch(Contestant):
             self.parameters, LEARNING_RATE, fused=self.fused, foreach=not self.fused
         )
         self._scaler = torch.amp.GradScaler(
-            self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6
+            self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6, enabled=self.scales
         )
         # Call `scale` once, because the first call creates the scale, which `unscale_` needs.
         self._scaler.scale(torch.zeros((), device=self.device))
         self._average = self.make_average()
-        self.norms: list[float] = []
+        self.norms: object = None
+
+    def read_norms(self) -> object:
+        """Return the norm of each gradient."""
+        return [p.grad.norm().item() for p in self.parameters if p.grad is not None]
 
     def step(self) -> None:
         self._scaler.unscale_(self._optimizer)
-        if self.reads_norms:
-            self.norms = [p.grad.norm().item() for p in self.parameters if p.grad is not None]
+        self.norms = self.read_norms()
         nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
         self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -144,7 +159,26 @@ class TorchFusedWithoutNorms(TorchFused):
     """Do the same as `TorchFused`, without the norm of every parameter."""
 
     name = "the same, without norms by parameter"
-    reads_norms = False
+
+    def read_norms(self) -> object:
+        return None
+
+
+class TorchFusedForeachNorms(TorchFused):
+    """Do the same as `TorchFused`, with all norms in one call, which stay on the device."""
+
+    name = "torch, fused AdamW, foreach norms and average"
+
+    def read_norms(self) -> object:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return torch.stack(torch._foreach_norm(gradients))
+
+
+class TorchHalf(TorchFusedForeachNorms):
+    """Do the same without GradScaler: bfloat16 needs none, so nothing checks for overflow."""
+
+    name = "torch, fused AdamW, foreach norms and average, no GradScaler"
+    scales = False
 
 
 class TorchFusedEveryFourth(TorchFused):

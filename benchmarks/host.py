@@ -2,9 +2,11 @@
 
     python benchmarks/host.py                        # 28, 292 and 1,156 small tensors
     python benchmarks/host.py --tensors 292 --width 64
+    python benchmarks/host.py --device cuda
 
 The tensors are small, so the time is that of Python and of torch's dispatcher, not of the
-arithmetic. On a GPU this is the time in which the host queues the work. All contestants update the
+arithmetic. On a GPU this is the time in which the host queues the work, and the device has nothing
+else to do when the time begins. All contestants update the
 same number of float32 parameters, half of them matrices of ``width`` x ``width`` and half of them
 vectors, from the same gradients, with fused AdamW, clipping by the global norm and a schedule.
 They take turns, in an order that changes from round to round. Plain torch and stock accelerate are
@@ -51,7 +53,7 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, gradients: Sequence[Tensor], *_: Tensor) -> Tensor:
         context.gradients = gradients
-        return torch.zeros(())
+        return torch.zeros((), device=gradients[0].device)
 
     @staticmethod
     def backward(context: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -85,14 +87,16 @@ class Contestant(abc.ABC):
     Args:
         num_tensors: As in `Network`.
         width: As in `Network`.
+        device: Type of the device of all tensors.
     """
 
     name: str
     compared_with: str
     """Name of the contestant that does the same without mfwrap."""
 
-    def __init__(self, num_tensors: int, width: int) -> None:
-        self.network = Network(num_tensors, width)
+    def __init__(self, num_tensors: int, width: int, device: str = "cpu") -> None:
+        self.device = device
+        self.network = Network(num_tensors, width).to(device)
         self.parameters: list[Tensor] = list(self.network.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=True)
         self.schedule = LambdaLR(self.optimizer, lambda step: 1 / (1 + 1e-4 * step))
@@ -125,11 +129,11 @@ class PlainWithEverything(Contestant):
 
     name = compared_with = "torch: the same, GradScaler, norms, average"
 
-    def __init__(self, num_tensors: int, width: int) -> None:
-        super().__init__(num_tensors, width)
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, growth_interval=10**6)
+    def __init__(self, num_tensors: int, width: int, device: str = "cpu") -> None:
+        super().__init__(num_tensors, width, device)
+        self._scaler = torch.amp.GradScaler(device, init_scale=LOSS_SCALE, growth_interval=10**6)
         # Call `scale` once, because the first call creates the scale, which `unscale_` needs.
-        self._scaler.scale(torch.zeros(()))
+        self._scaler.scale(torch.zeros((), device=device))
         self._averages = [weight.detach().clone() for weight in self.parameters]
 
     @torch.no_grad()
@@ -151,10 +155,10 @@ class Cell(Contestant):
     name = "mfwrap, cell: clip, AdamW, schedule"
     compared_with = Plain.name
 
-    def __init__(self, num_tensors: int, width: int) -> None:
-        super().__init__(num_tensors, width)
-        self._loss = torch.zeros(())
-        self._update = self.make_cell()._update
+    def __init__(self, num_tensors: int, width: int, device: str = "cpu") -> None:
+        super().__init__(num_tensors, width, device)
+        self._loss = torch.zeros((), device=device)
+        self._update = self.make_cell()._update  # noqa: SLF001  (the part after backward)
 
     def make_cell(self) -> MFTrainOneStepCell:
         return MFTrainOneStepCell(
@@ -188,9 +192,9 @@ class Stock(Contestant):
 
     name = compared_with = "accelerate: clip, AdamW, schedule"
 
-    def __init__(self, num_tensors: int, width: int) -> None:
-        super().__init__(num_tensors, width)
-        self._accelerator = Accelerator(cpu=True)
+    def __init__(self, num_tensors: int, width: int, device: str = "cpu") -> None:
+        super().__init__(num_tensors, width, device)
+        self._accelerator = Accelerator(cpu=device == "cpu")
         self.prepare(self._accelerator)
         self._network, self._optimizer, self._schedule = self._accelerator.prepare(
             self.network, self.optimizer, self.schedule
@@ -267,6 +271,8 @@ def measure(contestants: Sequence[Contestant], rounds: int) -> dict[str, list[fl
         order.shuffle(turns)
         for contestant in turns:
             contestant.backward()
+            if contestant.device == "cuda":
+                torch.cuda.synchronize()  # a full queue would stop the host
             start = time.perf_counter()
             contestant.update()
             if number >= LEFT_OUT:
@@ -295,15 +301,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tensors", type=int, nargs="+", default=[28, 292, 1156])
     parser.add_argument("--width", type=int, default=32, help="width of the matrices (default: 32)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=200, help="measured rounds (default: 200)")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*lr_scheduler.*")
     torch.set_num_threads(1)
     for number in arguments.tensors:
-        contestants = [kind(number, arguments.width) for kind in CONTESTANTS]
+        contestants = [kind(number, arguments.width, arguments.device) for kind in CONTESTANTS]
         size = sum(weight.numel() for weight in contestants[0].parameters)
         print(
-            f"\n{number} tensors, {size / 1e3:.0f} thousand float32 parameters, 1 thread, torch "
+            f"\n{number} tensors, {size / 1e3:.0f} thousand float32 parameters on "
+            f"{arguments.device}, 1 thread, torch "
             f"{torch.__version__}, {arguments.rounds} rounds\n"
         )
         report(contestants, measure(contestants, arguments.rounds))

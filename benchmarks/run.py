@@ -106,7 +106,7 @@ def measure(programs: Sequence[str], device: str) -> str:
     for program in programs:
         print(f"python benchmarks/{program}", flush=True)
         file, *arguments = shlex.split(program)
-        ended = subprocess.run(  # noqa: S603  (programs of this folder)
+        ended = subprocess.run(
             [sys.executable, str(FOLDER / file), *arguments],
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,1 @@
+"""Measure and test mfwrap on a GPU in one command: ``make device``."""

@@ -1,0 +1,97 @@
+"""Host time and launches of steps that cost the host more than the device.
+
+A step's own part is its time less that of a bare forward and backward. benchmarks/host.py times
+what follows backward alone, on other networks; its table for the same number of tensors is here
+too, with the tensors on the device.
+"""
+
+import statistics
+import warnings
+
+from device.measuring import Work, milliseconds, spread, steps_in_turns, work_of
+from device.networks import gpt2_of_292_tensors, tokens
+from device.recording import Recording
+from device.setup import Setup
+from device.ways import BARE, CAPTURED, WAYS, Step, forget_accelerators
+from host import CONTESTANTS, count_calls
+from host import measure as measure_updates
+
+
+def measure(recording: Recording, setup: Setup) -> None:
+    """Time whole steps in turns, and then the updates of benchmarks/host.py."""
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.*")
+    with recording.part("whole steps"):
+        _whole_steps(recording, setup)
+    setup.release()
+    with recording.part("updates"):
+        _updates(recording, setup)
+
+
+def _whole_steps(recording: Recording, setup: Setup) -> None:
+    forget_accelerators()
+    steps: dict[str, Step] = {}
+    batch = tokens(setup, 2, setup.size(32, 8), 256)
+    for name, (way, _) in WAYS.items():
+        with recording.part(name):
+            steps[name] = way(setup, gpt2_of_292_tensors(setup), batch)
+            steps[name]()
+    times = steps_in_turns(
+        setup, steps, rounds=setup.size(7, 2), steps=setup.size(15, 2), warm_up=setup.size(8, 4)
+    )
+    for name, step in steps.items():
+        other = WAYS[name][1]
+        whole, host = times[name]
+        work: Work | None = None
+        calls: int | None = None
+        with recording.part(f"launches: {name}"):
+            calls = count_calls(lambda step=step: step())  # type: ignore[misc]  # (mypy cannot infer the default's type)
+            work = work_of(setup, step, calls=2)
+        pairs = zip(whole, times[other].whole, times[BARE].whole, strict=True)
+        own = [
+            (ours - bare, theirs - bare) for ours, theirs, bare in pairs if name != BARE != other
+        ]
+        recording.row(
+            "whole steps of a GPT-2, host-bound",
+            {
+                "whole step": name,
+                "ms": milliseconds(whole),
+                "queued by the host after, ms": milliseconds(host),
+                "of the one without mfwrap": spread(
+                    [a / b for a, b in zip(whole, times[other].whole, strict=True)]
+                ),
+                "ms less a bare forward and backward": milliseconds([a for a, _ in own])
+                if own
+                else None,
+                # One ratio of medians: in a round, the difference of two times may be near zero.
+                "of the one without mfwrap, less both": statistics.median(a for a, _ in own)
+                / statistics.median(b for _, b in own)
+                if own
+                else None,
+                "kernels": work.num_kernels if work else None,
+                "launches": work.launches if work else None,
+                "Python calls": calls,
+            },
+        )
+        if name == CAPTURED or name.startswith("mfwrap, cell: the same"):
+            ratio = statistics.median(a / b for a, b in zip(whole, times[other].whole, strict=True))
+            recording.summarize_more(f"{name.split(':')[0]} {ratio:.2f} of torch's step")
+
+
+def _updates(recording: Recording, setup: Setup) -> None:
+    forget_accelerators()
+    number = setup.size(292, 4)
+    contestants = [kind(number, 32, setup.kind) for kind in CONTESTANTS]
+    seconds = measure_updates(contestants, setup.size(100, 3))
+    for contestant in contestants:
+        times = seconds[contestant.name]
+        others = seconds[contestant.compared_with]
+        recording.row(
+            f"updates of {number} small tensors (benchmarks/host.py)",
+            {
+                "everything after backward": contestant.name,
+                "host ms": milliseconds(times),
+                "of the one without mfwrap": spread(
+                    [a / b for a, b in zip(times, others, strict=True)]
+                ),
+            },
+        )
