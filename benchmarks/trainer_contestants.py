@@ -5,7 +5,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import (
-    LlamaForCausalLM,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -42,13 +41,18 @@ WARMUP = 2
 class Setting:
     """The model, data and sizes that every contestant trains with."""
 
-    model: LlamaForCausalLM
+    model: nn.Module
     tokens: Tensor
     folder: str
     device: str
     batch_size: int
     accumulation: int
     steps: int
+    logging_steps: int = 5
+    """Updates after which each contestant reads its loss on the host."""
+
+    precision: Literal["no", "bf16"] = "no"
+    """Precision of forward and backward; weights are in float32."""
 
     def dataset(self) -> list[dict[str, Tensor]]:
         """Return one sample per sequence."""
@@ -57,7 +61,15 @@ class Setting:
     def loader(self) -> DataLoader[dict[str, Tensor]]:
         """Return a loader of micro-batches, in random order."""
         dataset: Any = self.dataset()
-        return DataLoader(dataset, self.batch_size, shuffle=True)
+        return DataLoader(dataset, self.batch_size, shuffle=True, pin_memory=self.device == "cuda")
+
+    def accelerator(self) -> Accelerator:
+        """Return an accelerator for loops."""
+        return Accelerator(
+            cpu=self.device == "cpu",
+            gradient_accumulation_steps=self.accumulation,
+            mixed_precision=self.precision,
+        )
 
 
 class Contestant(abc.ABC):
@@ -93,7 +105,8 @@ def _arguments(setting: Setting) -> TrainingArguments:
         lr_scheduler_type="cosine",
         warmup_steps=WARMUP,
         use_cpu=setting.device == "cpu",
-        logging_steps=5,
+        bf16=setting.precision == "bf16",
+        logging_steps=setting.logging_steps,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -229,7 +242,9 @@ def _updates(setting: Setting) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the micro-batches of each update, on the device."""
     micro_batches = []
     for batch in setting.loader():
-        micro_batches.append({name: tensor.to(setting.device) for name, tensor in batch.items()})
+        micro_batches.append(
+            {name: tensor.to(setting.device, non_blocking=True) for name, tensor in batch.items()}
+        )
         if len(micro_batches) == setting.accumulation:
             yield micro_batches
             micro_batches = []
@@ -239,24 +254,29 @@ class PlainLoop(Contestant):
     """Use torch alone, as torchtune's recipes for one device do: no norms, no average.
 
     torchtune's weights for micro-batches of different lengths are left out: these have one length.
+    These recipes read the loss of each update on the host. This loop reads it as often as the
+    others do, so that it is not slower for that alone.
     """
 
     name = "plain loop, as in torchtune's recipes"
 
     def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
-        model = setting.model.to(setting.device).train()  # type: ignore[arg-type]  # (transformers wraps the method without its types)
+        model = setting.model.to(setting.device).train()
         optimizer, schedule = _optimizer_and_schedule(setting)
-        for micro_batches in _updates(setting):
+        in_bfloat16 = setting.precision == "bf16"
+        for number, micro_batches in enumerate(_updates(setting), 1):
             running_loss = torch.zeros((), device=setting.device)
             for batch in micro_batches:
-                loss = model(**batch).loss / setting.accumulation
+                with torch.autocast(setting.device, torch.bfloat16, enabled=in_bfloat16):
+                    loss = model(**batch).loss / setting.accumulation
                 running_loss += loss.detach()
                 loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
-            self.loss = running_loss.item()  # these recipes log the loss of each update
+            if number % setting.logging_steps == 0:
+                self.loss = running_loss.item()
             step_done()
 
 
@@ -266,7 +286,7 @@ class CellLoop(Contestant):
     name = "plain loop, MFTrainOneStepCell, everything on"
 
     def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
-        model = setting.model.to(setting.device).train()  # type: ignore[arg-type]  # (transformers wraps the method without its types)
+        model = setting.model.to(setting.device).train()
         optimizer, schedule = _optimizer_and_schedule(setting)
         cell = MFTrainOneStepCell(
             model,
@@ -278,9 +298,12 @@ class CellLoop(Contestant):
             gradient_accumulation_steps=setting.accumulation,
             lr_scheduler=schedule,
             ema=ExponentialMovingAverage(model, DECAY),
+            accelerator=setting.accelerator() if setting.precision != "no" else None,
         )
-        for micro_batches in _updates(setting):
-            self.loss = cell.step(micro_batches).loss.item()
+        for number, micro_batches in enumerate(_updates(setting), 1):
+            output = cell.step(micro_batches)
+            if number % setting.logging_steps == 0:
+                self.loss = output.loss.item()
             step_done()
         cell.flush()
 
@@ -294,15 +317,14 @@ class AccelerateLoop(Contestant):
         """Do what comes before ``accelerator.prepare``."""
 
     def train(self, setting: Setting, step_done: Callable[[], None]) -> None:
-        accelerator = Accelerator(
-            cpu=setting.device == "cpu", gradient_accumulation_steps=setting.accumulation
-        )
+        accelerator = setting.accelerator()
         self.prepare(accelerator)
         model, optimizer, schedule, loader = accelerator.prepare(
             setting.model, *_optimizer_and_schedule(setting), setting.loader()
         )
         model.train()
         parameters = list(model.parameters())
+        num_updates = 0
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
@@ -313,7 +335,9 @@ class AccelerateLoop(Contestant):
                 schedule.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                self.loss = loss.item()
+                num_updates += 1
+                if num_updates % setting.logging_steps == 0:
+                    self.loss = loss.item()
                 step_done()
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.profiler import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from device.setup import Setup
@@ -200,7 +199,7 @@ def work_of(setup: Setup, call: Call, *, calls: int = 1) -> Work:
     launches = operators = 0
     seconds = 0.0
     for event in profiler.events():
-        if event.device_type == DeviceType.CPU:
+        if event.device_type.name == "CPU":
             launches += any(part in event.name for part in LAUNCHES)
             operators += event.name.startswith("aten::")
         elif not event.is_user_annotation:  # Optimizer.step marks a range on the device, too

@@ -25,7 +25,7 @@ SECTIONS = {
     "waits": Section(shows="synchronizations of whole steps", share=45),
     "update": Section(shows="everything after backward", share=50),
     "host": Section(shows="host time and launches of small networks", share=45),
-    "steps": Section(shows="whole steps, also compiled", share=85),
+    "steps": Section(shows="whole steps, also compiled", share=110),
     "captured": Section(shows="captured steps", share=45),
     "fp16": Section(shows="float16 with real overflows", share=40),
     "recipes": Section(shows="recipes, killed and resumed; a planted NaN", share=90),

@@ -168,4 +168,4 @@ def _follow(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> Non
     """Average with a share on the device, in three calls of many weights each."""
     steps = torch._foreach_sub(weights, averages)  # noqa: SLF001  (has no public name)
     torch._foreach_mul_(steps, share)
-    torch._foreach_add_(averages, steps)  # noqa: SLF001  (has no public name)
+    torch._foreach_add_(averages, steps)

@@ -314,7 +314,12 @@ def _model(setup: Setup, waits: Waits) -> None:
                 waits.stop(WATCHED)
 
     model = Model(network, nn.CrossEntropyLoss(), ways.adamw(network))
-    monitors = [EMACallback(0.9), TimeMonitor(), LossMonitor(per_print_times=1000), Watching()]
+    monitors: list[Any] = [
+        EMACallback(0.9),
+        TimeMonitor(),
+        LossMonitor(per_print_times=1000),
+        Watching(),
+    ]
     model.train(1, data, callbacks=monitors)
 
 
