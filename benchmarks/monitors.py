@@ -146,6 +146,7 @@ def seconds_per_step(
 def main() -> None:
     """Measure each kind of monitors, and print the table."""
     parser = argument_parser(__doc__, steps=45)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
         "--interval", type=int, default=10, help="steps between two records of weights and states"
     )

@@ -3,10 +3,10 @@
     python benchmarks/run.py                      # a quarter of an hour on two cores
     python benchmarks/run.py --full               # an hour and more
     python benchmarks/run.py --only host imports  # the other sections keep their last results
-    python benchmarks/run.py --device cuda        # what can run on a GPU; beside the CPU's results
 
 Each benchmark is a program of this folder and prints its tables. This program replaces the results
 in RESULTS.md, each between two marks; the text around them is edited by hand and has no figures.
+On a GPU, `make device` measures; `device.published` writes its results into the same file.
 """
 
 import argparse
@@ -34,13 +34,11 @@ class Section:
         usual: Measured by default.
         full: Measured with ``--full``; empty for those of `usual`.
         quick: Measured with ``--quick``.
-        on_cuda: Program that measures on a GPU; ``None`` if nothing of the section can.
     """
 
     usual: Sequence[str]
     full: Sequence[str] = ()
     quick: Sequence[str] = ()
-    on_cuda: str | None = None
 
 
 TINY = (
@@ -53,7 +51,6 @@ SECTIONS = {
         usual=["epilogue.py"],
         full=["epilogue.py --rounds 20"],
         quick=["epilogue.py --width 32 --layers 1 --rounds 2 --repeats 2"],
-        on_cuda="epilogue.py --device cuda",
     ),
     "host": Section(
         usual=["host.py"],
@@ -68,7 +65,6 @@ SECTIONS = {
         ],
         full=[f"{TINY} --steps 200", f"{SMALL} --steps 20", "trainer.py --steps 60"],
         quick=[f"{TINY} --steps 4 --rounds 2"],
-        on_cuda="trainer.py --device cuda --width 1024 --layers 16 --batch-size 16",
     ),
     "ranks": Section(
         usual=["distributed.py --steps 6 --rounds 3"],
@@ -79,7 +75,6 @@ SECTIONS = {
         usual=["monitors.py --steps 12 --rounds 3"],
         full=["monitors.py --steps 16"],
         quick=["monitors.py --steps 11 --rounds 1 --width 64 --layers 1"],
-        on_cuda="monitors.py --device cuda",
     ),
     "imports": Section(usual=["imports.py"], quick=["imports.py --rounds 1"]),
     "checksums": Section(
@@ -89,20 +84,18 @@ SECTIONS = {
 }
 
 
-def hardware(device: str) -> str:
+def hardware() -> str:
     """Describe the machine and the versions in one line."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    if device == "cuda":
-        return f"{torch.cuda.get_device_name()}, {versions}"
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else ""
     names = re.findall(r"^model name\s*: (.*)", text, flags=re.MULTILINE)
     return f"{len(names)} cores of {names[0] if names else platform.machine()}, {versions}"
 
 
-def measure(programs: Sequence[str], device: str) -> str:
+def measure(programs: Sequence[str]) -> str:
     """Run programs, and return what they print, with date, machine and commands."""
-    parts = [f"{dt.datetime.now(tz=dt.UTC).date().isoformat()}, {hardware(device)}."]
+    parts = [f"{dt.datetime.now(tz=dt.UTC).date().isoformat()}, {hardware()}."]
     for program in programs:
         print(f"python benchmarks/{program}", flush=True)
         file, *arguments = shlex.split(program)
@@ -130,24 +123,20 @@ def main() -> None:
     """Measure the chosen sections, and write each result at once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--full", action="store_true", help="take longer, for less spread")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the programs")
     parser.add_argument(
         "--results", type=Path, default=FOLDER / "RESULTS.md", help="file to change"
     )
     arguments = parser.parse_args()
-    device = arguments.device
     for key in arguments.only:
         section = SECTIONS[key]
         programs = section.full if arguments.full else section.quick if arguments.quick else ()
         programs = programs or section.usual
-        if device == "cuda":
-            programs = [] if section.on_cuda is None else [section.on_cuda]
         if programs:
-            body = measure(programs, device)
+            body = measure(programs)
             text = arguments.results.read_text(encoding="utf-8")
-            text = replaced(text, f"<!-- {key} {device} -->", body)
+            text = replaced(text, f"<!-- {key} cpu -->", body)
             arguments.results.write_text(text, encoding="utf-8")
 
 

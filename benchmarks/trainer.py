@@ -1,11 +1,12 @@
 """Measure whole training steps: mfwrap compared with the stock Trainer, Lightning and loops.
 
     python benchmarks/trainer.py                       # a Llama of 31 million parameters
-    python benchmarks/trainer.py --device cuda --width 1024 --layers 16 --batch-size 16
 
 All contestants train the same model on the same data with fused AdamW, accumulation, clipping and a
 cosine schedule, each in its own process. They take turns after each step, in random order, so that
-a machine that slows down affects all of them.
+a machine that slows down affects all of them. To take turns on a GPU they would have to wait for it
+in each step, which hides what a step without waits gains. So `make device` measures there, in
+device/sections/steps.py.
 
 A round trains every contestant from the start, and leaves out the first two steps. A contestant's
 time in a round is the median of its steps. Its ratio in a round is the median over steps of its
@@ -57,7 +58,7 @@ def build_model(
 
 
 def argument_parser(description: str | None, steps: int) -> argparse.ArgumentParser:
-    """Return a parser of a command line with device, sizes and number of rounds.
+    """Return a parser of a command line with sizes and number of rounds.
 
     Args:
         description: Docstring of the program; the help shows its first line.
@@ -66,7 +67,6 @@ def argument_parser(description: str | None, steps: int) -> argparse.ArgumentPar
     parser = argparse.ArgumentParser(
         description=description.splitlines()[0] if description else None
     )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--width", type=int, default=256, help="hidden size")
     parser.add_argument("--layers", type=int, default=6, help="number of layers")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences in a micro-batch")
@@ -86,7 +86,7 @@ def build_setting(arguments: argparse.Namespace, steps: int, folder: str) -> Set
         build_model(arguments.width, arguments.layers, length, vocabulary),
         torch.randint(0, vocabulary, (num_samples, length), generator=generator),
         folder,
-        arguments.device,
+        "cpu",
         arguments.batch_size,
         arguments.accumulation,
         steps,
@@ -100,15 +100,13 @@ def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
         index: Index of the contestant in `CONTESTANTS`.
         turn: Connection to the main process. A message from the main process lets this process
             start a step. This process sends a message back when the step has ended.
-        arguments: Device and sizes.
+        arguments: Sizes.
     """
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
 
     def step_done() -> None:
-        if arguments.device == "cuda":
-            torch.cuda.synchronize()
         turn.send("done")
         turn.recv()
 
@@ -125,7 +123,7 @@ def train_for_memory(index: int, end: Connection, arguments: argparse.Namespace)
     Args:
         index: Index of the contestant in `CONTESTANTS`.
         end: Connection to the main process.
-        arguments: Device and sizes.
+        arguments: Sizes.
     """
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
@@ -136,7 +134,7 @@ def train_for_memory(index: int, end: Connection, arguments: argparse.Namespace)
             setting = build_setting(arguments, STEPS_FOR_MEMORY, folder)
             CONTESTANTS[index].train(setting, lambda: None)
 
-        end.send(transient_peak(build_and_train, torch.device(arguments.device)))
+        end.send(transient_peak(build_and_train, torch.device("cpu")))
 
 
 def peak_memory(index: int, arguments: argparse.Namespace) -> int:
@@ -228,7 +226,7 @@ def main() -> None:
     model = build_model(arguments.width, arguments.layers, length, arguments.vocabulary)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"Llama of {num_parameters / 1e6:.1f} million float32 parameters on {arguments.device}, "
+        f"Llama of {num_parameters / 1e6:.1f} million float32 parameters on cpu, "
         f"{arguments.batch_size * arguments.accumulation * length} tokens in "
         f"{arguments.accumulation} micro-batches a step, {arguments.threads} threads, torch "
         f"{torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps\n\n"
