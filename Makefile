@@ -49,7 +49,7 @@ test-cuda: ## run the CUDA tests on what the machine's python3 has, without netw
 
 # Nothing is installed, and nothing is written outside this folder and OUT: benchmarks/device/environment.py.
 device: ## test and measure on a GPU with what the machine's python3 has, without network (7 minutes)
-	PYTHONPATH=benchmarks $(MACHINE_PYTHON) -m device --device $(or $(DEVICE),cuda) --sections "$(SECTIONS)" \
+	PYTHONPATH="$(CURDIR)/benchmarks:$$PYTHONPATH" $(MACHINE_PYTHON) -m device --device $(or $(DEVICE),cuda) --sections "$(SECTIONS)" \
 	    $(if $(LIMIT),--limit $(LIMIT)) $(if $(SMALL),--small) $(if $(filter none,$(WHEELS)),,--wheels $(or $(WHEELS),$(DEVICE_WHEELS)))
 
 # For Python 3.12 on Linux x86-64, in the versions of constraints.txt. They may be copied to a machine without network.
@@ -60,7 +60,7 @@ device-wheels: ## fetch the wheels that a GPU machine may lack into build/device
 
 # The results of earlier runs are kept in benchmarks/device_results.json.
 device-results: $(VENV)/.linked ## join results of `make device` in the file or folder FROM, and write them into RESULTS.md
-	PYTHONPATH=benchmarks $(RUN) -m device.published $(or $(FROM),build/device)
+	PYTHONPATH="$(CURDIR)/benchmarks" $(RUN) -m device.published $(or $(FROM),build/device)
 
 # Without PYTHONSAFEPATH, because the script imports a module from its own folder.
 mutants: $(VENV)/.linked ## plant 400 faults into the core, and count those that the tests notice (half an hour)

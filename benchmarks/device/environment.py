@@ -50,7 +50,8 @@ def prepare(device: str, wheels: Path | None) -> tuple[dict[str, str], str]:
     """Build the environment of the sections anew.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``. On a CPU, GPUs of the machine are hidden.
+        device: ``"cuda"`` or ``"cpu"``. All GPUs but the first are hidden, and
+            on a CPU all of them.
         wheels: Folder of wheels; ``None`` for the machine's packages alone.
 
     Returns:
@@ -62,13 +63,14 @@ def prepare(device: str, wheels: Path | None) -> tuple[dict[str, str], str]:
     (FOLDER / "tmp").mkdir()
     outcome = "not asked for" if wheels is None else unpack_wheels(wheels, packages)
     paths = [packages] if packages.is_dir() else []
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     cache_variables = (
         *("HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "CUDA_CACHE_PATH"),
         *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"),
     )
     variables = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [*paths, tree, BENCHMARKS])),
+        "PYTHONPATH": os.pathsep.join(map(str, [*paths, tree, BENCHMARKS, *given])),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -79,6 +81,7 @@ def prepare(device: str, wheels: Path | None) -> tuple[dict[str, str], str]:
         "TOKENIZERS_PARALLELISM": "false",
         **{name: str(caches / name.lower()) for name in cache_variables},
     }
-    if device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
+    # With several GPUs, the Trainer would wrap the network in DataParallel.
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    variables["CUDA_VISIBLE_DEVICES"] = first if device == "cuda" else ""
     return variables, outcome

@@ -30,7 +30,7 @@ SECTIONS = {
     "fp16": Section(shows="float16 with real overflows", share=40),
     "recipes": Section(shows="recipes, killed and resumed; a planted NaN", share=90),
     "ranks": Section(shows="DistributedDataParallel and FSDP2", share=50),
-    "memory": Section(shows="peak memory, and the cost of monitors", share=45),
+    "memory": Section(shows="peak memory, and the cost of monitors", share=60),
     "randomness": Section(shows="random states and pinned batches", share=25),
 }
 """By name. Each name is that of a module in ``device.sections``."""

@@ -14,9 +14,12 @@ from device import networks
 from device.measuring import peak_of, ratios, spread
 from device.recording import Recording, need
 from device.setup import Setup
-from device.ways import WAYS, forget_accelerators
+from device.ways import BARE, CAPTURED, PLAIN, WAYS, forget_accelerators
 from monitors import EACH, NORMS, OFF, ON, TENTH, seconds_per_step
 from trainer import build_model
+
+IN_HALF = {name for name in WAYS if name in {BARE, PLAIN, CAPTURED} or "cell" in name}
+"""Ways that are measured in bfloat16, too: without accelerate, and without torch's GradScaler."""
 
 LENGTH = 64
 """Few tokens, so that the update and not the activations makes the peak."""
@@ -30,8 +33,8 @@ def measure(recording: Recording, setup: Setup) -> None:
         (torch.bfloat16, *setup.size((2048, 18), (32, 1))),
     ):
         for name in WAYS:
-            if dtype == torch.bfloat16 and "GradScaler" in name:
-                continue  # nobody scales losses in bfloat16
+            if dtype == torch.bfloat16 and name not in IN_HALF:
+                continue
             setup.release()
             with recording.part(f"{name} in {dtype}"):
                 _peak(recording, setup, name, dtype, (width, layers))

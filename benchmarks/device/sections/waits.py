@@ -12,8 +12,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +60,8 @@ class Waits:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._steps = 0
-        self.found: list[Wait] = []
         self._caught: Any = None
+        self.found: list[Wait] = []
 
     def start(self) -> None:
         """Watch this thread and, as far as torch passes warnings on, the others."""
@@ -76,19 +75,16 @@ class Waits:
 
     def stop(self, steps: int) -> None:
         """Stop to watch after a number of steps."""
-        if self._setup.on_cuda:
-            torch.cuda.set_sync_debug_mode("default")
-        self._caught.__exit__(None, None, None)
         self._steps += steps
+        self.close()
 
-    @contextmanager
-    def watching(self, steps: int = 1) -> Iterator[None]:
-        """Watch a block of a number of steps."""
-        self.start()
-        try:
-            yield
-        finally:
-            self.stop(steps)
+    def close(self) -> None:
+        """Stop to watch, if that is still to be done."""
+        if self._caught is not None:
+            if self._setup.on_cuda:
+                torch.cuda.set_sync_debug_mode("default")
+            self._caught.__exit__(None, None, None)
+            self._caught = None
 
     def _show(self, message: Any, *_: Any, **__: Any) -> None:
         if MESSAGE in str(message):
@@ -127,6 +123,8 @@ def wait_at(stack: Sequence[traceback.FrameSummary]) -> Wait:
     lines: list[str] = []
     by_library: list[bool] = []
     for frame in reversed(stack):
+        if Path(frame.filename).name == "warnings.py":  # Python's own, which passes the warning on
+            continue
         is_library = any(part in frame.filename for part in LIBRARIES)
         by_library += [TREE in frame.filename] if is_library else []
         if is_library or not lines:
@@ -140,7 +138,10 @@ def measure(recording: Recording, setup: Setup) -> None:
     for name, watch in WATCHES.items():
         with recording.part(name):
             waits = Waits(setup)
-            watch(setup, waits)
+            try:
+                watch(setup, waits)
+            finally:
+                waits.close()
             rows[name] = waits.columns(name)
             recording.row("synchronizations", rows[name])
             if setup.on_cuda and name != STOCK:
@@ -163,9 +164,10 @@ def _small_llama(setup: Setup) -> nn.Module:
 def _watched(setup: Setup, waits: Waits, step: Callable[[], object]) -> None:
     for _ in range(SETTLED):
         step()
-    with waits.watching(WATCHED):
-        for _ in range(WATCHED):
-            step()
+    waits.start()
+    for _ in range(WATCHED):
+        step()
+    waits.stop(WATCHED)
     if setup.on_cuda and not waits.found:
         # A warning from a thread that Python does not know would be lost; an error is not.
         torch.cuda.set_sync_debug_mode("error")
