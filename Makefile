@@ -49,7 +49,7 @@ test-cuda: ## run the CUDA tests on what the machine's python3 has, without netw
 
 # Nothing is installed, and nothing is written outside this folder and OUT: benchmarks/device/environment.py.
 device: ## test and measure on a GPU with what the machine's python3 has, without network (7 minutes)
-	PYTHONPATH="$(CURDIR)/benchmarks:$$PYTHONPATH" $(MACHINE_PYTHON) -m device --device $(or $(DEVICE),cuda) --sections "$(SECTIONS)" \
+	PYTHONPATH="$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(MACHINE_PYTHON) -m device --device $(or $(DEVICE),cuda) --sections "$(SECTIONS)" \
 	    $(if $(LIMIT),--limit $(LIMIT)) $(if $(SMALL),--small) $(if $(filter none,$(WHEELS)),,--wheels $(or $(WHEELS),$(DEVICE_WHEELS)))
 
 # For Python 3.12 on Linux x86-64, in the versions of constraints.txt. They may be copied to a machine without network.
