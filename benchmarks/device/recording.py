@@ -5,7 +5,7 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ class Recording:
     def row(self, table: str, columns: Row) -> None:
         """Add a row to a table."""
         self._entries["tables"].setdefault(table, []).append(dict(columns))
+        self._write()
+
+    def table(self, name: str, rows: Sequence[Row]) -> None:
+        """Set all rows of a table."""
+        self._entries["tables"][name] = [dict(row) for row in rows]
         self._write()
 
     def summarize(self, text: str) -> None:

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from device.command import waited
 from device.environment import FOLDER, ROOT
 from device.recording import Recording
 from device.setup import Setup
@@ -27,8 +28,8 @@ def files_with_cuda_tests() -> list[Path]:
     return sorted(file for file in files if "mark.cuda" in file.read_text(encoding="utf-8"))
 
 
-def run_tests(files: Sequence[Path], outcomes: Path, workers: int) -> int:
-    """Run the tests marked ``cuda`` in files, and return pytest's exit status.
+def start_tests(files: Sequence[Path], outcomes: Path, workers: int) -> "subprocess.Popen[bytes]":
+    """Start the tests marked ``cuda`` in files.
 
     Args:
         files: Test files.
@@ -44,13 +45,24 @@ def run_tests(files: Sequence[Path], outcomes: Path, workers: int) -> int:
         command += ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else ["-n", "0"]
     command += [str(file.relative_to(ROOT)) for file in files]
     variables = {**os.environ, "DEVICE_OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
+    return subprocess.Popen(command, cwd=ROOT, env=variables)
 
 
 def read_outcomes(file: Path) -> list[dict[str, Any]]:
-    """Return the outcomes in a file; none if it was not written."""
+    """Return the outcomes in a file, without a last line that is still being written."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def summary(name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the row of a group of tests."""
+    counts = Counter(each["outcome"] for each in found)
+    reasons = Counter(each["reason"] for each in found if each["outcome"] == "skipped")
+    return {
+        "tests": name,
+        **{key: counts[key] for key in ("passed", "failed", "skipped", "error")},
+        "reasons for skips": "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(5)),
+    }
 
 
 def measure(recording: Recording, setup: Setup) -> None:
@@ -58,31 +70,28 @@ def measure(recording: Recording, setup: Setup) -> None:
     files = files_with_cuda_tests()
     captured = [file for file in files if "captur" in file.stem]
     others = [file for file in files if file not in captured]
-    totals: Counter[str] = Counter()
-    workers = min(4, len(os.sched_getaffinity(0)))
+    workers = min(8, len(os.sched_getaffinity(0)))
     # A capture that fails may leave CUDA unusable for the tests after it, so one file at a time.
     groups = {"all but captured steps": others} | {file.stem: [file] for file in captured}
+    rows: dict[str, dict[str, Any]] = {}
     for name, group in groups.items():
         with recording.part(name):
             outcomes = FOLDER / f"{name.replace(' ', '_')}.jsonl"
-            code = run_tests(group, outcomes, workers if group is others else 1)
-            found = read_outcomes(outcomes)
-            counts = Counter(each["outcome"] for each in found)
-            totals += counts
-            reasons = Counter(each["reason"] for each in found if each["outcome"] == "skipped")
-            recording.row(
-                "tests",
-                {
-                    "tests": name,
-                    **{key: counts[key] for key in ("passed", "failed", "skipped", "error")},
-                    "reasons for skips": "; ".join(f"{n} x {r}" for r, n in reasons.most_common(5)),
-                },
-            )
-            for each in found:
-                if each["outcome"] in {"failed", "error"}:
-                    recording.fail(each["test"], each["reason"])
-            if not found:
-                recording.fail(name, f"no test ran; pytest ended with {code}")
-    recording.summarize(", ".join(f"{count} {name}" for name, count in totals.items()))
+            process = start_tests(group, outcomes, workers if group is others else 1)
+            num_seen, has_ended = 0, False
+            while not has_ended:  # outcomes are recorded at once, since the section may be cut
+                has_ended = waited(process, 1.0) is not None
+                found = read_outcomes(outcomes)
+                rows[name] = summary(name, found)
+                recording.table("tests", list(rows.values()))
+                for each in found[num_seen:]:
+                    if each["outcome"] in {"failed", "error"}:
+                        recording.fail(each["test"], each["reason"])
+                num_seen = len(found)
+            if not num_seen:
+                recording.fail(name, f"no test ran; pytest ended with {process.returncode}")
+    names = ("passed", "failed", "error", "skipped")
+    totals = {key: sum(row[key] for row in rows.values()) for key in names}
+    recording.summarize(", ".join(f"{count} {key}" for key, count in totals.items() if count))
     if not setup.on_cuda:
         recording.leave_out("the tests themselves", "they need a CUDA device")
