@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
-"""Values of a table's row by column: texts, numbers, spreads (`device.measuring.spread`) or None"""
+"""Values of a row by column: texts, numbers, spreads (`device.measuring.spread`) or None."""
 
 
 class AbsentError(Exception):

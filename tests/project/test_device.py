@@ -439,6 +439,37 @@ def test_outcomes_of_tests_are_written_one_by_one(tmp_path):
     assert "no_such_package_1" in found["test_other.py"]["reason"]
 
 
+def test_outcomes_are_counted_while_tests_run(device, tmp_path):
+    """A line that is still being written is left for later; reasons of skips are counted."""
+    tests = importlib.import_module("device.sections.tests")
+    lines = [
+        {"test": "a", "outcome": "passed", "reason": ""},
+        {"test": "b", "outcome": "skipped", "reason": "no NCCL"},
+        {"test": "c", "outcome": "skipped", "reason": "no NCCL"},
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (tmp_path / "outcomes").write_text(text + '{"test": "d", "outc')
+    found = tests.read_outcomes(tmp_path / "outcomes")
+
+    assert found == lines
+    assert tests.read_outcomes(tmp_path / "absent") == []
+    counts = {"passed": 1, "failed": 0, "skipped": 2, "error": 0}
+    assert tests.summary("all", found) == {
+        "tests": "all",
+        **counts,
+        "reasons for skips": "2 x no NCCL",
+    }
+
+
+def test_the_files_with_tests_of_a_gpu_are_found(device):
+    """Only files with the mark are collected, since others may need packages that are absent."""
+    tests = importlib.import_module("device.sections.tests")
+    found = {file.relative_to(ROOT).as_posix() for file in tests.files_with_cuda_tests()}
+
+    assert "tests/unit/step/test_cell_host_reads.py" in found
+    assert "tests/unit/recipe/test_command.py" not in found
+
+
 # The command as a whole
 
 
