@@ -21,7 +21,7 @@ class Section:
 
 
 SECTIONS = {
-    "tests": Section(shows="the tests marked cuda", share=100),
+    "tests": Section(shows="the tests marked cuda", share=120),
     "waits": Section(shows="synchronizations of whole steps", share=45),
     "update": Section(shows="everything after backward", share=50),
     "host": Section(shows="host time and launches of small networks", share=45),

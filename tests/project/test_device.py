@@ -461,13 +461,22 @@ def test_outcomes_are_counted_while_tests_run(device, tmp_path):
     }
 
 
-def test_the_files_with_tests_of_a_gpu_are_found(device):
-    """Only files with the mark are collected, since others may need packages that are absent."""
+def test_the_files_with_tests_of_a_gpu_are_found(device, tmp_path):
+    """A file has such tests if it uses the mark, or a helper that does; no other is imported."""
     tests = importlib.import_module("device.sections.tests")
-    found = {file.relative_to(ROOT).as_posix() for file in tests.files_with_cuda_tests()}
+    texts = {
+        "support/devices.py": "each_device = pytest.mark.cuda",
+        "unit/test_marked.py": "@pytest.mark.cuda",
+        "devices/test_each.py": "from support.devices import each_device",
+        "unit/test_other.py": "import no_such_package_1",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = [file.name for file in tests.files_with_cuda_tests(tmp_path)]
 
-    assert "tests/unit/step/test_cell_host_reads.py" in found
-    assert "tests/unit/recipe/test_command.py" not in found
+    assert found == ["test_each.py", "test_marked.py"]
+    assert tests.files_with_cuda_tests(ROOT / "tests")
 
 
 # The command as a whole

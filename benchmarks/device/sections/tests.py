@@ -18,14 +18,28 @@ from device.setup import Setup
 TEST_SECONDS = 60
 """Seconds after which a test is stopped."""
 
+MARK = "mark.cuda"
+
 PROTOTYPE = "ignore:Synchronization debug mode is a prototype"
 """torch's warning at the first use of the mode, which the tests would take for an error."""
 
 
-def files_with_cuda_tests() -> list[Path]:
-    """Return the test files that use the mark. Others may need packages that are absent."""
-    files = (ROOT / "tests").rglob("test_*.py")
-    return sorted(file for file in files if "mark.cuda" in file.read_text(encoding="utf-8"))
+def files_with_cuda_tests(tests: Path) -> list[Path]:
+    """Return the test files that use the mark, or a module of tests/support that has it.
+
+    The others need not be imported: that takes half a minute, and packages that may be absent.
+
+    Args:
+        tests: Folder of the tests.
+    """
+
+    def has(file: Path, *words: str) -> bool:
+        text = file.read_text(encoding="utf-8")
+        return any(word in text for word in words)
+
+    helpers = (file for file in (tests / "support").rglob("*.py") if has(file, MARK))
+    modules = [".".join(file.relative_to(tests).with_suffix("").parts) for file in helpers]
+    return sorted(file for file in tests.rglob("test_*.py") if has(file, MARK, *modules))
 
 
 def start_tests(files: Sequence[Path], outcomes: Path, workers: int) -> "subprocess.Popen[bytes]":
@@ -67,16 +81,18 @@ def summary(name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def measure(recording: Recording, setup: Setup) -> None:
     """Run all of them, and record how many passed, failed and were skipped."""
-    files = files_with_cuda_tests()
+    files = files_with_cuda_tests(ROOT / "tests")
     captured = [file for file in files if "captur" in file.stem]
     others = [file for file in files if file not in captured]
     workers = min(8, len(os.sched_getaffinity(0)))
     # A capture that fails may leave CUDA unusable for the tests after it, so one file at a time.
-    groups = {"all but captured steps": others} | {file.stem: [file] for file in captured}
+    groups = {"all but captured steps": others} | {
+        file.relative_to(ROOT).as_posix(): [file] for file in captured
+    }
     rows: dict[str, dict[str, Any]] = {}
     for name, group in groups.items():
         with recording.part(name):
-            outcomes = FOLDER / f"{name.replace(' ', '_')}.jsonl"
+            outcomes = FOLDER / f"outcomes_{len(rows)}.jsonl"
             process = start_tests(group, outcomes, workers if group is others else 1)
             num_seen, has_ended = 0, False
             while not has_ended:  # outcomes are recorded at once, since the section may be cut
