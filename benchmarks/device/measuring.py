@@ -85,7 +85,7 @@ def take_turns(
             pair = _events() if setup.on_cuda else None
             if pair is not None:
                 # Without a lead, gaps in which the host queues the next kernel would count.
-                torch.cuda._sleep(LEAD_CYCLES)  # noqa: SLF001  (torch's tests use it; no public one)
+                torch.cuda._sleep(LEAD_CYCLES)
                 pair[0].record()
             start = time.perf_counter()
             contestants[name]()

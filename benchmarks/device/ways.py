@@ -50,8 +50,8 @@ def dynamic_scale() -> DynamicLossScaleUpdateCell:
 
 def forget_accelerators() -> None:
     """Let the next accelerator have another precision than the last one."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001  (no public name)
-    GradientState._reset_state()  # noqa: SLF001  (no public name)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def forward_and_backward(_: Setup, network: nn.Module, batch: Batch) -> Step:

@@ -82,11 +82,11 @@ def measure(recording: Recording, setup: Setup) -> None:
     with recording.part("torch.compile"):
         # On a CPU, the default backend needs a compiler of C++, and minutes.
         backend = "inductor" if setup.on_cuda else "aot_eager"
-        counters = torch._dynamo.utils.counters  # noqa: SLF001  (torch's documentation names it)
+        counters = torch._dynamo.utils.counters
         counters.clear()
 
         def compiled(network: nn.Module) -> nn.Module:
-            torch._dynamo.reset()  # noqa: SLF001  (torch's documentation names it)
+            torch._dynamo.reset()
             return torch.compile(network, backend=backend)  # type: ignore[return-value]  # (a module, for a module)
 
         left_out = setup.size(COMPILED_LEFT_OUT, LEFT_OUT)

@@ -166,6 +166,6 @@ def _average(recording: Recording, setup: Setup) -> None:
 
 def _follow(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
     """Average with a share on the device, in three calls of many weights each."""
-    steps = torch._foreach_sub(weights, averages)  # noqa: SLF001  (has no public name)
+    steps = torch._foreach_sub(weights, averages)
     torch._foreach_mul_(steps, share)
     torch._foreach_add_(averages, steps)

@@ -88,7 +88,7 @@ class Waits:
 
     def _show(self, message: Any, *_: Any, **__: Any) -> None:
         if MESSAGE in str(message):
-            self.found.append(wait_at(traceback.extract_stack(sys._getframe(1))))  # noqa: SLF001  (the stack below this function)
+            self.found.append(wait_at(traceback.extract_stack(sys._getframe(1))))
 
     def columns(self, way: str) -> dict[str, Any]:
         """Return the row of a table."""
