@@ -78,7 +78,8 @@ def run_section(
             kill_group(process)
     result = recorded(file) | {"seconds": round(time.monotonic() - started, 1), "limit": limit}
     if code is None:
-        result |= {"status": "not run", "reason": f"cut at its limit of {limit:.0f} s"}
+        kept = "; its tables are incomplete" if result["tables"] else ""
+        result |= {"status": "not run", "reason": f"cut at its limit of {limit:.0f} s{kept}"}
     elif result["status"] == "running":
         result["status"] = "failed"
         result["failures"] = [*result["failures"], {"part": name, "error": ended_early(code)}]
