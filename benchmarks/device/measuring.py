@@ -47,16 +47,6 @@ def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
     return spread([each * 1e3 for each in seconds])
 
 
-class Times(NamedTuple):
-    """Seconds of a contestant by round."""
-
-    device: list[float]
-    """Between two events of the device; on a CPU the same as `host`."""
-
-    host: list[float]
-    """Until the host has queued the work."""
-
-
 def take_turns(
     setup: Setup,
     contestants: Mapping[str, Call],
@@ -64,8 +54,11 @@ def take_turns(
     rounds: int,
     before: Callable[[str], None] = lambda _: None,
     warm_up: int = 3,
-) -> dict[str, Times]:
-    """Time calls that take turns, in an order that changes from round to round.
+) -> dict[str, list[float]]:
+    """Return the device time of calls that take turns, in an order that changes by round.
+
+    The device is kept busy before each call, so the host waits for it now and then. The time that
+    the host takes for a call cannot be measured in this way.
 
     Args:
         setup: Device.
@@ -73,11 +66,14 @@ def take_turns(
         rounds: Number of measured rounds.
         before: Called with the name before each timed call; not timed.
         warm_up: Rounds that do not count.
+
+    Returns:
+        Seconds by name and round; on a CPU those of the host.
     """
     order = random.Random(0)  # noqa: S311  (not cryptographic)
     names = list(contestants)
     events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
-    times = {name: Times([], []) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
         order.shuffle(names)
         for name in names:
@@ -92,15 +88,13 @@ def take_turns(
             elapsed = time.perf_counter() - start
             if pair is not None:
                 pair[1].record()
-            if number >= 0:
-                times[name].host.append(elapsed)
-                if pair is None:
-                    times[name].device.append(elapsed)
-                else:
-                    events[name].append(pair)
+            if number >= 0 and pair is not None:
+                events[name].append(pair)
+            elif number >= 0:
+                times[name].append(elapsed)
     setup.synchronize()
     for name, pairs in events.items():
-        times[name].device.extend(start.elapsed_time(end) / 1e3 for start, end in pairs)
+        times[name].extend(start.elapsed_time(end) / 1e3 for start, end in pairs)
     return times
 
 
@@ -216,7 +210,7 @@ def copied_bytes_per_second(setup: Setup, num_bytes: int) -> float:
     source = torch.ones(num_bytes // 4, device=setup.device)
     target = torch.empty_like(source)
     times = take_turns(setup, {"copy": lambda: target.copy_(source)}, rounds=9)
-    return 2 * num_bytes / statistics.median(times["copy"].device)
+    return 2 * num_bytes / statistics.median(times["copy"])
 
 
 def peak_of(setup: Setup, call: Call) -> int | None:

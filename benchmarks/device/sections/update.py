@@ -1,8 +1,9 @@
 """Everything after backward, at 125 million and 1.2 billion parameters.
 
 All contestants get the same scaled gradients and take turns. Device times are taken while the host
-is ahead. The bytes are those that the operators read and write, each once; divided by the measured
-speed of a copy they give the shortest time that these operators can take.
+is ahead; the section `host` has the times of the host. The bytes are those that the operators read
+and write, each once. Divided by the measured speed of a copy they give the shortest time that these
+operators can take.
 """
 
 from collections.abc import Sequence
@@ -93,16 +94,15 @@ def _compare(
     for name, each in contestants.items():
         costs = _costs(setup, each, gradients)
         shortest = costs["bytes a parameter"] * number / speed
-        against = ratios(ours.device, times[name].device)
+        against = ratios(ours, times[name])
         recording.row(
             f"{number / 1e6:.0f} million parameters of a GPT-2 of {shape[1]} layers with width "
             f"{shape[0]}, {len(gradients)} tensors, {str(dtype).removeprefix('torch.')}",
             {
                 "everything after backward": name,
-                "device ms": milliseconds(times[name].device),
+                "device ms": milliseconds(times[name]),
                 "mfwrap takes, of it": against,
-                "host ms": milliseconds(times[name].host),
-                "of the speed of a copy": spread([shortest / t for t in times[name].device]),
+                "of the speed of a copy": spread([shortest / t for t in times[name]]),
                 **costs,
             },
         )
@@ -156,8 +156,7 @@ def _average(recording: Recording, setup: Setup) -> None:
             f"an average of {number} weights of {size} numbers",
             {
                 "average": name,
-                "device ms": milliseconds(times[name].device),
-                "host ms": milliseconds(times[name].host),
+                "device ms": milliseconds(times[name]),
                 "kernels": work[name].num_kernels,
                 "operators": work[name].operators,
             },
