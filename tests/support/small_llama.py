@@ -5,16 +5,19 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.distributed.pipeline_parallel import apply_pipeline_parallelism
 
 from support.small_networks import IGNORED
+from support.versions import needs
 
-__all__ = ["byte_batch", "small_llama", "split_for_generation"]
+__all__ = ["byte_batch", "needs_stages", "small_llama", "split_for_generation"]
 
 _TEXT = (
     "What drove the gradients mad? A scale too large by half, a norm that was not taken, a step "
     "that should have been left out. What brought them back? One flag, one factor, one reader. "
 ) * 8
+
+needs_stages = needs("transformers", "5.16", "it splits no model into pipeline stages")
+"""Mark of a test that calls `split_for_generation`."""
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -33,6 +36,10 @@ def small_llama() -> LlamaForCausalLM:
 
 def split_for_generation(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """Return a model with the layers of the first of two of transformers' pipeline stages."""
+    from transformers.distributed.pipeline_parallel import (  # noqa: PLC0415  (see `needs_stages`)
+        apply_pipeline_parallelism,
+    )
+
     # torch's fake process group has two ranks but needs one process.
     distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
     try:

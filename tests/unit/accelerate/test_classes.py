@@ -14,7 +14,7 @@ from mfwrap.accelerate import attach
 from mfwrap.accelerate.classes import AttachedOptimizer, StepScaler
 from mfwrap.accelerate.schedules import AttachedScheduler
 from support.attached_runs import new_accelerator
-from support.small_llama import small_llama, split_for_generation
+from support.small_llama import needs_stages, small_llama, split_for_generation
 
 SCALE = 2.0**10
 
@@ -212,6 +212,7 @@ def test_the_loss_of_micro_batches_that_the_loop_counts():
     assert step.last_output.loss == sum(losses) / 2
 
 
+@needs_stages
 def test_stages_of_transformers_are_refused():
     """`prepare` refuses a network that transformers has split for generation."""
     accelerator = new_accelerator()

@@ -21,7 +21,7 @@ from mfwrap.step.parameters import (
     network_parameters,
 )
 from mfwrap.tensors.norms import sums_by_group
-from support.small_llama import small_llama, split_for_generation
+from support.small_llama import needs_stages, small_llama, split_for_generation
 
 
 class Tied(nn.Module):
@@ -402,6 +402,7 @@ def test_a_network_may_gain_parameters():
     ours.warn_of_replaced()
 
 
+@needs_stages
 def test_stages_of_transformers_are_refused():
     """A network that transformers has split for generation cannot be trained."""
     network = split_for_generation(small_llama())

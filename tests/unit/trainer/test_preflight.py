@@ -10,7 +10,7 @@ from transformers.training_args import OptimizerNames
 from mfwrap.callbacks import CheckpointMonitor
 from mfwrap.trainer import MFTrainer
 from support.ranks.trainers import APART, EPOCHS_APART, ROWS, Line, run_apart, run_dry
-from support.small_llama import small_llama, split_for_generation
+from support.small_llama import needs_stages, small_llama, split_for_generation
 
 
 def test_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):
@@ -76,6 +76,7 @@ def test_a_given_optimizer_that_updates_in_backward(tmp_path):
         MFTrainer(Line(), args, train_dataset=ROWS, optimizers=(optimizer, None))
 
 
+@needs_stages
 def test_stages_of_transformers_are_refused(tmp_path):
     """A network that transformers has split for generation is refused at construction."""
     args = TrainingArguments(str(tmp_path), use_cpu=True)
