@@ -9,6 +9,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, final
 
+from torch.serialization import register_package
+
 from mfwrap.compatibility.foreign import ForeignName, ReleaseError, is_installed
 
 if TYPE_CHECKING:
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
 TRAINER_RELEASE = "5.5"
 """First release of transformers whose Trainer `MFTrainerMixin` can wrap.
 
-Before 5.3, the Trainer's loop is one function. With 5.3 and 5.4, losses that callbacks get were
-seen to be too large by the number of accumulated micro-batches.
+Before 5.3, the Trainer's loop is one function. 5.3 and 5.4 have the methods, and are not tested.
 """
 
 _TRAINER = "transformers.trainer"
@@ -180,23 +181,6 @@ def batch_size_of(trainer: Any) -> int:
     return size
 
 
-@functools.cache
-def load_to_first_cpu() -> None:
-    """Let torch load to "cpu:0", the device of a rank on a CPU, to which older Trainers load.
-
-    torch knows the device only as "cpu", so a resume on several CPU ranks raised an error.
-    transformers 5.18 loads to "cpu".
-    """
-    if not is_installed("transformers", "5.18"):
-        import torch  # noqa: PLC0415  (this module can be imported without torch)
-
-        torch.serialization.register_package(
-            100,  # after torch's own, which are not concerned
-            lambda _: None,
-            lambda storage, location: storage if location == "cpu:0" else None,
-        )
-
-
 def push_checkpoint(trainer: Any, folder: str) -> None:
     """Upload a checkpoint as the Trainer does."""
     trainer._push_from_checkpoint(folder)
@@ -235,6 +219,33 @@ def sort_checkpoints(**arguments: Any) -> list[str]:
     from transformers import trainer_utils  # noqa: PLC0415  (older releases lack the function)
 
     return trainer_utils.sort_checkpoints(**arguments)
+
+
+def leave_accumulation_to_trainer(accelerator: Any) -> None:
+    """Keep accelerate from dividing losses that the Trainer has divided already.
+
+    Up to 5.5.3, transformers let both divide the loss of a micro-batch by the number of accumulated
+    micro-batches, so gradients were too small by that factor. Later releases do what this does.
+
+    Args:
+        accelerator: Accelerator that a Trainer has just created.
+    """
+    accelerator.gradient_accumulation_steps = 1
+
+
+@functools.cache
+def let_cpu_ranks_load() -> None:
+    """Let ``torch.load`` move tensors to ``cpu:0`` or ``cpu:1`` as to ``cpu``, in this process.
+
+    Before 5.18, a Trainer on several CPU ranks loads its optimizer's state to such a device, which
+    torch does not know. This has no effect with newer releases.
+    """
+    if not is_installed("transformers", "5.18"):
+        register_package(1000, lambda _: None, _loaded_to_cpu)
+
+
+def _loaded_to_cpu(storage: Any, location: str) -> Any:
+    return storage if location.startswith("cpu:") else None
 
 
 def leave_meshes_to_step(trainer: Any) -> None:

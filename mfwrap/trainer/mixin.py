@@ -17,11 +17,13 @@ from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import RankWatch, rank_watch
+from mfwrap.compatibility.accelerate import check_sharded_load
 from mfwrap.compatibility.transformers import (
     batch_size_of,
     check_trainer_release,
+    leave_accumulation_to_trainer,
     leave_meshes_to_step,
-    load_to_first_cpu,
+    let_cpu_ranks_load,
 )
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
@@ -172,6 +174,7 @@ class MFTrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, and attach the step to it."""
         super().create_accelerator_and_postprocess()
+        leave_accumulation_to_trainer(self.accelerator)
         ema, scale_sense, communication_hook = self._step_arguments
         if ema is not None and self.args.n_gpu > 1:
             msg = (
@@ -375,6 +378,7 @@ class MFTrainerMixin(_Base):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
+        check_sharded_load(self.accelerator)
         is_new = model is None and self.optimizer is None
         if model is None:
             # The Trainer loads the weights first and the optimizer later. Check the optimizer
@@ -390,7 +394,7 @@ class MFTrainerMixin(_Base):
             self.optimizer = None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        load_to_first_cpu()
+        let_cpu_ranks_load()
         with replaced(self.attached, is_loading=True):
             super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mfwrap import (
     DynamicLossScaleUpdateCell,
@@ -24,8 +24,15 @@ from mfwrap.callbacks.metrics_recorder import MetricsRecorder
 from mfwrap.records import read_json_lines
 from mfwrap.schedules.deferred import DeferredSchedule
 from mfwrap.trainer import MFTrainer, MonitorCallback
-from mfwrap.trainer.mixin import loop_settings
-from support.trainer_runs import messages_of, new_trainer, tiny_llama, train
+from mfwrap.trainer.mixin import MFTrainerMixin, loop_settings
+from support.trainer_runs import (
+    assert_same_weights,
+    messages_of,
+    new_trainer,
+    tiny_llama,
+    train,
+    values,
+)
 from support.training_state import assert_same_state
 
 
@@ -62,6 +69,28 @@ def test_a_schedule_that_is_stepped_with_a_metric_is_not_deferred(kind, is_defer
     schedule = trainer.create_scheduler(num_training_steps=4, optimizer=trainer.optimizer)
 
     assert isinstance(schedule, DeferredSchedule) == is_deferred
+
+
+class DividesTwice(Trainer):
+    """A Trainer whose accelerator divides losses again, as in transformers up to 5.5.3."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
+
+
+class DividesOnce(MFTrainerMixin, DividesTwice):
+    """Such a trainer with mfwrap's step."""
+
+
+def test_losses_of_micro_batches_are_divided_once(tmp_path):
+    """Losses, norms and weights are the same if transformers would divide losses twice."""
+    ours = train(new_trainer(DividesOnce, tmp_path / "twice"))
+    expected = train(new_trainer(MFTrainer, tmp_path / "once"))
+
+    assert values(ours, "grad_norm") == values(expected, "grad_norm")
+    assert values(ours, "loss") == values(expected, "loss")
+    assert_same_weights(ours, expected)
 
 
 class TwoDevices(TrainingArguments):
