@@ -28,6 +28,7 @@ from mfwrap.checkpoints.folders import (
 from mfwrap.checkpoints.manifest import MANIFEST, files_of, write_manifest
 from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.collectives import gather_objects, raising_together
+from mfwrap.compatibility.accelerate import check_sharded_load
 from mfwrap.records.run_files import resume_records, save_records
 
 if TYPE_CHECKING:
@@ -133,10 +134,11 @@ class AttachedCheckpoints:
             load: Function that calls accelerate's ``load_state``.
 
         Raises:
-            ValueError: If the checkpoint is damaged. All processes raise the same error, and
-                nothing has been loaded.
+            ValueError: If the checkpoint is damaged, or accelerate cannot load its shards. All
+                processes raise the same error, and nothing has been loaded.
         """
         if folder is not None:
+            check_sharded_load(self._accelerator)
             with raising_together():
                 if self._accelerator.is_local_main_process:
                     path = Path(folder).expanduser()

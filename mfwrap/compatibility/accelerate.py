@@ -1,8 +1,9 @@
 """What an accelerator of accelerate has prepared, for which there are no public names."""
 
+from importlib.metadata import version
 from typing import Any
 
-from mfwrap.compatibility.foreign import ForeignName
+from mfwrap.compatibility.foreign import ForeignName, is_installed
 
 _ACCELERATOR = "accelerate.accelerator"
 
@@ -87,6 +88,29 @@ def data_loaders_of(accelerator: Any) -> list[Any]:
     """Return the data loaders that an accelerator has prepared, in order."""
     loaders: list[Any] = accelerator._dataloaders
     return loaders
+
+
+def check_sharded_load(accelerator: Any) -> None:
+    """Check that accelerate can load the optimizer of a network that its FSDP plugin has sharded.
+
+    Before 1.13, accelerate gives a new optimizer none of the state that it has saved in shards, and
+    says nothing, so a resumed training would begin with moments of 0.
+
+    Args:
+        accelerator: Accelerator that is about to load a checkpoint.
+
+    Raises:
+        ValueError: If accelerate would not load the optimizer's state.
+    """
+    if accelerator.distributed_type != "FSDP" or is_installed("accelerate", "1.13"):
+        return
+    if "FULL" not in str(accelerator.state.fsdp_plugin.state_dict_type):
+        msg = (
+            f"cannot resume: accelerate {version('accelerate')} does not load the state of an "
+            "optimizer that was saved in shards; install accelerate 1.13 or newer, or save with "
+            "state_dict_type='FULL_STATE_DICT' of accelerate's FSDP plugin"
+        )
+        raise ValueError(msg)
 
 
 def is_prepared(optimizer: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mfwrap.arguments import described
-from mfwrap.compatibility.accelerate import optimizers_of
+from mfwrap.compatibility.accelerate import check_sharded_load, optimizers_of
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
@@ -112,6 +112,7 @@ def join_saves(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
         flush: Bound method ``flush`` of the cell.
     """
     method = weakref.WeakMethod(flush)
+    owner = weakref.ref(accelerator)
 
     def before_save(_models: object, _weights: object, output_dir: str) -> None:
         alive = method()
@@ -121,6 +122,7 @@ def join_saves(accelerator: "Accelerator", flush: Callable[[], None]) -> None:
 
     def before_load(_models: object, input_dir: str) -> None:
         if method() is not None:
+            check_sharded_load(owner())
             resume_records(Path(input_dir))
 
     accelerator.register_save_state_pre_hook(before_save)

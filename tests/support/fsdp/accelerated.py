@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -21,6 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import EMACallback
+from mfwrap.compatibility import accelerate as compatibility
 from mfwrap.trainer import MFTrainerMixin
 from support.attached_runs import new_accelerator
 from support.fsdp.accumulation import MessageBytes
@@ -31,6 +33,7 @@ __all__ = [
     "Loop",
     "evaluate_averages",
     "load_attached",
+    "load_ignored_shards",
     "reduce_with_trainer",
     "resume_attached",
     "save_attached",
@@ -231,6 +234,20 @@ def load_attached(rank: int, folder: str, state_dict_type: str) -> dict[str, Any
     loop = Loop(2, state_dict_type, is_sharded=True)
     loop.accelerator.load_state(folder)
     return {"state": loop.state(), "steps": loop.accelerator.gradient_accumulation_steps}
+
+
+@reset_accelerate_after()
+def load_ignored_shards(rank: int, folder: str) -> str:
+    """Save and load a sharded loop as if accelerate were 1.12; return the error."""
+    del rank
+    loop = Loop(1)
+    loop.train()
+    loop.accelerator.save_state(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compatibility, "is_installed", lambda *_: False)
+        with pytest.raises(ValueError, match="cannot resume") as caught:
+            loop.accelerator.load_state(folder)
+    return str(caught.value)
 
 
 class ShardingTrainer(Trainer):

@@ -7,6 +7,7 @@ from torch import nn
 from support.fsdp.accelerated import (
     NUM_STEPS,
     evaluate_averages,
+    load_ignored_shards,
     reduce_with_trainer,
     resume_attached,
     rows_of,
@@ -14,6 +15,7 @@ from support.fsdp.accelerated import (
     train_with_trainer,
 )
 from support.small_llama import small_llama
+from support.versions import needs
 
 EXACT = {"rtol": 0, "atol": 0}
 ROUNDED = {"rtol": 2e-4, "atol": 5e-5}
@@ -72,7 +74,13 @@ def test_the_trainer_reduces_each_micro_batch(two_ranks, tmp_path):
         torch.testing.assert_close(found["each"]["state"], found["once"]["state"], **ROUNDED)
 
 
-@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+LOADS_SHARDS = needs("accelerate", "1.13", "it does not load the state of sharded optimizers")
+
+
+@pytest.mark.parametrize(
+    "state_dict_type",
+    [pytest.param("SHARDED_STATE_DICT", marks=LOADS_SHARDS), "FULL_STATE_DICT"],
+)
 def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
     """A resumed loop equals the uninterrupted loop bitwise; the average is saved in shards."""
     for result in two_ranks.run(resume_attached, str(tmp_path / "state"), state_dict_type):
@@ -81,6 +89,14 @@ def test_an_attached_loop_goes_on(two_ranks, tmp_path, state_dict_type):
         assert "mfwrap_step_shards" in result["files"]
 
 
+def test_an_optimizer_that_accelerate_would_not_load_is_refused(two_ranks, tmp_path):
+    """With accelerate 1.12, a checkpoint with a sharded optimizer is refused in one sentence."""
+    for error in two_ranks.run(load_ignored_shards, str(tmp_path / "state")):
+        assert "does not load the state of an optimizer that was saved in shards" in error
+
+
+# Before 5.10, the Trainer does not take `state_dict_type` from its `fsdp_config`.
+@LOADS_SHARDS
 @pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_the_trainer(two_ranks, tmp_path, state_dict_type):
