@@ -38,6 +38,7 @@ from mfwrap.checkpoints.file_formats import (
     DamagedFileError,
     StoredTensor,
     StoredWeights,
+    check_end,
     check_format,
     json_content,
     stored_weights,
@@ -88,7 +89,8 @@ def write_manifest(folder: Path) -> None:
         folder: Folder of the checkpoint. An older manifest is replaced.
 
     Raises:
-        DamagedFileError: If a safetensors file is damaged.
+        DamagedFileError: If a safetensors file is damaged, or a file of ``torch.save`` was not
+            written to its end.
         OSError: If a file cannot be read, or the manifest cannot be written.
     """
     contents = _contents(folder)
@@ -135,6 +137,7 @@ def _contents(folder: Path) -> dict[str, Extent | StoredWeights]:
     names = files_of(folder)
     contents: dict[str, Extent | StoredWeights] = {}
     for name in names:
+        check_end(folder / name)
         is_weights = name.endswith(SAFETENSORS)
         contents[name] = (stored_weights if is_weights else whole_extent)(folder / name)
     for index in [name for name in names if name.endswith(SAFETENSORS + INDEX)]:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from mfwrap.checkpoints.write_errors import naming_written_file
+from support.versions import needs
 
 FULL = Path("/dev/full")
 """A device on which each write fails as on a full disk."""
@@ -35,10 +36,11 @@ def safe_tensors(path):
     ("write", "name", "says"),
     [
         (text, "a", r"\[Errno 28\] No space left on device: '{}'"),
-        (
+        pytest.param(
             tensors,
             "a",
             r"torch.save failed \(.+\); the disk has [\d,]+ free bytes: '{}'",
+            marks=needs("torch", "2.11", "it raises no error at the last bytes of a file"),
         ),
         (safe_tensors, "a/a.safetensors", r"\[Errno 20\] Not a directory: '{}'"),
     ],
