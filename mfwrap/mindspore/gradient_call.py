@@ -317,15 +317,13 @@ def _differentiate(
     wanted = [leaf for leaf in leaves if leaf.requires_grad] if roots else []
     if not wanted:
         return [torch.zeros_like(leaf) for leaf in leaves]
+    gradients = torch.autograd.grad(
+        roots, wanted, cotangents, create_graph=create_graph, allow_unused=True
+    )
+    # `materialize_grads=True` gives zeros, too, but in torch 2.9 they always require gradients.
     found = iter(
-        torch.autograd.grad(
-            roots,
-            wanted,
-            cotangents,
-            create_graph=create_graph,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        torch.zeros_like(leaf, requires_grad=create_graph) if gradient is None else gradient
+        for leaf, gradient in zip(wanted, gradients, strict=True)
     )
     return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
 
