@@ -131,10 +131,12 @@ class Training:
         self.training.set_epoch(epoch)
         done = self.num_updates - epoch * self.updates_per_epoch
         skipped = done * self.accelerator.gradient_accumulation_steps
-        rest: DataLoader[Any] = self.training
+        rest = self.training
         if skipped > 0:
             rest = self.accelerator.skip_first_batches(self.training, skipped)
-        return rest
+            rest.set_epoch(epoch)  # before 1.13, accelerate would shuffle as in the first epoch
+        loader: DataLoader[Any] = rest
+        return loader
 
 
 class Monitors:

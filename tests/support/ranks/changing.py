@@ -228,6 +228,7 @@ def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -
         loader.set_epoch(epoch)
         skipped = (done - epoch * per_epoch) * accelerator.gradient_accumulation_steps
         rest = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        rest.set_epoch(epoch)  # before 1.13, accelerate would shuffle as in the first epoch
         total_loss = 0.0
         for batch in rest:
             with accelerator.accumulate(model):
