@@ -217,8 +217,10 @@ def client_of(url: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             patch.setattr(huggingface_hub.constants, name, value)
-        # transformers keeps a client with the address of its first call.
-        patch.setattr(transformers.utils.hub, "_hf_api", None)
+        # The functions of the client's package are methods of one client, made at import.
+        patch.setattr(huggingface_hub.hf_api.api, "endpoint", url)
+        # Newer releases of transformers keep a client with the address of its first call.
+        patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
         patch.setenv("HF_TOKEN", TOKEN)
         patch.setenv("NO_PROXY", "127.0.0.1")
         yield

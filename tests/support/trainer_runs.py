@@ -21,6 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from mfwrap.compatibility.foreign import is_installed
 from support.small_networks import IGNORED
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Run",
     "assert_same_log",
     "assert_same_weights",
+    "counted_labels",
     "messages_of",
     "new_trainer",
     "padded",
@@ -79,6 +81,15 @@ def padded(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         "attention_mask": pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True),
         "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
     }
+
+
+def counted_labels(labels: Tensor) -> Tensor:
+    """Return the labels that the installed Trainer counts as targets of a causal language model.
+
+    The first label of each row is no target, but before transformers 5.11 it is counted, so the
+    Trainer's losses and gradients are smaller there.
+    """
+    return labels[:, 1:] if is_installed("transformers", "5.11") else labels
 
 
 def tiny_llama() -> LlamaForCausalLM:

@@ -26,6 +26,7 @@ from support.mindformers_files import mindformers_text
 from support.ports import free_port
 from support.recipe_texts import PERCEPTRON, recipe_text
 from support.run_folders import write_run, write_trainer_run
+from support.versions import needs
 
 
 def call(capsys, *arguments):
@@ -292,6 +293,7 @@ def test_a_rank_that_cannot_join(recipe, capsys, monkeypatch):
     assert not Path("runs").exists()
 
 
+@needs("accelerate", "1.13", "a Trainer on a CPU joins the processes of a launch by itself")
 def test_a_process_that_would_train_alone(recipe, capsys, monkeypatch):
     """A recipe that keeps the launched processes apart is refused before anything is written."""
     monkeypatch.setenv("WORLD_SIZE", "2")

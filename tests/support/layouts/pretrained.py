@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed, nn
 from transformers import (
-    DistributedConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from support.layouts.layout import NUM_ROWS, NUM_TOKENS, Layout

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from support.fsdp.attached import train_attached, train_by_cell
+from support.versions import needs
 
 
+@needs("accelerate", "1.14", "it wraps networks that are prepared in DistributedDataParallel")
 @pytest.mark.parametrize("way", ["folded", "in place"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_attached_loop_on_shards_does_what_the_cell_does(two_ranks, accumulation, way):

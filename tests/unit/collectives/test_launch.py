@@ -16,6 +16,7 @@ from mfwrap import MFTrainOneStepCell, TrainOneStepCell
 from mfwrap.accelerate import attach
 from mfwrap.collectives import launch, leave_shared_store, refuse_lone_process, start_failure
 from mfwrap.collectives.launch import store_of_start, warn_of_shared_store
+from support.versions import needs
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def test_a_cell_that_would_train_alone(kind):
         kind(network, torch.optim.SGD(network.parameters(), lr=0.1))
 
 
+@needs("accelerate", "1.13", "`Accelerator()` itself joins processes that train on a CPU")
 @pytest.mark.usefixtures("_launched")
 def test_an_accelerator_that_would_train_alone():
     """An accelerator that has not connected the launched processes is refused."""

@@ -1,6 +1,7 @@
 """`DeferredReads` copies values from the device and passes them to receivers at a flush."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mfwrap.tensors.deferred import DeferredReads
 from support.deferral import late_results
 from support.devices import each_device
 from support.small_networks import Classifier, labelled_batches
+from support.versions import needs
 
 CPU = torch.device("cpu")
 FLOATS = st.floats(allow_nan=False, width=32)
@@ -217,11 +219,22 @@ def test_a_default_dtype_is_no_concern(dtype):
             assert getattr(expected, name).dtype == getattr(actual, name).dtype, name
 
 
-def test_a_default_device_is_no_concern():
+@pytest.mark.parametrize(
+    "kind",
+    [
+        functools.partial(torch.optim.SGD, momentum=0.9),
+        pytest.param(
+            torch.optim.AdamW,
+            marks=needs("torch", "2.13", "AdamW puts its step counts on the default device"),
+        ),
+    ],
+    ids=["SGD", "AdamW"],
+)
+def test_a_default_device_is_no_concern(kind):
     """A cell can be built, run and restored while another default device is set."""
     network = Classifier()
     batches = labelled_batches(2)
-    optimizer = torch.optim.AdamW(network.parameters())
+    optimizer = kind(network.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     with torch.device("meta"):
         cells = [

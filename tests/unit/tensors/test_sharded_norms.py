@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -96,7 +96,7 @@ def test_sharded_tensors_on_one_rank():
     """Norms and checks of sharded tensors on one rank equal those of whole tensors."""
     mesh = init_device_mesh("cpu", (1,))
     whole = [torch.full((4,), 1e-25), torch.randn(3)]
-    sharded = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole]
+    sharded = [DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False) for tensor in whole]
 
     assert torch.equal(tensor_norms(sharded), tensor_norms(whole))
     assert torch.equal(square_of_all(sharded, CPU), square_of_all(whole, CPU))
@@ -153,7 +153,8 @@ def test_norms_of_distributed_and_plain_tensors(norm_type):
     """The norm of tensors on a mesh and plain tensors is that of all their elements."""
     plain = [torch.randn(3), torch.randn(2, 4), torch.randn(5)]
     mesh = init_device_mesh("cpu", (1,))
-    mixed = [plain[0], distribute_tensor(plain[1], mesh, [Shard(0)]), plain[2]]
+    on_mesh = DTensor.from_local(plain[1], mesh, [Shard(0)], run_check=False)
+    mixed = [plain[0], on_mesh, plain[2]]
 
     assert norm_of_all([], norm_type, CPU) == 0
     for tensors in (mixed, mixed[1:2], plain):

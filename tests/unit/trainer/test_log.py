@@ -20,6 +20,7 @@ from support.deferral import late_results
 from support.trainer_runs import (
     Counting,
     Run,
+    counted_labels,
     new_trainer,
     padded,
     spoilt_llama,
@@ -47,10 +48,11 @@ class Losses:
             logits.flatten(0, 1).double(), labels.flatten(), reduction="sum"
         )
         self.sums.append(loss.item())
-        self.counts.append(labels.ne(-100).sum().item())
+        counted = counted_labels(keywords["labels"])
+        self.counts.append(counted.ne(-100).sum().item())
 
     def mean(self, *micro_batches: int) -> float:
-        """Return the mean loss over all targets of some micro-batches."""
+        """Return the mean loss over the targets that the Trainer counts in some micro-batches."""
         return sum(self.sums[m] for m in micro_batches) / sum(self.counts[m] for m in micro_batches)
 
 
@@ -115,7 +117,7 @@ def test_targets_are_counted_for_a_loss_function_of_the_user(tmp_path):
         logits, targets = output["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         total = nn.functional.cross_entropy(logits, targets, reduction="sum")
         sums.append(total.item())
-        counts.append(targets.ne(-100).sum().item())
+        counts.append(counted_labels(labels).ne(-100).sum().item())
         return total / num_items_in_batch * next(factors, 1.0)
 
     settings = {"max_steps": 1, "extras": {"compute_loss_func": spoilt}}
@@ -145,9 +147,10 @@ def test_the_share_of_a_micro_batch(num_ranks, share):
     args.num_ranks = num_ranks
     trainer = MFTrainer(tiny_llama(), args)
     trainer.current_gradient_accumulation_steps = 2
-    five_targets = padded([Counting(1, length=6)[0]])
+    micro_batch = padded([Counting(1, length=6)[0]])
+    num_targets = 4 * counted_labels(micro_batch["labels"]).numel()
 
-    assert trainer._losses.share_of_update(five_targets, torch.tensor(20)) == share
+    assert trainer._losses.share_of_update(micro_batch, torch.tensor(num_targets)) == share
 
 
 def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):
