@@ -58,7 +58,9 @@ class Trackers:
 
     def _log_of(self, tracker: Any) -> _Log:
         """Return the function that logs to one tracker."""
-        run = getattr(tracker, "tracker", None) if getattr(tracker, "name", "") == "wandb" else None
+        # Before accelerate 1.14, its tracker of trackio drops the step, but the run does not.
+        has_run = getattr(tracker, "name", "") in {"wandb", "trackio"}
+        run = getattr(tracker, "tracker", None) if has_run else None
         for found in (run, tracker):
             if hasattr(found, "define_metric"):
                 return lambda values, step: self._log_to_wandb(found, values, step)
@@ -67,7 +69,8 @@ class Trackers:
         if hasattr(tracker, "log_metrics"):
             return lambda values, step: _log_to_mlflow(tracker, values, step)
         if hasattr(tracker, "log"):
-            return lambda values, step: tracker.log(values, step=step)
+            logger = tracker if run is None else run
+            return lambda values, step: logger.log(values, step=step)
         if callable(tracker):
             log: _Log = tracker
             return log

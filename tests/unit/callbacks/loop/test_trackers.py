@@ -11,6 +11,7 @@ from mfwrap import StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import LoopMonitor
 from mfwrap.callbacks.loop.trackers import Trackers
+from mfwrap.compatibility.foreign import is_installed
 from support.attached_runs import new_accelerator
 from support.deferral import late_results
 from support.trackers import mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
@@ -44,9 +45,9 @@ def train(folder, kind, *, logs_first, init=None):
     return losses
 
 
-def check(rows, losses):
+def check(rows, losses, names=("loss", "mfwrap/loss")):
     """Check the rows of all steps, which may be one or two for each step."""
-    for name in ("loss", "mfwrap/loss"):
+    for name in names:
         found = [(row["_step"], row[name]) for row in rows if name in row]
         assert found == [(n, pytest.approx(loss)) for n, loss in enumerate(losses, 1)]
     assert all("mfwrap/local_norm/weight" in row for row in rows if "mfwrap/loss" in row)
@@ -192,7 +193,9 @@ def test_trackio(tmp_path, monkeypatch):
     assert tmp_path / "trackio" == utils.TRACKIO_DIR
     losses = train(tmp_path, "trackio", logs_first=True)
 
-    check(trackio_rows(tmp_path / "trackio"), losses)
+    # Before 1.14, accelerate drops the steps of what the loop logs itself.
+    names = ("loss", "mfwrap/loss") if is_installed("accelerate", "1.14") else ("mfwrap/loss",)
+    check(trackio_rows(tmp_path / "trackio"), losses, names)
 
 
 class Run:
