@@ -2,7 +2,9 @@
 
 import pytest
 
-from support.device import run
+from support.device import needs_backends, run
+
+pytestmark = needs_backends
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,10 @@ from pathlib import Path
 from typing import Any
 
 from support.paths import TESTS
+from support.versions import needs
+
+needs_backends = needs("torch", "2.11", "it lets no Python code be a device")
+"""Mark of tests that use the device."""
 
 
 def run(program: str, *arguments: str) -> Any:

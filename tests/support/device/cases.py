@@ -209,6 +209,7 @@ def captured(device: Device, captures: Callable[[], Any] = nullcontext) -> Watch
     step = Step(device, max_consecutive_skips=None)
     step()
     step.loss(step.batch).backward()
+    step.optimizer.param_groups[0]["capturable"] = True  # as a captured step does
     with device.watching() as watch, captures():
         step.cell._update(torch.zeros((), device=device.device))
     return watch
@@ -217,6 +218,7 @@ def captured(device: Device, captures: Callable[[], Any] = nullcontext) -> Watch
 def read_inside_a_capture(device: Device) -> Watch:
     step = Step(device)
     step()
+    step.optimizer.param_groups[0]["capturable"] = True  # as a captured step does
     with device.watching() as watch, device.capturing():
         step()
     return watch

@@ -156,6 +156,10 @@ class Stream:
         seen = max(self._seen.get(use.stream, 0), self._timeline.host.get(use.stream, 0))
         return use.stream == self.number or seen >= use.position
 
+    def is_capturing(self) -> bool:
+        # torch's optimizers have asked this since torch 2.15.
+        return self._timeline.is_capturing
+
     def wait_event(self, event: "Event") -> None:
         merge(self._seen, event.clock)
 

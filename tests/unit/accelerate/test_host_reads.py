@@ -22,7 +22,7 @@ from mfwrap import (
 )
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import MFLossMonitor
-from support.device import run
+from support.device import needs_backends, run
 from support.host_reads import HostReads
 from support.small_networks import Classifier, labelled_batches
 
@@ -242,6 +242,7 @@ def test_a_loss_monitor_that_prints_every_step_reads_nothing(caplog):
     ]
 
 
+@needs_backends
 def test_the_loop_on_a_device_waits_once_and_then_only_if_asked():
     """On a simulated device rates equal those on a CPU, and the host waits just before an update.
 
