@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.trainer import MFTrainer
@@ -16,10 +16,20 @@ from support.trainer_runs import new_trainer
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")
 
 
+class FinishesPushes(TrainerCallback):
+    """Wait for each push of a checkpoint: a late push would find the files of the next one."""
+
+    trainer: Trainer
+
+    def on_save(self, *_, **__):
+        self.trainer.push_in_progress.wait_until_done()
+
+
 def pushed(kind, folder, strategy):
     """Train and push to a stand-in for the hub; return its commits."""
+    callback = FinishesPushes()
     with serving() as hub, client_of(hub.url):
-        trainer = new_trainer(
+        callback.trainer = trainer = new_trainer(
             kind,
             folder,
             save_strategy="steps",
@@ -30,6 +40,7 @@ def pushed(kind, folder, strategy):
             hub_strategy=strategy,
             hub_token=TOKEN,
             push_to_hub=True,
+            callbacks=[callback],
         )
         trainer.train()
         trainer.save_model()
