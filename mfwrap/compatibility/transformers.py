@@ -9,8 +9,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, final
 
-from torch.serialization import register_package
-
 from mfwrap.compatibility.foreign import ForeignName, ReleaseError, is_installed
 
 if TYPE_CHECKING:
@@ -71,16 +69,6 @@ NAMES = (
         "set: the step clips gradients of several meshes, which the Trainer would look for",
         since="5.17",
         otherwise="the attribute has no effect",
-    ),
-    *(
-        ForeignName(
-            "transformers.trainer_utils",
-            name,
-            "which checkpoints the Trainer keeps",
-            since="5.2",
-            otherwise=_REFUSED,
-        )
-        for name in ("rotate_checkpoints", "sort_checkpoints")
     ),
     ForeignName(
         "transformers.modeling_utils",
@@ -207,20 +195,6 @@ def output_folder_of(trainer: Any, trial: Any) -> str:
     return folder
 
 
-def rotate_checkpoints(**arguments: Any) -> None:
-    """Delete the checkpoints that the Trainer would delete; see transformers' own function."""
-    from transformers import trainer_utils  # noqa: PLC0415  (older releases lack the function)
-
-    trainer_utils.rotate_checkpoints(**arguments)
-
-
-def sort_checkpoints(**arguments: Any) -> list[str]:
-    """Return the folders of checkpoints as the Trainer sorts them."""
-    from transformers import trainer_utils  # noqa: PLC0415  (older releases lack the function)
-
-    return trainer_utils.sort_checkpoints(**arguments)
-
-
 def leave_accumulation_to_trainer(accelerator: Any) -> None:
     """Keep accelerate from dividing losses that the Trainer has divided already.
 
@@ -241,6 +215,8 @@ def let_cpu_ranks_load() -> None:
     torch does not know. This has no effect with newer releases.
     """
     if not is_installed("transformers", "5.18"):
+        from torch.serialization import register_package  # noqa: PLC0415  (slow)
+
         register_package(1000, lambda _: None, _loaded_to_cpu)
 
 

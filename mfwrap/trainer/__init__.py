@@ -1,7 +1,8 @@
 """The Hugging Face Trainer with MindFormers' training step."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mfwrap.compatibility.transformers import check_trainer_release
 from mfwrap.names import package_getattr
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ __all__ = ["BadSteps", "MFTrainer", "MFTrainerMixin", "MonitorCallback", "Rollba
 
 # Import the Trainer on first use. `Model` and the callbacks need only MonitorCallback; if it came
 # with the Trainer, their import would be about a tenth slower.
-__getattr__ = package_getattr(
+_imported = package_getattr(
     __name__,
     {
         "BadSteps": "mfwrap.trainer.events",
@@ -24,3 +25,9 @@ __getattr__ = package_getattr(
         "Rollback": "mfwrap.trainer.rollback",
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"MFTrainer", "MFTrainerMixin", "Rollback"}:
+        check_trainer_release()
+    return _imported(name)

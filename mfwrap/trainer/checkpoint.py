@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
 
 from mfwrap.checkpoints.folders import (
     adopt_files,
@@ -36,11 +36,7 @@ from mfwrap.checkpoints.verification import (
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
-from mfwrap.compatibility.transformers import (
-    push_checkpoint,
-    rotate_checkpoints,
-    sort_checkpoints,
-)
+from mfwrap.compatibility.transformers import push_checkpoint
 from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.trainer.events import monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token

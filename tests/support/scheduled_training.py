@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
-from transformers.optimization import GreedyLR
 
 from mfwrap.accelerate import attach
+from mfwrap.compatibility.foreign import is_installed
 from support.accelerate_loops import OPTIMIZERS, inverse, new_accelerator
 from support.small_networks import Classifier, labelled_batches
 from support.spoilt.training import BadElement
@@ -111,10 +111,13 @@ SCHEDULES = {
     "ChainedScheduler": Schedule(_chained),
     "ReduceLROnPlateau": Schedule(_plateau, arguments=_metric),
     "ReduceLROnPlateau per epoch": Schedule(_plateau, "epoch", _metric),
-    "GreedyLR": Schedule(
-        functools.partial(GreedyLR, patience=1, factor=0.5, min_lr=1e-4), arguments=_metric
-    ),
 }
+if is_installed("transformers", "5.5"):
+    from transformers.optimization import GreedyLR
+
+    SCHEDULES["GreedyLR"] = Schedule(
+        functools.partial(GreedyLR, patience=1, factor=0.5, min_lr=1e-4), arguments=_metric
+    )
 
 
 class Run(NamedTuple):

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
-from transformers.optimization import GreedyLR
 
 from mfwrap.schedules.deferred import (
     DeferredSchedule,
@@ -23,6 +22,7 @@ from mfwrap.schedules.deferred import (
     is_stepped_with_a_metric,
     undefer_schedule,
 )
+from support.versions import needs
 
 SCHEDULES = {
     "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
@@ -286,5 +286,12 @@ def test_schedules_of_a_metric_are_told():
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
 
     assert is_stepped_with_a_metric(ReduceLROnPlateau(optimizer))
-    assert is_stepped_with_a_metric(GreedyLR(optimizer))
     assert not is_stepped_with_a_metric(StepLR(optimizer, 2))
+
+
+@needs("transformers", "5.5", "GreedyLR")
+def test_a_schedule_of_transformers_is_told():
+    """`is_stepped_with_a_metric` knows transformers' own schedule of a metric."""
+    from transformers.optimization import GreedyLR  # noqa: PLC0415  (not in every version)
+
+    assert is_stepped_with_a_metric(GreedyLR(SGD([nn.Parameter(torch.ones(1))], lr=0.5)))
