@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from mfwrap.compatibility.foreign import ReleaseError
+from mfwrap.compatibility.foreign import ReleaseError, is_installed
+from mfwrap.compatibility.transformers import TRAINER_RELEASE
 from support.browser import CHROMIUM, open_browser
 from support.deferral import late_results
 from support.optional_packages import absent_package
@@ -94,9 +95,17 @@ def _skip_if_absent(error: BaseException) -> None:
     for each in (error, error.__cause__ or error.__context__):
         if isinstance(each, ReleaseError):
             pytest.skip(str(each))
+        if isinstance(each, ImportError) and _is_of_old_transformers(each):
+            pytest.skip(f"needs transformers {TRAINER_RELEASE}: {each.msg}")
         name = absent_package(each)
         if name is not None:
             pytest.skip(f"needs {name}")
+
+
+def _is_of_old_transformers(error: ImportError) -> bool:
+    """Return whether a transformers that is too old for MFTrainer lacks a name or a module."""
+    is_old = not is_installed("transformers", TRAINER_RELEASE)
+    return is_old and (error.name or "").partition(".")[0] == "transformers"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,6 +16,7 @@ from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrain
 from support.devices import each_device, occupied, refused_waits
 from support.float32_gradients import Products
 from support.small_networks import Classifier, labelled_batches
+from support.versions import needs
 
 NAN = float("nan")
 
@@ -160,6 +161,7 @@ def test_a_step_returns_while_the_device_is_busy(layout, device):
     assert any(ahead)
 
 
+@needs("torch", "2.10", "Tensor.grad_dtype")
 @each_device
 @pytest.mark.parametrize("layout", [whole, replicated, sharded])
 @pytest.mark.usefixtures("one_rank")

@@ -107,6 +107,7 @@ def test_each_absent_name_stands_on_the_page(name, sentence):
 
 def test_the_notebook_of_the_comparison_runs():
     """The torch version of MindSpore's comparison notebook prints the notebook's output."""
+    pytest.importorskip("sklearn", reason="needs sklearn")
     path = Path(__file__).with_name("comparison_notebook.txt")
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     failures, cells = doctest.testfile(

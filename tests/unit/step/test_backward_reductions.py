@@ -3,8 +3,10 @@
 import torch
 
 from support.layouts.reductions import accumulate
+from support.versions import needs
 
 
+@needs("transformers", "5.0", "ReplicatedWithGradAllReduce")
 def test_each_backward_is_reduced_once(two_ranks):
     """Gradients of earlier backward passes are not added up again; other hooks stay."""
     for rank in two_ranks.run(accumulate):

@@ -18,6 +18,7 @@ from mfwrap.callbacks import RankClock
 from mfwrap.collectives import section_clock
 from support.captured_training import numbers, train, training
 from support.small_networks import Classifier, TokenClassifier, labelled_batches
+from support.versions import needs
 
 NAN = float("nan")
 OPTIMIZERS = {
@@ -87,6 +88,7 @@ def test_a_chain_of_optimizers_is_captured():
     assert captured == pytest.approx(plain, rel=0, abs=0, nan_ok=True)
 
 
+@needs("torch", "2.10", "Tensor.grad_dtype")
 def test_gradients_in_float32_are_captured():
     """Half-precision weights accumulate float32 gradients as in the plain step."""
 

@@ -34,6 +34,7 @@ from support.trainer_runs import (
     values,
 )
 from support.training_state import assert_same_state
+from support.versions import needs
 
 
 def arguments(**settings) -> TrainingArguments:
@@ -402,6 +403,7 @@ class BFloat16Sum(nn.Module):
         return {"loss": (self.weight * inputs.bfloat16()).float().mean()}
 
 
+@needs("torch", "2.10", "Tensor.grad_dtype")
 @pytest.mark.parametrize("in_float32", [True, False])
 def test_gradients_accumulate_in_float32(in_float32, tmp_path):
     """1024 and seven ones are summed up exactly; bfloat16 loses the ones."""

@@ -116,6 +116,7 @@ def test_a_log_waits_for_nothing(tmp_path, arrives_late, expected):
 
 def test_the_loops_own_numbers_stay_apart(tmp_path):
     """In TensorBoard each step has the loop's loss and the monitor's, under names that differ."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
     loop = Loop(tmp_path, log_with="tensorboard")
     loop.train(logs=True)
     loop.accelerator.end_training()

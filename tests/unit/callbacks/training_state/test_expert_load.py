@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from mfwrap.callbacks.training_state.expert_load import ExpertLoad, drop_rate, imbalance
+from support.versions import needs
 
 SIZES = {
     "vocab_size": 32,
@@ -89,6 +90,7 @@ def chosen_by_routers(model, batches) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(each) / sum(each) for name, each in counts.items()}
 
 
+@needs("transformers", "5.0", "a module with the experts of a layer")
 @pytest.mark.parametrize("make", [mixtral, gpt_oss, deepseek])
 def test_shares(make):
     """Each layer's shares cover all micro-batches, but no evaluation and no later forward."""
@@ -112,6 +114,7 @@ def test_shares(make):
     assert load.end() == {}
 
 
+@needs("transformers", "5.0", "a module with the experts of a layer")
 def test_against_the_logits_of_the_router():
     """Mixtral's shares agree with the two highest router logits of each token."""
     model, tokens = mixtral(), torch.randint(32, (3, 6))

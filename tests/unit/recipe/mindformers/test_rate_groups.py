@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mfwrap.recipe.mindformers.rate_groups import MODEL_TYPES, converted_patterns
+from support.versions import needs
 
 NAMES = {
     "embedding.word_embeddings.weight": ["embed_tokens.weight"],
@@ -80,6 +81,7 @@ def parameter_names(model_type):
     return [name for name, _ in network.named_parameters()]
 
 
+@needs("transformers", "5.5", "recipes")
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_names(model_type):
     """Each name of MindFormers stands for the parameters of transformers that it holds."""
