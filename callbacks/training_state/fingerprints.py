@@ -20,6 +20,7 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import PackedValues, pack, skip_flag
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks, this_rank
+from mfwrap.compatibility.torch import matmul_precision
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.records.fingerprints import (
     NAME,
@@ -325,7 +326,7 @@ def _facts(args: TrainingArguments | None, model: nn.Module | None) -> dict[str,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": None if parameter is None else str(parameter.dtype).removeprefix("torch."),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(),
     }
 
 

@@ -13,7 +13,9 @@ from types import TracebackType
 
 from safetensors import SafetensorError
 
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
+"""Number of an error of the operating system in one of safetensors; the second form is of 0.5."""
+
 _TORCH = re.compile(r"inline_container\.cc|PytorchStreamWriter|iostream error")
 """Errors of ``torch.save``: of its writer of zip files, and of the C++ stream below it."""
 
@@ -52,7 +54,8 @@ def _reason(error: Exception, folder: Path) -> tuple[int, str] | None:
         return error.errno, str(error.strerror)
     if isinstance(error, SafetensorError):
         match = _OS_ERROR.search(str(error))
-        return None if match is None else (int(match[1]), os.strerror(int(match[1])))
+        number = 0 if match is None else int(match[1] or match[2])
+        return (number, os.strerror(number)) if number else None
     if not _TORCH.search(str(error)):
         return None
     # torch does not keep the errno. The cause is often a full disk, so give its free space.

@@ -5,6 +5,7 @@ parts of torch.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,14 @@ BROADCAST_OF_BUFFERS = "_distributed_broadcast_coalesced"
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Operations that torch's counter of floating-point operations does not know."""
+
+
+def matmul_precision() -> str:
+    """Return the precision of float32 matrix products: "highest", "high" or "medium"."""
+    with warnings.catch_warnings():
+        # torch 2.9.0 warns that this function is old, although it has no other one.
+        warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
+        return torch.get_float32_matmul_precision()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -42,6 +42,7 @@ from support.device_runs import everything, small_trainer
 from support.devices import each_device, occupied, refused_waits, seen_waits
 from support.small_networks import Classifier, labelled_batches
 from support.trainer_runs import Counting, padded, tiny_llama
+from support.versions import needs
 
 # On a CPU the results of an update are known at once; let them arrive late, as on a device.
 pytestmark = pytest.mark.usefixtures("_late_results")
@@ -140,7 +141,17 @@ LOOPS = {
     ),
     "attach": AttachedLoop,
 }
-each_loop = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+each_loop = pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(
+            loop,
+            id=name,
+            marks=needs("torch", "2.10", "Tensor.grad_dtype") if name == "bfloat16" else (),
+        )
+        for name, loop in LOOPS.items()
+    ],
+)
 
 
 @each_device

@@ -1,6 +1,7 @@
 """Private names of torch do what mfwrap uses them for."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -32,6 +33,14 @@ def test_functions_of_lists_equal_those_of_tensors():
     expected = first.lerp(second, share)
     assert torch.equal(changed(names.foreach_lerp_, first, second, share), expected)
     assert names.foreach_norm([first])[0] == torch.linalg.vector_norm(first)
+
+
+def test_the_precision_of_products_is_torchs():
+    """The setting is read without a warning, which torch 2.9.0 itself gives."""
+    with warnings.catch_warnings(action="ignore"):
+        expected = torch.get_float32_matmul_precision()
+
+    assert names.matmul_precision() == expected
 
 
 def test_a_version_grows_with_each_change_in_place():

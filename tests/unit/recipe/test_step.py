@@ -6,10 +6,12 @@ from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell, Fixe
 from mfwrap.recipe.document import RecipeError
 from mfwrap.trainer import Rollback
 from support.recipe_texts import parsed
+from support.versions import needs
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 2}
 
 
+@needs("torch", "2.10", "Tensor.grad_dtype")
 def test_runner_wrapper_becomes_the_step():
     """MindFormers' keys set the step, the loss scale and the Trainer."""
     wrapper = {

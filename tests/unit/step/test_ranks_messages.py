@@ -3,6 +3,9 @@
 import pytest
 
 from support.ranks.messages import messages_of
+from support.versions import needs
+
+pytestmark = needs("torch", "2.10", "a profiler that never misses a message of gloo's threads")
 
 GRADIENTS = 8 * 16 + 16 + 16 * 4 + 4
 
