@@ -84,7 +84,7 @@ class ProfileMonitor(TrainerCallback):
             on_trace_ready=lambda profiler: self._write(profiler, folder),
             profile_memory=self._profile_memory,
             with_stack=self._with_stack,
-            # There is one cycle, so nothing is cleared between two: without this, torch warns so.
+            # torch warns that it clears the events of earlier cycles; there is only one cycle.
             acc_events=True,
         )
         self._profiler.start()

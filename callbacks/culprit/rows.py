@@ -15,6 +15,7 @@ from mfwrap.callbacks.culprit.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.recorder import RandomState, StepRecorder, indices_of, loss_of
 from mfwrap.callbacks.culprit.replay import gradients_aside, undisturbed
 from mfwrap.callbacks.culprit.verdict import outside_of_replay
+from mfwrap.compatibility.torch import BatchNorm
 from mfwrap.tensors.norms import norms_of_each
 
 _MOST_SINGLE_ROWS = 64
@@ -215,13 +216,10 @@ class _Passes:
         )
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _has_batch_norm(network: nn.Module) -> bool:
     """Tell whether a BatchNorm mixes the rows of a batch."""
     return any(
-        isinstance(module, _BATCH_NORMS) and (module.training or not module.track_running_stats)
+        isinstance(module, BatchNorm) and (module.training or not module.track_running_stats)
         for module in network.modules()
     )
 

@@ -148,13 +148,12 @@ def check_end(path: Path) -> None:
     writes the last bytes.
 
     Raises:
-        DamagedFileError: If the file is empty, or is a zip archive without its table of contents.
+        DamagedFileError: If the file is a zip archive without its table of contents.
         OSError: If the file cannot be read.
     """
     if path.suffix not in {".pt", ".pth", ".bin", ".pkl"}:
         return
-    is_empty = path.stat().st_size == 0
-    if is_empty or (_begins_as_zip(path) and not zipfile.is_zipfile(path)):
+    if _begins_as_zip(path) and not zipfile.is_zipfile(path):
         raise DamagedFileError(path, "was not written to its end; check the disk's free space")
 
 

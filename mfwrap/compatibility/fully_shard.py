@@ -36,9 +36,14 @@ NAMES = (
         "FSDPModule.reset_iter_state",
         "continue after a forward or backward that raised",
         since="2.13",
-        otherwise="the next step raises: torch cannot continue after such an error",
+        otherwise="the next step raises if a sharded module was interrupted",
     ),
     ForeignName(_STATE, "FSDPState._is_root", "modules on which the reset must be called"),
+    ForeignName(_STATE, "FSDPState._state_ctx", "whether a forward was interrupted"),
+    ForeignName(_STATE, "FSDPStateContext.all_states", "whether a forward was interrupted"),
+    ForeignName(_STATE, "FSDPStateContext.iter_forward_root", "whether a forward was interrupted"),
+    ForeignName(_STATE, "FSDPState._training_state", "whether a forward was interrupted"),
+    ForeignName(_GROUP, "FSDPParamGroup._training_state", "whether a backward was interrupted"),
     ForeignName(
         _STATE,
         "FSDPState._fsdp_param_groups",
@@ -215,9 +220,13 @@ class ParameterGroup:
 
     def keep_float32(self) -> None:
         """Keep torch from rounding the gradients of the next reduction to half precision."""
-        # torch casts the reduced gradients to this dtype, which it sets to the dtype of the weights
-        # in the first forward. Since torch 2.15, `reduce_in_float32` has done it.
-        if self._has_policy and self.group._orig_dtype in HALF_PRECISION:
+        # torch casts the reduced gradients to a dtype that it sets to that of the weights in the
+        # first forward and, since torch 2.15, when weights are loaded or moved.
+        if not self._has_policy:
+            for each in self.group.fsdp_params:
+                each.sharded_grad_dtype = torch.float32
+                each._has_sharded_grad_dtype_override = True
+        elif self.group._orig_dtype in HALF_PRECISION:
             self.group._orig_dtype = torch.float32
 
     def gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -258,11 +267,14 @@ def groups_of(part: Any) -> list[ParameterGroup]:
     Args:
         part: torch's ``FSDPModule``.
     """
-    state = part._get_fsdp_state()
+    return [ParameterGroup(group) for group in _groups(part._get_fsdp_state())]
+
+
+def _groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
-        return [ParameterGroup(group) for group in state._fsdp_param_groups]
+        return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
-    return [] if group is None else [ParameterGroup(group)]
+    return [] if group is None else [group]
 
 
 def reset_iteration(part: Any) -> bool:
@@ -272,11 +284,16 @@ def reset_iteration(part: Any) -> bool:
         part: torch's ``FSDPModule``. Only the outermost module is reset, with all inside it.
 
     Returns:
-        Whether the module can be used again.
+        Whether the module can be used again. Without torch's own reset, this is so if no forward or
+        backward of a sharded module was interrupted.
     """
-    if not part._get_fsdp_state()._is_root:
+    state = part._get_fsdp_state()
+    if not state._is_root:
         return True
-    if not hasattr(part, "reset_iter_state"):
-        return False
-    part.reset_iter_state()
-    return True
+    if hasattr(part, "reset_iter_state"):
+        part.reset_iter_state()
+        return True
+    context = state._state_ctx
+    inside = [each for inner in context.all_states for each in (inner, *_groups(inner))]
+    is_idle = all(each._training_state.name == "IDLE" for each in inside)
+    return is_idle and context.iter_forward_root is None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
@@ -59,7 +60,8 @@ NAMES = (
     ForeignName("torch.utils", "_pytree", "tensors in nested containers"),
     ForeignName("torch._compile", "_disable_dynamo", "`torch.compiler.disable` without its import"),
     ForeignName("torch.autograd", "Variable._execution_engine", "call a function after backward"),
-    ForeignName("torch.nn", "Module._compiled_call_impl", "of `module.compile()`"),
+    ForeignName("torch.nn", "Module._compiled_call_impl", "call of `module.compile()`"),
+    ForeignName("torch.nn.modules.batchnorm", "_BatchNorm", "whether the rows of a batch mix"),
     ForeignName("torch.nn", "Module._backward_hooks", "hooks of a module's backward"),
     ForeignName("torch.nn", "Module._load_state_dict_pre_hooks", "weights that a module loads"),
     ForeignName("torch.nn", "Module._load_from_state_dict", "weights that a module loads"),
@@ -71,7 +73,7 @@ NAMES = (
     ForeignName("torch.optim", "Optimizer._optimizer_step_pre_hooks", _OPTIMIZER_HOOKS),
     ForeignName("torch.optim", "Optimizer._optimizer_step_post_hooks", _OPTIMIZER_HOOKS),
     ForeignName(
-        "torch.optim.lr_scheduler", "LRScheduler._step_count", "steps of a schedule, as accelerate"
+        "torch.optim.lr_scheduler", "LRScheduler._step_count", "count steps as accelerate does"
     ),
     ForeignName(
         "torch.optim.lr_scheduler", "SequentialLR._schedulers", "schedules inside a schedule"
@@ -111,6 +113,9 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
+BatchNorm = _BatchNorm
+"""Base class of the batch normalizations of torch and of other libraries."""
+
 pytree = _pytree
 """Functions of nested containers: ``tree_leaves``, ``tree_map``, ``tree_flatten`` ..."""
 
@@ -131,16 +136,27 @@ BROADCAST_OF_BUFFERS = "_distributed_broadcast_coalesced"
 
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Operation that torch's counter of floating-point operations does not know."""
+
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""Operations that torch's counter of floating-point operations does not know."""
+"""Backward of `CPU_ATTENTION`, which the counter does not know either."""
 
 
 def matmul_precision() -> str:
-    """Return the precision of float32 matrix products: "highest", "high" or "medium"."""
+    """Return the precision of float32 matrix products.
+
+    Returns:
+        "highest", "high" or "medium"; "tf32" or "ieee" if the precision was set by
+        ``torch.backends.fp32_precision``, after which torch refuses to name one of the former.
+    """
     with warnings.catch_warnings():
-        # torch 2.9.0 warns that this function is old, although it has no other one.
+        # torch 2.9.0 warns that this function is old.
         warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
-        return torch.get_float32_matmul_precision()
+        try:
+            return torch.get_float32_matmul_precision()
+        except RuntimeError:
+            precision: str = torch.backends.cuda.matmul.fp32_precision
+            return precision
 
 
 def version_of(tensor: Tensor) -> int:

@@ -245,7 +245,7 @@ def unsaved_keys(network: "nn.Module") -> set[str]:
 
 
 def pipeline_stage_of(module: "nn.Module") -> Any:
-    """Return the stage into which transformers has put a module; ``None`` for none."""
+    """Return the stage into which transformers has put a module; ``None`` if it is in no stage."""
     return vars(module).get("_pp_stage")
 
 

@@ -74,6 +74,10 @@ class _ReductionOfModule:
                 parameter.register_hook(_reduced_by(self._reduce))
                 self._known[name] = parameter
 
+    def __deepcopy__(self, _: object) -> "_ReductionOfModule":
+        # A copied parameter has no hooks, so a copy must register them again.
+        return _ReductionOfModule(self._hook)
+
     def _reduce(self, stand_in: Any) -> None:
         self._hook(SimpleNamespace(parameters=lambda **_: [stand_in]), None, None)
 

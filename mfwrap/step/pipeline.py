@@ -395,8 +395,8 @@ def _disagreement(facts: Any, group: Any) -> str | None:
 
 def _check_schedule(schedule: Any, stages: Sequence[Any], config: StepConfig) -> None:
     first = stages[0]
-    over_gloo = first.group_size > 1 and "gloo" in distributed.get_backend(first.group)
-    if over_gloo and not can_use_gloo():
+    over_gloo = first.device.type == "cpu" or distributed.get_backend(first.group) == "gloo"
+    if first.group_size > 1 and over_gloo and not can_use_gloo():
         msg = (
             f"a pipeline over gloo needs torch {GLOO_RELEASE} or newer, got {torch.__version__}, "
             "in which its stages abort; use NCCL, or a newer torch"

@@ -1,5 +1,6 @@
 """Program that each rank runs to accumulate gradients that transformers reduces."""
 
+import copy
 import importlib.util
 from typing import Any
 
@@ -26,7 +27,18 @@ def accumulate(rank: int) -> dict[str, Any]:
     for batch in inputs[:, rank]:
         split(batch).square().sum().backward()
         gradients.append(split[0].weight.grad.clone())
-    return {"ours": gradients[-1], "expected": whole.weight.grad, "own hooks": calls}
+    own_hooks = list(calls)
+    # A copy has weights of its own, and trains as the network does.
+    copied = copy.deepcopy(split)
+    copied.zero_grad()
+    for batch in inputs[:, rank]:
+        copied(batch).square().sum().backward()
+    return {
+        "ours": gradients[-1],
+        "of a copy": copied[0].weight.grad,
+        "expected": whole.weight.grad,
+        "own hooks": own_hooks,
+    }
 
 
 def _reduce_gradients(module: nn.Module) -> None:

@@ -138,4 +138,8 @@ def use_gloo_of_old_torch(rank: int) -> str:
         patch.setattr("mfwrap.step.pipeline.can_use_gloo", lambda: False)
         with pytest.raises(ValueError, match="pipeline") as caught:
             MFTrainOneStepCell(schedule, AdamW(pipeline_stages(schedule).parameters()))
+        # A group without a named backend uses gloo on a CPU, too.
+        patch.setattr("mfwrap.step.pipeline.distributed.get_backend", lambda _: "undefined")
+        with pytest.raises(ValueError, match="pipeline over gloo"):
+            MFTrainOneStepCell(schedule, AdamW(pipeline_stages(schedule).parameters()))
     return str(caught.value)

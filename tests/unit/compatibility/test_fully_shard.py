@@ -90,14 +90,30 @@ def test_gradients_that_were_not_reduced_can_be_discarded():
     assert torch.equal(module.weight.grad.full_tensor(), INPUTS.sum(0, keepdim=True))
 
 
+def _loaded(module):
+    module.load_state_dict(module.state_dict())
+
+
+EVENTS = {
+    "none": lambda _: None,
+    "load_state_dict": _loaded,
+    "to": lambda module: module.to("cpu"),
+}
+
+
 @needs("torch", "2.10", "Tensor.grad_dtype")
+@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
 @pytest.mark.parametrize("begins_on", [True, False])
-def test_gradients_are_added_up_in_float32_while_it_is_on(begins_on):
-    """256 + 1 is no number of bfloat16; the dtype can be changed between updates."""
+def test_gradients_are_added_up_in_float32_while_it_is_on(begins_on, event):
+    """256 + 1 is no number of bfloat16; the dtype can be changed between updates.
+
+    Loading or moving weights between updates, while the gradients have the dtype of the weights,
+    does not change the result.
+    """
     module = sharded(torch.bfloat16)
     nn.init.ones_(module.weight)
     [group] = groups_of(module)
-    policies, reduce = group.policies(), group.reduction
+    policies, reduce, was_on = group.policies(), group.reduction, None
 
     def reduced(*arguments):
         if group.is_reducing and is_on:
@@ -105,10 +121,11 @@ def test_gradients_are_added_up_in_float32_while_it_is_on(begins_on):
         reduce(*arguments)
 
     group.reduction = reduced
-    for is_on in (begins_on, not begins_on, begins_on):
+    for is_on in (begins_on, begins_on, not begins_on, begins_on):
         dtype = torch.float32 if is_on else torch.bfloat16
-        module.weight.grad = None
-        group.reduce_in_float32(policies, on=is_on)
+        if is_on != was_on:
+            group.reduce_in_float32(policies, on=is_on)
+        was_on = is_on
         set_gradient_dtype(module.weight, dtype)
         for reduces, value in ((False, 256.0), (True, 1.0)):
             module.set_requires_gradient_sync(reduces)
@@ -117,6 +134,19 @@ def test_gradients_are_added_up_in_float32_while_it_is_on(begins_on):
 
         assert gradient.dtype == dtype
         assert (gradient == (257.0 if is_on else 256.0)).all()
+        module.weight.grad = None
+        set_gradient_dtype(module.weight, module.weight.dtype)
+        event(module)
+
+
+def test_an_error_outside_of_the_module_changes_nothing():
+    """If only the loss fails, the module can go on in every version of torch."""
+    module = sharded()
+    module(INPUTS)
+
+    assert reset_iteration(module)
+    module(INPUTS).sum().backward()
+    assert torch.equal(module.weight.grad.full_tensor(), INPUTS.sum(0, keepdim=True))
 
 
 def test_after_an_error_a_module_can_go_on_or_says_so():

@@ -11,6 +11,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR
 
 from mfwrap.compatibility import torch as names
+from support.versions import needs
 
 
 def test_functions_of_lists_equal_those_of_tensors():
@@ -41,6 +42,27 @@ def test_the_precision_of_products_is_torchs():
         expected = torch.get_float32_matmul_precision()
 
     assert names.matmul_precision() == expected
+
+
+@needs("torch", "2.9", "torch.backends.fp32_precision")
+def test_the_precision_that_was_set_by_the_newer_name():
+    """Torch itself raises an error in this state, which the Trainer's option ``tf32`` makes."""
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "tf32"
+    try:
+        assert names.matmul_precision() in {"tf32", "high"}
+    finally:
+        torch.backends.fp32_precision = before
+
+
+def test_a_batch_norm_of_another_library_is_one():
+    """Apex and others derive their own from torch's base class."""
+
+    class Own(nn.modules.batchnorm._BatchNorm):
+        pass
+
+    assert issubclass(Own, names.BatchNorm)
+    assert all(issubclass(kind, names.BatchNorm) for kind in (nn.BatchNorm2d, nn.SyncBatchNorm))
 
 
 def test_a_version_grows_with_each_change_in_place():
