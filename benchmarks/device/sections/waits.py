@@ -123,7 +123,7 @@ def wait_at(stack: Sequence[traceback.FrameSummary]) -> Wait:
     lines: list[str] = []
     by_library: list[bool] = []
     for frame in reversed(stack):
-        if Path(frame.filename).name == "warnings.py":  # Python's own, which passes the warning on
+        if Path(frame.filename).stem in {"warnings", "_py_warnings"}:  # Python passes it on
             continue
         is_library = any(part in frame.filename for part in LIBRARIES)
         by_library += [TREE in frame.filename] if is_library else []
