@@ -183,11 +183,14 @@ def _late_results() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _independent_test() -> Iterator[None]:
-    """Seed torch before each test; afterwards reset the dtype and accelerate's shared state."""
+    """Seed torch before each test; afterwards reset its settings and accelerate's shared state."""
     torch.manual_seed(0)
     default_dtype = torch.get_default_dtype()
+    precision = torch.backends.fp32_precision
     yield
     torch.set_default_dtype(default_dtype)
+    # TrainingArguments with torch_compile or tf32 set this for the whole process on a GPU.
+    torch.backends.fp32_precision = precision
     if "accelerate" in sys.modules:
         state = sys.modules["accelerate.state"]
         state.AcceleratorState._reset_state(reset_partial_state=True)
