@@ -34,11 +34,19 @@ class WithDropout(Classifier):
         self.layers.insert(2, nn.Dropout(0.25))
 
 
+def assert_captured(one, device):
+    """Check that the steps of a captured cell are replays of a graph, on a GPU."""
+    assert (one.cell._captured._graph is not None) == (device == "cuda")
+
+
 def trained(device, *, capture, factors=FACTORS, **settings):
     """Return the numbers of a training that begins with the same random state each time."""
     one = training(capture=capture, device=device, **EVERYTHING | settings)
     torch.manual_seed(5)
-    return numbers(one, train(one, factors))
+    results = train(one, factors)
+    if capture:
+        assert_captured(one, device)
+    return numbers(one, results)
 
 
 @each_device
@@ -60,6 +68,7 @@ def test_dropout_differs_from_step_to_step(device):
     inputs, labels = (tensor.to(device) for tensor in batch)
     losses = [one.cell(inputs, labels, torch.ones((), device=device)).loss for _ in range(12)]
 
+    assert_captured(one, device)
     assert len({loss.item() for loss in losses}) > 6
 
 
@@ -74,6 +83,8 @@ def test_autocast(device):
         for number in range(8):
             with torch.autocast(device, torch.bfloat16):
                 results += train(one, [1.0], seed=number)
+        if capture:
+            assert_captured(one, device)
         with_autocast.append(numbers(one, results))
     captured, plain = with_autocast
 
@@ -96,6 +107,8 @@ def test_a_state_that_is_loaded(device):
         for part, state in zip(parts, states, strict=True):
             part.load_state_dict(state)
         again = numbers(one, train(one, FACTORS, seed=2))
+        if capture:
+            assert_captured(one, device)
         assert again == pytest.approx(first, rel=1e-5, abs=1e-7, nan_ok=True)
         found[capture] = again
 
@@ -126,6 +139,8 @@ def test_more_updates_than_rates_are_computed_ahead(device):
         for number, factor in enumerate(factors):
             train(one, [factor], seed=number)
             rates[-1].append(one.cell.last_report.output.learning_rate)
+        if capture:
+            assert_captured(one, device)
 
     assert torch.equal(*(torch.stack(each) for each in rates))
 
@@ -149,6 +164,7 @@ def test_a_monitor(device, tmp_path):
             args, state, control, **events, step_output=report.output, step_report=report
         )
     monitor.on_train_end(args, state, control, **events)
+    assert_captured(one, device)
     plain = training(capture=False, device=device, **EVERYTHING)
     expected = []
     for number in range(12):

@@ -147,6 +147,7 @@ class AttachedLoop:
         schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
         prepared = self.accelerator.prepare(network, optimizer, schedule)
         self.network, self.optimizer, self.schedule = prepared
+        assert next(self.network.parameters()).device.type == device
 
     def step(self, batch):
         self.accelerator.backward(self.network(**batch)["loss"])

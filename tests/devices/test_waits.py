@@ -115,6 +115,7 @@ class AttachedLoop(OwnLoop):
         self.network, self.optimizer, self.schedule = self.accelerator.prepare(
             network, optimizer, schedule
         )
+        assert next(self.network.parameters()).device.type == device
         [batch] = labelled_batches(1)
         self.batch = tuple(tensor.to(device) for tensor in batch)
         self.factors = {x: torch.full((), x, device=device) for x in (1.0, NAN)}

@@ -102,7 +102,7 @@ def small_trainer(
         "accelerator_config": {"non_blocking": device != "cpu"},
         "logging_strategy": "no",
     }
-    return new_trainer(
+    trainer = new_trainer(
         kind,
         folder,
         model=model(),
@@ -111,3 +111,5 @@ def small_trainer(
         extras={"data_collator": stacked} | (extras or {}),
         **defaults | arguments,
     )
+    assert {weight.device.type for weight in trainer.model.parameters()} == {device}
+    return trainer
