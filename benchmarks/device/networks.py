@@ -136,6 +136,17 @@ def tokens(setup: Setup, rows: int, length: int, vocabulary: int) -> Batch:
     return {"input_ids": drawn, "labels": drawn}
 
 
+def masked_tokens(setup: Setup, rows: int, length: int, vocabulary: int) -> Batch:
+    """Return a batch of `tokens` with a causal mask of shape (rows, 1, length, length).
+
+    Without a mask, transformers calls another kernel of attention in a captured step than in other
+    steps: while a graph is captured, it does not leave the mask to the kernel's own `is_causal`.
+    """
+    mask = torch.ones(length, length, dtype=torch.bool, device=setup.device).tril()
+    expanded = mask.expand(rows, 1, length, length).contiguous()
+    return tokens(setup, rows, length, vocabulary) | {"attention_mask": expanded}
+
+
 def loss_of(output: Any) -> Tensor:
     """Return the loss of what a network returns."""
     loss: Tensor = output if isinstance(output, Tensor) else output.loss

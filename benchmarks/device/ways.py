@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from device.networks import Batch, loss_of
 from device.setup import Setup
@@ -28,14 +28,15 @@ LOSS_SCALE = 2.0**10
 WINDOW = 10**6
 MAX_GRAD_NORM = 1.0
 DECAY = 0.999
+RATE = 1e-4
 
 Step = Callable[[], object]
 Way = Callable[[Setup, nn.Module, Batch], Step]
 
 
-def adamw(network: nn.Module) -> torch.optim.AdamW:
+def adamw(network: nn.Module, rate: float = RATE) -> torch.optim.AdamW:
     """Return fused AdamW."""
-    return torch.optim.AdamW(network.parameters(), 1e-4, fused=True)
+    return torch.optim.AdamW(network.parameters(), rate, fused=True)
 
 
 def schedule_of(optimizer: torch.optim.Optimizer) -> LambdaLR:
@@ -115,15 +116,20 @@ def cell(_: Setup, network: nn.Module, batch: Batch) -> Step:
     return lambda: trained(**batch)
 
 
-def full_cell(network: nn.Module, **changes: Any) -> MFTrainOneStepCell:
+def full_cell(
+    network: nn.Module,
+    rate: float = RATE,
+    make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] = schedule_of,
+    **changes: Any,
+) -> MFTrainOneStepCell:
     """Return a cell with clipping, a dynamic scale, norms, an average and a schedule."""
-    optimizer = adamw(network)
+    optimizer = adamw(network, rate)
     settings: dict[str, Any] = {
         "use_clip_grad": True,
         "max_grad_norm": MAX_GRAD_NORM,
         "scale_sense": dynamic_scale(),
         "local_norm": True,
-        "lr_scheduler": schedule_of(optimizer),
+        "lr_scheduler": make_schedule(optimizer),
         "ema": ExponentialMovingAverage(network, DECAY),
     }
     return MFTrainOneStepCell(network, optimizer, **(settings | changes))

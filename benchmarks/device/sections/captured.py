@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 from device import networks, ways
 from device.measuring import milliseconds, ratios, steps_in_turns, work_of
 from device.networks import Batch, regression_data, regressor
 from device.recording import Recording
 from device.setup import Setup
+from device.ways import Step
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
+from mfwrap.step.captured import WARM_UP
 
 # cuBLAS reads this when it is first used; deterministic algorithms ask for it.
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -31,10 +34,15 @@ def measure(recording: Recording, setup: Setup) -> None:
     """Compare captured and plain steps; try what cannot be captured at the end."""
     with recording.part("equal to plain steps"):
         _equality(recording, setup)
+    timed: dict[int, dict[str, Step]] = {}
     for width, layers in setup.size(((128, 4), (512, 12)), ((32, 1),)):
-        setup.release()
         with recording.part(f"speed, width {width}"):
-            _speed(recording, setup, width, layers)
+            timed[width] = _speed(recording, setup, width, layers)
+    # After the last time: a profile leaves CUPTI attached, which slows launches down.
+    for width, steps in timed.items():
+        for name, step in steps.items():
+            with recording.part(f"launches of {name}, width {width}"):
+                _launches(recording, setup, f"{name}, width {width}", step)
     with recording.part("refused at construction"):
         _refusals(recording, setup)
     with recording.part("refused in the capture"):
@@ -56,7 +64,7 @@ def _equality(recording: Recording, setup: Setup) -> None:
         ours, expected = captured[name].double(), plain[name].double()
         differing = (ours != expected) & ~(ours.isnan() & expected.isnan())
         size = expected[expected.isfinite()].abs().max().item() if expected.numel() else 0.0
-        gap = (ours - expected)[expected.isfinite()].abs().max().item()
+        gap = (ours - expected)[differing].abs().max().item() if differing.any() else 0.0
         recording.row(
             f"captured and plain steps after {updates} updates in float16",
             {
@@ -69,7 +77,7 @@ def _equality(recording: Recording, setup: Setup) -> None:
         )
         recording.check(
             f"captured {label} are those of plain steps",
-            holds=gap <= 1e-4 * size,
+            holds=not differing.any(),
             found=f"{int(differing.sum())} of {ours.numel()} differ, by {gap:.2g} at most",
         )
     recording.check(
@@ -84,6 +92,9 @@ def _trained(setup: Setup, updates: int, *, capture: bool) -> dict[str, Tensor]:
     average = ExponentialMovingAverage(network, 0.9)
     cell = ways.full_cell(
         network,
+        # Rates that float32 holds exactly: captured steps read them from a table on the device.
+        2.0**-13,
+        lambda optimizer: StepLR(optimizer, 40, gamma=0.5),
         capture=capture,
         scale_sense=DynamicLossScaleUpdateCell(STARTING_SCALE, 2, WINDOW),
         ema=average,
@@ -105,27 +116,29 @@ def _joined(tensors: list[Any]) -> Tensor:
     return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors])
 
 
-def _speed(recording: Recording, setup: Setup, width: int, layers: int) -> None:
+def _speed(recording: Recording, setup: Setup, width: int, layers: int) -> dict[str, Step]:
+    """Time the steps in turns, and return those that could be timed."""
     length, vocabulary = setup.size((128, 4096), (16, 64))
-    batch = networks.tokens(setup, 4, length, vocabulary)
+    batch = networks.masked_tokens(setup, 4, length, vocabulary)
     names = {
         "torch alone, everything on": ways.plain_with_everything,
         "cell, everything on": ways.cell_with_everything,
         "captured cell, everything on": ways.captured_cell,
     }
-    steps = {}
+    steps: dict[str, Step] = {}
     for name, way in names.items():
         with recording.part(f"{name}, width {width}"):
             network = networks.llama(setup, width, layers, vocabulary=vocabulary, length=length)
-            steps[name] = way(setup, network, batch)
-            for _ in range(6):  # a capture comes after the third step
-                steps[name]()
+            step = way(setup, network, batch)
+            for _ in range(WARM_UP + 2):  # with the capture and a replay
+                step()
+            setup.synchronize()
+            steps[name] = step
     plain, *_ = names
     rounds, number = setup.size((7, 30), (2, 2))
     times = steps_in_turns(setup, steps, rounds=rounds, steps=number)
-    for name, step in steps.items():
-        work = work_of(setup, step, calls=2)
-        ratio = ratios(times[name].whole, times[plain].whole)
+    for name in steps:
+        ratio = ratios(times[name].whole, times[plain].whole) if plain in steps else None
         recording.row(
             f"steps of a Llama of {layers} layers with width {width}, {4 * length} tokens, float32",
             {
@@ -133,13 +146,24 @@ def _speed(recording: Recording, setup: Setup, width: int, layers: int) -> None:
                 "ms": milliseconds(times[name].whole),
                 "of torch alone": ratio,
                 "queued by the host after, ms": milliseconds(times[name].host),
-                "kernels": work.num_kernels,
-                "launches": work.launches,
-                "kernels take, ms": None if work.seconds is None else work.seconds * 1e3,
             },
         )
-        if name.startswith("captured"):
+        if name.startswith("captured") and ratio:
             recording.summarize_more(f"width {width}: {ratio['median']:.2f} of torch's step")
+    return steps
+
+
+def _launches(recording: Recording, setup: Setup, name: str, step: Step) -> None:
+    work = work_of(setup, step, calls=2)
+    recording.row(
+        "work of these steps",
+        {
+            "step": name,
+            "kernels": work.num_kernels,
+            "launches": work.launches,
+            "kernels take, ms": None if work.seconds is None else work.seconds * 1e3,
+        },
+    )
 
 
 def _refusals(recording: Recording, setup: Setup) -> None:
@@ -193,7 +217,7 @@ class ReadingNetwork(nn.Module):
 def _failing_capture(recording: Recording, setup: Setup) -> None:
     """Let a capture fail in another process: this one might not be able to use CUDA after it."""
     command = [sys.executable, "-m", "device.sections.captured", setup.kind]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=25)
     if ended.returncode:
         message = f"the process ended with {ended.returncode}: {ended.stderr[-600:]}"
         raise RuntimeError(message)
@@ -204,11 +228,6 @@ def _failing_capture(recording: Recording, setup: Setup) -> None:
             "a network that reads is refused in one sentence",
             holds=found["error"].startswith(("RuntimeError", "ValueError")),
             found=found["error"],
-        )
-        recording.check(
-            "after the failure the process can train",
-            holds=found["after it"] == "a plain step works",
-            found=found["after it"],
         )
 
 
@@ -231,4 +250,6 @@ def fail_in_a_capture(setup: Setup) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(fail_in_a_capture(Setup(sys.argv[1], small=True))))
+    print(json.dumps(fail_in_a_capture(Setup(sys.argv[1], small=True))), flush=True)
+    # Leave out what an interpreter does at its end: it may fail or hang after a failed capture.
+    os._exit(0)

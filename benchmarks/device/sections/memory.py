@@ -52,7 +52,7 @@ def _peak(
     network: Any = networks.llama(setup, *shape, vocabulary=vocabulary, length=LENGTH)
     network.to(dtype)
     number = networks.num_parameters(network)
-    step = way(setup, network, networks.tokens(setup, 1, LENGTH, vocabulary))
+    step = way(setup, network, networks.masked_tokens(setup, 1, LENGTH, vocabulary))
     for _ in range(5):  # a capture comes after the third step
         step()
     setup.synchronize()
