@@ -8,7 +8,8 @@
 Each section has a process and a time limit of its own, so a section that fails, hangs or spoils
 its CUDA context does not stop the others. The results are written to ``device.json`` in the folder
 that the variable OUT names (by default build/device), while the sections run; what sections that
-failed have printed is written to ``failures.log``. The output ends with a table of one line for
+failed have printed is written to ``failures.log``. After a kill, ``running.log`` has what the
+section has printed that was running. The output ends with a table of one line for
 each section.
 
 This process does not import torch.
@@ -29,8 +30,14 @@ from typing import Any
 
 from device import environment, plan, results, tables
 
-LOG_TAIL = 40_000
-"""Characters of the output of a failed section that are kept."""
+LOG_TAIL = 4_000_000
+"""Bytes of the output of a failed section that are kept."""
+
+LOG_SIZE = 15_000_000
+"""Bytes of the output of all failed sections that are kept."""
+
+DESCRIPTION_SECONDS = 60.0
+"""Seconds that the description of the machine may take."""
 
 GRACE = 1.0
 """Seconds that a section has to say where it is before it is killed."""
@@ -51,7 +58,7 @@ def run_section(
     Returns:
         The result of the section.
     """
-    file, log = run.work / f"{name}.json", run.work / f"{name}.log"
+    file, log = run.work / f"{name}.json", run.running_log
     started = time.monotonic()
     seen = None
     with log.open("w", encoding="utf-8") as output:
@@ -84,7 +91,8 @@ def run_section(
         result["status"] = "failed"
         result["failures"] = [*result["failures"], {"part": name, "error": ended_early(code)}]
     if result["status"] != "ok":
-        run.keep_log(name, result, log)
+        run.keep_log(name, result)
+    log.unlink()
     return result
 
 
@@ -130,7 +138,10 @@ class Run:
         self.work.mkdir(parents=True)
         out.mkdir(parents=True, exist_ok=True)
         self._file, self._log = out / results.FILE, out / "failures.log"
-        self._log.unlink(missing_ok=True)
+        # Among the results, so that it is not lost if the whole run is killed.
+        self.running_log = out / "running.log"
+        for old in (self._log, self.running_log):
+            old.unlink(missing_ok=True)
         self.sections: dict[str, dict[str, Any]] = {}
         self._facts = facts
 
@@ -140,26 +151,35 @@ class Run:
         facts = {"format": results.FORMAT, **self._facts}
         results.write_json(self._file, facts | {"sections": self.sections})
 
-    def keep_log(self, name: str, result: Mapping[str, Any], log: Path) -> None:
-        """Add the end of a section's output to the log of failures."""
-        text = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"==== {name}: {result['status']} {result.get('reason', '')}\n{text}\n")
+    def keep_log(self, name: str, result: Mapping[str, Any]) -> None:
+        """Add the end of the output of the section that ran last to the log of failures."""
+        with self._log.open("ab") as file:
+            room = max(0, min(LOG_TAIL, LOG_SIZE - file.tell()))
+            head = f"==== {name}: {result['status']} {result.get('reason', '')}\n"
+            output = self.running_log.read_bytes()
+            file.write(head.encode() + output[max(0, len(output) - room) :] + b"\n")
 
 
 def described(
     arguments: argparse.Namespace, options: Sequence[str], variables: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what `device.machine` says, in a process that can use the device."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "device.machine", *options],
-        env=dict(variables),
-        cwd=environment.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    """Return what `device.machine` says, in a process that can use the device.
+
+    If that takes too long, the machine is called unknown.
+    """
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "device.machine", *options],
+            env=dict(variables),
+            cwd=environment.ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DESCRIPTION_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        unknown = {"name": "unknown", "versions": {}, "revision": None}
+        return {"kind": arguments.device, **unknown, "copied_gb_per_second": None}
     if ended.returncode:
         last = (ended.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         sys.exit(f"torch of {sys.executable} cannot use the device {arguments.device!r}: {last}")

@@ -10,12 +10,12 @@ and ``limit``. A section's ``status`` is one of
 - ``running``: the run was killed while the section was running.
 
 The joined file has, for each section and the name of each GPU, the newest result of a section that
-ended.
+ended. Where there is none, it has the newest tables of a section that did not end.
 """
 
 import datetime as dt
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ def read_runs(place: Path) -> list[tuple[Path, dict[str, Any]]]:
 def joined(before: Joined, runs: Iterable[dict[str, Any]]) -> Joined:
     """Return the newest results of each section and GPU.
 
-    Results of a CPU are left out, and so are sections that did not end.
+    Results of a CPU are left out. A section that did not end counts only if it has measured
+    something and there is none that ended.
 
     Args:
         before: Results that were joined before; not changed.
@@ -76,11 +77,20 @@ def joined(before: Joined, runs: Iterable[dict[str, Any]]) -> Joined:
         if run["machine"].get("kind") != "cuda" or run.get("small"):
             continue
         for name, section in run["sections"].items():
-            if name not in SECTIONS or section["status"] not in {"ok", "failed"}:
+            if name not in SECTIONS or not (has_ended(section) or section["tables"]):
                 continue
             entry = {key: run[key] for key in ("date", "command", "machine")} | section
             by_device = found.setdefault(name, {})
             device = run["machine"]["name"]
-            if device not in by_device or by_device[device]["date"] < entry["date"]:
+            if device not in by_device or _worth(by_device[device]) < _worth(entry):
                 by_device[device] = entry
     return found
+
+
+def has_ended(section: Mapping[str, Any]) -> bool:
+    """Return whether a section has ended by itself, so that its tables are complete."""
+    return section["status"] in {"ok", "failed"}
+
+
+def _worth(entry: Mapping[str, Any]) -> tuple[bool, str]:
+    return has_ended(entry), entry["date"]

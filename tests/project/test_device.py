@@ -145,7 +145,7 @@ def run_script(device, tmp_path, monkeypatch):
         run.keep("tests", found)
         return found, json.loads((tmp_path / "out" / device.results.FILE).read_text())
 
-    run_it.out = tmp_path / "out"
+    run_it.out, run_it.command = tmp_path / "out", device.command
     return run_it
 
 
@@ -182,6 +182,31 @@ def test_a_section_that_ends_early_has_failed(run_script, end, error):
     assert found["status"] == "failed"
     assert found["failures"] == [{"part": "tests", "error": f"the process ended early: {error}"}]
     assert found["tables"] == section()["tables"]
+
+
+def test_a_kill_of_the_run_leaves_the_log_of_its_section(run_script, monkeypatch):
+    """What the running section has printed is among the results."""
+
+    def interrupt(*_):
+        if run_script.out.joinpath("running.log").read_text() == "last words\n":
+            raise SystemExit
+
+    monkeypatch.setattr(run_script.command, "waited", interrupt)
+    with pytest.raises(SystemExit):
+        run_script("echo last words; sleep 1000")
+
+    assert (run_script.out / "running.log").read_text() == "last words\n"
+
+
+def test_the_log_of_failures_has_a_limit(run_script, monkeypatch):
+    """The end of each output is kept, and of all outputs together no more than a limit."""
+    monkeypatch.setattr(run_script.command, "LOG_TAIL", 30)
+    monkeypatch.setattr(run_script.command, "LOG_SIZE", 60)
+    for _ in range(3):
+        run_script(f"echo {'a' * 50}; echo traceback; exit 1")
+    outputs = re.split(r"^==== .*\n", (run_script.out / "failures.log").read_text(), flags=re.M)
+
+    assert outputs == ["", f"{'a' * 19}\ntraceback\n\n", "raceback\n\n", "\n"]
 
 
 def test_a_section_that_ends_well_leaves_no_log(run_script):
@@ -260,14 +285,32 @@ def test_the_newest_result_of_each_section_and_device_wins(device):
     assert joined(joined({}, [new]), [old]) == joined({}, [old, new])
 
 
+def test_tables_of_a_section_that_was_cut_are_kept(device):
+    """They are marked as incomplete, until a section that has ended takes their place."""
+    cut = run_of(waits=section("not run", reason="cut at its limit of 3 s", seconds=1))
+    killed = run_of(fp16=section("running"))
+    ended = run_of(date="2026-11-25T10:00:00+00:00", waits=section(seconds=2))
+    incomplete = device.results.joined({}, [cut, killed])
+    text = {name: device.tables.published(each) for name, each in incomplete.items()}
+    found = device.results.joined(incomplete, [ended])
+
+    assert "Incomplete: cut at its limit of 3 s." in text["waits"]
+    assert "Incomplete: the run was killed." in text["fp16"]
+    assert "| a | 1.23 (1.00 to 20.5) |" in text["waits"]
+    assert found["waits"]["NVIDIA H100"]["seconds"] == 2
+    assert "Incomplete" not in device.tables.published(found["waits"])
+    for runs in ([cut, ended], [ended, cut]):
+        assert device.results.joined({}, runs)["waits"] == found["waits"]
+
+
 def test_what_says_nothing_of_a_gpu_is_left_out(device):
-    """A CPU, tiny sizes, and sections that did not end are not joined."""
+    """A CPU, tiny sizes, and sections that have measured nothing are not joined."""
     measured = run_of(date="2026-11-25T10:00:00+00:00", waits=section())
     before = device.results.joined({}, [measured])
     runs = [
         run_of(name="a CPU", kind="cpu", waits=section(), fp16=section()),
         {**run_of(fp16=section()), "small": True},
-        run_of(waits=section("not run"), fp16=section("running"), unknown=section()),
+        run_of(waits=section("not run"), fp16=section("running", tables={}), unknown=section()),
     ]
 
     assert device.results.joined(before, runs) == before
