@@ -5,12 +5,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from device.command import waited
 from device.environment import FOLDER, ROOT
 from device.recording import Recording
 from device.setup import Setup
@@ -54,9 +54,10 @@ def start_tests(files: Sequence[Path], outcomes: Path, workers: int) -> "subproc
     command += ["-p", "device.outcomes", "-p", "no:cacheprovider", "-W", PROTOTYPE]
     command += ["--continue-on-collection-errors"]
     if importlib.util.find_spec("pytest_timeout"):
-        command += ["--timeout", str(TEST_SECONDS)]
+        command += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
     if importlib.util.find_spec("xdist"):
-        command += ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else ["-n", "0"]
+        # One worker, too, has a process of its own: a test that kills it does not end the others.
+        command += ["-n", str(workers), "--dist", "worksteal"]
     command += [str(file.relative_to(ROOT)) for file in files]
     variables = {**os.environ, "DEVICE_OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=variables)
@@ -89,23 +90,28 @@ def measure(recording: Recording, setup: Setup) -> None:
     groups = {"all but captured steps": others} | {
         file.relative_to(ROOT).as_posix(): [file] for file in captured
     }
+    outcomes = {name: FOLDER / f"outcomes_{number}.jsonl" for number, name in enumerate(groups)}
+    running = {
+        name: start_tests(group, outcomes[name], workers if group is others else 1)
+        for name, group in groups.items()
+    }
     rows: dict[str, dict[str, Any]] = {}
-    for name, group in groups.items():
-        with recording.part(name):
-            outcomes = FOLDER / f"outcomes_{len(rows)}.jsonl"
-            process = start_tests(group, outcomes, workers if group is others else 1)
-            num_seen, has_ended = 0, False
-            while not has_ended:  # outcomes are recorded at once, since the section may be cut
-                has_ended = waited(process, 1.0) is not None
-                found = read_outcomes(outcomes)
-                rows[name] = summary(name, found)
-                recording.table("tests", list(rows.values()))
-                for each in found[num_seen:]:
-                    if each["outcome"] in {"failed", "error"}:
-                        recording.fail(each["test"], each["reason"])
-                num_seen = len(found)
-            if not num_seen:
-                recording.fail(name, f"no test ran; pytest ended with {process.returncode}")
+    num_seen = Counter[str]()
+    while running:  # outcomes are recorded at once, since the section may be cut
+        time.sleep(1.0)
+        for name, process in list(running.items()):
+            has_ended = process.poll() is not None
+            found = read_outcomes(outcomes[name])
+            rows[name] = summary(name, found)
+            for each in found[num_seen[name] :]:
+                if each["outcome"] in {"failed", "error"}:
+                    recording.fail(each["test"], each["reason"])
+            num_seen[name] = len(found)
+            if has_ended:
+                del running[name]
+                if not found:
+                    recording.fail(name, f"no test ran; pytest ended with {process.returncode}")
+        recording.table("tests", [rows[name] for name in groups])
     names = ("passed", "failed", "error", "skipped")
     totals = {key: sum(row[key] for row in rows.values()) for key in names}
     recording.summarize(", ".join(f"{count} {key}" for key, count in totals.items() if count))
