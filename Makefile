@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 CUDA_VENV := .venv-cuda
 SOURCE_LIST := build/source-files
 DEVICE_WHEELS := build/device-wheels
-CARRIED := pydantic pydantic_core annotated-types typing-inspection click datasets dill multiprocess transformers trl
+CARRIED := pydantic pydantic_core annotated-types typing-inspection typing_extensions click datasets dill multiprocess transformers trl
 TORCH := $(shell grep '^torch==' constraints.txt)
 PLOTLY := 4.1.1
 IFRAME_WORKER := 1.0.4
@@ -50,7 +50,7 @@ test-cuda: ## run the CUDA tests on what the machine's python3 has, without netw
 # Nothing is installed, and nothing is written outside this folder and OUT: benchmarks/device/environment.py.
 device: ## test and measure on a GPU with what the machine's python3 has, without network (7 minutes)
 	PYTHONPATH="$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(MACHINE_PYTHON) -m device --device $(or $(DEVICE),cuda) --sections "$(SECTIONS)" \
-	    $(if $(LIMIT),--limit $(LIMIT)) $(if $(SMALL),--small) $(if $(filter none,$(WHEELS)),,--wheels $(or $(WHEELS),$(DEVICE_WHEELS)))
+	    $(if $(LIMIT),--limit $(LIMIT)) $(if $(filter-out 0,$(SMALL)),--small) $(if $(filter none,$(WHEELS)),,--wheels $(or $(WHEELS),$(DEVICE_WHEELS)))
 
 # For Python 3.12 on Linux x86-64, in the versions of constraints.txt. They may be copied to a machine without network.
 device-wheels: ## fetch the wheels that a GPU machine may lack into build/device-wheels (18 MB)

@@ -40,7 +40,10 @@ def versions() -> dict[str, str]:
 
 
 def revision() -> str | None:
-    """Return the commit of the checkout, with "+" if files differ; None without git."""
+    """Return the commit of the checkout, with "+" if files differ.
+
+    Without git, return the variable REVISION; None if it is not set, either.
+    """
     try:
         commit, changes = (
             subprocess.run(
@@ -49,7 +52,7 @@ def revision() -> str | None:
             for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain"])
         )
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("REVISION") or None
     return commit + ("+" if changes else "")
 
 

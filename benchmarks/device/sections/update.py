@@ -17,7 +17,6 @@ from contestants import (
     Mfwrap,
     MfwrapHalfAverage,
     Model,
-    TorchFused,
     TorchFusedForeachNorms,
     TorchFusedWithoutNorms,
     TorchHalf,
@@ -41,7 +40,7 @@ SCALED = 1e-3 * 2.0**16
 """Size of the scaled gradients."""
 
 Kinds = Sequence[type[Contestant]]
-IN_FLOAT32: Kinds = (Mfwrap, TorchFusedForeachNorms, TorchFusedWithoutNorms, TorchFused)
+IN_FLOAT32: Kinds = (Mfwrap, TorchFusedForeachNorms, TorchFusedWithoutNorms)
 IN_HALF: Kinds = (Mfwrap, MfwrapHalfAverage, TorchHalf)
 LARGE: Kinds = (Mfwrap, TorchFusedForeachNorms)
 """Two at a time is what a GPU of 80 GB holds in float32."""
