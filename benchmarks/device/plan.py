@@ -25,13 +25,15 @@ SECTIONS = {
     "waits": Section(shows="synchronizations of whole steps", share=45),
     "update": Section(shows="everything after backward", share=50),
     "host": Section(shows="host time and launches of small networks", share=45),
-    "steps": Section(shows="whole steps, also compiled", share=110),
+    "steps": Section(shows="whole steps", share=90),
     "captured": Section(shows="captured steps", share=45),
     "fp16": Section(shows="float16 with real overflows", share=40),
     "recipes": Section(shows="recipes, killed and resumed; a planted NaN", share=90),
     "ranks": Section(shows="DistributedDataParallel and FSDP2", share=50),
-    "memory": Section(shows="peak memory, and the cost of monitors", share=60),
+    "memory": Section(shows="peak memory", share=40),
     "randomness": Section(shows="random states and pinned batches", share=25),
+    "compiled": Section(shows="whole steps with torch.compile", share=45),
+    "monitors": Section(shows="the cost of monitors", share=45),
 }
 """By name. Each name is that of a module in ``device.sections``."""
 

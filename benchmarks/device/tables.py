@@ -63,12 +63,13 @@ def published(by_device: Mapping[str, Mapping[str, Any]]) -> str:
 def _of_device(entry: Mapping[str, Any]) -> str:
     machine = entry["machine"]
     reason = entry.get("reason", "the run was killed")
-    incomplete = "" if has_ended(entry) else f"Incomplete: {reason}.\n\n"
+    text = f"`{entry['command']}`:\n\n{tables(entry)}"
+    text = text if has_ended(entry) else f"Incomplete: {reason}.\n\n{text}"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
         f"{entry['date'][:10]}, {machine['name']}, {versions}"
         f"{', revision ' + machine['revision'] if machine.get('revision') else ''}; copies move "
-        f"{machine['copied_gb_per_second']} GB/s.\n\n{incomplete}`{entry['command']}`:\n\n{tables(entry)}"
+        f"{machine['copied_gb_per_second']} GB/s.\n\n{text}"
     )
 
 

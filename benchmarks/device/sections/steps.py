@@ -1,4 +1,4 @@
-"""Whole steps of Llamas of three sizes in bfloat16, with data loading, and with torch.compile.
+"""Whole steps of Llamas of three sizes in bfloat16, with data loading.
 
 Each contestant trains from the start, one after the other, in an order that changes from round to
 round. A run is timed between two waits for the device: after its first steps, and after its last.
@@ -9,8 +9,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ from trainer_contestants import (
 
 LEFT_OUT = 4
 """First steps of a run, which are not timed."""
-COMPILED_LEFT_OUT = 6
 
 
 class Size(NamedTuple):
@@ -55,10 +54,11 @@ SIZES = (
     Size(2048, 18, 32_000, 4, 1024, 14, 1),
 )
 """Of 6 million, 160 million and 1.1 billion parameters."""
-COMPILED = Size(768, 6, 32_000, 8, 1024, 26, 1)
 SMALL = Size(32, 1, 64, 2, 16, 8, 2)
 
-PAIRS: tuple[tuple[Contestant, Contestant], ...] = (
+Pairs = Sequence[tuple[Contestant, Contestant]]
+
+PAIRS: Pairs = (
     (Stock(), Ours()),
     (AccelerateLoop(), AttachedLoop()),
     (PlainLoop(), CellLoop()),
@@ -74,46 +74,40 @@ class Seconds(NamedTuple):
 
 
 def measure(recording: Recording, setup: Setup) -> None:
-    """Measure the sizes, the smallest first, and then a compiled network."""
+    """Measure the sizes, the smallest first."""
     transformers_logging.set_verbosity_error()
     for size in setup.size(SIZES, (SMALL,)):
         with recording.part(f"width {size.width}, {size.layers} layers"):
-            _compare(recording, setup, size, PAIRS, lambda network: network, LEFT_OUT)
-    with recording.part("torch.compile"):
-        # On a CPU, the default backend needs a compiler of C++, and minutes.
-        backend = "inductor" if setup.on_cuda else "aot_eager"
-        counters = torch._dynamo.utils.counters
-        counters.clear()
-
-        def compiled(network: nn.Module) -> nn.Module:
-            torch._dynamo.reset()
-            return torch.compile(network, backend=backend)  # type: ignore[return-value]  # (a module, for a module)
-
-        left_out = setup.size(COMPILED_LEFT_OUT, LEFT_OUT)
-        _compare(recording, setup, setup.size(COMPILED, SMALL), PAIRS[2:], compiled, left_out)
-        recording.row(
-            "torch.compile",
-            {
-                "backend": backend,
-                "graphs": counters["stats"]["unique_graphs"],
-                "graph breaks": sum(counters["graph_break"].values()),
-                "recompilations": sum(counters["recompiles"].values()),
-            },
-        )
+            compare(recording, setup, size, PAIRS)
 
 
-def _compare(
+def compare(
     recording: Recording,
     setup: Setup,
     size: Size,
-    pairs: Sequence[tuple[Contestant, Contestant]],
-    changed: Callable[[nn.Module], nn.Module],
-    left_out: int,
+    pairs: Pairs,
+    *,
+    kind: str = "",
+    changed: Callable[[nn.Module], nn.Module] = lambda network: network,
+    left_out: int = LEFT_OUT,
+    done: Callable[[str], None] = lambda _: None,
 ) -> None:
+    """Train with each contestant in turn, and write their table after each run.
+
+    Args:
+        recording: Results of the section.
+        setup: Device.
+        size: Sizes of the network and of the runs.
+        pairs: Contestants.
+        kind: Word before the network's name, with a space.
+        changed: Returns the network that is trained.
+        left_out: First steps, which are not timed.
+        done: Called with the name of each contestant after its run.
+    """
     contestants = [contestant for pair in pairs for contestant in pair]
     seconds = {contestant.name: Seconds([], []) for contestant in contestants}
     order = random.Random(0)  # noqa: S311  (not cryptographic)
-    number = 0
+    title = label = ""
     for _ in range(size.rounds):
         order.shuffle(contestants)
         for contestant in contestants:
@@ -121,31 +115,43 @@ def _compare(
             network: nn.Module = networks.llama(
                 setup, size.width, size.layers, vocabulary=size.vocabulary, length=size.length
             )
-            number = networks.num_parameters(network)
+            label = f"{networks.num_parameters(network) / 1e6:.0f}"
+            title = (
+                f"{kind}Llama of {label} million parameters, width {size.width}, "
+                f"{size.batch_size * size.length} tokens a step, bfloat16 autocast"
+            )
             _train(setup, size, contestant, changed(network), left_out, seconds)
             del network
-    kind = "compiled " if len(pairs) == 1 else ""
-    title = (
-        f"{kind}Llama of {number / 1e6:.0f} million parameters, width {size.width}, "
-        f"{size.batch_size * size.length} tokens a step, bfloat16 autocast"
-    )
+            recording.table(title, _rows(setup, size, pairs, seconds))
+            done(contestant.name)
     for without, with_mfwrap in pairs:
-        for contestant in (without, with_mfwrap):
-            times, peaks = seconds[contestant.name]
-            ratio = ratios(times, seconds[without.name].whole)
-            recording.row(
-                title,
+        ratio = ratios(seconds[with_mfwrap.name].whole, seconds[without.name].whole)
+        text = f"{kind}{label}M {with_mfwrap.name.split(',')[0]}"
+        recording.summarize_more(f"{text} {ratio['median']:.3f}")
+
+
+def _rows(
+    setup: Setup, size: Size, pairs: Pairs, seconds: Mapping[str, Seconds]
+) -> list[dict[str, Any]]:
+    """Return the rows of the contestants that have run, compared as far as both have."""
+    rows = []
+    for without, contestant in ((pair[0], each) for pair in pairs for each in pair):
+        times, peaks = seconds[contestant.name]
+        others = seconds[without.name].whole
+        both = min(len(times), len(others))
+        if times:
+            rows.append(
                 {
                     "training step": contestant.name,
                     "ms": spread([each * 1e3 for each in times]),
-                    "of the one without mfwrap": ratio,
+                    "of the one without mfwrap": ratios(times[:both], others[:both])
+                    if both
+                    else None,
                     "tokens a second": size.batch_size * size.length / statistics.median(times),
                     "peak memory, GB": max(peaks) / 1e9 if setup.on_cuda else None,
-                },
+                }
             )
-            if contestant is with_mfwrap:
-                text = f"{kind}{number / 1e6:.0f}M {contestant.name.split(',')[0]}"
-                recording.summarize_more(f"{text} {ratio['median']:.3f}")
+    return rows
 
 
 def _train(
