@@ -178,7 +178,7 @@ def described(
             timeout=DESCRIPTION_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        unknown = {"name": "unknown", "versions": {}, "revision": None}
+        unknown: dict[str, Any] = {"name": "unknown", "versions": {}, "revision": None}
         return {"kind": arguments.device, **unknown, "copied_gb_per_second": None}
     if ended.returncode:
         last = (ended.stderr.strip().splitlines() or ["it printed nothing"])[-1]

@@ -29,7 +29,7 @@ SECTIONS = {
     "captured": Section(shows="captured steps", share=45),
     "fp16": Section(shows="float16 with real overflows", share=40),
     "recipes": Section(shows="recipes, killed and resumed; a planted NaN", share=90),
-    "ranks": Section(shows="DistributedDataParallel and FSDP2", share=50),
+    "ranks": Section(shows="DistributedDataParallel and FSDP2", share=60),
     "memory": Section(shows="peak memory", share=40),
     "randomness": Section(shows="random states and pinned batches", share=25),
     "compiled": Section(shows="whole steps with torch.compile", share=45),
