@@ -78,7 +78,7 @@ def test_a_flipped_bit(index, bit, seed):
 
 
 @given(
-    position=st.integers(0, 200),
+    position=st.integers(0, 199),
     stride=st.integers(1, 200).map(lambda each: 2 * each),
     change=st.integers(-50, 50).filter(bool),
 )
