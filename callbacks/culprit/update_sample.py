@@ -68,7 +68,10 @@ class UpdateSample:
         squares = torch.stack(parts, dim=1)
         if not len(self._sizes):
             return Change(*[squares.new_zeros(0)] * 3)
-        sums = torch.segment_reduce(squares, "sum", lengths=self._sizes, axis=0, initial=0.0)
+        # Without `unsafe`, torch reads the lengths on the host to check them.
+        sums = torch.segment_reduce(
+            squares, "sum", lengths=self._sizes, axis=0, unsafe=True, initial=0.0
+        )
         found = (sums / self._sizes[:, None]).sqrt().unbind(dim=1)
         return Change(found[0], found[1], found[2] if len(found) > 2 else None)
 

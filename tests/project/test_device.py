@@ -226,7 +226,9 @@ FRAMES = {
     "torch": "/site-packages/torch/nn/utils/clip_grad.py",
     "warnings": "/lib/python3.12/warnings.py",
     "program": "/home/me/train.py",
+    "mfwrap passes on": "TREE/mfwrap/tensors/attention_logits.py",
 }
+FUNCTIONS = {"mfwrap passes on": "__torch_function__"}
 
 
 @pytest.mark.parametrize(
@@ -236,13 +238,18 @@ FRAMES = {
         (["program", "mfwrap", "Trainer", "torch", "warnings"], "clip_grad", False),
         (["Trainer", "mfwrap", "warnings"], "update", True),
         (["program", "torch"], "clip_grad", False),
+        (["program", "Trainer", "mfwrap passes on", "torch", "warnings"], "clip_grad", False),
+        (["program", "Trainer", "mfwrap passes on", "warnings"], "trainer", False),
     ],
 )
 def test_a_wait_has_a_place_and_an_owner(device, frames, place, is_ours):
-    """The owner is the innermost of mfwrap, transformers and accelerate."""
+    """The owner is the innermost of mfwrap, transformers and accelerate that makes the call."""
     waits = importlib.import_module("device.sections.waits")
     stack = [
-        traceback.FrameSummary(FRAMES[name].replace("TREE", waits.TREE), 7, "f") for name in frames
+        traceback.FrameSummary(
+            FRAMES[name].replace("TREE", waits.TREE), 7, FUNCTIONS.get(name, "f")
+        )
+        for name in frames
     ]
     found = waits.wait_at(stack)
 

@@ -43,6 +43,7 @@ READS = {
     "unique_consecutive": VECTOR.unique_consecutive,
     "repeat_interleave": lambda: VECTOR.repeat_interleave(COUNTS),
     "bincount": COUNTS.bincount,
+    "segment_reduce": lambda: torch.segment_reduce(VECTOR, "sum", lengths=COUNTS),
     "a tensor made of a number": lambda: torch.tensor(1.0),
     "a tensor as a number": lambda: VECTOR.add(VECTOR, alpha=SCALAR),
     "a tensor as a weight": lambda: torch._foreach_lerp([VECTOR], [VECTOR], SCALAR),
@@ -63,6 +64,9 @@ NO_READS = {
     "to without waiting, by position": lambda: VECTOR.to("cpu", torch.float64, True),  # noqa: FBT003  (the case under test)
     "copy without waiting": lambda: torch.empty(3).copy_(VECTOR, non_blocking=True),
     "repeat_interleave of known size": lambda: VECTOR.repeat_interleave(COUNTS, output_size=3),
+    "segment_reduce without a check": lambda: torch.segment_reduce(
+        VECTOR, "sum", lengths=COUNTS, unsafe=True
+    ),
 }
 
 

@@ -5,8 +5,11 @@ A test that takes the argument `device` runs its body on a CPU in ``make test``,
 """
 
 import contextlib
+import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,18 +76,29 @@ def seen_waits(device: str) -> Iterator[list[str]]:
         # `to` copies nothing between devices here.
         seen += [read.name for read in counted.reads if read.name != "to"]
         return
-    with warnings.catch_warnings(record=True) as caught:
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            seen.append(_waiting_line(traceback.extract_stack(sys._getframe(1))))
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield seen
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    seen += [
-        f"{each.filename}:{each.lineno}"
-        for each in caught
-        if "synchronizing CUDA operation" in str(each.message)
-    ]
+
+
+def _waiting_line(stack: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost line that made a call, not one that passes on the calls of others."""
+    frame = next(
+        frame
+        for frame in reversed(stack)
+        if "warnings" not in Path(frame.filename).stem and frame.name != "__torch_function__"
+    )
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def skip_if_refused(make_optimizer: Callable[[Any], Optimizer], device: str) -> None:

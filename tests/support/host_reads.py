@@ -150,6 +150,7 @@ class _Operators(TorchDispatchMode):
             operator in _OPERATORS
             or (operator in _WITH_MASK and _has_mask(args[1]))
             or (operator is aten.repeat_interleave and keywords.get("output_size") is None)
+            or (operator is aten.segment_reduce and not keywords.get("unsafe", False))
             or _copies_to_host(operator, args, keywords)
         )
         name = operator._qualified_op_name if reads else None

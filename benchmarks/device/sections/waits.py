@@ -125,6 +125,8 @@ def wait_at(stack: Sequence[traceback.FrameSummary]) -> Wait:
     for frame in reversed(stack):
         if Path(frame.filename).stem in {"warnings", "_py_warnings"}:  # Python passes it on
             continue
+        if frame.name == "__torch_function__":  # mfwrap watches the calls of others in it
+            continue
         is_library = any(part in frame.filename for part in LIBRARIES)
         by_library += [TREE in frame.filename] if is_library else []
         if is_library or not lines:

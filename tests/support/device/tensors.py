@@ -102,18 +102,19 @@ class Runtime:
             return self._copy(*args, **kwargs)
         if name == "aten::_to_copy" and self._leaves(args, kwargs):
             return self._to_host(*args, **kwargs)
-        self._note_reads(name, args)
+        self._note_reads(name, args, kwargs)
         return self._run(func, name, args, kwargs)
 
     def _leaves(self, args: Any, kwargs: Any) -> bool:
         target = kwargs.get("device")
         return self.is_ours(args[0]) and target is not None and torch.device(target).type == "cpu"
 
-    def _note_reads(self, name: str, args: Any) -> None:
+    def _note_reads(self, name: str, args: Any, kwargs: Any) -> None:
         by_mask = name.startswith(("aten::index.", "aten::index_put")) and any(
             isinstance(x, Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1])
         )
-        if name in _DATA_DEPENDENT or by_mask:
+        checks = name == "aten::segment_reduce" and not kwargs.get("unsafe", False)
+        if name in _DATA_DEPENDENT or by_mask or checks:
             self._timeline.read(name)
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
