@@ -38,11 +38,12 @@ class ExponentialMovingAverage:
     """Keep an exponential moving average of weights; skipped updates leave the average unchanged.
 
     The average starts as a copy of the weights. Each averaging step computes
-    ``average += (1 - decay) * (weight - average)`` with one ``torch._foreach_lerp_`` per dtype and
-    device. With the default `warmup`, `device` and `dtype`, averages of float32 and float64 weights
-    are bitwise equal to those of ``torch.optim.swa_utils.get_ema_multi_avg_fn``. The factor
-    ``1 - decay`` is a tensor on the device, so that a skipped update can replace it by 0 without
-    synchronization. On CUDA, ``torch._foreach_lerp_`` therefore launches one kernel per weight.
+    ``average += (1 - decay) * (weight - average)`` for all weights of one dtype and device at once.
+    On a CPU, with the default `warmup`, `device` and `dtype`, averages of float32 and float64
+    weights are bitwise equal to those of ``torch.optim.swa_utils.get_ema_multi_avg_fn``; on CUDA,
+    those of float32 weights may differ in the last digit, because the kernel is that of fused SGD.
+    The factor ``1 - decay`` is a tensor on the device, so that a skipped update can replace it by 0
+    without synchronization.
 
     If `parameters` is a module, its parameters that require a gradient at construction are
     averaged, under the names of ``named_parameters()``. Tied parameters are averaged once. Frozen
@@ -67,7 +68,7 @@ class ExponentialMovingAverage:
             CPU and the weights are not, each averaging step synchronizes with the device.
         dtype: Floating-point dtype of the averages. The default is the dtype of each weight, but at
             least float32, because an average in bfloat16 stops moving when its increments round to
-            zero. Weights of a different dtype are converted one tensor at a time.
+            zero. Weights of a different dtype are converted in pieces of 8 million numbers.
 
     Raises:
         TypeError: If an argument has the wrong type, or a tensor is not floating-point.

@@ -1,15 +1,20 @@
 """Compute and store averages of weights, without synchronizing with the device."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from mfwrap.arguments import described
 from mfwrap.compatibility.torch import foreach_copy_, foreach_lerp_
 from mfwrap.tensors.shards import is_distributed, local_tensors, on_device, placed_like
 from mfwrap.tensors.wrappers import plain_name, reshard, unwrapped_network
+
+_PIECE = 2**23
+"""Numbers that are converted at a time: in float32, the cache of a large GPU still has them when
+they are averaged."""
 
 
 class AveragedGroup(NamedTuple):
@@ -52,12 +57,10 @@ class AveragedGroup(NamedTuple):
         if self.sharded:
             averages, weights = local_tensors(averages), local_tensors(weights)
         if not self.converted:
-            # Pass a list of factors. torch would read a single tensor on the host, which
-            # synchronizes with the device.
-            foreach_lerp_(averages, weights, [share] * len(averages))
+            move(averages, weights, share)
             return
-        for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(torch.empty_like(average).copy_(weight), share)
+        for targets, sources in _pieces(averages, weights):
+            move(targets, _converted(sources, targets), share)
 
     def check_placement(self) -> None:
         """Raise ``RuntimeError`` if a weight was moved or converted after construction."""
@@ -70,6 +73,84 @@ class AveragedGroup(NamedTuple):
                     "build `ema` after you move or convert the network"
                 )
                 raise RuntimeError(msg)
+
+
+def move(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
+    """Move averages towards weights of their dtype and device by `share`, which stays there.
+
+    On CUDA, torch's ``lerp`` launches one kernel for each weight if the share is a tensor on the
+    device. So a step of fused SGD does it there, with few kernels and in one pass, if each weight
+    is in one block of memory: with a weight decay of -1, the gradient ``weight`` becomes
+    ``weight - average``, and the rate is ``-share``. The kernel takes a rate in float32, so float64
+    is left to ``lerp``.
+    """
+    is_fused = averages[0].is_cuda and averages[0].dtype != torch.float64
+    if is_fused and all(map(_is_block_like, averages, weights)):
+        move_by_sgd(averages, weights, share)
+    else:
+        # Pass a list of factors. torch would read a single tensor on the host, which synchronizes
+        # with the device.
+        foreach_lerp_(averages, weights, [share] * len(averages))
+
+
+def move_by_sgd(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
+    """Move averages towards weights by `share` with a step of fused SGD.
+
+    On a CPU the averages must be in float32: in shorter dtypes, torch 2.13 computes wrong numbers.
+    """
+    rate: Any = -share.float()  # torch takes a tensor, too, which it does not read on the host
+    sgd(
+        averages,
+        weights,
+        [None] * len(averages),
+        fused=True,
+        weight_decay=-1.0,
+        lr=rate,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+
+
+def _is_block_like(tensor: Tensor, other: Tensor) -> bool:
+    # The kernel asks for equal strides, also of dimensions of size 1.
+    return tensor.is_contiguous() and tensor.stride() == other.stride()
+
+
+def _converted(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    """Return copies of tensors with the dtypes, devices and strides of others."""
+    values = [torch.empty_like(target) for target in targets]
+    foreach_copy_(values, sources)
+    return values
+
+
+def _pieces(
+    averages: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield averages and weights, or slices of them, with at most `_PIECE` numbers at a time.
+
+    Tensors that are not in one block of memory cannot be sliced, and are yielded one by one.
+    """
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    size = 0
+    for average, weight in zip(averages, weights, strict=True):
+        number = average.numel()
+        if not (average.is_contiguous() and weight.is_contiguous()):
+            yield [average], [weight]
+        elif number > _PIECE:
+            slices = (each.view(-1).split(_PIECE) for each in (average, weight))
+            yield from (([target], [source]) for target, source in zip(*slices, strict=True))
+        else:
+            if size + number > _PIECE:
+                yield targets, sources
+                targets, sources, size = [], [], 0
+            targets.append(average)
+            sources.append(weight)
+            size += number
+    if targets:
+        yield targets, sources
 
 
 def grouped(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mfwrap.average import tensors
 from mfwrap.average.ema import ExponentialMovingAverage
 from support.averages import (
     APPLIED,
@@ -72,16 +73,17 @@ def test_average_of_bfloat16_weights_is_float32():
         assert torch.equal(average, torch.ones(4, dtype=torch.bfloat16))
 
 
-def test_weights_are_converted_one_at_a_time():
-    """No more than one converted weight is alive at a time."""
-    ema = ExponentialMovingAverage([torch.ones(9).bfloat16() for _ in range(4)])
+def test_one_piece_is_converted_at_a_time(monkeypatch):
+    """No more converted weights than fit into one piece are alive at a time."""
+    monkeypatch.setattr(tensors, "_PIECE", 20)
+    ema = ExponentialMovingAverage([torch.ones(9).bfloat16() for _ in range(6)])
     created: list[weakref.ref] = []
     num_alive = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.numel() == 9 and result is not args[0]:
+            if isinstance(result, Tensor) and func is torch.ops.aten.empty_like.default:
                 num_alive.append(1 + sum(reference() is not None for reference in created))
                 created.append(weakref.ref(result))
             return result
@@ -89,7 +91,7 @@ def test_weights_are_converted_one_at_a_time():
     with Watch():
         ema.update(APPLIED)
 
-    assert num_alive == [1, 1, 1, 1]
+    assert num_alive == [1, 2, 1, 2, 1, 2]
 
 
 def test_asked_dtype():
@@ -148,3 +150,53 @@ def test_names_are_those_without_torch_compile():
     ours.load_state_dict(theirs.state_dict())
     theirs.copy_to(compiled)
     assert torch.equal(dict(ours.named_averages())["0.bias"], compiled[0].bias)
+
+
+each_share = pytest.mark.parametrize("share", [0.0, 1e-7, 1e-3, 0.5, 0.9, 1.0])
+
+
+def assert_moves_like_lerp(move, device, dtype, share):
+    """Move averages; they agree with the formula in float64, and are as they were if it is 0."""
+    values = [each.to(device) for each in weights_of((4, 3), (0,), (), (1000,), dtype=dtype)]
+    averaged = [each.flip(0) if each.dim() else each * 0.5 for each in values]
+    given = [each.clone() for each in averaged]
+    factor = torch.full((), share, dtype=dtype, device=device)
+    move(averaged, values, factor)
+
+    precision = torch.finfo(dtype).eps
+    for result, start, value in zip(averaged, given, values, strict=True):
+        expected = start.double().lerp(value.double(), factor.double())
+        torch.testing.assert_close(result.double(), expected, rtol=precision, atol=precision)
+        assert share or torch.equal(result, start)
+
+
+@each_share
+def test_a_step_of_sgd_moves_averages_like_lerp(share):
+    """A step of fused SGD, which CUDA needs, rounds the average of float64 once or twice."""
+    assert_moves_like_lerp(tensors.move_by_sgd, "cpu", torch.float32, share)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+@each_share
+def test_averages_on_cuda_move_like_lerp(dtype, share):
+    """On a GPU, averages of each dtype move all at once, and agree with the formula in float64."""
+    assert_moves_like_lerp(tensors.move, "cuda", dtype, share)
+
+
+@pytest.mark.parametrize("piece", [1, 5, 8, 100])
+def test_weights_are_converted_in_pieces(piece, monkeypatch):
+    """Slices, whole weights, empty ones and those that are not one block follow as by ``lerp``."""
+    monkeypatch.setattr(tensors, "_PIECE", piece)
+    values = weights_of((4, 3), (0,), (), (17,), (2, 2), dtype=torch.bfloat16)
+    values[0] = values[0].T
+    ema = ExponentialMovingAverage(values, 0.9)
+    expected = [each.float() for each in values]
+    train(values)
+    ema.update()
+    for each, value in zip(expected, values, strict=True):
+        each.lerp_(value.float(), 1 - 0.9)
+
+    assert_same(dict(zip("01234", expected, strict=True)), averages(ema))
