@@ -113,20 +113,37 @@ class StepTimes(NamedTuple):
 
 
 def steps_in_turns(
-    setup: Setup, contestants: Mapping[str, Call], *, rounds: int, steps: int, warm_up: int = 8
+    setup: Setup,
+    contestants: Mapping[str, Call],
+    *,
+    rounds: int,
+    steps: int,
+    warm_up: int = 4,
+    turn_seconds: float = 0.4,
 ) -> dict[str, StepTimes]:
     """Time many steps of each contestant with one wait at the end; contestants take turns.
+
+    All turns have the same number of steps: hosts differ by a factor of five.
 
     Args:
         setup: Device.
         contestants: One step each, by name.
         rounds: Number of turns of each contestant.
-        steps: Steps of a turn.
+        steps: Most steps of a turn.
         warm_up: Steps of each contestant before the first turn.
+        turn_seconds: Seconds of a turn from which on it has fewer steps, but at least three; on
+            several ranks, which must do the same number, infinity.
     """
+    slowest = 0.0
     for step in contestants.values():
-        for _ in range(warm_up):
+        for _ in range(warm_up - 1):
             step()
+        setup.synchronize()
+        start = time.perf_counter()
+        step()
+        setup.synchronize()
+        slowest = max(slowest, time.perf_counter() - start)
+    steps = max(min(3, steps), int(min(steps, turn_seconds / slowest)))
     order = random.Random(0)  # noqa: S311  (not cryptographic)
     names = list(contestants)
     times = {name: StepTimes([], []) for name in names}
@@ -175,34 +192,37 @@ class Work(NamedTuple):
         return f"{count} x {name.split('<')[0].removeprefix('void ')[:60]}"
 
 
-def work_of(setup: Setup, call: Call, *, calls: int = 1) -> Work:
+def work_of(setup: Setup, call: Call, *, calls: int = 1, operators: bool = True) -> Work:
     """Count the work of `call` for the device, as a mean over some calls, rounded.
 
     Args:
         setup: Device.
         call: Function to profile; not its first call.
         calls: Number of calls.
+        operators: Whether to count operators, too. It takes long for a call of many operators.
     """
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setup.on_cuda else [])]
+    activities = [ProfilerActivity.CUDA] if setup.on_cuda else [ProfilerActivity.CPU]
+    if operators and setup.on_cuda:
+        activities.append(ProfilerActivity.CPU)
     setup.synchronize()
     with profile(activities=activities) as profiler:
         for _ in range(calls):
             call()
         setup.synchronize()
     kernels: Counter[str] = Counter()
-    launches = operators = 0
+    launches = num_operators = 0
     seconds = 0.0
     for event in profiler.events():
         if event.device_type.name == "CPU":
             launches += any(part in event.name for part in LAUNCHES)
-            operators += event.name.startswith("aten::")
+            num_operators += event.name.startswith("aten::")
         elif not event.is_user_annotation:  # Optimizer.step marks a range on the device, too
             kernels[event.name] += 1
             seconds += event.time_range.elapsed_us() / 1e6
     if not setup.on_cuda:
-        return Work(None, None, None, round(operators / calls))
+        return Work(None, None, None, round(num_operators / calls))
     by_name = {name: round(count / calls) for name, count in kernels.items()}
-    return Work(by_name, round(launches / calls), seconds / calls, round(operators / calls))
+    return Work(by_name, round(launches / calls), seconds / calls, round(num_operators / calls))
 
 
 def copied_bytes_per_second(setup: Setup, num_bytes: int) -> float:

@@ -21,10 +21,10 @@ class Section:
 
 
 SECTIONS = {
-    "tests": Section(shows="the tests marked cuda", share=120),
+    "tests": Section(shows="the tests marked cuda", share=180),
     "waits": Section(shows="synchronizations of whole steps", share=45),
     "update": Section(shows="everything after backward", share=50),
-    "host": Section(shows="host time and launches of small networks", share=45),
+    "host": Section(shows="host time and launches of small networks", share=60),
     "steps": Section(shows="whole steps", share=90),
     "captured": Section(shows="captured steps", share=45),
     "fp16": Section(shows="float16 with real overflows", share=40),

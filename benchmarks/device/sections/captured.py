@@ -35,9 +35,10 @@ def measure(recording: Recording, setup: Setup) -> None:
     with recording.part("equal to plain steps"):
         _equality(recording, setup)
     timed: dict[int, dict[str, Step]] = {}
-    for width, layers in setup.size(((128, 4), (512, 12)), ((32, 1),)):
+    sizes = setup.size(((256, 4, 1, 128), (768, 12, 8, 512)), ((32, 1, 2, 16),))
+    for width, layers, rows, length in sizes:
         with recording.part(f"speed, width {width}"):
-            timed[width] = _speed(recording, setup, width, layers)
+            timed[width] = _speed(recording, setup, width, layers, rows=rows, length=length)
     # After the last time: a profile leaves CUPTI attached, which slows launches down.
     for width, steps in timed.items():
         for name, step in steps.items():
@@ -116,12 +117,16 @@ def _joined(tensors: list[Any]) -> Tensor:
     return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors])
 
 
-def _speed(recording: Recording, setup: Setup, width: int, layers: int) -> dict[str, Step]:
+def _speed(
+    recording: Recording, setup: Setup, width: int, layers: int, *, rows: int, length: int
+) -> dict[str, Step]:
     """Time the steps in turns, and return those that could be timed."""
-    length, vocabulary = setup.size((128, 4096), (16, 64))
-    batch = networks.masked_tokens(setup, 4, length, vocabulary)
+    ways.forget_accelerators()
+    vocabulary = setup.size(32_768, 64)
+    batch = networks.masked_tokens(setup, rows, length, vocabulary)
     names = {
         "torch alone, everything on": ways.plain_with_everything,
+        "accelerate loop: clip, AdamW, schedule": ways.accelerate_loop,
         "cell, everything on": ways.cell_with_everything,
         "captured cell, everything on": ways.captured_cell,
     }
@@ -135,12 +140,13 @@ def _speed(recording: Recording, setup: Setup, width: int, layers: int) -> dict[
             setup.synchronize()
             steps[name] = step
     plain, *_ = names
-    rounds, number = setup.size((7, 30), (2, 2))
+    rounds, number = setup.size((5, 30), (2, 2))
     times = steps_in_turns(setup, steps, rounds=rounds, steps=number)
     for name in steps:
         ratio = ratios(times[name].whole, times[plain].whole) if plain in steps else None
         recording.row(
-            f"steps of a Llama of {layers} layers with width {width}, {4 * length} tokens, float32",
+            f"steps of a Llama of {layers} layers with width {width}, {rows * length} tokens, "
+            "float32",
             {
                 "step": name,
                 "ms": milliseconds(times[name].whole),
@@ -217,7 +223,7 @@ class ReadingNetwork(nn.Module):
 def _failing_capture(recording: Recording, setup: Setup) -> None:
     """Let a capture fail in another process: this one might not be able to use CUDA after it."""
     command = [sys.executable, "-m", "device.sections.captured", setup.kind]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=25)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if ended.returncode:
         message = f"the process ended with {ended.returncode}: {ended.stderr[-600:]}"
         raise RuntimeError(message)

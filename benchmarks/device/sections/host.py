@@ -45,7 +45,7 @@ def _whole_steps(recording: Recording, setup: Setup) -> dict[str, Step]:
             setup.synchronize()
             steps[name] = step
     times = steps_in_turns(
-        setup, steps, rounds=setup.size(7, 2), steps=setup.size(15, 2), warm_up=setup.size(4, 1)
+        setup, steps, rounds=setup.size(5, 2), steps=setup.size(15, 2), warm_up=setup.size(2, 1)
     )
     for name in steps:
         other = WAYS[name][1]
@@ -102,7 +102,7 @@ def _updates(recording: Recording, setup: Setup) -> None:
     forget_accelerators()
     number = setup.size(292, 4)
     contestants = [kind(number, 32, setup.kind) for kind in CONTESTANTS]
-    seconds = measure_updates(contestants, setup.size(100, 3))
+    seconds = measure_updates(contestants, setup.size(50, 3))
     for contestant in contestants:
         times = seconds[contestant.name]
         others = seconds[contestant.compared_with]

@@ -31,7 +31,7 @@ def measure(recording: Recording, setup: Setup) -> None:
         batch_size=setup.size(8, 2),
         sequence_length=setup.size(256, 16),
         accumulation=1,
-        steps=setup.size(45, 12),
+        steps=setup.size(25, 12),
         interval=10,
     )
     kinds = [OFF, NORMS, ON, EACH, TENTH]

@@ -95,14 +95,14 @@ def _copies(recording: Recording, setup: Setup) -> None:
     ]
     for kind, pins, does_not_block in cases:
         ways.forget_accelerators()
-        steps = setup.size(30, WARM_UP + 3)
+        steps = setup.size(20, WARM_UP + 3)
         timer = Timer(setup.kind)
         with tempfile.TemporaryDirectory() as folder:
             profiled, timed = (
                 _trainer(setup, kind, folder, steps, pins=pins, blocks=not does_not_block)
                 for _ in range(2)
             )
-            work = work_of(setup, profiled.train)
+            work = work_of(setup, profiled.train, operators=False)
             timed.add_callback(timer)
             timed.train()
         copies = {

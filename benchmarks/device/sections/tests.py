@@ -85,7 +85,7 @@ def measure(recording: Recording, setup: Setup) -> None:
     files = files_with_cuda_tests(ROOT / "tests")
     captured = [file for file in files if "captur" in file.stem]
     others = [file for file in files if file not in captured]
-    workers = min(8, len(os.sched_getaffinity(0)))
+    workers = min(12, len(os.sched_getaffinity(0)))
     # A capture that fails may leave CUDA unusable for the tests after it, so one file at a time.
     groups = {"all but captured steps": others} | {
         file.relative_to(ROOT).as_posix(): [file] for file in captured
