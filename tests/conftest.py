@@ -186,11 +186,14 @@ def _independent_test() -> Iterator[None]:
     """Seed torch before each test; afterwards reset its settings and accelerate's shared state."""
     torch.manual_seed(0)
     default_dtype = torch.get_default_dtype()
-    precision = torch.backends.fp32_precision
+    products = torch.backends.cuda.matmul
+    precision, of_products = torch.backends.fp32_precision, products.fp32_precision
     yield
     torch.set_default_dtype(default_dtype)
-    # TrainingArguments with torch_compile or tf32 set this for the whole process on a GPU.
+    # TrainingArguments with torch_compile or tf32 set the first for the whole process on a GPU, and
+    # accelerate sets the second for a compiled network.
     torch.backends.fp32_precision = precision
+    products.fp32_precision = of_products
     if "accelerate" in sys.modules:
         state = sys.modules["accelerate.state"]
         state.AcceleratorState._reset_state(reset_partial_state=True)
