@@ -128,27 +128,30 @@ def _converted(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
 def _pieces(
     averages: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield averages and weights, or slices of them, with at most `_PIECE` numbers at a time.
+    """Yield averages and weights, or slices of them, with `_PIECE` numbers at a time, or fewer.
 
     Tensors that are not in one block of memory cannot be sliced, and are yielded one by one.
     """
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    size = 0
+    room = _PIECE
     for average, weight in zip(averages, weights, strict=True):
-        number = average.numel()
         if not (average.is_contiguous() and weight.is_contiguous()):
             yield [average], [weight]
-        elif number > _PIECE:
-            slices = (each.view(-1).split(_PIECE) for each in (average, weight))
-            yield from (([target], [source]) for target, source in zip(*slices, strict=True))
-        else:
-            if size + number > _PIECE:
+            continue
+        parts = [(average, weight)]
+        if average.numel() > room:  # fill the piece, and cut the rest into whole ones
+            sizes = [room, *[_PIECE] * ((average.numel() - room) // _PIECE)]
+            sizes.append(average.numel() - sum(sizes))
+            slices = (each.view(-1).split(sizes) for each in (average, weight))
+            parts = list(zip(*slices, strict=True))
+        for target, source in parts:
+            targets.append(target)
+            sources.append(source)
+            room -= target.numel()
+            if not room:
                 yield targets, sources
-                targets, sources, size = [], [], 0
-            targets.append(average)
-            sources.append(weight)
-            size += number
+                targets, sources, room = [], [], _PIECE
     if targets:
         yield targets, sources
 

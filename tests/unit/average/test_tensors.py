@@ -91,7 +91,7 @@ def test_one_piece_is_converted_at_a_time(monkeypatch):
     with Watch():
         ema.update(APPLIED)
 
-    assert num_alive == [1, 2, 1, 2, 1, 2]
+    assert num_alive == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def test_asked_dtype():
