@@ -21,19 +21,19 @@ class Section:
 
 
 SECTIONS = {
-    "tests": Section(shows="the tests marked cuda", share=180),
-    "waits": Section(shows="synchronizations of whole steps", share=45),
-    "update": Section(shows="everything after backward", share=50),
-    "host": Section(shows="host time and launches of small networks", share=60),
+    "tests": Section(shows="the tests marked cuda", share=90),
+    "waits": Section(shows="synchronizations of whole steps", share=40),
+    "update": Section(shows="everything after backward", share=40),
+    "host": Section(shows="host time and launches of small networks", share=75),
     "steps": Section(shows="whole steps", share=90),
-    "captured": Section(shows="captured steps", share=45),
+    "captured": Section(shows="captured steps", share=75),
     "fp16": Section(shows="float16 with real overflows", share=40),
-    "recipes": Section(shows="recipes, killed and resumed; a planted NaN", share=90),
-    "ranks": Section(shows="DistributedDataParallel and FSDP2", share=60),
+    "recipes": Section(shows="recipes, killed and resumed; a planted NaN", share=110),
+    "ranks": Section(shows="DistributedDataParallel and FSDP2", share=75),
     "memory": Section(shows="peak memory", share=40),
-    "randomness": Section(shows="random states and pinned batches", share=25),
-    "compiled": Section(shows="whole steps with torch.compile", share=45),
-    "monitors": Section(shows="the cost of monitors", share=45),
+    "randomness": Section(shows="random states and pinned batches", share=60),
+    "compiled": Section(shows="whole steps with torch.compile", share=60),
+    "monitors": Section(shows="the cost of monitors", share=75),
 }
 """By name. Each name is that of a module in ``device.sections``."""
 

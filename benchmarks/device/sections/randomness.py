@@ -95,12 +95,12 @@ def _copies(recording: Recording, setup: Setup) -> None:
     ]
     for kind, pins, does_not_block in cases:
         ways.forget_accelerators()
-        steps = setup.size(20, WARM_UP + 3)
+        steps, few = setup.size((20, 5), (WARM_UP + 3, 2))
         timer = Timer(setup.kind)
         with tempfile.TemporaryDirectory() as folder:
             profiled, timed = (
-                _trainer(setup, kind, folder, steps, pins=pins, blocks=not does_not_block)
-                for _ in range(2)
+                _trainer(setup, kind, folder, number, pins=pins, blocks=not does_not_block)
+                for number in (few, steps)
             )
             work = work_of(setup, profiled.train, operators=False)
             timed.add_callback(timer)
@@ -110,7 +110,7 @@ def _copies(recording: Recording, setup: Setup) -> None:
             for name in ("HtoD (Pinned", "HtoD (Pageable", "DtoH (Device -> Pinned", "DtoH")
         }
         recording.row(
-            f"copies in {steps} steps and their start",
+            f"copies in {few} steps and their start",
             {
                 "trainer": kind.__name__,
                 "pinned batches": "yes" if pins else "no",
