@@ -100,7 +100,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         capture: Capture one whole update in a graph of the device (a CUDA graph), and replay it
             with one call of the host for each update; see `mfwrap.step.captured`. All batches must
             have the shapes of the first one. The schedule, and the error about too many skips, come
-            one update later. On a CPU the same steps run without a graph. Not measured on a GPU.
+            one update later. On a CPU the same steps run without a graph.
 
     Raises:
         RuntimeError: If the network has a communication hook already, and another one is needed for
