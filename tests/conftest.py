@@ -17,6 +17,7 @@ from mfwrap.compatibility.foreign import ReleaseError, is_installed
 from mfwrap.compatibility.transformers import TRAINER_RELEASE
 from support.browser import CHROMIUM, open_browser
 from support.deferral import late_results
+from support.one_rank import one_rank
 from support.optional_packages import absent_package
 from support.ranks.pool import RankPool
 
@@ -178,6 +179,13 @@ def browser() -> Iterator[Any]:
 def _late_results() -> Iterator[None]:
     """Let the results of updates on a CPU arrive as late as those of a device."""
     with late_results():
+        yield
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    """Make this process the only rank of a process group."""
+    with one_rank():
         yield
 
 

@@ -6,7 +6,7 @@ streams of their own, and that nothing waits for them on the host.
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
 from support.devices import each_device, occupied, refused_waits
 from support.float32_gradients import Products
+from support.one_rank import one_rank
 from support.small_networks import Classifier, labelled_batches
 from support.versions import needs
 
@@ -22,16 +23,12 @@ NAN = float("nan")
 
 
 @pytest.fixture
-def one_rank(device, tmp_path):
+def _rank_of_device(device):
     """Be the only rank of a process group."""
-    settings = {"store": distributed.FileStore(str(tmp_path / "store"), 1)}
-    if device == "cuda":
-        # Without it, torch guesses the device at the first collective, and warns.
-        settings["device_id"] = torch.device("cuda", 0)
-    backend = "nccl" if device == "cuda" else "gloo"
-    distributed.init_process_group(backend, rank=0, world_size=1, **settings)
-    yield
-    distributed.destroy_process_group()
+    # Without a device, torch guesses it at the first collective, and warns.
+    on_cuda = {"backend": "nccl", "device_id": torch.device("cuda", 0)}
+    with one_rank(**(on_cuda if device == "cuda" else {})):
+        yield
 
 
 def whole(network, device):
@@ -106,7 +103,7 @@ class Loop:
 
 @each_device
 @each_layout
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("_rank_of_device")
 def test_a_training_is_that_of_one_process(layout, device):
     """Losses, norms, weights and averages are those of the network that is not distributed."""
     factors = [1.0, NAN, 1.0, 1.0, 1.0, 1.0]
@@ -130,7 +127,7 @@ def test_a_training_is_that_of_one_process(layout, device):
 
 @each_device
 @each_layout
-@pytest.mark.usefixtures("one_rank", "_late_results")
+@pytest.mark.usefixtures("_rank_of_device", "_late_results")
 def test_a_step_reads_nothing(layout, device):
     """No step reads on the host, whether it is applied or skipped."""
     loop = Loop(device, layout)
@@ -145,7 +142,7 @@ def test_a_step_reads_nothing(layout, device):
 @pytest.mark.cuda
 @pytest.mark.parametrize("device", ["cuda"])
 @each_layout
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("_rank_of_device")
 def test_a_step_returns_while_the_device_is_busy(layout, device):
     """The host queues a step with its collectives and goes on, before the device begins with it."""
     loop = Loop(device, layout)
@@ -164,7 +161,7 @@ def test_a_step_returns_while_the_device_is_busy(layout, device):
 @needs("torch", "2.10", "Tensor.grad_dtype")
 @each_device
 @pytest.mark.parametrize("layout", [whole, replicated, sharded])
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("_rank_of_device")
 def test_small_gradients_are_not_lost(layout, device):
     """1024 + 64 x 1 over 65 micro-batches is 16.738, of which bfloat16 keeps 15.75."""
     large, small = (torch.full((6,), value, device=device).bfloat16() for value in (1024.0, 1.0))

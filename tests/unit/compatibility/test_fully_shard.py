@@ -5,7 +5,7 @@ The tests in tests/unit/step/test_fsdp*.py use these functions on several ranks.
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -13,16 +13,9 @@ from mfwrap.compatibility.fully_shard import groups_of, reset_iteration
 from mfwrap.compatibility.gradient_dtypes import set_gradient_dtype
 from support.versions import needs
 
+pytestmark = pytest.mark.usefixtures("_one_rank")
+
 INPUTS = torch.arange(6.0).reshape(2, 3)
-
-
-@pytest.fixture(autouse=True)
-def _group(tmp_path):
-    """Make this process the only rank of a process group."""
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def sharded(dtype=torch.float32, **policy):

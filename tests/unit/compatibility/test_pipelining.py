@@ -2,22 +2,13 @@
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from mfwrap.compatibility import pipelining as names
 
 
-@pytest.fixture
-def _group(tmp_path):
-    """Make this process the only rank of a process group."""
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("_one_rank")
 def test_a_schedule_runs_with_another_loss():
     """A replaced loss function is called once for each micro-batch, and gradients follow it."""
     module = nn.Linear(1, 1, bias=False)

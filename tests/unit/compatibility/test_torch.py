@@ -180,16 +180,7 @@ def test_schedules_inside_a_schedule():
     assert names.step_count(parts[0]) == before + 1
 
 
-@pytest.fixture
-def _group(tmp_path):
-    """Make this process the only rank of a process group."""
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("_one_rank")
 def test_names_of_replicas():
     """A hook is found once it is registered; collectives are counted; the methods exist."""
     part = DistributedDataParallel(nn.Linear(1, 1))
@@ -212,7 +203,7 @@ def test_names_of_replicas():
     assert names.number_of_collectives(part.process_group) == before + 1
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("_one_rank")
 def test_the_default_store_keeps_values():
     """The store is the one that was given to the process group."""
     names.default_store().set("key", "value")

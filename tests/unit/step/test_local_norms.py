@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -18,6 +18,7 @@ from mfwrap import MFTrainOneStepCell
 from mfwrap.step.local_norms import local_squares_of, tap
 from mfwrap.step.ranks import agreement_of
 from support.host_reads import HostReads
+from support.one_rank import one_rank
 from support.small_networks import Classifier, LinearProbe, labelled_batches
 
 [BATCH] = labelled_batches(1)
@@ -26,13 +27,9 @@ WITH_A_HOOK = {"are_asked_for": True, "communication_hook": (None, allreduce_hoo
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _group_of_one(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("group")
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    distributed.destroy_process_group()
+def _group_of_one():
+    with one_rank():
+        yield
 
 
 @pytest.fixture

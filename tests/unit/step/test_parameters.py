@@ -1,6 +1,5 @@
 """The parameters of an update: in optimizer and network, trainable, with a gradient."""
 
-import contextlib
 import functools
 import math
 
@@ -21,6 +20,7 @@ from mfwrap.step.parameters import (
     network_parameters,
 )
 from mfwrap.tensors.norms import sums_by_group
+from support.one_rank import one_rank
 from support.small_llama import needs_stages, small_llama, split_for_generation
 
 
@@ -254,21 +254,10 @@ def test_names_are_those_without_torch_compile():
     assert trained(torch.compile(Tied(), backend="eager"))[0].groups().names == NAMES
 
 
-@contextlib.contextmanager
-def one_rank(folder):
-    """Be the only rank of a process group within the block."""
-    store = torch.distributed.FileStore(str(folder / "store"), 1)
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_gradients_have_the_placements_of_their_parameters(tmp_path):
     """A gradient of partial sums is added up; a gradient that is placed already stays as it is."""
     network = Tied()
-    with one_rank(tmp_path):
+    with one_rank():
         mesh = init_device_mesh("cpu", (1,))
         network.body.bias = nn.Parameter(distribute_tensor(network.body.bias.detach(), mesh))
         ours, _ = trained(network)

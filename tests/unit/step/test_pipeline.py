@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
@@ -17,6 +17,7 @@ from mfwrap import MFTrainOneStepCell, WithLossCell
 from mfwrap.compatibility.foreign import is_installed
 from mfwrap.step.pipeline import PipelineAccumulation, pipeline_stages
 from support.attached_runs import new_accelerator
+from support.one_rank import one_rank
 from support.ranks.pipeline_faults import (
     change_batches,
     freeze_first,
@@ -215,12 +216,10 @@ def test_a_stage_without_replicas_is_refused(four_ranks):
 
 
 @pytest.fixture(scope="module")
-def _one_rank(tmp_path_factory):
-    """Make this process the only rank of a process group."""
-    store = distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield
-    distributed.destroy_process_group()
+def _group_of_one():
+    """Make this process the only rank of a process group for all tests that ask for it."""
+    with one_rank():
+        yield
 
 
 def mean_square(output, target):
@@ -247,7 +246,7 @@ def sgd(schedule):
     return SGD(pipeline_stages(schedule).parameters(), lr=0.1)
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("_group_of_one")
 class TestOneRank:
     """A schedule needs no second rank."""
 

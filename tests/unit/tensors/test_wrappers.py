@@ -16,15 +16,6 @@ from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_opti
 compiled = functools.partial(torch.compile, backend="eager")
 
 
-@pytest.fixture
-def _one_rank(tmp_path):
-    """Run as the only rank of a process group."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_a_bare_network_is_itself():
     """A network without a wrapper is returned, even if a part of it is compiled."""
     network = nn.Sequential(compiled(nn.Linear(2, 2)))
