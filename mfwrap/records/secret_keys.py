@@ -1,25 +1,31 @@
 """Find passwords and access tokens in settings, which must not be written to disk."""
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SECRET_KEY = re.compile(
-    r"(.*_)?(password|passwd|passphrase|secret|credentials?|api_?key"
-    r"|(access|auth|enc|encryption|private|secret|signing)_key)"
-    r"|((.*_)?(access|api|auth|bearer|client|hf|hub|login|refresh|secret|session)_)?token"
+    r"(.*_)?(passwords?|passwd|pwd|passphrase|passcode|secrets?|credentials?|authorization|cookie"
+    r"|api_?keys?|(access|account|auth|aws|azure|client|comet|enc|encryption|hf|license|neptune"
+    r"|openai|private|secret|service|shared|signing|ssh|storage|subscription|swanlab|wandb)_keys?)"
+    r"|((.*_)?(access|api|auth|bearer|client|git|github|gitlab|hf|hub|login|refresh|secret|session"
+    r"|slack|wandb)_)token|(.*_)?(access|api|auth|hf|hub)_tokens|token"
 )
 """Keys of secrets in lower case, such as ``hub_token``. Keys such as ``eos_token`` do not match."""
 
 _SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|AKIA[0-9A-Z]{16})\b"
-    r"|://[^/\s:@]+:[^/\s@]+@"
+    r"\b(hf_[A-Za-z0-9]{16,}|(sk|gsk|nvapi)-[\w-]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}"
+    r"|github_pat_\w{16,}|gl[a-z]{2,6}-[\w-]{16,}|xox[a-z]-[\w-]{10,}|AIza[\w-]{30,}"
+    r"|(AKIA|ASIA)[0-9A-Z]{16}|(npm|r8)_[A-Za-z0-9]{20,}|pypi-[\w-]{16,}|ya29\.[\w-]{16,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"|://[^/\s:@]+:[^/\s@]*@|(?<=https)://[^/\s@]+@|(?<=http)://[^/\s@]+@"
+    r"|(?i:\bauthorization\s*[:=]\s*(\w+\s+)?[^\s'\"]+|\bbearer\s+[\w.~+/-]{8,}=*)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
-"""Access tokens of common services, and a user name with a password in a URL."""
-
-_ABSENT = {"", "None"}
-"""Texts that stand for no value. MindFormers' files write ``None`` for null."""
+"""What is a secret by its form: tokens of common services, JSON web tokens, private keys, headers
+that authorize a request, and the user of a URL, if it has a password or the URL is one of HTTP."""
 
 _HIDDEN = "***"
 
@@ -37,14 +43,14 @@ def find_secret(value: Any, path: tuple[str | int, ...] = ()) -> tuple[str | int
     """Return the path of the first secret in a recipe's values; ``None`` if there is none.
 
     A value is a secret if its key is the name of a secret, or if it has the form of an access
-    token. An empty string, null, true and false are accepted: they turn a setting on or off. So is
-    the string ``None``.
+    token. Empty values, null, true and false are accepted: they turn a setting on or off. So is the
+    string ``None``, which MindFormers' files write for null.
 
     Args:
         value: Mappings, lists and plain values.
         path: Path of `value`.
     """
-    if value is None or isinstance(value, bool) or (isinstance(value, str) and value in _ABSENT):
+    if _is_absent(value):
         return None
     if is_secret(path) or (isinstance(value, str) and _SECRET_VALUE.search(value)):
         return path
@@ -60,21 +66,30 @@ def find_secret(value: Any, path: tuple[str | int, ...] = ()) -> tuple[str | int
 def without_secrets(value: Any, path: tuple[str | int, ...] = ()) -> Any:
     """Return settings as plain values for JSON, with ``***`` in the place of each secret.
 
+    A list or mapping under the name of a secret is hidden as a whole.
+
     Args:
         value: Mappings, lists and plain values; anything else becomes text.
         path: Path of `value`.
     """
-    if isinstance(value, Mapping):
-        return {str(key): without_secrets(inner, (*path, str(key))) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(inner, (*path, place)) for place, inner in enumerate(value)]
-    if value is None or isinstance(value, bool):
-        return value
-    if is_secret(path) and str(value) not in _ABSENT:
+    if is_secret(path) and not _is_absent(value):
         return _HIDDEN
-    if isinstance(value, (int, float)):
+    if isinstance(value, Mapping):
+        return {
+            _SECRET_VALUE.sub(_HIDDEN, str(key)): without_secrets(inner, (*path, str(key)))
+            for key, inner in value.items()
+        }
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [without_secrets(inner, (*path, place)) for place, inner in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float)):
         return value
     return _SECRET_VALUE.sub(_HIDDEN, str(value))
+
+
+def _is_absent(value: Any) -> bool:
+    """Return whether a value turns a setting on or off, or is empty."""
+    is_empty = isinstance(value, (str, Mapping, list, tuple, set, frozenset)) and not value
+    return value is None or isinstance(value, bool) or is_empty or value == "None"
 
 
 def command_without_secrets(words: Sequence[str]) -> str:
@@ -82,18 +97,25 @@ def command_without_secrets(words: Sequence[str]) -> str:
 
     Args:
         words: The command's words. The value of a secret is in the same word, as in
-            ``--hub-token=hf_...``, or in the next one.
+            ``--hub-token=hf_...``, or in the next one; for a name in the plural, such as
+            ``--api-keys``, in all words up to the next option.
     """
-    shown, is_next_secret = [], False
+    shown = []
+    num_hidden = 0.0
+    """Number of the next words that are secrets."""
     for word in words:
         name, mark, value = word.partition("=")
         is_option = bool(mark) or word.startswith("-")
-        is_named = is_option and is_secret((name.lstrip("-").rpartition(".")[2],))
-        if is_next_secret and not word.startswith("-"):
+        key = name.lstrip("-").rpartition(".")[2]
+        is_named = is_option and is_secret((key,))
+        if num_hidden and not word.startswith("-"):
             shown.append(_HIDDEN)
-        elif is_named and mark and value:
-            shown.append(f"{name}={_HIDDEN}")
+            num_hidden -= 1
+            continue
+        if is_named and mark and value:
+            shown.append(f"{shlex.quote(name)}={_HIDDEN}")
         else:
-            shown.append(_SECRET_VALUE.sub(_HIDDEN, word))
-        is_next_secret = is_named and not mark
-    return " ".join(word if word.endswith(_HIDDEN) else shlex.quote(word) for word in shown)
+            kept = _SECRET_VALUE.sub(_HIDDEN, word)
+            shown.append(kept if kept == _HIDDEN else shlex.quote(kept))
+        num_hidden = 0 if mark or not is_named else math.inf if key.endswith("s") else 1
+    return " ".join(shown)

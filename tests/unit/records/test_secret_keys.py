@@ -45,6 +45,54 @@ def test_secrets_are_refused(text):
         assert "HF_TOKEN" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "github_pat_11ABCDEFG0" + 20 * "a1",
+        "glpat-" + 20 * "b",
+        "xoxb-1234567890-abcdefghij",
+        "AIza" + 35 * "c",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
+        "https://" + 12 * "d2" + "@github.com/me/data",
+        "authorization: token " + 8 * "e",
+    ],
+)
+def test_secrets_are_known_by_their_form(value):
+    """Under a name that says nothing, too, a token is refused in a recipe and hidden in a file."""
+    assert find_secret({"note": value}) == ("note",)
+    hidden = without_secrets({"note": f"see {value} there"})["note"]
+    assert "***" in hidden
+    assert value not in hidden
+    assert hidden.startswith("see ")
+    assert hidden.endswith((" there", "github.com/me/data there"))
+
+
+@pytest.mark.parametrize(
+    "secret", [["ONE", "TWO"], {"user": "me", "value": "ONE"}, {"ONE"}, ("ONE",), 1234]
+)
+@pytest.mark.parametrize("name", ["api_key", "credentials", "wandb_key", "Authorization"])
+def test_all_values_under_the_name_of_a_secret_are_hidden(name, secret):
+    """A list, a mapping or a number under the name of a secret is hidden as a text is."""
+    assert without_secrets({"a": [{name: secret}]}) == {"a": [{name: "***"}]}
+    assert without_secrets({name: {}, "b": {name: []}}) == {name: {}, "b": {name: []}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eos_token": "</s>", "pad_token_id": 0, "max_new_tokens": 20, "tokens": [1]},
+        {"key": "value", "sort_keys": ["a"], "num_keys": 3, "passes": 3, "author": "me"},
+        {"digest": "a94a8fe5ccb19ba61c4c0873d391e987982fbbd3", "url": "https://host/data"},
+        {"remote": "ssh://git@github.com/me/data", "mail": "me@host.org", "path": "a:b@c"},
+    ],
+)
+def test_plain_settings_stay(settings):
+    """Settings whose names or forms only resemble those of secrets are written as they are."""
+    assert without_secrets(settings) == settings
+    assert find_secret(settings) is None
+
+
 def test_what_is_not_a_secret():
     """Names of special tokens, and secrets that are turned off, are accepted."""
     text = "a: {eos_token: </s>, hub_token: null, use_auth_token: true, num_tokens: 3, key: x}"
@@ -101,6 +149,13 @@ def test_settings_without_secrets():
         ),
         (["train.py", "--use-token", "--lr", "1"], "train.py --use-token --lr 1"),
         (["train.py", "hf_" + 20 * "a"], "train.py ***"),
+        (["train.py", "--wandb-key", "SECRET", "--lr", "1"], "train.py --wandb-key *** --lr 1"),
+        (["train.py", "--api-keys", "ONE", "TWO", "-v"], "train.py --api-keys *** *** -v"),
+        (
+            ["train.py", "--header", "Authorization: Bearer SECRET", "--header=Cookie"],
+            "train.py --header *** --header=Cookie",
+        ),
+        (["train.py", "a https://SECRET@host/x"], "train.py 'a https***host/x'"),
     ],
 )
 def test_a_command_without_secrets(words, shown):
