@@ -31,6 +31,7 @@ try:
     )
     from mfwrap.recipe.document import RecipeError
     from mfwrap.recipe.library import find_recipe, shipped_recipes
+    from mfwrap.terminal import echo
 except ImportError as error:  # installed without the extra `recipes`
     sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
 
@@ -158,9 +159,9 @@ def _train(
         _leave_process_group()
     if is_first_process():
         values = ", ".join(f"{name} {value:.6g}" for name, value in result.metrics.items())
-        click.echo(f"result: {values or 'not evaluated'}")
+        echo(f"result: {values or 'not evaluated'}")
         page = shlex.join(["mfwrap", "report", str(result.folder)])
-        click.echo(f"run folder: {result.folder}\nrun page: {page}")
+        echo(f"run folder: {result.folder}\nrun page: {page}")
 
 
 @cli.command()
@@ -168,7 +169,7 @@ def recipes() -> None:
     """List the recipes that come with the package."""
     shipped = shipped_recipes()
     for one in shipped.values():
-        click.echo(f"{one.name:{max(map(len, shipped))}}  {one.summary}")
+        echo(f"{one.name:{max(map(len, shipped))}}  {one.summary}")
 
 
 @cli.command()
@@ -186,7 +187,7 @@ def init(name: str, output: Path | None) -> None:
     text = shipped[name].text if name in shipped else find_recipe(name)[0]
     file = Path(f"{Path(name).stem}.yaml") if output is None else output
     _write_new(file, text)
-    click.echo(f"wrote {file}; train it with: mfwrap train {file} --resume=auto")
+    echo(f"wrote {file}; train it with: mfwrap train {file} --resume=auto")
 
 
 @cli.command("import-mindformers")
@@ -224,7 +225,7 @@ def import_mindformers(file: Path, output: Path | None, accept: Sequence[str]) -
         click.echo(imported.text, nl=False)
     else:
         _write_new(output, imported.text)
-        click.echo(f"wrote {output}")
+        echo(f"wrote {output}")
 
 
 @cli.command()
@@ -280,7 +281,7 @@ def report(runs: Sequence[Path], output: Path | None, watch: int | None) -> None
     if watch is None:
         _draw(page, lambda: write_run_page(runs, page))
         return
-    click.echo(f"writing {page} every {watch} s until the end of the run; Ctrl-C ends this earlier")
+    echo(f"writing {page} every {watch} s until the end of the run; Ctrl-C ends this earlier")
     _draw(page, lambda: watch_runs(runs, page, watch))
 
 
@@ -315,12 +316,12 @@ def verify(run: Path) -> None:
             verified = verification.verify(folder)
         except ValueError as error:
             num_damaged += 1
-            click.echo(f"{folder}: damaged: {error}")
+            echo(f"{folder}: damaged: {error}")
             continue
         found = f"intact ({verified.num_files} files, {verified.num_bytes:,} bytes)"
         if verified.caveat is not None:
             found = f"no damage found, but {verified.caveat}"
-        click.echo(f"{folder}: {found}")
+        echo(f"{folder}: {found}")
     if num_damaged:
         sys.exit(1)
 
@@ -348,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         say(str(error))
         code = 2
     except ConnectionError as error:  # names the rank, so each rank prints its own
-        click.echo(f"mfwrap: {error}", err=True)
+        echo(f"mfwrap: {error}", err=True)
         code = 1
     except (click.Abort, KeyboardInterrupt):
         say("interrupted")
@@ -374,7 +375,7 @@ def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
 
     file = write_traceback(Path(recipe.arguments.output_dir or ""), error)
     line = " ".join(str(error).split()) + ("" if file is None else f"; traceback in {file}")
-    click.echo(f"mfwrap: the run failed: {type(error).__name__}: {line}", err=True)
+    echo(f"mfwrap: the run failed: {type(error).__name__}: {line}", err=True)
     sys.exit(1)
 
 
@@ -395,7 +396,7 @@ def _draw(file: Path, draw: Callable[[], None]) -> None:
     except OSError as error:
         msg = f"cannot write {file}: {error}"
         raise RecipeError(msg) from error
-    click.echo(f"wrote {file}")
+    echo(f"wrote {file}")
 
 
 def _write_new(file: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from mfwrap.comparison.comparison import compare_runs
 from mfwrap.comparison.sentences import sentences
 from mfwrap.recipe.document import RecipeError
 from mfwrap.records.json_lines import to_plain
+from mfwrap.terminal import echo
 
 
 @click.command()
@@ -44,9 +45,9 @@ def compare(first: Path, second: Path, tolerance: float, *, as_json: bool) -> No
     except (OSError, ValueError) as error:
         raise RecipeError(str(error)) from error
     if as_json:
-        click.echo(json.dumps(to_plain(found.to_record()), default=str))
+        echo(json.dumps(to_plain(found.to_record()), default=str))
     else:
         for line in sentences(found):
-            click.echo(line)
+            echo(line)
     if not found.is_equal:
         sys.exit(1)

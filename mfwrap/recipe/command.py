@@ -9,6 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from mfwrap.recipe.library import find_recipe, shipped_recipes
+from mfwrap.terminal import echo
 
 # Reading a recipe must be quick, so modules that load transformers are imported inside the commands
 # that need them (PLC0415).
@@ -56,7 +57,7 @@ def validate(recipe: str, overrides: Sequence[str]) -> None:
 
     reason = rehearse(checked)
     note = "" if reason is None else f"; its first step was not tried, because {reason}"
-    click.echo(f"{recipe}: valid{note}")
+    echo(f"{recipe}: valid{note}")
 
 
 @click.command()
@@ -82,7 +83,7 @@ def data(recipe: str, overrides: Sequence[str], rows: int, *, held_out: bool) ->
     from mfwrap.recipe.preview import preview  # noqa: PLC0415  (loads transformers)
 
     for line in preview(checked, rows, held_out=held_out):
-        click.echo(line)
+        echo(line)
 
 
 def checked_recipe(word: str, overrides: Sequence[str]) -> "Recipe":
@@ -117,7 +118,7 @@ def warn(name: str, notes: Sequence[str]) -> None:
 def say(line: str) -> None:
     """Print a line to standard error, in the first process only."""
     if is_first_process():
-        click.echo(f"mfwrap: {line}", err=True)
+        echo(f"mfwrap: {line}", err=True)
 
 
 def is_first_process() -> bool:

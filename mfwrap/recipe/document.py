@@ -10,6 +10,7 @@ import yaml
 
 from mfwrap.names import hint
 from mfwrap.records.secret_keys import find_secret, is_secret
+from mfwrap.terminal import printable
 
 Path = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
@@ -172,8 +173,7 @@ class RecipeDocument:
 
 def one_line(message: str) -> str:
     """Return a message without line breaks, with characters that cannot be printed escaped."""
-    joined = " ".join(message.split())
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in joined)
+    return printable(" ".join(message.split()))
 
 
 _MAX_SHOWN = 80

@@ -30,6 +30,19 @@ def test_five_rows_by_default():
     assert shown.stdout.count("row ") == 5
 
 
+def test_a_terminal_does_not_obey_rows(tmp_path):
+    """Escapes in a row are shown as text: they would clear the screen or change its title."""
+    text = "a \x1b[2J\x1b]0;owned\x07 row"
+    (tmp_path / "rows.csv").write_text(f"text,label\n{text},a\nother,b\n", encoding="utf-8")
+    given = [f"data.path={tmp_path}/rows.csv", "data.eval_fraction=0"]
+    words = ["data", "sequence_classification", *(word for x in given for word in ("--set", x))]
+    shown = CliRunner().invoke(cli, words, color=True)
+
+    assert r"\x1b[2J\x1b]0;owned\x07" in shown.stdout
+    assert "\x1b" not in shown.output
+    assert "\x07" not in shown.output
+
+
 def test_faults_are_one_sentence(tmp_path, capsys):
     """A null in a file is one line on standard error, for all commands with a recipe."""
     (tmp_path / "rows.csv").write_text('text,label\none,a\n"",b\n')
