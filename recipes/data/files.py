@@ -262,7 +262,9 @@ def load_files(name: str, files: Sequence[str], builder: str, **options: Any) ->
     """
     try:
         with reading_locally():
-            return load_dataset(builder, data_files=list(files), split="train", **options)
+            # The library takes each name for a pattern.
+            names = [glob.escape(file) if Path(file).exists() else file for file in files]
+            return load_dataset(builder, data_files=names, split="train", **options)
     except (DatasetsError, ValueError) as error:
         cause = error.__cause__ or error
     first: Dataset | None = None

@@ -1,5 +1,6 @@
 """Data from folders of images."""
 
+import glob
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +51,13 @@ class ImageFolderSource(DataSource):
         try:
             with reading_locally():
                 if self.eval_path is None:
-                    found = load_dataset("imagefolder", data_dir=self.path)
+                    found = load_dataset("imagefolder", data_dir=glob.escape(self.path))
                 else:
                     # One call for both folders, so that a class has the same number in both.
                     folders = {"train": self.path, "test": self.eval_path}
-                    patterns = {name: f"{folder}/**" for name, folder in folders.items()}
+                    patterns = {
+                        name: f"{glob.escape(folder)}/**" for name, folder in folders.items()
+                    }
                     found = load_dataset("imagefolder", data_files=patterns)
         except (DatasetsError, ValueError) as error:
             msg = f"`path` must be a folder of images; cannot read {self.path!r}: {error}"

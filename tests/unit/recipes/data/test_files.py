@@ -125,6 +125,17 @@ def test_a_pattern_means_all_files(tmp_path):
     assert rows.train["text"][:] == [row["review"] for row in REVIEWS]
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_the_name_of_a_file_is_no_pattern(tmp_path, kind):
+    """A file with brackets in its name is read, not the one that the name would match."""
+    file = Path(written(tmp_path, kind)).rename(tmp_path / f"run[1].{kind}")
+    (tmp_path / f"run1.{kind}").write_text(file.read_text().replace("text", "another"))
+    section = {"path": str(file), "columns": COLUMNS, "eval_fraction": 0}
+    rows = checked_rows(recipe_of("sequence_classification", section, model=BERT))
+
+    assert rows.train["text"][:] == [row["review"] for row in REVIEWS]
+
+
 def test_a_table_without_header(tmp_path):
     """With `column_names` and `delimiter`, a table of any form is read."""
     file = tmp_path / "rows.csv"

@@ -44,6 +44,21 @@ def test_a_folder_of_held_out_images(tmp_path):
     assert rows.evaluation["label"][:] == [1]
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_the_name_of_a_folder_is_no_pattern(tmp_path, held_out):
+    """A folder with brackets in its name is read, not the one that the name would match."""
+    make_images(tmp_path / "photos1", [(8, 8)])
+    section = {"path": make_images(tmp_path / "photos[1]", [(8, 8)] * 3)}
+    if held_out:
+        section["eval_path"] = make_images(tmp_path / "held[1]", [(8, 8)])
+    else:
+        section["eval_fraction"] = 0
+    rows = checked_rows(recipe_of("image_classification", section, model=VIT))
+
+    assert len(rows.train) == 6
+    assert not held_out or len(rows.evaluation) == 2
+
+
 def test_folders_of_splits(tmp_path):
     """Folders named train and test are the training rows and the held-out rows."""
     make_images(tmp_path / "train", [(8, 8), (8, 8)])
