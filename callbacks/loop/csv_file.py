@@ -4,9 +4,10 @@ import csv
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.records.json_lines import append_whole
 from mfwrap.records.run_files import set_aside
 
 
@@ -43,6 +44,9 @@ class CsvFile:
         Args:
             step: Number of the step.
             values: Numbers by name of the column.
+
+        Raises:
+            OSError: If the file cannot be written. Nothing of the row is left in the file.
         """
         row = {"step": step, **values}
         new = [name for name in row if name not in self._columns]
@@ -51,8 +55,7 @@ class CsvFile:
             self._columns += new
             self._write_anew([*rows, _cells(row)])
             return
-        with self._path.open("a", encoding="utf-8", newline="") as file:
-            file.write(_lines(self._columns, [_cells(row)]))
+        append_whole(self._path, _lines(self._columns, [_cells(row)]).encode())
 
     def _write_anew(self, rows: list[dict[str, str]]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +74,19 @@ def _cells(row: Mapping[str, float]) -> dict[str, str]:
 
 def _lines(columns: list[str], rows: list[dict[str, str]]) -> str:
     text = io.StringIO()
-    csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
+    # By itself, `csv` does not quote "\r" here, and takes it for the end of a line when it reads.
+    quoting: Literal[0, 1] = (
+        csv.QUOTE_ALL if any("\r" in column for column in columns) else csv.QUOTE_MINIMAL
+    )
+    csv.DictWriter(text, columns, restval="", lineterminator="\n", quoting=quoting).writerows(rows)
     return text.getvalue()
 
 
 def _rows_until(path: Path, last_step: int) -> list[dict[str, str]]:
     """Return the whole rows of a file up to a step."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # Only "\n" ends a line here. `splitlines` and text mode take others for ends, too, which a
+    # quoted name may have.
+    lines = io.StringIO(path.read_bytes().decode("utf-8"), newline="\n")
     whole = [line for line in lines if line.endswith("\n")]
     rows = []
     for row in csv.DictReader(whole):

@@ -45,7 +45,7 @@ class JsonLines:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 _end_with_a_line(self.path)
             self._has_checked_end = False
-            _append_whole(self.path, line)
+            append_whole(self.path, line)
             self._has_checked_end = True
         except OSError as error:
             # An error of `write` does not name the file.
@@ -124,8 +124,12 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _append_whole(path: Path, line: bytes) -> None:
-    """Append a line to a file; if that fails, leave the file as it was."""
+def append_whole(path: Path, line: bytes) -> None:
+    """Append a line to a file; if that fails, leave the file as it was.
+
+    Raises:
+        OSError: If the file cannot be written, for example because the disk is full.
+    """
     with path.open("ab", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size
         rest = line

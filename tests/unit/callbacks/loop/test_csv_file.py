@@ -2,6 +2,8 @@
 
 import csv
 import math
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from mfwrap.callbacks.loop.csv_file import CsvFile
 
 NUMBERS = st.one_of(st.floats(), st.integers(-(2**53), 2**53), st.booleans())
-ROWS = st.lists(st.dictionaries(st.sampled_from(["a", 'b,"', "c/d"]), NUMBERS), max_size=6)
+NAMES = st.sampled_from(["a", 'b,"', "c/d", "e\u2028f", "g\rh", "i\nj", "k\x85"])
+ROWS = st.lists(st.dictionaries(NAMES, NUMBERS), max_size=6)
 
 
 def read(path):
@@ -37,6 +40,47 @@ def test_all_numbers_are_read_back(rows, tmp_path_factory):
 
     expected = [{"step": step, **row} for step, row in enumerate(rows, 1)]
     assert same(read(path) if rows else [], expected)
+
+
+@given(rows=ROWS)
+def test_a_resumed_run_keeps_all_rows(rows, tmp_path_factory):
+    """Rows of earlier steps stay, whatever characters their names have."""
+    path = tmp_path_factory.mktemp("csv") / "metrics.csv"
+    file = CsvFile(path, 0)
+    for step, row in enumerate(rows, 1):
+        file.append(step, row)
+    CsvFile(path, len(rows) + 1).append(len(rows) + 1, {"a": 1.0})
+
+    expected = [{"step": step, **row} for step, row in enumerate([*rows, {"a": 1.0}], 1)]
+    assert same(read(path), expected)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of files are those of POSIX")
+def test_a_row_that_does_not_fit_leaves_nothing(tmp_path):
+    """On a full disk, for which a limit on the file's size stands, no half row is left."""
+    path = tmp_path / "metrics.csv"
+    program = f"""
+import pathlib, resource, signal
+from mfwrap.callbacks.loop.csv_file import CsvFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = pathlib.Path({str(path)!r})
+file = CsvFile(path, 0)
+file.append(1, {{"loss": 1 / 3}})
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+try:
+    file.append(2, {{"loss": 2 / 3}})
+except OSError:
+    print("full")
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+file.append(3, {{"loss": 1.0}})
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert ended.stdout == "full\n"
+    assert read(path) == [{"step": 1, "loss": 1 / 3}, {"step": 3, "loss": 1.0}]
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
