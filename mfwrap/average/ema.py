@@ -40,8 +40,8 @@ class ExponentialMovingAverage:
     The average starts as a copy of the weights. Each averaging step computes
     ``average += (1 - decay) * (weight - average)`` for all weights of one dtype and device at once.
     On a CPU, with the default `warmup`, `device` and `dtype`, averages of float32 and float64
-    weights are bitwise equal to those of ``torch.optim.swa_utils.get_ema_multi_avg_fn``; on CUDA,
-    those of float32 weights may differ in the last digit, because the kernel is that of fused SGD.
+    weights are bitwise equal to those of ``torch.optim.swa_utils.get_ema_multi_avg_fn``. On CUDA,
+    those of float32 weights are rounded in another order, because the kernel is that of fused SGD.
     The factor ``1 - decay`` is a tensor on the device, so that a skipped update can replace it by 0
     without synchronization.
 

@@ -1,6 +1,6 @@
 """Compute and store averages of weights, without synchronizing with the device."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,9 @@ class AveragedGroup(NamedTuple):
     averages: list[Tensor]
     converted: bool
     """Whether weights and averages differ in dtype or device."""
+
+    fused: bool
+    """Whether a step of fused SGD moves the averages."""
 
     smoothing_factor: Tensor
     """``1 - decay``: shape ``()``, dtype and device of the averages."""
@@ -56,11 +59,23 @@ class AveragedGroup(NamedTuple):
         averages, weights = self.averages, self.weights
         if self.sharded:
             averages, weights = local_tensors(averages), local_tensors(weights)
-        if not self.converted:
-            move(averages, weights, share)
+        if not (self.converted or self.fused):
+            _lerp(averages, weights, share)
             return
-        for targets, sources in _pieces(averages, weights):
-            move(targets, _converted(sources, targets), share)
+        # A step of fused SGD takes a rate on the device. Without it, the share is the rate.
+        rate = -share.float() if self.fused else share
+        move = move_by_sgd if self.fused else _lerp
+        blocks = list(map(_blocks, averages, weights))
+        if self.converted:
+            for targets, sources in _pieces([found for found in blocks if found is not None]):
+                move(targets, _converted(sources, targets), rate)
+        else:
+            found = [pair for pair in blocks if pair is not None]
+            if found:
+                move([pair[0] for pair in found], [pair[1] for pair in found], rate)
+        for average, weight, pair in zip(averages, weights, blocks, strict=True):
+            if pair is None:
+                average.lerp_(weight.to(average), share)
 
     def check_placement(self) -> None:
         """Raise ``RuntimeError`` if a weight was moved or converted after construction."""
@@ -75,47 +90,54 @@ class AveragedGroup(NamedTuple):
                 raise RuntimeError(msg)
 
 
-def move(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
-    """Move averages towards weights of their dtype and device by `share`, which stays there.
+def move_by_sgd(averages: list[Tensor], weights: list[Tensor], rate: Tensor) -> None:
+    """Move averages towards weights with a step of fused SGD.
 
-    On CUDA, torch's ``lerp`` launches one kernel for each weight if the share is a tensor on the
-    device. So a step of fused SGD does it there, with few kernels and in one pass, if each weight
-    is in one block of memory: with a weight decay of -1, the gradient ``weight`` becomes
-    ``weight - average``, and the rate is ``-share``. The kernel takes a rate in float32, so float64
-    is left to ``lerp``.
+    With a weight decay of -1, the gradient ``weight`` becomes ``weight - average``. The kernel asks
+    for equal strides. On a CPU the averages must be in float32: in shorter dtypes, torch before
+    2.15 computes wrong numbers.
+
+    Args:
+        averages: Averages, which are changed.
+        weights: Weights with their dtypes, devices and strides.
+        rate: The negative share of the weights in the new averages: shape ``()``, float32.
     """
-    is_fused = averages[0].is_cuda and averages[0].dtype != torch.float64
-    if is_fused and all(map(_is_block_like, averages, weights)):
-        move_by_sgd(averages, weights, share)
-    else:
-        # Pass a list of factors. torch would read a single tensor on the host, which synchronizes
-        # with the device.
-        foreach_lerp_(averages, weights, [share] * len(averages))
-
-
-def move_by_sgd(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
-    """Move averages towards weights by `share` with a step of fused SGD.
-
-    On a CPU the averages must be in float32: in shorter dtypes, torch 2.13 computes wrong numbers.
-    """
-    rate: Any = -share.float()  # torch takes a tensor, too, which it does not read on the host
+    on_device: Any = rate  # torch takes a tensor, too, and does not read it on the host
     sgd(
         averages,
         weights,
         [None] * len(averages),
         fused=True,
         weight_decay=-1.0,
-        lr=rate,
+        lr=on_device,
         momentum=0.0,
         dampening=0.0,
         nesterov=False,
         maximize=False,
     )
+    # Unlike other operators, the kernel does not tell autograd that tensors have changed.
+    torch.autograd.graph.increment_version(averages)
 
 
-def _is_block_like(tensor: Tensor, other: Tensor) -> bool:
-    # The kernel asks for equal strides, also of dimensions of size 1.
-    return tensor.is_contiguous() and tensor.stride() == other.stride()
+def _lerp(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
+    # Pass a list of shares. torch would read a single tensor on the host, which synchronizes with
+    # the device.
+    foreach_lerp_(averages, weights, [share] * len(averages))
+
+
+def _blocks(average: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return both tensors in the order of their memory; ``None`` if one is not a block of memory.
+
+    Weights in the format channels_last and transposed ones are blocks as well. Equal strides make
+    equal orders.
+    """
+    if average.stride() != weight.stride():
+        return None
+    if not average.is_contiguous():
+        strides = average.stride()
+        order = sorted(range(average.dim()), key=lambda dim: -strides[dim])
+        average, weight = average.permute(order), weight.permute(order)
+    return (average, weight) if average.is_contiguous() else None
 
 
 def _converted(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
@@ -126,23 +148,26 @@ def _converted(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
 
 
 def _pieces(
-    averages: Sequence[Tensor], weights: Sequence[Tensor]
+    blocks: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield averages and weights, or slices of them, with `_PIECE` numbers at a time, or fewer.
 
-    Tensors that are not in one block of memory cannot be sliced, and are yielded one by one.
+    Args:
+        blocks: Average and weight, each contiguous.
     """
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     room = _PIECE
-    for average, weight in zip(averages, weights, strict=True):
-        if not (average.is_contiguous() and weight.is_contiguous()):
-            yield [average], [weight]
-            continue
+    for average, weight in blocks:
+        number = average.numel()
         parts = [(average, weight)]
-        if average.numel() > room:  # fill the piece, and cut the rest into whole ones
-            sizes = [room, *[_PIECE] * ((average.numel() - room) // _PIECE)]
-            sizes.append(average.numel() - sum(sizes))
+        if number > room:  # fill the piece, and cut the rest into whole ones
+            rest = number - room
+            sizes = [
+                room,
+                *[_PIECE] * (rest // _PIECE),
+                *([rest % _PIECE] if rest % _PIECE else []),
+            ]
             slices = (each.view(-1).split(sizes) for each in (average, weight))
             parts = list(zip(*slices, strict=True))
         for target, source in parts:
@@ -173,6 +198,7 @@ def grouped(
                 weights=[weights[name] for name in names],
                 averages=[averages[name] for name in names],
                 converted=(weight.device, weight.dtype) != (average.device, average.dtype),
+                fused=_has_fused_step(average, decay),
                 sharded=any(map(is_distributed, (*weights.values(), *averages.values()))),
                 # Subtract in Python's float64: in float32, 1 - 0.9999 would be 1.00017e-4.
                 smoothing_factor=_number(1 - decay, average),
@@ -181,6 +207,18 @@ def grouped(
             )
         )
     return groups
+
+
+def _has_fused_step(average: Tensor, decay: float) -> bool:
+    """Return whether a step of fused SGD may move averages like this one.
+
+    On CUDA, torch's ``lerp`` launches one kernel for each weight if the share is a tensor on the
+    device. A step of fused SGD takes many weights at once. Its rate is in float32, which is too
+    short for averages in float64, and for shares of more than a half it rounds more than ``lerp``
+    does. The first shares of a warm-up are that large, too, but then weights and averages still
+    differ little.
+    """
+    return average.is_cuda and average.dtype != torch.float64 and decay >= 0.5
 
 
 def _number(value: float, average: Tensor) -> Tensor:

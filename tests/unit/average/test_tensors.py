@@ -152,46 +152,66 @@ def test_names_are_those_without_torch_compile():
     assert torch.equal(dict(ours.named_averages())["0.bias"], compiled[0].bias)
 
 
-each_share = pytest.mark.parametrize("share", [0.0, 1e-7, 1e-3, 0.5, 0.9, 1.0])
-
-
-def assert_moves_like_lerp(move, device, dtype, share):
-    """Move averages; they agree with the formula in float64, and are as they were if it is 0."""
-    values = [each.to(device) for each in weights_of((4, 3), (0,), (), (1000,), dtype=dtype)]
-    averaged = [each.flip(0) if each.dim() else each * 0.5 for each in values]
-    given = [each.clone() for each in averaged]
-    factor = torch.full((), share, dtype=dtype, device=device)
-    move(averaged, values, factor)
-
-    precision = torch.finfo(dtype).eps
-    for result, start, value in zip(averaged, given, values, strict=True):
-        expected = start.double().lerp(value.double(), factor.double())
-        torch.testing.assert_close(result.double(), expected, rtol=precision, atol=precision)
-        assert share or torch.equal(result, start)
-
-
-@each_share
+@pytest.mark.parametrize("share", [0.0, 1e-7, 1e-3, 0.1, 0.5])
 def test_a_step_of_sgd_moves_averages_like_lerp(share):
-    """A step of fused SGD, which CUDA needs, rounds the average of float64 once or twice."""
-    assert_moves_like_lerp(tensors.move_by_sgd, "cpu", torch.float32, share)
+    """Up to a share of a half, a step of fused SGD agrees with float64 to within two roundings."""
+    averaged = [torch.randn(shape) for shape in ((4, 3), (0,), (), (1000,))]
+    values = [torch.randn_like(each) * 1e-3 for each in averaged]
+    given = [each.clone() for each in averaged]
+    tensors.move_by_sgd(averaged, values, torch.full((), -share))
+
+    for result, start, value in zip(averaged, given, values, strict=True):
+        factor = torch.full((), share).double()
+        expected = start.double().lerp(value.double(), factor)
+        torch.testing.assert_close(result.double(), expected, rtol=1.2e-7, atol=0)
+        assert share or torch.equal(result, start)
+        assert result._version == 1
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
-@each_share
-def test_averages_on_cuda_move_like_lerp(dtype, share):
-    """On a GPU, averages of each dtype move all at once, and agree with the formula in float64."""
-    assert_moves_like_lerp(tensors.move, "cuda", dtype, share)
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
+def test_averages_on_cuda_move_like_lerp(dtype, decay):
+    """On a GPU, averages of each dtype and of weights in any order of memory follow the weights."""
+    weights = weights_of((4, 3), (0,), (), (1000,), (2, 3, 4, 5), (6, 5), dtype=dtype)
+    weights[4] = weights[4].to(memory_format=torch.channels_last)
+    weights[5] = weights[5].T
+    on_device = [each.cuda() for each in weights]
+    ema = ExponentialMovingAverage(on_device, decay, dtype=dtype)
+    start = [each.double() for each in weights]
+    train(weights)
+    for each, value in zip(on_device, weights, strict=True):
+        each.copy_(value)
+    ema.update()
+
+    precision = torch.finfo(dtype).eps
+    for result, before, value in zip(averages(ema).values(), start, weights, strict=True):
+        expected = before.lerp(value.double(), 1 - decay)
+        torch.testing.assert_close(result.cpu().double(), expected, rtol=precision, atol=precision)
+        assert decay or torch.equal(result.cpu(), value)
 
 
 @pytest.mark.parametrize("piece", [1, 5, 8, 100])
 def test_weights_are_converted_in_pieces(piece, monkeypatch):
-    """Slices, whole weights, empty ones and those that are not one block follow as by ``lerp``."""
+    """Slices, whole weights, empty ones and those that are not one block follow as by ``lerp``.
+
+    No more numbers are converted at a time than fit into a piece, unless they are not one block.
+    """
     monkeypatch.setattr(tensors, "_PIECE", piece)
-    values = weights_of((4, 3), (0,), (), (17,), (2, 2), dtype=torch.bfloat16)
+    sizes = []
+    convert = tensors._converted
+
+    def noted(sources, targets):
+        sizes.append([target.numel() for target in targets])
+        return convert(sources, targets)
+
+    monkeypatch.setattr(tensors, "_converted", noted)
+    values = weights_of((4, 3), (0,), (), (17,), (2, 2), (2, 3, 2, 2), (10,), dtype=torch.bfloat16)
     values[0] = values[0].T
+    values[5] = values[5].to(memory_format=torch.channels_last)
+    values[6] = values[6][::2]
     ema = ExponentialMovingAverage(values, 0.9)
     expected = [each.float() for each in values]
     train(values)
@@ -199,4 +219,28 @@ def test_weights_are_converted_in_pieces(piece, monkeypatch):
     for each, value in zip(expected, values, strict=True):
         each.lerp_(value.float(), 1 - 0.9)
 
-    assert_same(dict(zip("01234", expected, strict=True)), averages(ema))
+    assert_same(dict(zip("0123456", expected, strict=True)), averages(ema))
+    assert [sum(each) for each in sizes[:-1]] == [piece] * (len(sizes) - 1)
+    assert sum(map(sum, sizes)) == sum(each.numel() for each in values) - 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_way_of_a_gpu_runs_on_a_cpu(dtype, monkeypatch):
+    """With the step of fused SGD, weights in any order of memory follow as with ``lerp``."""
+    values = weights_of((4, 3), (0,), (), (17,), (2, 3, 2, 2), (10,), dtype=dtype)
+    values[0] = values[0].T
+    values[4] = values[4].to(memory_format=torch.channels_last)
+    values[5] = values[5][::2]
+    expected = ExponentialMovingAverage(values, 0.9, warmup=True)
+    monkeypatch.setattr(tensors, "_has_fused_step", lambda *_: True)
+    monkeypatch.setattr(tensors, "_PIECE", 10)
+    found = ExponentialMovingAverage(values, 0.9, warmup=True)
+    for applied in (True, True, False, True):
+        train(values)
+        for each in (expected, found):
+            each.update(torch.tensor(applied))
+
+    for result, reference in zip(
+        averages(found).values(), averages(expected).values(), strict=True
+    ):
+        torch.testing.assert_close(result, reference)
