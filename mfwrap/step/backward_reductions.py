@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mfwrap.compatibility.torch import backward_hooks, post_accumulate_hooks
 from mfwrap.compatibility.transformers import reduces_partial_gradients
@@ -65,14 +66,14 @@ class _ReductionOfModule:
 
     def __init__(self, hook: Any) -> None:
         self._hook = hook
-        self._known: dict[str, nn.Parameter] = {}
+        self._hooked: Any = WeakIdKeyDictionary()
 
     def __call__(self, module: nn.Module, _arguments: object, _output: object) -> None:
         """After a forward, register a hook with each parameter that has none yet."""
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and self._known.get(name) is not parameter:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and parameter not in self._hooked:
                 parameter.register_hook(_reduced_by(self._reduce))
-                self._known[name] = parameter
+                self._hooked[parameter] = True
 
     def __deepcopy__(self, _: object) -> "_ReductionOfModule":
         # A copied parameter has no hooks, so a copy must register them again.
