@@ -1,7 +1,7 @@
 """Private names of torch: functions of lists of tensors, hooks, compiled modules, ranks.
 
-`mfwrap.compatibility.fully_shard`, `pipelining`, `graphs` and `gradient_dtypes` have those of these
-parts of torch.
+`mfwrap.compatibility.fully_shard`, `pipelining`, `graphs` and `gradient_dtypes` have the names of
+FSDP2, pipelines, graphs and dtypes of gradients.
 """
 
 import contextlib
@@ -143,20 +143,21 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 def matmul_precision() -> str:
-    """Return the precision of float32 matrix products.
+    """Return the precision of float32 matrix products on a GPU: "highest", "high" or "medium".
 
-    Returns:
-        "highest", "high" or "medium"; "tf32" or "ieee" if the precision was set by
-        ``torch.backends.fp32_precision``, after which torch refuses to name one of the former.
+    The setting has an older name, ``torch.set_float32_matmul_precision``, and a newer one,
+    ``torch.backends.fp32_precision``, which the Trainer's option ``tf32`` uses. The newer one is
+    right after both; it does not tell "high" from "medium".
     """
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "highest"
     with warnings.catch_warnings():
         # torch 2.9.0 warns that this function is old.
         warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
         try:
-            return torch.get_float32_matmul_precision()
-        except RuntimeError:
-            precision: str = torch.backends.cuda.matmul.fp32_precision
-            return precision
+            return {"medium": "medium"}.get(torch.get_float32_matmul_precision(), "high")
+        except RuntimeError:  # set by the newer name
+            return "high"
 
 
 def version_of(tensor: Tensor) -> int:
@@ -167,7 +168,8 @@ def version_of(tensor: Tensor) -> int:
 def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
     """Return the hooks that torch calls when a gradient has been accumulated, by their keys.
 
-    Changing the result of a parameter with hooks changes its hooks.
+    The dict is the parameter's own: changing it changes the hooks. A parameter without hooks gets a
+    new, empty dict.
     """
     hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return {} if hooks is None else hooks

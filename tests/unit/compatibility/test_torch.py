@@ -11,7 +11,6 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR
 
 from mfwrap.compatibility import torch as names
-from support.versions import needs
 
 
 def test_functions_of_lists_equal_those_of_tensors():
@@ -36,23 +35,30 @@ def test_functions_of_lists_equal_those_of_tensors():
     assert names.foreach_norm([first])[0] == torch.linalg.vector_norm(first)
 
 
-def test_the_precision_of_products_is_torchs():
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_precision_of_products_is_torchs(precision):
     """The setting is read without a warning, which torch 2.9.0 itself gives."""
     with warnings.catch_warnings(action="ignore"):
-        expected = torch.get_float32_matmul_precision()
-
-    assert names.matmul_precision() == expected
-
-
-@needs("torch", "2.9", "torch.backends.fp32_precision")
-def test_the_precision_that_was_set_by_the_newer_name():
-    """Torch itself raises an error in this state, which the Trainer's option ``tf32`` makes."""
-    before = torch.backends.fp32_precision
-    torch.backends.fp32_precision = "tf32"
+        torch.set_float32_matmul_precision(precision)
     try:
-        assert names.matmul_precision() in {"tf32", "high"}
+        assert names.matmul_precision() == precision
     finally:
-        torch.backends.fp32_precision = before
+        with warnings.catch_warnings(action="ignore"):
+            torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(("newer", "precision"), [("tf32", "high"), ("ieee", "highest")])
+@pytest.mark.parametrize("older", ["highest", "high"])
+def test_the_precision_that_was_set_by_the_newer_name(older, newer, precision):
+    """The newer name counts, whatever was set by the older one."""
+    with warnings.catch_warnings(action="ignore"):
+        torch.set_float32_matmul_precision(older)
+    torch.backends.cuda.matmul.fp32_precision = newer
+    try:
+        assert names.matmul_precision() == precision
+    finally:
+        with warnings.catch_warnings(action="ignore"):
+            torch.set_float32_matmul_precision("highest")
 
 
 def test_a_batch_norm_of_another_library_is_one():
