@@ -14,7 +14,7 @@ from types import TracebackType
 from safetensors import SafetensorError
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|Os \{ code: (\d+)")
-"""Number of an error of the operating system in one of safetensors; the second form is of 0.5."""
+"""The errno inside a message of safetensors, whose version 0.5 writes the second form."""
 
 _TORCH = re.compile(r"inline_container\.cc|PytorchStreamWriter|iostream error")
 """Errors of ``torch.save``: of its writer of zip files, and of the C++ stream below it."""

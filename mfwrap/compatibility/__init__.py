@@ -8,5 +8,5 @@ A name without ``since`` and ``before`` exists in all versions that mfwrap suppo
 tests/unit/compatibility compare the lists with the installed versions, so they show what a new
 release of a library has changed.
 
-The package imports nothing of mfwrap, and transformers and accelerate only inside functions.
+The package imports no other package of mfwrap, and neither transformers nor accelerate.
 """

@@ -7,20 +7,31 @@ from mfwrap.compatibility.foreign import ForeignName, is_installed
 
 _ACCELERATOR = "accelerate.accelerator"
 
+SAVE_HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
+"""Attributes of an accelerator with the hooks of ``save_state`` and ``load_state``."""
+
+OF_SCALER = (
+    "_accelerate_step_called",
+    "_optimizer_original_step_method",
+    "_optimizer_patched_step_method",
+)
+"""Attributes that accelerate sets on an optimizer with a gradient scaler only."""
+
+SKIPPED = "_is_overflow"
+"""Attribute of an optimizer: whether its last update was skipped."""
+
 NAMES = (
     ForeignName(_ACCELERATOR, "Accelerator._models", "networks that were prepared"),
     ForeignName(_ACCELERATOR, "Accelerator._optimizers", "optimizers that were prepared"),
     ForeignName(_ACCELERATOR, "Accelerator._schedulers", "schedules that were prepared"),
     ForeignName(_ACCELERATOR, "Accelerator._dataloaders", "data loaders that were prepared"),
-    ForeignName(
-        _ACCELERATOR,
-        "Accelerator._save_model_state_pre_hook",
-        "left out of a pickled accelerator: the hooks of a step",
-    ),
-    ForeignName(
-        _ACCELERATOR,
-        "Accelerator._load_model_state_pre_hook",
-        "left out of a pickled accelerator: the hooks of a step",
+    *(
+        ForeignName(
+            _ACCELERATOR,
+            f"Accelerator.{name}",
+            "left out of a pickled accelerator: the hooks of a step",
+        )
+        for name in SAVE_HOOKS
     ),
     ForeignName(
         _ACCELERATOR,
@@ -38,32 +49,14 @@ NAMES = (
             f"AcceleratedOptimizer.{name}",
             "removed when a step that brought a scaler is detached",
         )
-        for name in (
-            "_accelerate_step_called",
-            "_optimizer_original_step_method",
-            "_optimizer_patched_step_method",
-        )
+        for name in OF_SCALER
     ),
     ForeignName(
         "accelerate.optimizer",
-        "AcceleratedOptimizer._is_overflow",
+        f"AcceleratedOptimizer.{SKIPPED}",
         "whether the last update was skipped",
     ),
 )
-
-SAVE_HOOKS = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
-"""Attributes of an accelerator with the hooks of ``save_state`` and ``load_state``."""
-
-OF_SCALER = (
-    "_accelerate_step_called",
-    "_optimizer_original_step_method",
-    "_optimizer_patched_step_method",
-)
-"""Attributes that accelerate sets on an optimizer with a gradient scaler only."""
-
-
-SKIPPED = "_is_overflow"
-"""Attribute of an optimizer: whether its last update was skipped."""
 
 
 def models_of(accelerator: Any) -> list[Any]:

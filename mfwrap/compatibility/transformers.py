@@ -87,7 +87,7 @@ NAMES = (
         "ReplicatedWithGradAllReduce",
         "hooks that reduce accumulated gradients; see `mfwrap.step.backward_reductions`",
         since="5.16",
-        otherwise="it is in `transformers.integrations.tensor_parallel`, or nowhere",
+        otherwise="it is in `transformers.integrations.tensor_parallel`, or does not exist yet",
     ),
 )
 

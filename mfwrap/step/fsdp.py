@@ -23,7 +23,7 @@ Three tasks need more than the shards:
 """
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 from weakref import WeakSet
 
 import torch
@@ -42,6 +42,9 @@ from mfwrap.tensors.norms import NormReader
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
 from mfwrap.tensors.wrappers import sharded_parts
+
+_STUCK: WeakSet[Any] = WeakSet()
+"""Sharded modules that this version of torch cannot use after a forward or backward has raised."""
 
 
 @final
@@ -180,7 +183,6 @@ class ShardedParts:
         groups = {id(each.group): each for part in self._parts for each in groups_of(part)}
         self.units: list[ShardedUnit] = [ShardedUnit(group) for group in groups.values()]
         """Units of all networks."""
-        self._is_stuck = False
 
     @property
     def group(self) -> "distributed.ProcessGroup | None":
@@ -202,7 +204,7 @@ class ShardedParts:
             RuntimeError: If a forward or backward has raised, and this version of torch cannot
                 continue after that.
         """
-        if self._is_stuck:
+        if any(part in _STUCK for part in self._parts):
             msg = (
                 "a network under `fully_shard` cannot be trained further after its forward or "
                 f"backward has raised: torch {torch.__version__} lacks "
@@ -231,8 +233,7 @@ class ShardedParts:
         """
         for unit in self.units:
             unit.discard_gradients()
-        for part in self._parts:
-            self._is_stuck |= not reset_iteration(part)
+        _STUCK.update(part for part in self._parts if not reset_iteration(part))
 
     def check_per_token(self, reduction: SquareReduction | None) -> None:
         """Check that numbers of targets can be summed over the ranks that reduce the gradients.

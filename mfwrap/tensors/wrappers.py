@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Self, final
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mfwrap.compatibility.torch import COMPILED_MODULE
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-from mfwrap.compatibility.torch import COMPILED_MODULE
 
 
 def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
