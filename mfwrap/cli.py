@@ -31,7 +31,7 @@ try:
     )
     from mfwrap.recipe.document import RecipeError
     from mfwrap.recipe.library import find_recipe, shipped_recipes
-    from mfwrap.terminal import echo
+    from mfwrap.recipe.terminal import echo
 except ImportError as error:  # installed without the extra `recipes`
     sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
 

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from mfwrap.recipe.library import find_recipe, shipped_recipes
-from mfwrap.terminal import echo
+from mfwrap.recipe.terminal import echo
 
 # Reading a recipe must be quick, so modules that load transformers are imported inside the commands
 # that need them (PLC0415).

@@ -9,8 +9,8 @@ from typing import Any, final
 import yaml
 
 from mfwrap.names import hint
+from mfwrap.recipe.terminal import printable
 from mfwrap.records.secret_keys import find_secret, is_secret
-from mfwrap.terminal import printable
 
 Path = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""

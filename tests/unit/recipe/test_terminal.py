@@ -2,7 +2,7 @@
 
 import pytest
 
-from mfwrap.terminal import echo, printable
+from mfwrap.recipe.terminal import echo, printable
 
 
 @pytest.mark.parametrize(
