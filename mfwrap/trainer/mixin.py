@@ -38,6 +38,7 @@ from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, repla
 from mfwrap.trainer.console import show_in_one_place
 from mfwrap.trainer.data_position import TrainerPosition
 from mfwrap.trainer.data_skip import DataSkip
+from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
     add_step_to_events,
     check_given_callbacks,
@@ -153,6 +154,7 @@ class MFTrainerMixin(_Base):
         self._skip = DataSkip(self, data_skip_steps, skip_rows)
         self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
+        self._evaluation = Evaluation()
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
         self._back_to: str | None = None
@@ -323,6 +325,31 @@ class MFTrainerMixin(_Base):
         with self._losses.reporting(), self._train_mode.quick(model):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return self._losses.step_log.filtered(loss, share)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,  # noqa: FBT001  (transformers' signature)
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Evaluate a batch; rows that only fill up the last batch do not count in the loss."""
+        predict = super().prediction_step
+        return self._evaluation.predicted(
+            self.accelerator,
+            inputs,
+            lambda rows: predict(model, rows, prediction_loss_only, ignore_keys),
+        )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; on several ranks, the loss is the mean over the rows of the data set."""
+        with self._evaluation.running():
+            result: Any = super().evaluation_loop(*args, **kwargs)
+            loss = self._evaluation.mean(self.accelerator)
+        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        if loss is not None and f"{prefix}_loss" in result.metrics:
+            result.metrics[f"{prefix}_loss"] = loss
+        return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log an entry; add the values of the step and the callbacks to training logs."""

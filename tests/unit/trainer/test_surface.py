@@ -29,6 +29,17 @@ OVERRIDDEN = {
     "create_accelerator_and_postprocess": ("self", ["__init__"]),
     "create_scheduler": ("self, num_training_steps, optimizer=None", ["_prepare_for_training"]),
     "training_step": ("self, model, inputs, num_items_in_batch=None", ["_run_epoch"]),
+    "prediction_step": (
+        "self, model, inputs, prediction_loss_only, ignore_keys=None",
+        ["evaluation_loop"],
+    ),
+    "evaluation_loop": (
+        (
+            "self, dataloader, description, prediction_loss_only=None, ignore_keys=None, "
+            "metric_key_prefix='eval'"
+        ),
+        ["evaluate", "predict"],
+    ),
     "create_model_card": (
         (
             "self, language=None, license=None, tags=None, model_name=None, finetuned_from=None, "
