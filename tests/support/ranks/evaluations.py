@@ -51,8 +51,8 @@ def evaluate(
     rank: int,
     number: int,
     with_metrics: bool,  # noqa: FBT001  (a pool of ranks passes positional arguments)
-    split: bool,  # noqa: FBT001
-    stock: bool,  # noqa: FBT001
+    split: bool,  # noqa: FBT001  (as above)
+    stock: bool,  # noqa: FBT001  (as above)
 ) -> dict[str, Any]:
     """Evaluate rows on all ranks.
 
