@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import check_positive_number
 from mfwrap.collectives import gather_on_all, num_ranks
-from mfwrap.compatibility.torch import foreach_mul_
+from mfwrap.compatibility.torch import foreach_mul_, step_hooks
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.tensors.attention_logits import AttentionLogits
 from mfwrap.tensors.shards import local_tensors, on_device, placed_like
@@ -29,8 +29,11 @@ class QKClip:
       multiplied by the square root. The rotary part of the keys is shared by all heads and does not
       change, so the rotary part of the queries is multiplied by the whole factor.
 
-    A skipped update changes nothing. A head with a non-finite logit does not change. There is no
-    host-device synchronization. On several ranks there is one small collective per update.
+    A skipped update changes nothing, and its logits do not count in the next one: the cells,
+    `attach` and `MFTrainer` discard them. A loop of torch alone calls `discard` after an update
+    that it skips, with torch's ``GradScaler`` for example. A head with a non-finite logit does not
+    change. There is no host-device synchronization. On several ranks there is one small collective
+    per update.
 
     The attention logits are computed a second time, which costs as much as the product of queries
     and keys; see `AttentionLogits` for the kinds of attention. The network must not be compiled.
@@ -85,6 +88,11 @@ class QKClip:
         for hook in self._hooks:
             hook.remove()
 
+    def discard(self) -> None:
+        """Forget the logits since the last step; call it after an update that your loop skips."""
+        self._logits.take()
+        self._has_run = False
+
     def _note_run(self, network: nn.Module, *_: Any) -> None:
         self._has_run |= network.training
 
@@ -124,6 +132,15 @@ class QKClip:
                 parameters.append(parameter)
                 shares.append(placed_like(whole, parameter))
         foreach_mul_(local_tensors(parameters), shares)
+
+
+def discard_logits(optimizer: Optimizer) -> None:
+    """Call `QKClip.discard` of the clips that follow the steps of an optimizer or of its parts."""
+    for each in dict.fromkeys((optimizer, *parts_of(optimizer))):
+        for hook in step_hooks(each):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, QKClip):
+                owner.discard()
 
 
 class _Layer(Protocol):

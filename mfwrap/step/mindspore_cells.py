@@ -199,14 +199,14 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         Returns:
             Loss, overflow flag and the loss scale that the next step uses.
         """
-        self._update.parameters.release_gradients()
+        self._update.release_gradients()
         guard = self._guard
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
                 accumulated = self._accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
                 self.last_report = self._update(*accumulated)
         finally:
-            self._update.parameters.release_gradients()
+            self._update.release_gradients()
         output = self.last_report.output
         return LossScaleStepOutput(output.loss, output.overflow, output.loss_scale)
 

@@ -23,6 +23,7 @@ from mfwrap.compatibility.gradient_dtypes import replace_gradient
 from mfwrap.compatibility.torch import foreach_copy_, foreach_div_
 from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
 from mfwrap.optimizers.chained import parts_of
+from mfwrap.optimizers.qk_clip import discard_logits
 from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors, on_device
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ class SkippableOptimizer:
         if flag:
             if self._rounds:
                 round_gradients(self.optimizer)
+            discard_logits(self.optimizer)  # no step follows, whose hook would take them
             return True
         if value != 1:
             _divide_gradients(self.optimizer, value)

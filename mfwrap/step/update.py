@@ -33,6 +33,7 @@ from mfwrap.average.ema import Average
 from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LiveLossScale
+from mfwrap.optimizers.qk_clip import discard_logits
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
@@ -164,9 +165,10 @@ class StepUpdate:
         self._optimizer.see_parameters()
 
     def release_gradients(self) -> None:
-        """Set all gradients to ``None``, and forget this rank's own norms."""
+        """Set all gradients to ``None``; forget this rank's own norms, and logits for `QKClip`."""
         self.parameters.release_gradients()
         self.forget_local_squares()
+        discard_logits(self._optimizer.optimizer)
 
     def forget_local_squares(self) -> None:
         """Forget the norms of this rank's own gradients, which were taken before a reduction."""

@@ -1,14 +1,18 @@
 """QK-clip limits the attention logits of each head, and changes nothing else."""
 
 import copy
+import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Muon
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from mfwrap import MFTrainOneStepCell
+from mfwrap.accelerate import attach
+from mfwrap.optimizers.chained import ChainedOptimizer
 from mfwrap.optimizers.qk_clip import QKClip
 from mfwrap.tensors.attention_logits import AttentionLogits
 from support.attention import AttentionNetwork, logits_by_hand
@@ -71,6 +75,76 @@ def test_a_cell_clips_after_each_applied_update():
     output = cell(batch() * 1e30)
     assert output.overflow
     assert all(map(torch.equal, network.parameters(), weights))
+
+
+def muon_and_adamw(network):
+    """Return a chain that the host skips."""
+    named = dict(network.named_parameters())
+    matrices = [parameter for parameter in named.values() if parameter.ndim == 2]
+    biases = [parameter for parameter in named.values() if parameter.ndim == 1]
+    return ChainedOptimizer(Muon(matrices, lr=0.1), AdamW(biases, lr=0.1, fused=True))
+
+
+def trained_by_cell(network, optimizer, batches):
+    """Train with the cell, which skips batches that are not finite."""
+    cell = MFTrainOneStepCell(network, optimizer, max_consecutive_skips=None)
+    for each in batches:
+        cell(each)
+
+
+def trained_by_loop(network, optimizer, batches):
+    """Train with an attached accelerate loop, which zeroes the gradients after the forward pass."""
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator)
+    network, optimizer = accelerator.prepare(network, optimizer)
+    for each in batches:
+        loss = network(each)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+
+
+def trained_by_torch(network, optimizer, batches, clip):
+    """Train with a loop that skips updates itself, and says so to the clip."""
+    for each in batches:
+        loss = network(each)
+        loss.backward()
+        if loss.isfinite():
+            optimizer.step()
+        else:
+            clip.discard()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("spoilt", [1e30, math.nan], ids=["overflow", "nan"])
+@pytest.mark.parametrize("train", [trained_by_cell, trained_by_loop, trained_by_torch])
+def test_the_logits_of_an_update_that_the_host_skips_are_discarded(train, spoilt):
+    """The next update has the weights that it has without the skipped one."""
+    weights = []
+    for batches in ([batch()], [batch() * spoilt, batch()]):
+        network = AttentionNetwork()
+        optimizer = muon_and_adamw(network)
+        clip = QKClip(optimizer, network, 0.05)
+        more = (clip,) if train is trained_by_torch else ()
+        train(network, optimizer, batches, *more)
+        weights.append(list(network.parameters()))
+    assert all(map(torch.equal, *weights))
+
+
+def test_the_logits_of_a_call_that_raises_are_discarded():
+    """The next call has the weights that it has without the call that raised."""
+    weights = []
+    for raises in (False, True):
+        network = AttentionNetwork()
+        optimizer = muon_and_adamw(network)
+        QKClip(optimizer, network, 0.05)
+        cell = MFTrainOneStepCell(network, optimizer)
+        if raises:
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                cell.step([batch() * 100, torch.ones(4, 5, 7)])
+        cell(batch())
+        weights.append(list(network.parameters()))
+    assert all(map(torch.equal, *weights))
 
 
 def test_the_weights_of_two_ranks(two_ranks):
