@@ -40,6 +40,10 @@ class Accumulated(NamedTuple):
     losses: Mapping[str, Tensor] = MappingProxyType({})
     """As in `StepReport`."""
 
+    num_added: int = 1
+    """Number of micro-batches whose gradients were added up in float32, without a division by it;
+    1 if they were added up in the dtype of the weights."""
+
 
 @final
 class GradientAccumulation:
@@ -156,7 +160,7 @@ class GradientAccumulation:
             number = None if divided else torch.full_like(total, len(parts))
             normalizer = None if number is None else Normalizer(number, number)
             losses = mean_by_name([part.named for part in parts])
-            return Accumulated(total / len(parts), normalizer, losses)
+            return Accumulated(total / len(parts), normalizer, losses, self._num_added(len(parts)))
         local = torch.stack(denominators).sum()
         return Accumulated(
             total / local,
@@ -165,7 +169,11 @@ class GradientAccumulation:
                 name: torch.stack(numerators).sum() / local
                 for name, numerators in _by_name([part.named for part in parts]).items()
             },
+            self._num_added(len(parts)),
         )
+
+    def _num_added(self, number: int) -> int:
+        return number if self.float32 is not None and self.float32.is_active else 1
 
     @contextlib.contextmanager
     def _reduction(self, *, last: bool) -> Iterator[None]:

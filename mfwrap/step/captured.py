@@ -210,7 +210,7 @@ class CapturedStep:
         try:
             accumulated = self._accumulate(calls, self._loss_scale.value)
             with self._rates.in_groups(update.counts.applied_updates):
-                measured = update.measure(accumulated.normalizer)
+                measured = update.measure(accumulated.normalizer, num_added=accumulated.num_added)
                 report, _ = update.decide(accumulated.loss, measured, losses=accumulated.losses)
             self._results.hold(report, measured.local_norm())
             _write_back(update.replaced(), self._places)

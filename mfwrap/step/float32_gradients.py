@@ -44,8 +44,9 @@ from mfwrap.tensors.shards import local_tensors
 if TYPE_CHECKING:
     from mfwrap.compatibility.torch import GradBucket
 
-_ROUNDS_TO_INF = 65520.0
-"""Smallest float32 number that becomes infinite when it is rounded to float16."""
+_ROUNDS_TO_INF = 65519.0
+"""Number that float16 can barely hold: 65520 becomes infinite when it is rounded to float16. The
+margin is for the rounding of the division, which differs between devices."""
 
 
 @final
@@ -218,18 +219,22 @@ class Float32Buckets:
 
 
 def infinite_where_rounding_overflows(
-    squares: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
+    squares: Tensor,
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    divisor: float | Tensor = 1,
 ) -> Tensor:
     """Replace sums of squares by ``inf`` if float16 cannot hold an element of the gradient.
 
-    The sum of several float16 gradients may be finite in float32 and infinite when it is rounded to
-    float16. This must count as an overflow. Reads only float32 gradients of float16 parameters, and
-    does not synchronize with the device.
+    A loop may add up float16 gradients without dividing them. The sum may be finite in float32 and
+    infinite when it is rounded to float16. This must count as an overflow. Reads only float32
+    gradients of float16 parameters, and does not synchronize with the device.
 
     Args:
         squares: Sums of squares of ``N`` gradients, shape ``(N,)``, float32.
         gradients: ``N`` scaled gradients; ``None`` for none.
         parameters: ``N`` parameters.
+        divisor: Divisor of the gradients before they are rounded; a tensor has shape ``()``.
     """
     concerned = [
         index
@@ -247,4 +252,5 @@ def infinite_where_rounding_overflows(
     norms = foreach_norm([each for _, each in full], float("inf"))
     for (index, _), norm in zip(full, norms, strict=True):
         largest[index] = norm
-    return torch.where(torch.stack(largest) >= _ROUNDS_TO_INF, float("inf"), squares)
+    overflows = torch.stack(largest) / divisor >= _ROUNDS_TO_INF
+    return torch.where(overflows, float("inf"), squares)

@@ -54,6 +54,9 @@ class Measurement(NamedTuple):
     has_bad_rate: Tensor | None = None
     """Whether a learning rate is non-finite, shape ``()``, bool; ``None`` if it is unknown yet."""
 
+    num_added: int = 1
+    """As in `Accumulated`."""
+
     def local_norm(self) -> Tensor:
         """Return the L2 norm by group of this rank's own unscaled gradients.
 
@@ -78,6 +81,7 @@ def measure(
     stages: StageTotals | None = None,
     has_bad_rate: Tensor | None = None,
     rounded_for: Sequence[Tensor] | None = None,
+    num_added: int = 1,
     norms: NormReader | None = None,
     scale_is_one: bool = False,
 ) -> Measurement:
@@ -103,6 +107,7 @@ def measure(
         has_bad_rate: As in `StageTotals`.
         rounded_for: Parameters of `gradients`, whose dtypes float32 gradients will be rounded to;
             ``None`` if the gradients have the dtypes of their parameters.
+        num_added: As in `Accumulated`: such gradients are divided by it before they are rounded.
         norms: Reader that has read the gradients of these parameters before, to save time.
         scale_is_one: Whether the host knows that `loss_scale` is 1.
 
@@ -113,7 +118,8 @@ def measure(
     squares = norms.squares(gradients if reduction is None else local_tensors(gradients))
     own_squares = None if local_squares is None else local_squares.squares(squares)
     if rounded_for is not None:
-        squares = infinite_where_rounding_overflows(squares, gradients, rounded_for)
+        divisor_before = _divisor_before_rounding(num_added, normalizer)
+        squares = infinite_where_rounding_overflows(squares, gradients, rounded_for, divisor_before)
     if reduction is not None:
         squares, total = reduction(squares, None if normalizer is None else normalizer.reduced)
         if normalizer is not None and normalizer.is_partial:
@@ -150,7 +156,16 @@ def measure(
         loss=loss,
         reduction_norms=reduction_norms,
         has_bad_rate=has_bad_rate,
+        num_added=num_added,
     )
+
+
+def _divisor_before_rounding(num_added: int, normalizer: Normalizer | None) -> int | Tensor:
+    # An optimizer that is skipped by the host gets gradients that were divided by the whole divisor
+    # before they are rounded. Denominators that are fractions make it less than `num_added`.
+    if normalizer is None or normalizer.is_partial:
+        return num_added
+    return normalizer.reduced.clamp(max=num_added)
 
 
 def _nonzero(divisor: Tensor) -> Tensor:

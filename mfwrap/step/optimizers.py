@@ -167,23 +167,28 @@ class SkippableOptimizer:
         """
         return self._with_fused_kernels == self._parts and all(map(_is_fused, self._parts))
 
-    def step(self, divisor: Tensor | None, skip: Tensor) -> bool | None:
+    def step(self, divisor: Tensor | None, skip: Tensor, num_added: int = 1) -> bool | None:
         """Update the parameters from their gradients, or do nothing if `skip` is true.
 
         Args:
             divisor: Divisor of the gradients, shape ``()``, float32. ``None`` means 1 and saves a
                 pass over the gradients.
             skip: Whether to leave parameters, state and step counts unchanged; shape ``()``, bool.
+            num_added: Part of `divisor` by which float32 gradients of float16 parameters are
+                divided before they are rounded, because float16 may hold no sum of gradients.
 
         Returns:
             Value of `skip` if the host had to read it; ``None`` if it stayed on the device.
         """
         if self.skips_on_device and not self._first_update_is_unsafe():
-            self._step_folded(divisor, skip)
+            self._step_folded(divisor, skip, num_added)
             return None
         return self._step_in_place(divisor, skip)
 
-    def _step_folded(self, divisor: Tensor | None, skip: Tensor) -> None:
+    def _step_folded(self, divisor: Tensor | None, skip: Tensor, num_added: int) -> None:
+        if divisor is not None and num_added > 1 and self._holds_sums_for_float16():
+            _divide_gradients(self.optimizer, num_added)
+            divisor = divisor / num_added
         # `found_inf` must be exactly 0.0 or 1.0: the kernels compare it with 1, and Adam subtracts
         # `found_inf` from its step count.
         attributes = {"found_inf": skip.float()}
@@ -203,6 +208,15 @@ class SkippableOptimizer:
             for part in self._parts:
                 for name in attributes:
                     vars(part).pop(name, None)
+
+    def _holds_sums_for_float16(self) -> bool:
+        return self._rounds and any(
+            parameter.dtype == torch.float16
+            and parameter.grad is not None
+            and parameter.grad.dtype == torch.float32
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def _step_in_place(self, divisor: Tensor | None, skip: Tensor) -> bool:
         one = torch.ones_like(skip, dtype=torch.float32)

@@ -207,10 +207,16 @@ class PipelineAccumulation:
             self.sharded_parts.discard_half_a_step()
             forget_losses(self._schedule)
             raise
-        if not self._has_last:
-            return self._of_other_ranks(loss_scale)
-        # torch calls the loss function once more in the first step, to find out about shapes.
-        return self._accumulated(parts[-num_micro_batches(self._schedule) :], share)
+        num_parts = num_micro_batches(self._schedule)
+        if self._has_last:
+            # torch calls the loss function once more in the first step, to find out about shapes.
+            accumulated = self._accumulated(parts[-num_parts:], share)
+        else:
+            accumulated = self._of_other_ranks(loss_scale)
+        # The divisor of gradients whose sum the schedule does not divide does not contain a number.
+        is_in_float32 = self.float32 is not None and self.float32.is_active
+        is_divided_later = is_in_float32 and self._per_token
+        return accumulated._replace(num_added=num_parts if is_divided_later else 1)
 
     def _arguments(self, calls: Sequence[NetworkCall]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(calls) != 1:

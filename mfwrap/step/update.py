@@ -123,6 +123,7 @@ class StepUpdate:
         loss: Tensor,
         normalizer: Normalizer | None = None,
         losses: Mapping[str, Tensor] | None = None,
+        num_added: int = 1,
     ) -> StepReport:
         """Do one update from the present gradients, and then set the gradients to ``None``.
 
@@ -130,6 +131,7 @@ class StepUpdate:
             loss: Loss to report, shape ``()``, float32, detached.
             normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
             losses: Named losses to report, as in `StepReport`.
+            num_added: As in `Accumulated`.
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
@@ -144,7 +146,9 @@ class StepUpdate:
             is_pipeline = self.stages is not None
             if is_pipeline:
                 self.flush()
-            measured = self.measure(normalizer, loss=loss, may_be_absent=is_pipeline)
+            measured = self.measure(
+                normalizer, loss=loss, may_be_absent=is_pipeline, num_added=num_added
+            )
             if measured.loss is not None:
                 loss = measured.loss
             return self.apply(loss, measured, losses=losses)
@@ -181,6 +185,7 @@ class StepUpdate:
         *,
         loss: Tensor | None = None,
         may_be_absent: bool = False,
+        num_added: int = 1,
     ) -> Measurement:
         """Compute norms and the overflow flag in one read of the present gradients.
 
@@ -191,6 +196,7 @@ class StepUpdate:
             loss: Loss to report, shape ``()``, float32; needed in a pipeline.
             may_be_absent: Whether to treat all gradients as zeros if no parameter has one, instead
                 of raising.
+            num_added: As in `Accumulated`.
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
@@ -217,6 +223,7 @@ class StepUpdate:
                 stages=self.stages,
                 has_bad_rate=None if self.stages is None else has_bad_rate(optimizer, self._device),
                 rounded_for=self.parameters.tensors if self._in_float32 else None,
+                num_added=num_added,
                 norms=self._norms,
                 scale_is_one=self._loss_scale.is_one,
             )
@@ -279,7 +286,7 @@ class StepUpdate:
             skipped = self._skips(measured, spike)
             applied = ~skipped
             divisor = self._clipped_divisor(measured, coefficient, spike)
-            read = self._optimizer.step(divisor, skipped)
+            read = self._optimizer.step(divisor, skipped, measured.num_added)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
             if self._ema is not None:

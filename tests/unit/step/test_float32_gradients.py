@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, Adam
 
 from mfwrap import MFTrainOneStepCell, StepConfig
+from mfwrap.accelerate import attach
 from support.float32_gradients import (
     NUM_STEPS,
     Products,
@@ -138,19 +140,72 @@ def test_an_error_leaves_the_weights_own_dtype():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_sum_that_float16_cannot_hold_is_an_overflow(fused):
-    """Finite float16 gradients whose sum is above 65504 skip the update."""
-    network = Products(torch.float16)
-    cell = cell_of(network, Adam(network.parameters(), fused=fused), local_norm=True)
+@pytest.mark.parametrize("number", [3, 8])
+def test_a_sum_that_float16_cannot_hold_is_divided_before_it_is_rounded(fused, number):
+    """The update is that of torch without the setting, which adds up the parts of the mean."""
+    weights = []
+    for in_float32 in (True, False):
+        network = Products(torch.float16)
+        optimizer = Adam(network.parameters(), lr=1.0, fused=fused)
+        cell = cell_of(network, optimizer, in_float32=in_float32, scale_sense=16.0, local_norm=True)
+        batches = [(torch.full((6,), 3000.0), torch.full((6,), 2000.0 + i)) for i in range(number)]
+        output = cell.step([(first.half(), second.half()) for first, second in batches])
+        assert not output.overflow
+        means = torch.tensor([3000.0, 2000 + (number - 1) / 2])
+        assert output.local_norm.allclose(means * 6**0.5, rtol=1e-3)
+        moments = [optimizer.state[each]["exp_avg"] for each in network.parameters()]
+        assert torch.stack(moments)[:, 0].float().allclose(means / 10, rtol=1e-3)
+        weights.append(network.first.detach())
+    assert torch.equal(*weights)
+
+
+class PerToken(Products):
+    """Returns its loss as a numerator, with a denominator."""
+
+    denominator = 1000.0
+
+    def forward(self, first, second):
+        return super().forward(first, second), torch.full((), self.denominator)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_sum_of_tokens_that_float16_cannot_hold_is_divided_before_it_is_rounded(fused):
+    """Numerators whose gradients do not fit together are divided by the micro-batches first."""
+    network = PerToken(torch.float16)
+    optimizer = Adam(network.parameters(), fused=fused)
+    cell = cell_of(network, optimizer, calculate_per_token_loss=True)
     large = torch.full((6,), 40000.0, dtype=torch.float16)
+    output = cell.step([(large, torch.ones_like(large))] * 4)
+    assert not output.overflow
+    assert optimizer.state[network.first]["exp_avg"].tolist() == pytest.approx([4.0] * 6, rel=1e-3)
 
-    output = cell.step([(large, torch.ones_like(large))] * 2)
 
-    assert output.overflow
-    assert output.global_norm.isinf()
-    assert output.local_norm.isinf().tolist() == [True, False]
+@pytest.mark.parametrize("fused", [True, False])
+def test_denominators_that_are_fractions_make_an_overflow(fused):
+    """The optimizer never gets a gradient that is infinite after the division."""
+    network = PerToken(torch.float16)
+    network.denominator = 0.25
+    optimizer = Adam(network.parameters(), fused=fused)
+    cell = cell_of(network, optimizer, calculate_per_token_loss=True)
+    large = torch.full((6,), 40000.0, dtype=torch.float16)
+    assert cell.step([(large, torch.ones_like(large))] * 4).overflow
     assert network.first.eq(0).all()
-    assert not cell.step([(large / 2, large / 2)] * 2).overflow
+
+
+def test_a_sum_of_a_loop_that_float16_cannot_hold_is_an_overflow():
+    """Finite float16 gradients that a loop adds up skip the update if the sum is above 65504."""
+    network = Products(torch.float16)
+    accelerator = Accelerator(cpu=True)
+    attached = attach(accelerator, StepConfig(accumulate_allreduce_grads_in_fp32=True))
+    network, optimizer = accelerator.prepare(network, Adam(network.parameters(), fused=True))
+    large = torch.full((6,), 40000.0, dtype=torch.float16)
+    for factor, overflows in ((1.0, True), (0.5, False)):
+        for syncs in (False, True):
+            accelerator.gradient_state._set_sync_gradients(syncs)
+            accelerator.backward(network(large * factor, torch.ones_like(large)))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert attached.last_output.overflow == overflows
 
 
 def test_no_host_reads():

@@ -338,6 +338,45 @@ class TestOneRank:
         with pytest.raises(ValueError, match="takes one whole batch"):
             cell.step([batch, batch])
 
+    @needs("torch", "2.10", "Tensor.grad_dtype")
+    @pytest.mark.parametrize("fused", [True, False])
+    @pytest.mark.parametrize(
+        ("scale_grads", "per_token", "expected"),
+        [(True, False, 40000.0), (False, False, None), (True, True, 20000.0)],
+        ids=["mean", "sum", "per token"],
+    )
+    def test_sums_of_float16_gradients(self, fused, scale_grads, per_token, expected):
+        """A mean that float16 holds is applied; a sum that it does not hold is an overflow."""
+
+        class Half(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+
+            def forward(self, inputs):
+                return self.weight * inputs
+
+        def loss_fn(output, target):
+            loss = output.float().sum()
+            return (loss, target.sum()) if per_token else loss
+
+        network = Half()
+        schedule = one_stage(network, loss_fn=loss_fn)
+        schedule.scale_grads = scale_grads
+        optimizer = torch.optim.Adam(network.parameters(), fused=fused)
+        cell = MFTrainOneStepCell(
+            schedule,
+            optimizer,
+            calculate_per_token_loss=per_token,
+            accumulate_allreduce_grads_in_fp32=True,
+        )
+
+        output = cell(torch.full((2, 1), 40000.0).half(), target=torch.full((2, 1), 2.0))
+
+        assert output.overflow == (expected is None)
+        moments = [state["exp_avg"].item() for state in optimizer.state.values()]
+        assert sum(moments) == pytest.approx((expected or 0.0) / 10, rel=1e-3)
+
     @pytest.mark.parametrize(
         ("make", "settings", "error", "message"),
         [
