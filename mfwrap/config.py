@@ -44,6 +44,12 @@ class StepConfig:
     gradient_accumulation_steps: int = 1
     """Number of micro-batches that a call of the cell splits its inputs into."""
 
+    not_split: Sequence[str | int] = ()
+    """Inputs of a call of the cell that go to each micro-batch whole, because they hold no rows:
+    class weights, for example, or position ids of shape ``(3, 1, length)``. A name stands for a
+    keyword, or for a key of a mapping within the inputs; a number for the position of a positional
+    input, from 0 on. What a call lacks is ignored."""
+
     calculate_per_token_loss: bool = False
     """Divide the sum of the micro-batches' loss numerators by the sum of their denominators,
     instead of averaging the losses of the micro-batches."""
@@ -129,6 +135,7 @@ class StepConfig:
         check_choice("spike_policy", self.spike_policy, get_args(SpikePolicyName))
         self._check_spike_z()
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        self._check_not_split()
         if self.max_consecutive_skips is not None:
             check_int("max_consecutive_skips", self.max_consecutive_skips)
         if self.use_skip_data_by_global_norm and not self.use_clip_grad:
@@ -157,6 +164,20 @@ class StepConfig:
                 f'{self.spike_z:g}; set `spike_policy="skip"` or `"clip"`, or leave `spike_z` out'
             )
             raise ValueError(msg)
+
+    def _check_not_split(self) -> None:
+        given = self.not_split
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            msg = f"`not_split` must be a list of names and positions, got {given!r}"
+            raise TypeError(msg)
+        for each in given:
+            if not isinstance(each, (str, int)) or isinstance(each, bool):
+                msg = f"`not_split` must hold names and positions, got {each!r}"
+                raise TypeError(msg)
+            if isinstance(each, int) and each < 0:
+                msg = f"`not_split` must hold positions >= 0, got {each}"
+                raise ValueError(msg)
+        object.__setattr__(self, "not_split", tuple(given))
 
     def check_micro_batches(self, number: int) -> None:
         """Check that an update of `number` micro-batches has the local norms that are asked for.

@@ -63,10 +63,11 @@ class DeepSpeedCell:
 
         Raises:
             TypeError: If the network returns no loss.
-            ValueError: If a tensor cannot be split evenly, or the loss does not have exactly one
-                element.
+            ValueError: If the tensors to split differ in their first dimensions or cannot be split
+                evenly, or the loss does not have exactly one element.
         """
-        return self._step(split_calls(inputs, batch, self.engine.gradient_accumulation_steps()))
+        steps = self.engine.gradient_accumulation_steps()
+        return self._step(split_calls(inputs, batch, steps, self._config.not_split))
 
     def step(self, micro_batches: Sequence[Any]) -> StepOutput:
         """Do one update from a list of micro-batches, as many as the engine accumulates.

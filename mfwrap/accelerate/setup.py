@@ -148,6 +148,12 @@ def _check_settings(accelerator: Accelerator, config: StepConfig) -> None:
             f"got {config.gradient_accumulation_steps}"
         )
         raise ValueError(msg)
+    if config.not_split:
+        msg = (
+            "`not_split` must be left out in a loop, which makes its micro-batches itself, got "
+            f"{list(config.not_split)}"
+        )
+        raise ValueError(msg)
     if config.sync_each_batch and not reduces_each_batch(accelerator):
         msg = (
             "`sync_each_batch` must be left out in a loop, where accelerate decides when gradients "

@@ -81,6 +81,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             accelerator's gradient scaler is removed; the cell uses the scaler's loss scale if
             `scale_sense` is not given.
         gradient_accumulation_steps: See `StepConfig`.
+        not_split: See `StepConfig`.
         lr_scheduler: Schedule that is stepped once for each applied update, just before the next
             update. `flush` steps it for the last update.
         ema: Average that follows the weights after each applied update.
@@ -139,6 +140,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         *,
         accelerator: "Accelerator | None" = None,
         gradient_accumulation_steps: int = 1,
+        not_split: Sequence[str | int] = (),
         lr_scheduler: Schedule | None = None,
         ema: ExponentialMovingAverage | None = None,
         calculate_per_token_loss: bool = False,
@@ -158,6 +160,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             max_grad_norm=max_grad_norm,
             local_norm=local_norm,
             gradient_accumulation_steps=gradient_accumulation_steps,
+            not_split=not_split,
             calculate_per_token_loss=calculate_per_token_loss,
             use_skip_data_by_global_norm=use_skip_data_by_global_norm,
             global_norm_spike_threshold=global_norm_spike_threshold,
@@ -260,7 +263,8 @@ class MFTrainOneStepCell(LossScaleHooks):
         """Do one update from one batch.
 
         With ``gradient_accumulation_steps=k``, tensors with at least one dimension are split along
-        the first dimension into ``k`` micro-batches. Everything else goes to each micro-batch.
+        the first dimension, which must be that of the rows, into ``k`` micro-batches. Everything
+        else goes to each micro-batch, and so does what `not_split` names.
 
         Args:
             inputs: Positional arguments of the network.
@@ -275,11 +279,14 @@ class MFTrainOneStepCell(LossScaleHooks):
                 the optimizer's parameters have changed, or a parameter of the network has been
                 replaced.
             TypeError: If the network returns no loss, or a gradient is sparse.
-            ValueError: If a tensor cannot be split evenly, a micro-batch is empty and the loss is a
-                mean, the loss does not have exactly one element, or a learning rate is a non-finite
-                number.
+            ValueError: If the tensors to split differ in their first dimensions or cannot be split
+                evenly, a micro-batch is empty and the loss is a mean, the loss does not have
+                exactly one element, or a learning rate is a non-finite number.
         """
-        return self._step(split_calls(inputs, batch, self.config.gradient_accumulation_steps))
+        config = self.config
+        return self._step(
+            split_calls(inputs, batch, config.gradient_accumulation_steps, config.not_split)
+        )
 
     def step(self, micro_batches: Sequence[Any]) -> StepOutput | LocalNormStepOutput:
         """Do one update from micro-batches as a data loader yields them.

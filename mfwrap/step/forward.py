@@ -2,7 +2,7 @@
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
@@ -42,7 +42,10 @@ def calls_of(micro_batches: Sequence[Any]) -> list[NetworkCall]:
 
 
 def split_calls(
-    arguments: tuple[Any, ...], keywords: dict[str, Any], num_micro_batches: int
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    num_micro_batches: int,
+    not_split: Collection[str | int] = (),
 ) -> list[NetworkCall]:
     """Split the arguments of one call into micro-batches of equal size.
 
@@ -54,19 +57,20 @@ def split_calls(
         num_micro_batches: Number of micro-batches. Tensors with at least one dimension are split
             along the first dimension, also inside mappings, lists and tuples. Everything else goes
             to each micro-batch.
+        not_split: As in `StepConfig`.
 
     Raises:
-        ValueError: If a tensor's first dimension is not divisible by `num_micro_batches`.
+        ValueError: If the first dimensions of the tensors to split differ, or are not divisible by
+            `num_micro_batches`.
     """
     if num_micro_batches == 1:
         return [NetworkCall(arguments, keywords)]
+    split = _Split(num_micro_batches, frozenset(not_split))
     split_arguments = [
-        _split(f"inputs[{index}]", value, num_micro_batches)
+        split.whole(value) if index in split.not_split else split(f"inputs[{index}]", value)
         for index, value in enumerate(arguments)
     ]
-    split_keywords = {
-        name: _split(name, value, num_micro_batches) for name, value in keywords.items()
-    }
+    split_keywords = split.of_mapping(keywords, "{}")
     return [
         NetworkCall(
             tuple(parts[index] for parts in split_arguments),
@@ -217,24 +221,65 @@ def _call_of(micro_batch: Any) -> NetworkCall:
     return NetworkCall((micro_batch,), {})
 
 
-def _split(name: str, value: Any, num_parts: int) -> Sequence[Any]:
-    """Split the tensors in an argument into `num_parts` parts, and repeat all other values."""
-    if isinstance(value, Tensor) and value.dim() > 0:
-        if value.shape[0] % num_parts:
+@final
+class _Split:
+    """Split the values of one call into parts, whose tensors must have equal first dimensions.
+
+    Args:
+        num_parts: Number of parts.
+        not_split: Names and positions of values that go to each part whole.
+    """
+
+    def __init__(self, num_parts: int, not_split: frozenset[str | int]) -> None:
+        self._num_parts = num_parts
+        self.not_split = not_split
+        self._first: tuple[str, int] | None = None
+
+    def __call__(self, name: str, value: Any) -> Sequence[Any]:
+        """Return the parts of a value: slices of its tensors, and all other values whole."""
+        if isinstance(value, Tensor) and value.dim() > 0:
+            self._check(name, value)
+            return value.tensor_split(self._num_parts)
+        parts = range(self._num_parts)
+        if isinstance(value, Mapping):
+            items = self.of_mapping(value, f"{name}[{{!r}}]")
+            return [{key: split[i] for key, split in items.items()} for i in parts]
+        if isinstance(value, (list, tuple)):
+            elements = [self(f"{name}[{i}]", v) for i, v in enumerate(value)]
+            rebuild = getattr(value, "_make", list if isinstance(value, list) else tuple)
+            return [rebuild([split[i] for split in elements]) for i in parts]
+        return self.whole(value)
+
+    def of_mapping(self, values: Mapping[Any, Any], template: str) -> dict[Any, Sequence[Any]]:
+        """Return the parts of each value; `template` makes the name of a value from its key."""
+        return {
+            key: self.whole(value)
+            if isinstance(key, str) and key in self.not_split
+            else self(template.format(key), value)
+            for key, value in values.items()
+        }
+
+    def whole(self, value: Any) -> Sequence[Any]:
+        """Return the value itself as each part."""
+        return [value] * self._num_parts
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        size = tensor.shape[0]
+        first, expected = self._first = self._first or (name, size)
+        if size != expected:
             msg = (
-                f"the first dimension of `{name}` must be divisible by "
-                f"gradient_accumulation_steps={num_parts}, got shape {tuple(value.shape)}"
+                "the tensors of a batch must have equal first dimensions to be split for "
+                f"gradient_accumulation_steps={self._num_parts}, got {expected} for `{first}` and "
+                f"{size} for `{name}`; name what does not hold rows in `not_split`, or pass "
+                "micro-batches to `step`"
             )
             raise ValueError(msg)
-        return value.tensor_split(num_parts)
-    if isinstance(value, Mapping):
-        items = {key: _split(f"{name}[{key!r}]", v, num_parts) for key, v in value.items()}
-        return [{key: parts[i] for key, parts in items.items()} for i in range(num_parts)]
-    if isinstance(value, (list, tuple)):
-        elements = [_split(f"{name}[{i}]", v, num_parts) for i, v in enumerate(value)]
-        rebuild = getattr(value, "_make", list if isinstance(value, list) else tuple)
-        return [rebuild([parts[i] for parts in elements]) for i in range(num_parts)]
-    return [value] * num_parts
+        if size % self._num_parts:
+            msg = (
+                f"the first dimension of `{name}` must be divisible by "
+                f"gradient_accumulation_steps={self._num_parts}, got shape {tuple(tensor.shape)}"
+            )
+            raise ValueError(msg)
 
 
 def _check_has_elements(call: NetworkCall) -> None:

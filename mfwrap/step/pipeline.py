@@ -421,6 +421,13 @@ def _check_schedule(schedule: Any, stages: Sequence[Any], config: StepConfig) ->
             f"{config.gradient_accumulation_steps}; pass `n_microbatches` to the schedule"
         )
         raise ValueError(msg)
+    if config.not_split:
+        msg = (
+            "`not_split` must be left out with a pipeline schedule, which splits the batch itself, "
+            f"got {list(config.not_split)}; pass `args_chunk_spec` and `kwargs_chunk_spec` to the "
+            "schedule"
+        )
+        raise ValueError(msg)
     if config.sync_each_batch:
         msg = (
             "`sync_each_batch` must be False with a pipeline schedule, which reduces gradients "

@@ -18,6 +18,7 @@ DEFAULTS = {
     "max_grad_norm": 1.0,
     "local_norm": False,
     "gradient_accumulation_steps": 1,
+    "not_split": (),
     "calculate_per_token_loss": False,
     "use_skip_data_by_global_norm": False,
     "global_norm_spike_threshold": 1.0,
@@ -199,6 +200,22 @@ def test_a_pattern_that_is_no_regular_expression_is_refused():
     """An invalid regular expression is an error at construction."""
     with pytest.raises(ValueError, match=r"`local_norm_groups` must .*'\('"):
         StepConfig(local_norm_groups=["weight", "("])
+
+
+@pytest.mark.parametrize(
+    ("not_split", "error", "message"),
+    [
+        ("weights", TypeError, "a list of names and positions, got 'weights'"),
+        ({"weights"}, TypeError, "a list of names and positions, got {'weights'}"),
+        ([None], TypeError, "names and positions, got None"),
+        ([True], TypeError, "names and positions, got True"),
+        ([-1], ValueError, "positions >= 0, got -1"),
+    ],
+)
+def test_what_is_not_split_must_be_named(not_split, error, message):
+    """A single name, and what is neither a name nor a position, is an error."""
+    with pytest.raises(error, match=f"`not_split` must .*{message}"):
+        StepConfig(not_split=not_split)
 
 
 @pytest.mark.parametrize("name", ["max_grad_norm", "global_norm_spike_threshold"])

@@ -83,6 +83,11 @@ SETTINGS = {
         "`gradient_accumulation_steps` must be 1, as in the accelerator, or left at 1, got 4",
         {"config": StepConfig(gradient_accumulation_steps=4)},
     ),
+    "inputs that are not split": (
+        ValueError,
+        r"`not_split` must be left out in a loop, which .*, got \['axes'\]",
+        {"config": StepConfig(not_split=["axes"])},
+    ),
     "a reduction of each micro-batch": (
         ValueError,
         "`sync_each_batch` must be left out in a loop",

@@ -183,6 +183,38 @@ def test_a_call_that_splits_is_a_step_with_the_parts():
         assert torch.equal(ours, theirs)
 
 
+class WeightedClasses(nn.Module):
+    """A classifier whose loss weighs the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(inputs), labels, weights)
+
+
+@pytest.mark.parametrize("not_split", [["weights"], [2]])
+def test_what_is_not_split_goes_to_each_micro_batch_whole(not_split):
+    """Three class weights beside three rows give torch's own accumulation over the rows."""
+    network = WeightedClasses()
+    inputs, labels = torch.randn(3, 4), torch.tensor([0, 2, 1])
+    weights = torch.tensor([1.0, 5.0, 2.0])
+    cell = build(network, gradient_accumulation_steps=3, not_split=not_split)
+    if not_split == [2]:
+        cell(inputs, labels, weights)
+    else:
+        cell(inputs, labels=labels, weights=weights)
+
+    optimizer = SGD(network.parameters(), lr=0.1)
+    for row, label in zip(inputs.split(1), labels.split(1), strict=True):
+        (network(row, label, weights) / 3).backward()
+    optimizer.step()
+    for ours, theirs in zip(cell.network.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, **NEAR)
+
+
 def test_without_tokens_each_micro_batch_weighs_the_same():
     """The default loss is the mean over micro-batches, whatever their sizes are."""
     cell = build(LinearProbe())

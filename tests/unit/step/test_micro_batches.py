@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.step.forward import NetworkCall, calls_of, split_calls
+from mfwrap.step.forward import NetworkCall, calls_of, split_calls, tensors_in
 
 X = torch.arange(12.0).reshape(6, 2)
 Y = torch.arange(6)
@@ -94,12 +94,11 @@ def test_one_micro_batch_is_the_batch_itself():
     ("arguments", "keywords", "name"),
     [
         ((Y, X), {}, r"inputs\[0\]"),
-        ((torch.ones(8), X), {}, r"inputs\[1\]"),
         ((), {"labels": Y}, "labels"),
         (({"a": {"b": Y}},), {}, r"inputs\[0\]\['a'\]\['b'\]"),
-        (([torch.ones(4), Y],), {}, r"inputs\[0\]\[1\]"),
+        (([1, Y],), {}, r"inputs\[0\]\[1\]"),
     ],
-    ids=["first", "second", "keyword", "mapping", "list"],
+    ids=["first", "keyword", "mapping", "list"],
 )
 def test_a_size_that_does_not_divide_is_refused_by_name(arguments, keywords, name):
     """The error names the tensor, its shape and the number of parts."""
@@ -107,6 +106,50 @@ def test_a_size_that_does_not_divide_is_refused_by_name(arguments, keywords, nam
 
     with pytest.raises(ValueError, match=message):
         split_calls(arguments, keywords, 4)
+
+
+AXES = torch.arange(3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "names"),
+    [
+        ((X, AXES), {}, r"6 for `inputs\[0\]` and 3 for `inputs\[1\]`"),
+        ((X,), {"axes": AXES}, r"6 for `inputs\[0\]` and 3 for `axes`"),
+        (
+            ({"x": X, "of": [AXES]},),
+            {},
+            r"6 for `inputs\[0\]\['x'\]` and 3 for `inputs\[0\]\['of'\]\[0\]`",
+        ),
+    ],
+    ids=["positional", "keyword", "nested"],
+)
+def test_first_dimensions_that_differ_are_refused_by_name(arguments, keywords, names):
+    """The error names both tensors, although each could be split, and what to do."""
+    message = rf"must have equal first dimensions .*=3, got {names}; name .* in `not_split`"
+
+    with pytest.raises(ValueError, match=message):
+        split_calls(arguments, keywords, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "not_split"),
+    [
+        ((X, AXES), {}, [1]),
+        ((X,), {"axes": AXES}, ["axes"]),
+        (({"x": X, "more": {"axes": [AXES]}},), {}, ("axes",)),
+        (({"x": X, "more": {"axes": [AXES]}},), {}, ["absent", 7, "more"]),
+    ],
+    ids=["positional", "keyword", "nested", "mapping"],
+)
+def test_what_is_not_split_goes_to_every_call(arguments, keywords, not_split):
+    """Every call gets what is named as it is, and its slice of the rest."""
+    calls = split_calls(arguments, keywords, 3, not_split)
+
+    for number, call in enumerate(calls):
+        rows, *rest = tensors_in([*call.arguments, call.keywords])
+        assert torch.equal(rows, X[2 * number : 2 * number + 2])
+        assert all(each is AXES for each in rest)
 
 
 @pytest.mark.parametrize(

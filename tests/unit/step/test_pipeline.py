@@ -388,6 +388,7 @@ class TestOneRank:
                 "must be 1 with a pipeline schedule, which accumulates its 2 micro-batches, got 2",
             ),
             (one_stage, {"sync_each_batch": True}, ValueError, "`sync_each_batch` must be False"),
+            (one_stage, {"not_split": ["x"]}, ValueError, "`not_split` must be left out with a"),
             (
                 lambda: one_stage(DistributedDataParallel(nn.Linear(2, 1))),
                 {"accumulate_allreduce_grads_in_fp32": True},
