@@ -134,7 +134,7 @@ class EMACallback(MonitorCallback):
         else:
             self.ema = self._own_average(model)
             if state.global_step > 0:
-                self._resume(self.ema, resumed_from or resumed_checkpoint(args, state))
+                _resume(self.ema, resumed_from or resumed_checkpoint(args, state))
             if attachment is None:
                 self._updates = AppliedUpdates(optimizer)
         if self._evaluates and args.eval_on_start:
@@ -146,6 +146,14 @@ class EMACallback(MonitorCallback):
         """Restore the raw weights before the step trains them."""
         del args, state, control
         self._evaluated.end()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Begin the averages of weights that were frozen from what they are before the update."""
+        del args, state, control
+        if self.ema is not None and self._is_own:
+            self.ema.begin_update()
 
     def on_step_end(
         self,
@@ -269,18 +277,6 @@ class EMACallback(MonitorCallback):
             raise ValueError(msg)
         return ExponentialMovingAverage(model, **self._settings)
 
-    def _resume(self, ema: ExponentialMovingAverage, checkpoint: Path | None) -> None:
-        if checkpoint is None or not load_state(ema, checkpoint):
-            reason = (
-                "the checkpoint to resume from was not found"
-                if checkpoint is None
-                else f"{checkpoint} has no average"
-            )
-            warnings.warn(
-                f"the average could not be resumed: {reason}. It restarts from the loaded weights",
-                stacklevel=3,
-            )
-
     def _refuse_settings(self) -> None:
         if self._settings:
             given = ", ".join(f"{name}={value}" for name, value in self._settings.items())
@@ -322,6 +318,19 @@ class EMACallback(MonitorCallback):
             save_state(ema, folder)
         if self._exports and (is_writer or is_sharded(model)):
             export_averages(ema, model, folder, is_writer=is_writer)
+
+
+def _resume(ema: ExponentialMovingAverage, checkpoint: Path | None) -> None:
+    if checkpoint is None or not load_state(ema, checkpoint):
+        reason = (
+            "the checkpoint to resume from was not found"
+            if checkpoint is None
+            else f"{checkpoint} has no average"
+        )
+        warnings.warn(
+            f"the average could not be resumed: {reason}. It restarts from the loaded weights",
+            stacklevel=3,
+        )
 
 
 @final

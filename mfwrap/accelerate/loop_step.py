@@ -414,9 +414,9 @@ class SharedAverage:
         """Whether the average follows the updates of any optimizer."""
         return self._num_parts > 0
 
-    def refuse_inside_swap(self, method: str) -> None:
-        """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
-        self._ema.refuse_inside_swap(method)
+    def begin_update(self) -> None:
+        """Prepare the average for an update; see `ExponentialMovingAverage.begin_update`."""
+        self._ema.begin_update()
 
     def gather(self, part: "AveragePart", applied: Tensor) -> None:
         """Note an update of one optimizer; after one of every optimizer, update the average.
@@ -450,9 +450,9 @@ class AveragePart:
     def __init__(self, average: SharedAverage) -> None:
         self._average = average
 
-    def refuse_inside_swap(self, method: str) -> None:
-        """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
-        self._average.refuse_inside_swap(method)
+    def begin_update(self) -> None:
+        """Prepare the average for an update; see `ExponentialMovingAverage.begin_update`."""
+        self._average.begin_update()
 
     def update(self, applied: Tensor) -> None:
         """Note an update of this optimizer."""

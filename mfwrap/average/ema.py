@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, check_int, check_real, described
 from mfwrap.average.tensors import (
-    average_dtype,
     buffer_places,
     check_names,
     copied,
     fitting_tensors,
     follow_buffers,
-    grouped,
     named_weights,
     write,
 )
+from mfwrap.average.weights import AveragedWeights
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrapped_network
 
@@ -26,8 +25,8 @@ from mfwrap.tensors.wrappers import plain_name, reshard, sharded_parts, unwrappe
 class Average(Protocol):
     """Interface of the average: `ExponentialMovingAverage`, or one optimizer's share of it."""
 
-    def refuse_inside_swap(self, method: str) -> None:
-        """Raise ``RuntimeError`` if the averages are swapped into the parameters."""
+    def begin_update(self) -> None:
+        """Start to average new trainable weights; raise ``RuntimeError`` if `update` would."""
 
     def update(self, applied: Tensor) -> None:
         """Update the average from the new weights if the update was applied."""
@@ -45,11 +44,16 @@ class ExponentialMovingAverage:
     The factor ``1 - decay`` is a tensor on the device, so that a skipped update can replace it by 0
     without synchronization.
 
-    If `parameters` is a module, its parameters that require a gradient at construction are
-    averaged, under the names of ``named_parameters()``. Tied parameters are averaged once. Frozen
-    parameters are left out. Persistent buffers, such as running statistics, are not averaged but
-    copied at each averaging step. If `parameters` is an iterable, every tensor is averaged, under
-    the names ``"0"``, ``"1"``, ...
+    If `parameters` is a module, its parameters that require a gradient are averaged, under the
+    names of ``named_parameters()``. Tied parameters are averaged once. Persistent buffers, such as
+    running statistics, are not averaged but copied at each averaging step. If `parameters` is an
+    iterable, every tensor is averaged, under the names ``"0"``, ``"1"``, ...
+
+    A frozen parameter is averaged as soon as it requires a gradient. In a training step, its
+    average starts from the weight before the first update that may change it, so it is what it
+    would be if the parameter had been averaged from the beginning. In a loop that calls `update`
+    itself, it starts from the weight at the next call; call `begin_update` before the optimizer's
+    step to start it earlier.
 
     The average keeps references to the parameter tensors. Move, convert or shard a module before
     you build its average. After ``fully_shard`` the averages are distributed tensors like the
@@ -107,19 +111,14 @@ class ExponentialMovingAverage:
         self._warmup = check_bool("warmup", warmup)
         self._update_every = check_int("update_every", update_every)
         self._from_module = isinstance(parameters, nn.Module)
-        self._weights = named_weights(parameters)
         self._buffer_places = buffer_places(parameters)
         self._sharded_parts = sharded_parts(parameters) if isinstance(parameters, nn.Module) else []
-        self._averages = {
-            name: copied(weight, device, dtype or average_dtype(weight))
-            for name, weight in self._weights.items()
-        }
+        self._held = AveragedWeights(parameters, decay, device, dtype)
         self._buffers = {
             name: copied(place.tensor(), device, None)
             for name, place in self._buffer_places.items()
         }
-        self._groups = grouped(self._weights, self._averages, decay)
-        training_device = next(iter(self._weights.values())).device
+        training_device = next(iter(self._held.weights.values())).device
         self._applied_updates = torch.zeros((), dtype=torch.int64, device=training_device)
         self._num_calls = 0
         self._swapped = False
@@ -140,13 +139,13 @@ class ExponentialMovingAverage:
         Raises:
             TypeError: If `applied` is not a bool tensor.
             ValueError: If `applied` has a different shape.
-            RuntimeError: If called inside `swap`.
+            RuntimeError: If called inside `swap`, or if a weight was moved or converted.
         """
         check_applied(applied)
-        self.refuse_inside_swap("update")
+        self.begin_update()
         if (self._num_calls + 1) % self._update_every == 0:
             num_updates = self._applied_updates if self._warmup else None
-            for group in self._groups:
+            for group in self._held.groups:
                 group.follow(group.share(num_updates, applied))
             follow_buffers(self._buffers.values(), self._current_buffers(), applied)
         self._num_calls += 1
@@ -154,6 +153,19 @@ class ExponentialMovingAverage:
             self._applied_updates.add_(1)
         else:
             self._applied_updates.add_(on_device(applied, self._applied_updates.device))
+
+    def begin_update(self) -> None:
+        """Start to average weights that were frozen before, and check that `update` can follow.
+
+        The training step calls it before it changes any weight. Does not synchronize with the
+        device.
+
+        Raises:
+            RuntimeError: If called inside `swap`, or if a weight was moved or converted after its
+                average was built.
+        """
+        self.refuse_inside_swap("update")
+        self._held.begin_update()
 
     def count_replay(self) -> None:
         """Count a call of `update` that a graph of the device has replayed."""
@@ -164,7 +176,7 @@ class ExponentialMovingAverage:
         """Why a graph of the device cannot hold `update`; ``None`` if it can."""
         if self._update_every > 1:
             return f"if `ema` does not follow each update, got update_every={self._update_every}"
-        weights = zip(self._weights.values(), self._averages.values(), strict=True)
+        weights = zip(self._held.weights.values(), self._held.averages.values(), strict=True)
         if any(weight.device != average.device for weight, average in weights):
             return "if the averages of `ema` are on another device than the weights"
         return None
@@ -188,14 +200,14 @@ class ExponentialMovingAverage:
         self.refuse_inside_swap("swap")
         self._reshard()
         with torch.no_grad():
-            raw_weights = [weight.clone() for weight in self._weights.values()]
+            raw_weights = [weight.clone() for weight in self._held.weights.values()]
             raw_buffers = [buffer.clone() for buffer in self._current_buffers()]
         self._swapped = True
         try:
-            self._fill(self._weights.values(), self._current_buffers())
+            self._fill(self._held.weights.values(), self._current_buffers())
             yield
         finally:
-            write(self._weights.values(), raw_weights)
+            write(self._held.weights.values(), raw_weights)
             write(self._current_buffers(), raw_buffers)
             self._reshard()
             self._swapped = False
@@ -222,7 +234,7 @@ class ExponentialMovingAverage:
         if parameters is None:
             self.refuse_inside_swap("copy_to")
             self._reshard()
-            self._fill(self._weights.values(), self._current_buffers())
+            self._fill(self._held.weights.values(), self._current_buffers())
         elif self._from_module and isinstance(parameters, nn.Module):
             reshard(parameters)
             network = unwrapped_network(parameters)
@@ -231,7 +243,7 @@ class ExponentialMovingAverage:
             weights: dict[str, Tensor] = {plain_name(n): tensor for n, tensor in named_parameters}
             buffers = {plain_name(n): tensor for n, tensor in named_buffers}
             self._fill(
-                fitting_tensors("parameters", weights, self._averages),
+                fitting_tensors("parameters", weights, self._held.averages),
                 fitting_tensors("parameters", buffers, self._buffers),
             )
         else:
@@ -239,21 +251,19 @@ class ExponentialMovingAverage:
                 reshard(parameters)
                 parameters = parameters.parameters()
             targets = named_weights(parameters)
-            if len(targets) != len(self._averages):
-                msg = f"`parameters` must be {len(self._averages)} tensors, got {len(targets)}"
+            if len(targets) != len(self._held.averages):
+                msg = f"`parameters` must be {len(self._held.averages)} tensors, got {len(targets)}"
                 raise ValueError(msg)
-            by_name = dict(zip(self._averages, targets.values(), strict=True))
-            self._fill(fitting_tensors("parameters", by_name, self._averages))
+            by_name = dict(zip(self._held.averages, targets.values(), strict=True))
+            self._fill(fitting_tensors("parameters", by_name, self._held.averages))
 
     def follows(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether any of `parameters` belongs to this average."""
-        followed = {id(weight) for weight in self._weights.values()}
-        return any(id(parameter) in followed for parameter in parameters)
+        """Return whether any of `parameters` belongs to this average, now or once trainable."""
+        return self._held.any_of(parameters)
 
     def check_placement(self) -> None:
         """Raise ``RuntimeError`` if a weight was moved or converted after construction."""
-        for group in self._groups:
-            group.check_placement()
+        self._held.check_placement()
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -263,14 +273,14 @@ class ExponentialMovingAverage:
             RuntimeError: If called inside `swap`.
         """
         self.refuse_inside_swap("restart")
-        write(self._averages.values(), self._weights.values())
+        write(self._held.averages.values(), self._held.weights.values())
         write(self._buffers.values(), self._current_buffers())
         self._applied_updates.zero_()
         self._num_calls = 0
 
     def named_averages(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the average of each weight: the live tensor, not a copy."""
-        yield from self._averages.items()
+        yield from self._held.averages.items()
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages, copied buffers and counters, as tensors by name.
@@ -279,8 +289,13 @@ class ExponentialMovingAverage:
         they must not change while training continues. Settings such as `decay` are not included.
         No synchronization with the device.
         """
+        if not self._swapped:
+            self._held.start_trainable()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return {
-            "averages": dict(self._averages),
+            "averages": dict(self._held.averages),
             "buffers": dict(self._buffers),
             "counters": {
                 "applied_updates": self._applied_updates.clone(),
@@ -290,6 +305,9 @@ class ExponentialMovingAverage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`, or change nothing if it does not fit.
+
+        Weights that are frozen at present are averaged from now on if they were when the state was
+        saved.
 
         Args:
             state: State of an average with the same names and shapes. Values are converted to the
@@ -304,7 +322,8 @@ class ExponentialMovingAverage:
         self.refuse_inside_swap("load_state_dict")
         fitting = self.check_state_dict(state)
         applied_updates, num_calls = fitting["counters"]
-        write(self._averages.values(), fitting["averages"])
+        self._held.start(state["averages"])
+        write(self._held.averages.values(), fitting["averages"])
         write(self._buffers.values(), fitting["buffers"])
         write([self._applied_updates], [applied_updates])
         self._num_calls = int(num_calls)
@@ -316,8 +335,10 @@ class ExponentialMovingAverage:
             Lists of the tensors in ``averages``, ``buffers`` and ``counters`` of `state`, each in
             this average's order.
         """
-        expected = self.state_dict()
+        expected = self._state()
         check_names("state", state, expected)
+        if isinstance(state["averages"], Mapping):
+            expected["averages"] = self._held.started_with(state["averages"])
         fitting = {}
         for part, tensors in expected.items():
             check_names(part, state[part], tensors)
@@ -339,7 +360,7 @@ class ExponentialMovingAverage:
 
     def _fill(self, weights: Collection[Tensor], buffers: Collection[Tensor] = ()) -> None:
         """Write the averages into `weights`, and the copied buffers into `buffers`."""
-        write(weights, self._averages.values())
+        write(weights, self._held.averages.values())
         if buffers:
             write(buffers, self._buffers.values())
 

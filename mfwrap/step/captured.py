@@ -136,7 +136,7 @@ class CapturedStep:
         self._update.parameters.groups()
         _refuse(_hooked(self._optimizer))
         if self._ema is not None:
-            self._ema.refuse_inside_swap("update")
+            self._ema.begin_update()
         if section_clock.is_on:
             msg = (
                 "the sections of a captured step cannot be timed; leave RankClock out, or set "

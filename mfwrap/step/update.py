@@ -204,7 +204,7 @@ class StepUpdate:
             TypeError: If a gradient is sparse.
         """
         if self._ema is not None:
-            self._ema.refuse_inside_swap("update")
+            self._ema.begin_update()
         optimizer = self._optimizer.optimizer
         groups = self.parameters.groups()
         gradients = self.parameters.gradients(may_be_absent=may_be_absent)

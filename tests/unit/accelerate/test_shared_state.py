@@ -172,10 +172,10 @@ def test_an_average_that_nobody_updates_is_known():
 
 
 def test_inside_a_swap_updates_are_refused():
-    """Inside a swap, `refuse_inside_swap` of the shared average and of its parts raises."""
+    """Inside a swap, `begin_update` of the shared average and of its parts raises."""
     average = Average(1)
 
     with average.ema.swap():
         for owner in (average.shared, *average.parts):
             with pytest.raises(RuntimeError, match="`update` must not be called inside `swap`"):
-                owner.refuse_inside_swap("update")
+                owner.begin_update()

@@ -5,11 +5,14 @@ import itertools
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap.accelerate import attach
 from mfwrap.average.ema import ExponentialMovingAverage
 from support.averages import (
     APPLIED,
@@ -182,6 +185,118 @@ def test_swap_restores_bitwise(error):
     assert_same(raw, network.state_dict())
     assert_same(state, flat(ema.state_dict()))
     ema.update()
+
+
+def unfrozen_run(train, **settings):
+    """Train 6 steps, of which the third is skipped; a layer is frozen before the fourth.
+
+    Returns:
+        The network, its average, and the average of the frozen layer's weight by hand.
+    """
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    network[0].requires_grad_(requires_grad=False)
+    ema = ExponentialMovingAverage(network, 0.5, **settings)
+    weight = network[0].weight
+    expected = weight.detach().double()
+    for step in train(network, ema):
+        if step != 2:
+            expected = 0.5 * expected + 0.5 * weight.detach().double()
+        network[0].requires_grad_(requires_grad=step >= 2)
+    return network, ema, expected
+
+
+def batches(num_steps=6):
+    """Yield inputs; those of the third step make the gradients infinite."""
+    for step in range(num_steps):
+        inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+        yield step, inputs * (1e38 if step == 2 else 1.0)
+
+
+def in_cell(network, ema):
+    """Train with the cell."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5, fused=True)
+    module = WithLossCell(network, nn.MSELoss())
+    cell = MFTrainOneStepCell(module, optimizer, ema=ema)
+    for step, inputs in batches():
+        cell(inputs, inputs.sum(1, keepdim=True))
+        yield step
+
+
+def in_loop(network, ema):
+    """Train with an accelerate loop of two optimizers, of which the first has the frozen layer."""
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator, ema=ema)
+    first, second = [*network[0].parameters(), network[2].bias], [network[2].weight]
+    optimizers = [torch.optim.SGD(each, lr=0.5) for each in (first, second)]
+    network, *optimizers = accelerator.prepare(network, *optimizers)
+    for step, inputs in batches():
+        accelerator.backward((network(inputs) - inputs.sum(1, keepdim=True)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield step
+
+
+def in_torch(network, ema):
+    """Train with torch alone."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    for step, inputs in batches():
+        ema.begin_update()
+        (network(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+        if step != 2:
+            optimizer.step()
+        optimizer.zero_grad()
+        ema.update(FLAGS[step != 2])
+        yield step
+
+
+@pytest.mark.parametrize("train", [in_cell, in_loop, in_torch])
+def test_weights_that_are_trained_later_are_averaged_from_then_on(train):
+    """Their average is what it would be if it had been built with them, and `swap` shows it."""
+    network, ema, expected = unfrozen_run(train)
+    raw = network[0].weight.detach().clone()
+
+    assert [name for name, _ in ema.named_averages()] == [n for n, _ in network.named_parameters()]
+    with ema.swap():
+        torch.testing.assert_close(network[0].weight.detach().double(), expected)
+    assert torch.equal(network[0].weight, raw)
+    assert not torch.equal(raw.double(), expected)
+
+
+def test_an_average_that_starts_later_has_the_asked_dtype_and_reads_nothing():
+    """It is as the other averages are, and its start reads no tensor on the host."""
+    network, ema, _ = unfrozen_run(in_torch, dtype=torch.float64)
+    assert {average.dtype for _, average in ema.named_averages()} == {torch.float64}
+
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    network[0].requires_grad_(requires_grad=False)
+    ema = ExponentialMovingAverage(network)
+    ema.update()
+    network[0].requires_grad_()
+    with HostReads() as reads:
+        ema.update()
+    assert reads.reads == []
+
+
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_network_that_was_converted_is_refused_before_an_update(convert, saves):
+    """The cell refuses it each time, and no weight changes."""
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    ema = ExponentialMovingAverage(network)
+    cell = MFTrainOneStepCell(WithLossCell(network, nn.MSELoss()), optimizer, ema=ema)
+    convert(network[1])
+    if saves:
+        ema.state_dict()
+    convert(network)
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    inputs = torch.randn(4, 3, dtype=network[0].weight.dtype)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="`ema` must match the network's weights"):
+            cell(inputs, inputs.sum(1, keepdim=True))
+    assert all(map(torch.equal, before, network.parameters()))
 
 
 def test_swap_keeps_bits_of_bfloat16_weights():

@@ -42,6 +42,39 @@ def test_resumed_run_equals_unbroken_one(update_every):
     assert_same(flat(ema.state_dict()), flat(resumed_ema.state_dict()))
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_state_with_weights_that_were_trained_later_resumes(frozen):
+    """A new average takes them from the state, even while they are frozen in its network."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9)
+    network.frozen.requires_grad_()
+    train_with_skips(network, 3, ema, seed=0)
+
+    again = Network()
+    again_ema = ExponentialMovingAverage(again, 0.9)
+    again.frozen.requires_grad_(requires_grad=not frozen)
+    again_ema.load_state_dict(copy.deepcopy(ema.state_dict()))
+    assert_same(flat(ema.state_dict()), flat(again_ema.state_dict()))
+    again.load_state_dict(network.state_dict())
+    again.frozen.requires_grad_()
+    for each, average in ((network, ema), (again, again_ema)):
+        train_with_skips(each, 2, average, seed=1)
+    assert_same(averages(ema), averages(again_ema))
+
+
+def test_state_within_a_swap_starts_no_average():
+    """After the swap, all weights are what they were before."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9)
+    train_with_skips(network, 3, ema, seed=0)
+    network.frozen.requires_grad_()
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    with ema.swap():
+        ema.state_dict()
+    assert all(map(torch.equal, before, network.parameters()))
+    assert "frozen.weight" in ema.state_dict()["averages"]
+
+
 def test_state_of_another_dtype_is_converted():
     """A loaded state is converted to the dtype of the average."""
     weights = weights_of((3,), (2, 2))

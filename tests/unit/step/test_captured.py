@@ -131,6 +131,26 @@ def test_training_resumes_bitwise(before, after):
     assert found == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
+def test_weights_that_are_unfrozen_later_are_averaged():
+    """The averages are those of plain steps, and start before the step that is captured."""
+
+    class HalfFrozen(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.layers[0].requires_grad_(requires_grad=False)
+
+    results = []
+    for capture in (False, True):
+        trained = training(capture=capture, network=HalfFrozen)
+        outputs = train(trained, [1.0] * 3)
+        trained.network.layers[0].requires_grad_()
+        outputs += train(trained, [1.0, NAN, 1.0], seed=2)
+        names = [name for name, _ in trained.cell.ema.named_averages()]
+        assert names == [name for name, _ in trained.network.named_parameters()]
+        results.append(numbers(trained, outputs))
+    assert results[1] == pytest.approx(results[0], rel=0, abs=0, nan_ok=True)
+
+
 def test_a_saved_state_does_not_change_later():
     """The counters and the window of a saved state keep their values while training goes on."""
     trained = training(capture=True, spike_policy="clip")

@@ -62,6 +62,32 @@ def test_the_average(runs, kind):
     assert_same_state(follower.averages[NUM_STEPS], dict(callback.ema.named_averages()))
 
 
+class GradualUnfreezing(TrainerCallback):
+    """Freeze the embedding for the first three steps."""
+
+    def on_train_begin(self, _args, _state, _control, model=None, **_):
+        model.get_parameter(WEIGHT).requires_grad_(requires_grad=False)
+
+    def on_step_begin(self, _args, state, _control, model=None, **_):
+        model.get_parameter(WEIGHT).requires_grad_(state.global_step >= 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_average_of_weights_that_are_unfrozen_later(tmp_path, kind):
+    """It is what it would be if the weights had been averaged from the beginning."""
+    trainer_kind, callback_arguments, extras = KINDS[kind]
+    follower, callback = Follower(), EMACallback(**callback_arguments)
+    callbacks = [GradualUnfreezing(), follower, callback]
+    trained(tmp_path, PLAIN, kind=trainer_kind, callbacks=callbacks, **extras, **STEPS)
+
+    averages = dict(callback.ema.named_averages())
+    assert averages.keys() == follower.averages[NUM_STEPS].keys()
+    for name, expected in follower.averages[NUM_STEPS].items():
+        torch.testing.assert_close(averages[name], expected)
+    assert torch.equal(follower.raw[3][WEIGHT], follower.raw[1][WEIGHT])
+    assert not torch.equal(follower.raw[4][WEIGHT], follower.raw[3][WEIGHT])
+
+
 @pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epochs", [False, True], ids=["steps", "epochs"])
