@@ -44,8 +44,8 @@ class QKClip:
     Args:
         optimizer: Optimizer of the network. Each of its steps is followed by a clip.
         network: Network with modules that have ``q_proj`` and ``k_proj``, or ``query`` and ``key``,
-            and ``head_dim`` or ``attention_head_size``; or the modules of DeepSeek-V3. Layers whose
-            weights are frozen do not change.
+            and ``head_dim`` or ``attention_head_size``; or the modules of DeepSeek-V3. Layers do
+            not change while their weights are frozen.
         threshold: Limit of the logits, > 0.
 
     Raises:
@@ -68,7 +68,7 @@ class QKClip:
     def __init__(self, optimizer: Optimizer, network: nn.Module, threshold: float = 100.0) -> None:
         self.threshold = check_positive_number("threshold", threshold, finite=True)
         self._layers = _layers(network)
-        if not self._layers:
+        if not any(map(_is_trainable, self._layers.values())):
             msg = (
                 "`network` must have trainable attention modules with q_proj and k_proj, query and "
                 f"key, or q_b_proj and kv_b_proj, got none in a {type(network).__name__}"
@@ -125,13 +125,16 @@ class QKClip:
         shares: list[Tensor] = []
         sizes = [layer.num_heads for layer in self._layers.values()]
         for layer, of_heads in zip(self._layers.values(), factors.split(sizes), strict=True):
+            if not _is_trainable(layer):
+                continue
             for parameter, of_rows in zip(
                 layer.parameters, layer.row_factors(of_heads), strict=True
             ):
                 whole = of_rows.reshape(-1, *[1] * (parameter.ndim - 1)).expand(parameter.shape)
                 parameters.append(parameter)
                 shares.append(placed_like(whole, parameter))
-        foreach_mul_(local_tensors(parameters), shares)
+        if parameters:  # torch refuses an empty list
+            foreach_mul_(local_tensors(parameters), shares)
 
 
 def discard_logits(optimizer: Optimizer) -> None:
@@ -218,6 +221,10 @@ def _num_parameters(layer: nn.Linear) -> int:
     return 1 if layer.bias is None else 2
 
 
+def _is_trainable(layer: _Layer) -> bool:
+    return all(parameter.requires_grad for parameter in layer.parameters)
+
+
 _NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 
 
@@ -226,9 +233,9 @@ def _layers(network: nn.Module) -> dict[str, _Layer]:
     found: dict[str, _Layer] = {}
     for name, module in network.named_modules():
         layer = _layer(module)
-        if layer is None or not all(p.requires_grad for p in layer.parameters):
-            continue
         norms = [norm for norm in _NORMS if getattr(module, norm, None) is not None]
+        if layer is None or (norms and not _is_trainable(layer)):
+            continue
         if norms:
             msg = (
                 "`network` must not normalize queries and keys, because their weights then do not "

@@ -147,6 +147,28 @@ def test_the_logits_of_a_call_that_raises_are_discarded():
     assert all(map(torch.equal, *weights))
 
 
+def test_a_layer_is_clipped_while_it_is_trained():
+    """A layer that is unfrozen later is clipped from then on, as if it had never been frozen."""
+    network = AttentionNetwork(bias=False)
+    network.layers[0].requires_grad_(requires_grad=False)
+    before = copy.deepcopy(network)
+    optimizer = SGD(network.parameters(), lr=0.0)
+    QKClip(optimizer, network, 0.05)
+    for is_trained in (False, True):
+        network.layers[0].requires_grad_(is_trained)
+        network(batch()).backward()
+        optimizer.step()
+        same = torch.equal(network.layers[0].q_proj.weight, before.layers[0].q_proj.weight)
+        assert same != is_trained
+    assert logits_by_hand(network, batch())[0].max() <= 0.05 * 1.00001
+    for parameter in network.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    weights = [parameter.clone() for parameter in network.parameters()]
+    network(batch() * 100)
+    optimizer.step()
+    assert all(map(torch.equal, weights, network.parameters()))
+
+
 def test_the_weights_of_two_ranks(two_ranks):
     """Ranks that hold shards clip by the largest logits of all ranks."""
     expected = clip_on_ranks(0, 1)
