@@ -149,6 +149,12 @@ class CapturedStep:
             self._update.flush()
             self._rates.restart(self._update.counts.applied_updates)
         self._rates.prolong()
+        if self._rates.may_end:
+            # The device would not find the rate of this update if the last one was applied. Advance
+            # the schedule before the update, as a step that is not captured does: if it has ended,
+            # it raises its own error, and no weight has changed.
+            self._update.flush()
+            self._rates.restart(self._update.counts.applied_updates)
 
     def _keep_places(self) -> None:
         """Move the state that a step replaces into the memory that the graph knows."""

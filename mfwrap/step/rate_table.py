@@ -32,7 +32,8 @@ def coming_rates(schedule: Any, optimizer: Optimizer, number: int) -> list[list[
         number: Number of updates.
 
     Returns:
-        The rates of all parameter groups for each update.
+        The rates of all parameter groups for each update; of fewer updates, at least one, if the
+        schedule then raises an error, as torch's ``OneCycleLR`` does at its end.
 
     Raises:
         TypeError: If the schedule cannot be copied.
@@ -46,7 +47,10 @@ def coming_rates(schedule: Any, optimizer: Optimizer, number: int) -> list[list[
         # torch warns of a schedule that advances although its optimizer has not updated.
         warnings.simplefilter("ignore")
         for _ in range(number - 1):
-            ahead.step()
+            try:
+                ahead.step()
+            except Exception:  # noqa: BLE001  (the schedule itself raises it, if it gets so far)
+                break
             rates.append([float(group["lr"]) for group in groups])
     after = [fixed_settings(group) for group in groups]
     changed = {n for a, b in zip(before, after, strict=True) for n in b if a.get(n) != b[n]}
@@ -150,7 +154,12 @@ class RateTable:
     @property
     def is_outdated(self) -> bool:
         """Whether the rates of the groups are not those of the table, because somebody set them."""
-        return not self._rows or self._rows[self._known] != self._numbers()
+        return self._known >= len(self._rows) or self._rows[self._known] != self._numbers()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the schedule may raise an error for the next update, which the table lacks."""
+        return self._schedule is not None and self._known + 2 > len(self._rows)
 
     def forget(self) -> None:
         """Make the table outdated, because the number of applied updates has been set."""
@@ -175,7 +184,7 @@ class RateTable:
 
     def prolong(self) -> None:
         """Fill the table anew if the rates of the next two updates are not in it any more."""
-        if self._schedule is not None and self._known + 2 > self._length:
+        if self.may_end and len(self._rows) == self._length:
             self._first.add_(self._known)
             self._known = 0
             self._fill()
@@ -185,7 +194,8 @@ class RateTable:
             self._rows = [self._numbers()]
         else:
             self._rows = coming_rates(self._schedule, self._optimizer, self._length)
-        rows = torch.tensor(self._rows, dtype=torch.float32, device="cpu")
+        padded = self._rows + self._rows[-1:] * (self._length - len(self._rows))
+        rows = torch.tensor(padded, dtype=torch.float32, device="cpu")
         self._sent = rows if self._device.type == "cpu" else rows.pin_memory()
         self._table.copy_(self._sent, non_blocking=True)
 

@@ -100,3 +100,76 @@ def test_a_run_may_be_longer_than_the_table():
     )
 
     assert found == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+def one_cycle(number):
+    """Return a maker of a schedule that raises ValueError at its step `number` + 1."""
+    return lambda opt: OneCycleLR(opt, 1e-4, number, cycle_momentum=False)
+
+
+def listed(number):
+    """Return a maker of a schedule of `number` + 1 rates, which then raises IndexError."""
+    factors = [2.0 ** -(n % 5) for n in range(number + 1)]
+    return lambda opt: LambdaLR(opt, factors.__getitem__)
+
+
+def until_the_end(make_schedule, num_updates, *, capture):
+    """Train until the schedule raises; every fifth update is skipped."""
+    trained = training(capture=capture, make_schedule=make_schedule)
+    results = []
+    for update in range(num_updates):
+        try:
+            results += train(trained, [float("nan") if update % 5 == 2 else 1.0], seed=update)
+        except (ValueError, IndexError) as error:
+            weights = [weight.detach() for weight in trained.network.parameters()]
+            return update, repr(error), numbers_of([*results, *weights])
+    trained.cell.flush()
+    return num_updates, None, numbers_of([*results, *trained.network.parameters()])
+
+
+def numbers_of(tensors):
+    """Return all results as numbers."""
+    return [float(x) for each in tensors if each is not None for x in each.detach().ravel()]
+
+
+@pytest.mark.parametrize("number", [3, 20, LENGTH + 9])
+@pytest.mark.parametrize("make", [one_cycle, listed])
+@pytest.mark.parametrize("beyond", [0, 9])
+def test_a_schedule_with_an_end_trains_up_to_it(make, number, beyond):
+    """A captured run ends at the update at which a plain one ends, with the same weights."""
+    num_updates = (number + beyond) * 5 // 4
+    found, expected = (
+        until_the_end(make(number), num_updates, capture=capture) for capture in (True, False)
+    )
+    assert (expected[1] is None) == (beyond == 0)
+    assert found[:2] == expected[:2]
+    # The device has the rates in float32.
+    assert found[2] == pytest.approx(expected[2], rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("flushed", range(LENGTH - 3, LENGTH + 2))
+def test_a_flush_may_reach_the_end_of_the_table(flushed):
+    """A flush by the caller, after whichever update, changes no rate."""
+    rates = []
+    for capture in (True, False):
+        trained = training(
+            capture=capture,
+            network=Minute,
+            make_schedule=lambda opt: LambdaLR(opt, lambda n: 2.0 ** -(n % 7)),
+        )
+        rates.append([])
+        for update in range(LENGTH + 5):
+            rates[-1].append(trained.cell(torch.ones(1, 1)).learning_rate.item())
+            if update == flushed:
+                trained.cell.flush()
+    assert rates[0] == rates[1]
+
+
+class Minute(torch.nn.Linear):
+    """A network of one weight that returns its loss."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, inputs):
+        return super().forward(inputs).square().mean()
