@@ -158,7 +158,7 @@ class Cell(Contestant):
     def __init__(self, num_tensors: int, width: int, device: str = "cpu") -> None:
         super().__init__(num_tensors, width, device)
         self._loss = torch.zeros((), device=device)
-        self._update = self.make_cell()._update
+        self._update = vars(self.make_cell())["_MFTrainOneStepCell__update"]
 
     def make_cell(self) -> MFTrainOneStepCell:
         return MFTrainOneStepCell(

@@ -112,7 +112,8 @@ class CellSource(_Listed):
 
     def __init__(self, cell: MFTrainOneStepCell) -> None:
         self._cell = cell
-        self.step_config = cell.config
+        # A subclass may have a `config` of its own.
+        self.step_config = cell.config if isinstance(cell.config, StepConfig) else None
         self.calls = cell.before_update
 
     @property

@@ -37,7 +37,7 @@ from mfwrap.step.rate_table import RateTable
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES
 from mfwrap.step.state import check_keys, restore, state_of
-from mfwrap.step.step_parts import LossScaleHooks
+from mfwrap.step.step_parts import LossScaleHooks, has_own_step
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.norm_groups import LocalNormGroups
 
@@ -155,7 +155,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         accumulate_allreduce_grads_in_fp32: bool = False,
         capture: bool = False,
     ) -> None:
-        self.config = StepConfig(
+        config = StepConfig(
             use_clip_grad=use_clip_grad,
             max_grad_norm=max_grad_norm,
             local_norm=local_norm,
@@ -171,14 +171,15 @@ class MFTrainOneStepCell(LossScaleHooks):
             sync_each_batch=sync_each_batch,
             accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
         )
-        self._accumulate = accumulation_of(network, self.config, accelerator)
-        self._check_communication_hook(communication_hook)
+        self.config = self.__config = config
+        """Settings of the step."""
+        self.__accumulate = accumulation_of(network, config, accelerator)
+        self.__check_communication_hook(communication_hook)
         if accelerator is not None:
-            check_accelerator(accelerator, self.config)
+            check_accelerator(accelerator, config)
         inner = checked_optimizer(optimizer)
-        self.lr_scheduler = checked_schedule(lr_scheduler, inner)
-        """Schedule that the cell steps; ``None`` without one. Save its state separately."""
-        module = self._accumulate.network
+        schedule = checked_schedule(lr_scheduler, inner)
+        module = self.__accumulate.network
         present = functools.partial(network_parameters, module)
         check_bool("capture", capture)
         parameters = TrainedParameters(
@@ -186,59 +187,61 @@ class MFTrainOneStepCell(LossScaleHooks):
             inner,
             local_norm_groups,
             present=present,
-            are_stages=self._accumulate.stages is not None,
+            are_stages=self.__accumulate.stages is not None,
         )
-        self.ema = _checked_average(ema, parameters)
+        self.ema = self.__ema = _checked_average(ema, parameters)
+        """Average of the weights; ``None`` without one."""
         loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
-        rates = RateTable(inner, self.lr_scheduler, parameters.device) if capture else None
-        advanced = self.lr_scheduler if rates is None or self.lr_scheduler is None else rates
-        self._update = StepUpdate(
-            parameters, inner, self.config, loss_scale, lr_scheduler=advanced, ema=ema
+        rates = RateTable(inner, schedule, parameters.device) if capture else None
+        advanced = schedule if rates is None or schedule is None else rates
+        self.__update = StepUpdate(
+            parameters, inner, config, loss_scale, lr_scheduler=advanced, ema=ema
         )
-        super().__init__(module, inner, parameters, loss_scale)
-        self._captured: CapturedStep | None = None
+        super().__init__(module, inner, parameters, loss_scale, lr_scheduler=schedule, ema=ema)
+        self.__loss_scale = loss_scale
+        self.__captured: CapturedStep | None = None
         if rates is not None:
-            self._refuse_own_step()
-            self._captured = CapturedStep(
-                self._accumulate, self._update, inner, loss_scale, self.ema, rates
+            self.__refuse_own_step()
+            self.__captured = CapturedStep(
+                self.__accumulate, self.__update, inner, loss_scale, ema, rates
             )
-        self._connect_ranks(parameters, communication_hook)
+        self.__connect_ranks(parameters, communication_hook)
         if accelerator is not None:
             remove_grad_scaler(accelerator)
             join_saves(accelerator, self.flush)
-        self._guard = self._accumulate.guard(inner, self.config)
+        self.__guard = self.__accumulate.guard(inner, config)
         self.last_report: StepReport | None = None
         """Report of the last update; ``None`` before the first."""
 
-    def _check_communication_hook(self, hook: CommunicationHook | None) -> None:
-        if checked_communication_hook(hook) is not None and not self._accumulate.distributed_parts:
+    def __check_communication_hook(self, hook: CommunicationHook | None) -> None:
+        if checked_communication_hook(hook) is not None and not self.__accumulate.distributed_parts:
             msg = (
                 "`communication_hook` must be None for a network without DistributedDataParallel, "
                 f"got {described(hook)}"
             )
             raise ValueError(msg)
-        self.config.check_communication_hook(hook)
+        self.__config.check_communication_hook(hook)
 
-    def _refuse_own_step(self) -> None:
-        if self._is_custom:
+    def __refuse_own_step(self) -> None:
+        if has_own_step(type(self)):
             msg = (
                 "`capture` must be False for a subclass with its own `__call__`, which is not "
                 f"captured, got {type(self).__name__}"
             )
             raise ValueError(msg)
 
-    def _connect_ranks(
+    def __connect_ranks(
         self, parameters: TrainedParameters, communication_hook: CommunicationHook | None
     ) -> None:
         """Let the update agree with the other ranks, and read this rank's own gradients."""
-        accumulate, config = self._accumulate, self.config
+        accumulate, config = self.__accumulate, self.__config
         parts, sharded_parts = accumulate.distributed_parts, accumulate.sharded_parts
         if config.calculate_per_token_loss:
             sharded_parts.check_per_token(parameters.reduction)
-        self._update.agreement = agreement_of(parts, parameters.tensors)
-        self._update.stages = accumulate.stages
+        self.__update.agreement = agreement_of(parts, parameters.tensors)
+        self.__update.stages = accumulate.stages
         # Register communication hooks after everything that may raise: they cannot be removed.
-        self._update.local_squares = sharded_local_squares_of(
+        self.__update.local_squares = sharded_local_squares_of(
             sharded_parts,
             parameters.tensors,
             local_squares_of(
@@ -252,12 +255,12 @@ class MFTrainOneStepCell(LossScaleHooks):
     @property
     def before_update(self) -> list[Callable[[], None]]:
         """Functions to call in each update before the weights change; captured: before forward."""
-        return self._update.before_update
+        return self.__update.before_update
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:
         """Names of the groups of local norms, in the order of the output's ``local_norm``."""
-        return self._update.parameters.groups().names
+        return self.__update.parameters.groups().names
 
     def __call__(self, *inputs: Any, **batch: Any) -> StepOutput | LocalNormStepOutput:
         """Do one update from one batch.
@@ -283,8 +286,8 @@ class MFTrainOneStepCell(LossScaleHooks):
                 evenly, a micro-batch is empty and the loss is a mean, the loss does not have
                 exactly one element, or a learning rate is a non-finite number.
         """
-        config = self.config
-        return self._step(
+        config = self.__config
+        return self.__step(
             split_calls(inputs, batch, config.gradient_accumulation_steps, config.not_split)
         )
 
@@ -306,30 +309,30 @@ class MFTrainOneStepCell(LossScaleHooks):
             ValueError: If `micro_batches` is empty, if it has several micro-batches although
                 `local_norm` and `sync_each_batch` are set, or in the same cases as a call.
         """
-        return self._step(calls_of(micro_batches))
+        return self.__step(calls_of(micro_batches))
 
-    def _step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
-        self.config.check_micro_batches(len(calls))
-        if self._captured is not None:
-            for call in self.before_update:
+    def __step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
+        self.__config.check_micro_batches(len(calls))
+        if self.__captured is not None:
+            for call in self.__update.before_update:
                 call()
-            self.last_report = self._captured(calls)
+            self.last_report = self.__captured(calls)
             section_clock.switch(Section.DATA)
             return self.last_report.output
-        self._update.release_gradients()
-        guard = self._guard
+        self.__update.release_gradients()
+        guard = self.__guard
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
-                accumulated = self._accumulate(calls, self._loss_scale.value)
-                self.last_report = self._update(*accumulated)
+                accumulated = self.__accumulate(calls, self.__loss_scale.value)
+                self.last_report = self.__update(*accumulated)
         except BaseException:
             # The update releases the gradients. If forward or backward has raised, the next step
             # must not add its gradients to those of an incomplete step.
-            self._update.release_gradients()
+            self.__update.release_gradients()
             raise
         finally:
-            if self._accumulate.float32 is not None:
-                self._accumulate.float32.restore()
+            if self.__accumulate.float32 is not None:
+                self.__accumulate.float32.restore()
             section_clock.switch(Section.DATA)
         return self.last_report.output
 
@@ -342,7 +345,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         Raises:
             RuntimeError: If too many updates in a row were skipped.
         """
-        self._update.flush()
+        self.__update.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Call `flush`, and return the cell's own state: loss scale, counters, norms, average.
@@ -354,11 +357,11 @@ class MFTrainOneStepCell(LossScaleHooks):
         """
         # Call this method before the others, because it flushes, and a flush may raise. Then
         # nothing has been copied in vain.
-        own = state_of(self._update.state_owners())
-        self._update.parameters.warn_of_replaced()
-        state = {"loss_scale": self._loss_scale.state_dict(), **own}
-        if self.ema is not None:
-            state["ema"] = self.ema.state_dict()
+        own = state_of(self.__update.state_owners())
+        self.__update.parameters.warn_of_replaced()
+        state = {"loss_scale": self.__loss_scale.state_dict(), **own}
+        if self.__ema is not None:
+            state["ema"] = self.__ema.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -372,16 +375,16 @@ class MFTrainOneStepCell(LossScaleHooks):
             TypeError: If a value has the wrong type.
             ValueError: If a value has the wrong shape or range.
         """
-        counters = self._update.counts.tensors()
-        expected = {"loss_scale", *counters} | (set() if self.ema is None else {"ema"})
+        counters = self.__update.counts.tensors()
+        expected = {"loss_scale", *counters} | (set() if self.__ema is None else {"ema"})
         check_keys(state_dict, expected, "cell", optional=STATE_NAMES)
         restore(
-            (self._loss_scale, state_dict["loss_scale"]),
-            [(owner, state_dict) for owner in self._update.state_owners()],
-            None if self.ema is None else (self.ema, state_dict["ema"]),
+            (self.__loss_scale, state_dict["loss_scale"]),
+            [(owner, state_dict) for owner in self.__update.state_owners()],
+            None if self.__ema is None else (self.__ema, state_dict["ema"]),
         )
-        if self._captured is not None:
-            self._captured.forget_counts()
+        if self.__captured is not None:
+            self.__captured.forget_counts()
 
 
 def _checked_average(

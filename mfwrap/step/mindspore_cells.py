@@ -100,14 +100,14 @@ class TrainOneStepCell(StepParts):
         optimizer = checked_optimizer(optimizer)
         present = functools.partial(network_parameters, checked_network(network))
         trained = TrainedParameters(present(), optimizer, None, present=present)
-        super().__init__(network, optimizer, trained)
+        schedule = checked_schedule(lr_scheduler, optimizer)
+        super().__init__(network, optimizer, trained, lr_scheduler=schedule)
         self.sens: float = 1.0 if sens is None else sens
         """Factor by which the loss is multiplied before backward."""
         self.return_grad = return_grad
-        self.lr_scheduler = checked_schedule(lr_scheduler, optimizer)
-        """Schedule that the cell steps; ``None`` without one. Save its state separately."""
-        self._accumulate = GradientAccumulation(network, per_token=False)
-        self._sens = torch.full((), self.sens, dtype=torch.float32, device=trained.device)
+        self.__trained, self.__lr_scheduler = trained, schedule
+        self.__accumulate = GradientAccumulation(network, per_token=False)
+        self.__sens = torch.full((), self.sens, dtype=torch.float32, device=trained.device)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Do one update.
@@ -116,23 +116,23 @@ class TrainOneStepCell(StepParts):
             The loss, shape ``()``, float32; with `return_grad` also the gradients by name,
             multiplied by `sens`.
         """
-        self._trained.release_gradients()
+        self.__trained.release_gradients()
         try:
-            loss = self._accumulate([NetworkCall(inputs, keywords)], self._sens).loss
-            gradients = self._gradients()
+            loss = self.__accumulate([NetworkCall(inputs, keywords)], self.__sens).loss
+            gradients = self.__gradients()
             self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+            if self.__lr_scheduler is not None:
+                self.__lr_scheduler.step()
         finally:
-            self._trained.release_gradients()
+            self.__trained.release_gradients()
         return (loss, gradients) if self.return_grad else loss
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def __gradients(self) -> dict[str, Tensor]:
         if not self.return_grad:
-            self._trained.gradients()
+            self.__trained.gradients()
             return {}
         # Return copies, because some optimizers change gradients in place.
-        named = self._trained.named_gradients()
+        named = self.__trained.named_gradients()
         return {name: gradient.clone() for name, gradient in named.items()}
 
 
@@ -178,18 +178,18 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         trained = TrainedParameters(present(), optimizer, None, present=present)
         loss_scale = LossScale(scale_sense, trained.device)
         config = StepConfig(max_consecutive_skips=None)
-        self.lr_scheduler = checked_schedule(lr_scheduler, optimizer)
-        """Schedule that the cell steps; ``None`` without one. Save its state separately."""
-        self._update = StepUpdate(
+        schedule = checked_schedule(lr_scheduler, optimizer)
+        self.__update = StepUpdate(
             trained,
             optimizer,
             config,
             loss_scale,
-            lr_scheduler=self.lr_scheduler,
+            lr_scheduler=schedule,
         )
-        super().__init__(network, optimizer, trained, loss_scale)
-        self._accumulate = GradientAccumulation(network, per_token=False)
-        self._guard = self._accumulate.guard(optimizer, config)
+        super().__init__(network, optimizer, trained, loss_scale, lr_scheduler=schedule)
+        self.__loss_scale = loss_scale
+        self.__accumulate = GradientAccumulation(network, per_token=False)
+        self.__guard = self.__accumulate.guard(optimizer, config)
         self.last_report: StepReport | None = None
         """Report of the last update; ``None`` before the first."""
 
@@ -199,25 +199,25 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         Returns:
             Loss, overflow flag and the loss scale that the next step uses.
         """
-        self._update.release_gradients()
-        guard = self._guard
+        self.__update.release_gradients()
+        guard = self.__guard
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
-                accumulated = self._accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
-                self.last_report = self._update(*accumulated)
+                accumulated = self.__accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
+                self.last_report = self.__update(*accumulated)
         finally:
-            self._update.release_gradients()
+            self.__update.release_gradients()
         output = self.last_report.output
         return LossScaleStepOutput(output.loss, output.overflow, output.loss_scale)
 
     def flush(self) -> None:
         """Step the schedule if the last update was applied. Synchronizes with the device."""
-        self._update.flush()
+        self.__update.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Call `flush`, and return the cell's own state: the loss scale with its counters."""
-        self.flush()
-        return {"loss_scale": self._loss_scale.state_dict()}
+        self.__update.flush()
+        return {"loss_scale": self.__loss_scale.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned, or change nothing if an entry does not fit.
@@ -231,5 +231,5 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
             ValueError: If a value has the wrong shape or range.
         """
         check_keys(state_dict, {"loss_scale"}, "cell")
-        self._loss_scale.load_state_dict(state_dict["loss_scale"])
-        self._update.counts.discard_pending()
+        self.__loss_scale.load_state_dict(state_dict["loss_scale"])
+        self.__update.counts.discard_pending()

@@ -32,7 +32,8 @@ class StepParts:
         self.apply_gradients(grads)  # in MindSpore: self.optimizer(grads)
         return loss.detach()
 
-    The cells themselves do not use these attributes.
+    The cells themselves do not use these attributes. A subclass may have any others, whatever
+    their names: those that only mfwrap uses begin with two underscores.
 
     Source: MindSpore, ``nn.TrainOneStepCell``.
 
@@ -40,20 +41,15 @@ class StepParts:
         network: Network to train.
         optimizer: Optimizer without accelerate's wrapper.
         parameters: The optimizer's parameters that are in the network.
+        lr_scheduler: Schedule that `apply_gradients` steps; ``None`` for no schedule.
+        ema: Average that `apply_gradients` updates; ``None`` for no average.
     """
-
-    lr_scheduler: Schedule | None
-    ema: ExponentialMovingAverage | None = None
-    _is_custom = False
-    """Whether the class defines its step outside of mfwrap."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         own = vars(cls)
         unused = next((name for name in ("construct", "forward") if name in own), None)
-        if "__call__" in own:
-            cls._is_custom = cls.__module__.partition(".")[0] != "mfwrap"
-        elif unused is not None:
+        if "__call__" not in own and unused is not None:
             msg = (
                 f"a step of your own must be the method `__call__`, got {cls.__name__}.{unused}, "
                 "which nothing would call; rename it"
@@ -61,20 +57,29 @@ class StepParts:
             raise TypeError(msg)
 
     def __init__(
-        self, network: nn.Module, optimizer: Optimizer, parameters: TrainedParameters
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        parameters: TrainedParameters,
+        *,
+        lr_scheduler: Schedule | None = None,
+        ema: ExponentialMovingAverage | None = None,
     ) -> None:
         self.network = network
         self.optimizer = optimizer
-        self._of_optimizer = [p for group in optimizer.param_groups for p in group["params"]]
-        self.weights = self._of_optimizer
+        self.__of_optimizer = [p for group in optimizer.param_groups for p in group["params"]]
+        self.weights = self.__of_optimizer
         self.grad = GradOperation(get_by_list=True, sens_param=True)
         """Makes gradient functions: ``grad(network, weights)(*inputs, sens)`` returns a tuple with
         one gradient per weight, zeros for a weight that the loss does not depend on. `sens` is the
         gradient of the loss: a number, or a tensor of the loss's shape. In a subclass with its own
         ``__call__``, the network does not run again if it has just run with the same inputs."""
-        self._trained = parameters
-        if self._is_custom:
-            remember_forwards(network, self._of_optimizer)
+        self.lr_scheduler = self.__lr_scheduler = lr_scheduler
+        """Schedule that the cell steps; ``None`` without one. Save its state separately."""
+        self.__ema = ema
+        self.__trained = parameters
+        if has_own_step(type(self)):
+            remember_forwards(network, self.__of_optimizer)
 
     @property
     def weights(self) -> Sequence[Tensor]:
@@ -82,15 +87,15 @@ class StepParts:
 
         Assign a list of parameters to update only these. Assigning makes a new `grad_reducer`.
         """
-        return self._weights
+        return self.__weights
 
     @weights.setter
     def weights(self, weights: Iterable[Tensor]) -> None:
         listed = list(weights)
-        if not set(map(id, listed)) <= set(map(id, self._of_optimizer)):
+        if not set(map(id, listed)) <= set(map(id, self.__of_optimizer)):
             msg = "`weights` must be parameters of the cell's optimizer, got other tensors"
             raise ValueError(msg)
-        self._weights = listed
+        self.__weights = listed
         self.grad_reducer = GradientReducer(self.network, listed)
         """Averages gradients over the ranks of DistributedDataParallel: takes and returns one
         gradient per weight. Returns all gradients unchanged if there is nothing to average."""
@@ -109,8 +114,8 @@ class StepParts:
                 dtype. All ranks must apply the same gradients.
 
         Raises:
-            RuntimeError: If the optimizer's parameters have changed, or a parameter of the network
-                has been replaced.
+            RuntimeError: If the optimizer's parameters have changed, a parameter of the network has
+                been replaced, or the cell's average cannot follow; see `begin_update`.
             TypeError: If `grads` is not a list or a tuple, or a gradient is sparse.
             ValueError: If there are more or fewer gradients than weights.
         """
@@ -118,14 +123,22 @@ class StepParts:
         try:
             for weight, gradient in zip(self.weights, checked, strict=True):
                 weight.grad = gradient
-            self._trained.gradients()
+            self.__trained.gradients()
+            if self.__ema is not None:
+                self.__ema.begin_update()
             self.optimizer.step()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            if self.ema is not None:
-                self.ema.update()
+            if self.__lr_scheduler is not None:
+                self.__lr_scheduler.step()
+            if self.__ema is not None:
+                self.__ema.update()
         finally:
-            self._trained.release_gradients()
+            self.__trained.release_gradients()
+
+
+def has_own_step(kind: type[StepParts]) -> bool:
+    """Return whether a class of cells has a ``__call__`` that is not mfwrap's."""
+    owners = (each for each in kind.__mro__ if "__call__" in vars(each))
+    return next(owners, StepParts).__module__.partition(".")[0] != "mfwrap"
 
 
 class LossScaleHooks(StepParts):
@@ -138,6 +151,8 @@ class LossScaleHooks(StepParts):
         optimizer: Optimizer without accelerate's wrapper.
         parameters: The optimizer's parameters that are in the network.
         loss_scale: Live loss scale.
+        lr_scheduler: As in `StepParts`.
+        ema: As in `StepParts`.
     """
 
     def __init__(
@@ -146,16 +161,19 @@ class LossScaleHooks(StepParts):
         optimizer: Optimizer,
         parameters: TrainedParameters,
         loss_scale: LossScale,
+        *,
+        lr_scheduler: Schedule | None = None,
+        ema: ExponentialMovingAverage | None = None,
     ) -> None:
-        super().__init__(network, optimizer, parameters)
-        self._loss_scale = loss_scale
+        super().__init__(network, optimizer, parameters, lr_scheduler=lr_scheduler, ema=ema)
+        self.__loss_scale = loss_scale
         parts = distributed_parts(network)
-        self._agreement = RankAgreement(parts[0].process_group) if parts else None
+        self.__agreement = RankAgreement(parts[0].process_group) if parts else None
 
     @property
     def scale_sense(self) -> Tensor:
         """The live loss scale, shape ``()``, float32."""
-        return self._loss_scale.value
+        return self.__loss_scale.value
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale from the next step on. Does not synchronize with the device.
@@ -167,7 +185,7 @@ class LossScaleHooks(StepParts):
             TypeError: If `sens` is not a tensor.
             ValueError: If `sens` has another shape.
         """
-        self._loss_scale.set(sens)
+        self.__loss_scale.set(sens)
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[bool, Any]:
         """Return ``(False, compute_input)``, as MindSpore does on GPU.
@@ -194,7 +212,7 @@ class LossScaleHooks(StepParts):
         """
         del status
         found = has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
-        return found if self._agreement is None else self._agreement.any(found)
+        return found if self.__agreement is None else self.__agreement.any(found)
 
     def process_loss_scale(self, overflow: Tensor | bool) -> Tensor:  # noqa: FBT001  (MindSpore's signature)
         """Adjust the loss scale after a step if there is an update cell; return `overflow`.
@@ -207,9 +225,9 @@ class LossScaleHooks(StepParts):
             TypeError: If `overflow` is neither a tensor nor a bool.
         """
         if isinstance(overflow, Tensor):
-            return self._loss_scale.update(overflow)
+            return self.__loss_scale.update(overflow)
         device = self.scale_sense.device
-        return self._loss_scale.update(
+        return self.__loss_scale.update(
             torch.full((), check_bool("overflow", overflow), device=device)
         )
 

@@ -36,7 +36,7 @@ class WithDropout(Classifier):
 
 def assert_captured(one, device):
     """Check that the steps of a captured cell are replays of a graph, on a GPU."""
-    assert (one.cell._captured._graph is not None) == (device == "cuda")
+    assert (one.cell._MFTrainOneStepCell__captured._graph is not None) == (device == "cuda")
 
 
 def trained(device, *, capture, factors=FACTORS, **settings):

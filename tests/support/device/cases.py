@@ -211,7 +211,7 @@ def captured(device: Device, captures: Callable[[], Any] = nullcontext) -> Watch
     step.loss(step.batch).backward()
     step.optimizer.param_groups[0]["capturable"] = True  # as a captured step does
     with device.watching() as watch, captures():
-        step.cell._update(torch.zeros((), device=device.device))
+        step.cell._MFTrainOneStepCell__update(torch.zeros((), device=device.device))
     return watch
 
 

@@ -212,7 +212,7 @@ def test_too_many_skips_end_training_one_update_later():
     with pytest.raises(RuntimeError, match=r"2 updates in a row were skipped.*layers\.0\.weight"):
         train(trained, [1.0])
 
-    assert trained.cell._update.counts.applied_updates == 2
+    assert trained.cell._MFTrainOneStepCell__update.counts.applied_updates == 2
 
 
 def test_batches_must_have_the_first_ones_shapes():

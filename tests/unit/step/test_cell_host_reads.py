@@ -226,7 +226,7 @@ def test_mindspores_cell_with_a_loss_scale_reads_nothing():
             cell(inputs, labels)
 
     assert counted.reads == []
-    assert len(cell._update.counts._reads) == 0
+    assert len(cell._TrainOneStepWithLossScaleCell__update.counts._reads) == 0
 
 
 @pytest.fixture

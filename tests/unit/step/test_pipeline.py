@@ -453,8 +453,8 @@ class TestOneRank:
         cell = MFTrainOneStepCell(schedule, sgd(schedule), use_clip_grad=True)
         output = cell(torch.ones(4, 2), target=torch.ones(4, 1))
 
-        assert isinstance(cell._accumulate, PipelineAccumulation)
-        assert cell._accumulate.stages is None
+        assert isinstance(cell._MFTrainOneStepCell__accumulate, PipelineAccumulation)
+        assert cell._MFTrainOneStepCell__accumulate.stages is None
         assert output.global_norm > 0
 
 

@@ -89,6 +89,84 @@ class TestStepParts:
         with ema.swap():
             assert network.weight.tolist() == [-2.0, -4.0]
 
+    @pytest.mark.parametrize("own", [True, "average", None], ids=repr)
+    def test_a_subclass_may_have_an_average_of_its_own(self, own):
+        """``apply_gradients`` leaves ``ema`` and ``lr_scheduler`` of a subclass alone."""
+        updates = []
+
+        class Average:
+            def update(self):
+                updates.append(1)
+
+            step = update
+
+        class Own(GuidesStep):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                self.ema = self.lr_scheduler = Average() if own == "average" else own
+
+        network = LinearProbe()
+        cell = Own(network, SGD(network.parameters(), lr=1.0))
+        cell(torch.tensor([4.0, 8.0]))
+
+        assert network.weight.tolist() == [-4.0, -8.0]
+        assert updates == []
+
+    @pytest.mark.parametrize(
+        "kind", [TrainOneStepCell, TrainOneStepWithLossScaleCell, MFTrainOneStepCell]
+    )
+    def test_a_subclass_may_have_any_attributes_of_its_own(self, kind):
+        """The cells read none that a subclass can name, but those that MindSpore's have."""
+        of_mindspore = {"network", "optimizer", "weights", "grad", "grad_reducer", "reducer_flag"}
+        of_mindspore |= {"sens", "return_grad"}
+
+        def settings(network):
+            schedule = LambdaLR(SGD(network.parameters(), lr=1.0), lambda n: 1 / (1 + n))
+            more = (
+                {} if kind is not MFTrainOneStepCell else {"ema": ExponentialMovingAverage(network)}
+            )
+            scale = [torch.tensor(4.0)] if kind is TrainOneStepWithLossScaleCell else []
+            return (network, schedule.optimizer, *scale), {"lr_scheduler": schedule, **more}
+
+        class Own(kind):
+            """Has attributes of its own under all names that the class does not reserve."""
+
+            def __init__(self, *arguments, **keywords):
+                super().__init__(*arguments, **keywords)
+                for name in {*vars(self), "flush", "step"} - of_mindspore:
+                    if "__" not in name:
+                        setattr(self, name, "own")
+
+        names = {name for each in kind.__mro__ for name in vars(each)}
+        for name in names:
+            if name.startswith("_") and "__" not in name:
+                setattr(Own, name, "own")
+        states = []
+        for each in (kind, Own):
+            network = LinearProbe()
+            arguments, keywords = settings(network)
+            cell = each(*arguments, **keywords)
+            for inputs in ([4.0, 8.0], [1.0, 3.0]):
+                cell(torch.tensor(inputs))
+            cell.apply_gradients([torch.tensor([1.0, 2.0])])
+            if kind is not TrainOneStepCell:
+                cell.set_sense_scale(torch.tensor(2.0))
+                cell.process_loss_scale(cell.get_overflow_status(None, [torch.ones(1)]))
+                cell.load_state_dict(cell.state_dict())
+            states.append((network.weight.tolist(), keywords["lr_scheduler"].last_epoch))
+        assert states[0] == states[1]
+
+    def test_a_converted_network_is_refused_before_an_update(self):
+        """``apply_gradients`` raises an error before it changes a weight."""
+        network = LinearProbe()
+        ema = ExponentialMovingAverage(network, decay=0.5)
+        cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=1.0), ema=ema)
+        network.double()
+
+        with pytest.raises(RuntimeError, match="`ema` must match the network's weights"):
+            cell.apply_gradients([torch.tensor([4.0, 8.0]).double()])
+        assert network.weight.tolist() == [0.0, 0.0]
+
     def test_a_missing_gradient_is_refused(self):
         """``apply_gradients`` raises an error before it changes a weight."""
         cell = probe_with(TrainOneStepCell)

@@ -65,3 +65,11 @@ def test_the_call_comes_before_the_weights_change(make):
     assert seen == [(True, True)]
     assert source.model is network
     assert source.optimizer is not None
+
+
+def test_a_cell_may_have_a_config_of_its_own():
+    """Settings of the step are left out for a subclass whose ``config`` is something else."""
+    cell, *_ = cell_loop()
+    assert source_of(cell, None).settings["step"]["max_grad_norm"] == 1.0
+    cell.config = {"hidden_size": 8}
+    assert "step" not in source_of(cell, None).settings
