@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.arguments import needed_arguments
 from mfwrap.compatibility.gradient_dtypes import replace_gradient
-from mfwrap.compatibility.torch import foreach_copy_, foreach_div_
+from mfwrap.compatibility.torch import foreach_copy_, foreach_div_, step_hooks
 from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.optimizers.qk_clip import discard_logits
@@ -185,6 +185,11 @@ class SkippableOptimizer:
             return None
         return self._step_in_place(divisor, skip)
 
+    def discard_logits(self) -> None:
+        """Let `QKClip` forget the logits since the last step of this optimizer."""
+        if step_hooks(self.optimizer) or any(map(step_hooks, self._parts)):
+            discard_logits(self.optimizer)
+
     def _step_folded(self, divisor: Tensor | None, skip: Tensor, num_added: int) -> None:
         if divisor is not None and num_added > 1 and self._holds_sums_for_float16():
             _divide_gradients(self.optimizer, num_added)
@@ -224,7 +229,7 @@ class SkippableOptimizer:
         if flag:
             if self._rounds:
                 round_gradients(self.optimizer)
-            discard_logits(self.optimizer)  # no step follows, whose hook would take them
+            self.discard_logits()  # no step follows, whose hook would take them
             return True
         if value != 1:
             _divide_gradients(self.optimizer, value)

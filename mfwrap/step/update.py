@@ -33,7 +33,6 @@ from mfwrap.average.ema import Average
 from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LiveLossScale
-from mfwrap.optimizers.qk_clip import discard_logits
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
@@ -172,7 +171,7 @@ class StepUpdate:
         """Set all gradients to ``None``; forget this rank's own norms, and logits for `QKClip`."""
         self.parameters.release_gradients()
         self.forget_local_squares()
-        discard_logits(self._optimizer.optimizer)
+        self._optimizer.discard_logits()
 
     def forget_local_squares(self) -> None:
         """Forget the norms of this rank's own gradients, which were taken before a reduction."""

@@ -181,7 +181,7 @@ def _trainer(*monitors: TrainerCallback) -> set[str]:
 
 LOOPS: dict[str, tuple[Callable[[], set[str]], int]] = {
     "cell, clipping": (lambda: _cell(everything=False), 16),
-    "cell, everything": (lambda: _cell(everything=True), 19),
+    "cell, everything": (lambda: _cell(everything=True), 20),
     "attached step": (_attached, 16),
     "Model, LossMonitor": (_model, 24),
     "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 30),
