@@ -326,10 +326,7 @@ class Anomaly:
                 return f"{tensor} differs"
             return f"{tensor} is the first of {self.num_groups} tensors that differ"
         if self.where == "weight":
-            norms = next((weight for weight in self.weights if weight.name == self.name), None)
-            if norms is None or not math.isfinite(norms.norm):
-                return f"{self.name} has non-finite elements"
-            return f"norm of {self.name} rose from {norms.norm_before:.4g} to {norms.norm:.4g}"
+            return self._weight()
         whole = {
             "weights": "most weights have non-finite elements: an earlier update ruined them",
             "targets": f"the micro-batch has no targets, all of `{self.name}` is ignored",
@@ -344,6 +341,17 @@ class Anomaly:
             what = "output" if self.where == "activation" else "gradient"
             cause = f"the first non-finite {what} is that of {self.name}"
         return cause
+
+    def _weight(self) -> str:
+        """Describe the weight at fault."""
+        norms = next((weight for weight in self.weights if weight.name == self.name), None)
+        if norms is not None and math.isfinite(norms.norm):
+            return f"norm of {self.name} rose from {norms.norm_before:.4g} to {norms.norm:.4g}"
+        # A finite weight may change without a rise of its norm. Only a replay of an overflow finds
+        # a non-finite weight without its norm, and the explanation then says so.
+        if norms is None and (self.kind not in NON_FINITE or self.cause == "weight_changed"):
+            return self.explanation or f"{self.name} has changed"
+        return f"{self.name} has non-finite elements"
 
 
 def _known(fields: list[tuple[str, Any]]) -> dict[str, Any]:

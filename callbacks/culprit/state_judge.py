@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mfwrap.callbacks.culprit.anomaly_log import StateNorm
 from mfwrap.callbacks.culprit.named_window import NamedWindow, decoded, encoded
-from mfwrap.tensors.norms import norms_of_each
+from mfwrap.tensors.norms import as_real, norms_of_each
 from mfwrap.tensors.shards import local_tensors
 from mfwrap.tensors.wrappers import plain_name, trainable, unwrapped_network, unwrapped_optimizer
 
@@ -146,6 +146,7 @@ class StateJudge:
         earlier = [each for each in self._samples if each.step < step]
         earlier = earlier or [self._samples[0]]
         now = self._measure(step, optimizer)
+        norms = self._exact_norms(now, optimizer)
         floors = self._floors(now, earlier[-1]).tolist()
         # A weight may have become non-finite in the update before the last sample.
         known = {
@@ -155,7 +156,7 @@ class StateJudge:
             if math.isfinite(norm)
         }
         found = []
-        for key, norm, floor in zip(now.tensors, now.norms.tolist(), floors, strict=True):
+        for key, norm, floor in zip(now.tensors, norms, floors, strict=True):
             norm_before = known.get(key)
             if norm_before is None:
                 continue
@@ -235,6 +236,21 @@ class StateJudge:
         norms = norms_of_each(shards, self._device) if shards else torch.zeros(0)
         sizes = tuple(shard.numel() for shard in shards)
         return StateSample(step, tuple(tensors), sizes, norms, norms)
+
+    def _exact_norms(self, sample: StateSample, optimizer: Any) -> list[float]:
+        """Return the norms of a sample that was just taken; only non-finite tensors have no norm.
+
+        In float32 the squares of large finite elements overflow. These norms are computed again in
+        float64, so that a finite tensor does not count as non-finite. Synchronizes.
+        """
+        norms: list[float] = sample.norms.tolist()
+        overflowed = [number for number, norm in enumerate(norms) if norm == math.inf]
+        if overflowed:
+            tensors = list(dict(self._tensors(optimizer)).values())
+            shards = local_tensors([tensors[number].detach() for number in overflowed])
+            for number, shard in zip(overflowed, shards, strict=True):
+                norms[number] = as_real(shard).double().norm().item()
+        return norms
 
     def _tensors(self, optimizer: Any) -> Iterator[tuple[tuple[str, str], Tensor]]:
         weights = trainable(self._network)

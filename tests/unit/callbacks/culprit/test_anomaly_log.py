@@ -202,6 +202,26 @@ LINES = {
             "update applied"
         ),
     ),
+    "weight that has changed without a rise": (
+        {
+            "kind": "update_spike",
+            "cause": "weight_changed",
+            "where": "weight",
+            "name": "a.0.bias",
+            "explanation": "a.0.bias changed between two steps",
+        },
+        "step 7: update too large in layer a.0 on rank 1: a.0.bias changed between two steps",
+    ),
+    "weight that has changed before an overflow": (
+        {
+            "kind": "gradient_not_finite",
+            "cause": "weight_changed",
+            "where": "weight",
+            "name": "a.0.bias",
+            "explanation": "a.0.bias changed between two steps",
+        },
+        "step 7: non-finite gradient in layer a.0 on rank 1: a.0.bias changed between two steps",
+    ),
     "loss alone": (
         {"kind": "loss_not_finite", "layer": None, "global_norm": 0.0, "skipped": False},
         (

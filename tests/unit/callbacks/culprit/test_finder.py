@@ -143,6 +143,27 @@ def test_a_weight_that_spoils_the_loss(tmp_path):
     assert "is_replay_exact" not in record
 
 
+@pytest.mark.parametrize("factor", [0.5, -1.0, 3.0, 1e3, 1e15, 1e25])
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step"])
+def test_a_finite_weight_is_not_called_non_finite(factor, event, tmp_path, caplog):
+    """Whatever a finite weight has been multiplied by, no line says that it is non-finite."""
+
+    def change(_args, state, *_, model, **__):
+        if state.global_step == 24:
+            weight = model.blocks[2].linear.weight.data
+            weight *= factor
+            assert weight.isfinite().all()
+
+    changes = TrainerCallback()
+    setattr(changes, event, change)
+    train_blocks(TrainingStateMonitor(folder=tmp_path), callbacks=[changes], num_steps=25)
+
+    lines = [line.getMessage() for line in caplog.records if line.name.startswith("mfwrap")]
+    assert lines or abs(factor) < 1
+    for text in [*lines, *(str(record.get("explanation")) for record in records_of(tmp_path))]:
+        assert "non-finite elements" not in text
+
+
 def test_usual_norms_go_on_after_a_resume(tmp_path):
     """A resumed run restores the usual norms, so it detects a spike right after the resume."""
     first = TrainingStateMonitor(folder=tmp_path / "first")

@@ -67,6 +67,32 @@ def test_a_tensor_that_changes_by_itself_is_named(kind):
     assert (scores.highest > LIMIT) == (kind in {"weight", "buffer"})
 
 
+def test_a_large_finite_weight_has_a_finite_norm():
+    """If squares of finite elements overflow in float32, the norm is that of float64."""
+    training = Training()
+    training.run(20)
+    weight = training.network[2].weight.data
+    weight *= 1e25
+    assert weight.isfinite().all()
+    assert weight.norm().isinf()
+    (found,) = training.judge.risen(21, training.optimizer)
+
+    assert found.norm == pytest.approx(weight.double().norm().item(), rel=1e-12)
+    assert found.rise == pytest.approx(1e25, rel=1)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_non_finite_weight_has_no_finite_norm(value):
+    """A NaN or an infinity among the elements makes the norm non-finite."""
+    training = Training()
+    training.run(20)
+    training.network[2].weight.data[0, 0] = value
+    (found,) = training.judge.risen(21, training.optimizer)
+
+    assert str(found.norm) == str(value)
+    assert found.rise == INF
+
+
 def test_second_moments_that_have_fallen_are_named():
     """They cannot fall so fast by themselves. First moments may."""
     training = Training()
