@@ -30,6 +30,12 @@ class RankEvidence:
     usual_norms: tuple[float, ...]
     """Norm that was expected of each group; NaN for a group without a norm so far."""
 
+    loss_scale: float | None = None
+    """Loss scale of the step."""
+
+    usual_global_norm: float | None = None
+    """Global norm that was expected; ``None`` before the first applied update."""
+
     scores: tuple[float, ...] = ()
     """Score of each group's norm; NaN if unknown, and far below the global norm."""
 
@@ -166,3 +172,8 @@ def _largest_plausible(
 
 def _with_headroom(usual_norm: float | None) -> float:
     return math.inf if usual_norm is None else usual_norm * _HEADROOM
+
+
+def number_or_none(value: float) -> float | None:
+    """Return a number of a judge; ``None`` if it is NaN, which means unknown."""
+    return None if math.isnan(value) else value

@@ -12,7 +12,7 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.cause_evidence import CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.causes import cause_of
 from mfwrap.callbacks.culprit.episodes import Episodes
-from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
+from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale, number_or_none
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
 from mfwrap.callbacks.culprit.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.kinds import StepKinds
@@ -23,7 +23,7 @@ from mfwrap.callbacks.culprit.state_judge import no_denominator
 from mfwrap.callbacks.culprit.step_judge import LIMITS
 from mfwrap.callbacks.culprit.verdict import Verdict, verdict_of
 from mfwrap.callbacks.shared.step_values import StepNumbers
-from mfwrap.collectives import gather_objects, num_ranks
+from mfwrap.collectives import all_ranks_meet, gather_objects, num_ranks
 
 _MOST_GROUPS = 8
 """Largest number of groups, and of weights, in a record."""
@@ -43,8 +43,9 @@ class CulpritFinder:
     step, the finder reads local norms, weights, buffers and optimizer state, and replays the step
     if it has a recorder.
     Overflow and global norm are the same on all ranks. So all ranks detect an overflow or a spike
-    of the global norm together, and then exchange their evidence. Everything else is one rank's
-    own: it is recorded by this rank, without a message.
+    of the global norm together, and then exchange their evidence. What is usual may differ if one
+    rank alone has loaded a state. So before a spike the ranks make sure that all of them have found
+    it. Everything else is one rank's own: it is recorded by this rank, without a message.
 
     Args:
         network: Network whose weights and buffers are watched; ``None`` if the loop does not pass
@@ -70,6 +71,8 @@ class CulpritFinder:
         self.episodes = Episodes(state_interval)
         self.num_scale_overflows = 0
         """Number of overflows so far that happened only because the loss scale was too high."""
+        self.is_shared = False
+        """Whether all ranks have judged the last step together."""
         self._judges = Judges(network, state_interval, step)
         self.forward_judge = self._judges.forward
         """Judges attention logits and the load of experts."""
@@ -122,14 +125,19 @@ class CulpritFinder:
         applied = not (numbers.overflow or numbers.skipped)
         self._trace.append(StepTrace(numbers.step, numbers.loss, applied, scores.step))
         self._kinds.follow(scores.step, applied=applied)
+        self.is_shared = numbers.overflow
         if numbers.overflow:
             return self._overflow(numbers, judgement, weights_have_moved=weights_have_moved)
         kind = self._kinds.shared(numbers, scores)
         if kind is not None:
-            return self._of_all_ranks(kind, numbers, judgement)
-        if not math.isfinite(numbers.loss):
-            return self._lone_loss(numbers, judgement)
+            # The state of this rank may differ, so that it finds the anomaly alone.
+            self.is_shared = all_ranks_meet(f"{kind} {numbers.step}")
+            judged = self._of_all_ranks if self.is_shared else self._of_this_rank
+            return judged(kind, numbers, judgement)
         kind = self._kinds.own(scores)
+        # A rate that has jumped is the cause of the loss.
+        if not math.isfinite(numbers.loss) and kind != "learning_rate_spike":
+            return self._lone_loss(numbers, judgement)
         if kind is None:
             return None
         return self._of_this_rank(kind, numbers, judgement)
@@ -148,8 +156,10 @@ class CulpritFinder:
         is_first = self._is_first("gradient_not_finite", is_shared=True)
         own = self._own_evidence(numbers, judgement, is_first=is_first)
         ranks = gather_objects(own)
-        usual = _known(self._trace[-1].scores.usual_global_norm)
-        if is_explained_by_scale(ranks, numbers.loss_scale, usual, self._limit):
+        # One rank alone may have loaded a state. All ranks must decide alike, so they take the
+        # numbers of the first rank.
+        main = ranks[0]
+        if is_explained_by_scale(ranks, main.loss_scale, main.usual_global_norm, self._limit):
             self.num_scale_overflows += 1
             return None
         verdicts: list[Verdict | None] = [None] * len(ranks)
@@ -276,7 +286,7 @@ class CulpritFinder:
         risen = sorted({each.rank for rise, each, _ in rises if rise >= highest / 2})
         blamed = weights or (losses if len(losses) < len(ranks) else []) or risen
         if kind == "learning_rate_spike":
-            blamed = []
+            blamed = [ranks[0].rank]
         by_sample = kind == "state_spike" and not ranks[0].changed
         first = next((each for each in ranks if each.rank in blamed), ranks[0])
         groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
@@ -350,10 +360,10 @@ class CulpritFinder:
             moved=first.moved[:_MOST_GROUPS],
             buffers=tuple(dict.fromkeys(name for each in ranks for name in each.buffers)),
             losses=tuple(each.loss for each in ranks),
-            usual_loss=_known(first.usual_loss),
-            learning_rate=_known(scores.learning_rate),
+            usual_loss=number_or_none(first.usual_loss),
+            learning_rate=number_or_none(scores.learning_rate),
             global_norm=numbers.global_norm,
-            usual_global_norm=_known(scores.usual_global_norm),
+            usual_global_norm=number_or_none(scores.usual_global_norm),
             loss_scale=numbers.loss_scale,
             skipped=numbers.skipped,
             consecutive_skips=numbers.consecutive_skips,
@@ -422,7 +432,3 @@ class CulpritFinder:
             if "kinds" in state:
                 self._kinds.load_state_dict(state["kinds"])
             self.episodes.load_state_dict(state["episode"])
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -5,7 +5,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.evidence import RankEvidence, number_or_none
 from mfwrap.callbacks.culprit.judges import Judgement
 from mfwrap.callbacks.culprit.micro_batches import (
     factor_change,
@@ -62,6 +62,8 @@ class EvidenceGatherer:
             names=judged.names,
             norms=_listed(judged.local_norm),
             usual_norms=_listed(judged.usual_norm),
+            loss_scale=numbers.loss_scale,
+            usual_global_norm=number_or_none(scores.usual_global_norm),
             scores=_listed(judged.local_norm_scores),
             dead=judged.dead(),
             loss_score=scores.loss,

@@ -12,9 +12,6 @@ from mfwrap.callbacks.culprit.step_judge import LIMITS, StepScores
 from mfwrap.callbacks.culprit.update_growth import Growth, UpdateGrowth
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
-SHARED_KINDS = frozenset({"spike", "learning_rate_spike", "vanishing_gradient"})
-"""Kinds of anomalies, beside overflows, that all ranks find together."""
-
 _FEWEST_STEPS = 5
 """Number of steps before a rise of the learning rate counts as an anomaly by itself: a warm-up may
 begin with a rate of almost zero."""
@@ -55,9 +52,10 @@ class StepKinds:
             self.growth = self._updates.add(scores.update_ratio, scores.learning_rate)
 
     def shared(self, numbers: StepNumbers, scores: Scores) -> str | None:
-        """Return the kind of an anomaly that all ranks find together, in `SHARED_KINDS`.
+        """Return the kind of an anomaly that all ranks find together, if their states are equal.
 
-        It depends only on numbers that are the same on all ranks. Call this once for each step.
+        It depends on the global norms of this step and the steps before. They are the same on all
+        ranks, unless one rank alone has loaded a state. Call this once for each step.
         """
         norm, step = numbers.global_norm, scores.step
         usual, score = step.usual_global_norm, step.global_norm
@@ -70,8 +68,6 @@ class StepKinds:
         is_high = norm is not None and norm > self._spike_factor * usual
         if is_high and score > LIMITS["global_norm"]:
             return "spike"
-        if RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS:
-            return "learning_rate_spike"
         return None
 
     def own(self, scores: Scores) -> str | None:
@@ -80,8 +76,11 @@ class StepKinds:
         Early warnings come last, because what they warn of may be in the same step.
         """
         step, state, forward = scores
+        has_jumped = RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS
         has_changed = step.num_changed > 0 or state.highest > STATE_LIMIT or state.num_bad > 0
         kinds = {
+            # Each rank has a schedule of its own.
+            "learning_rate_spike": has_jumped,
             "state_spike": has_changed,
             "loss_spike": step.loss > LIMITS["loss"],
             "local_norm_spike": step.num_risen > 0,

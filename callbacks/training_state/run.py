@@ -17,7 +17,6 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.judges import Judgement, Scores
-from mfwrap.callbacks.culprit.kinds import SHARED_KINDS
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.step_values import (
@@ -413,7 +412,7 @@ class TrainingStateRun:
                 Scores.of(host_values),
                 weights_have_moved=weights_have_moved,
             )
-            is_shared = numbers.overflow or (anomaly is not None and anomaly.kind in SHARED_KINDS)
+            is_shared = self.finder.is_shared
             if anomaly is not None and self._samples is not None:
                 anomaly = self._samples.added_to(
                     anomaly, numbers, is_shared=is_shared, weights_have_moved=weights_have_moved

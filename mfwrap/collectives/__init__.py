@@ -1,6 +1,6 @@
 """Start collectives, count ranks, and report ranks that do not take part."""
 
-from mfwrap.collectives.announcements import Announcements, rank_announcements
+from mfwrap.collectives.announcements import Announcements, all_ranks_meet, rank_announcements
 from mfwrap.collectives.calls import (
     add_over_ranks,
     any_rank,
@@ -25,6 +25,7 @@ __all__ = [
     "RankWatch",
     "Section",
     "add_over_ranks",
+    "all_ranks_meet",
     "any_rank",
     "begin_adding_over_ranks",
     "broadcast_from_main",

@@ -4,6 +4,8 @@ A collective must be started by all ranks. Ranks that train without each other m
 time, or not at all, so they cannot be compared by a collective. Instead each rank announces what it
 does, and looks at the announcements of the others. It waits only for ranks that have announced
 something else.
+
+`all_ranks_meet` lets a rank start a collective that the other ranks may not have reason to start.
 """
 
 import time
@@ -95,3 +97,43 @@ def rank_announcements() -> Announcements:
     if _current is None or _current.belongs_to is not store:
         _current = Announcements(store, this_rank(), num_ranks())
     return _current
+
+
+def all_ranks_meet(topic: str, seconds: float = 5.0) -> bool:
+    """Return whether all ranks call this function for the same topic at about the same time.
+
+    If the answer is true on a rank, it is true on all ranks, and all of them are here: they may
+    start a collective. A rank that calls it alone waits for `seconds` and gets false. The function
+    itself starts no collective. Call it only where something unusual has happened.
+
+    Args:
+        topic: Short string. Ranks may call this several times for a topic.
+        seconds: Longest time to wait for the other ranks.
+    """
+    if num_ranks() == 1:
+        return True
+    store = distributed.distributed_c10d.PrefixStore("mfwrap/meetings", default_store())
+    try:
+        return _meet(store, topic, seconds, this_rank(), num_ranks())
+    except (RuntimeError, NotImplementedError):
+        # The process that hosts the store has ended, or the store keeps nothing.
+        return False
+
+
+def _meet(store: Any, topic: str, seconds: float, rank: int, num_ranks: int) -> bool:
+    # Since torch 2.14, the store of torch's fake process group claims to have any key.
+    if store.check(["is never set"]):
+        return False
+    # A meeting has one answer. Ranks that come later begin another meeting, so that the arrival at
+    # an earlier one does not count.
+    number = 0
+    while store.check([f"{topic}/{number}/answer"]):
+        number += 1
+    meeting = f"{topic}/{number}"
+    store.set(f"{meeting}/{rank}", "")
+    keys = [f"{meeting}/{each}" for each in range(num_ranks)]
+    are_here = has_keys(store, keys, seconds)
+    # The first answer counts for all ranks of a meeting. A rank leaves only after an answer, and a
+    # true answer needs all ranks to have arrived, so no rank can have left when it is given.
+    answer = store.compare_set(f"{meeting}/answer", "", "true" if are_here else "false")
+    return bool(answer == b"true")

@@ -1,9 +1,13 @@
 """Ranks compare what they do without a collective."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from torch import distributed
 
-from mfwrap.collectives import Announcements, rank_announcements
+from mfwrap.collectives import Announcements, all_ranks_meet, rank_announcements
+from mfwrap.collectives.announcements import _meet
+from support.stores import FakeStoreOfTorch214
 
 
 @pytest.fixture
@@ -69,3 +73,36 @@ def test_one_object_for_each_process_group():
         distributed.destroy_process_group()
 
     assert found[0] is not found[1]
+
+
+def test_ranks_that_meet():
+    """Each meeting has one answer, which is true only if all ranks are there."""
+    store = distributed.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+
+        def meet(ranks, topic="a", seconds=60.0):
+            calls = [pool.submit(_meet, store, topic, seconds, rank, 3) for rank in ranks]
+            return [call.result() for call in calls]
+
+        assert meet([0, 1, 2]) == [True] * 3
+        assert meet([1], seconds=0.0) == [False]
+        assert meet([2, 0], seconds=0.0) == [False] * 2
+        assert meet([2, 1, 0]) == [True] * 3
+        assert meet([2], topic="b", seconds=0.0) == [False]
+
+
+def test_a_rank_that_comes_too_late():
+    """It does not take the arrival of a rank that has left for its presence."""
+    store = distributed.HashStore()
+    assert not _meet(store, "a", 0.0, 0, 2)
+    assert not _meet(store, "a", 0.0, 1, 2)
+
+
+def test_a_store_that_keeps_nothing():
+    """No rank meets the others through it."""
+    assert not _meet(FakeStoreOfTorch214(), "a", 0.0, 0, 2)
+
+
+def test_one_process_is_all_ranks():
+    """Without other ranks nothing is sent."""
+    assert all_ranks_meet("a")

@@ -251,8 +251,8 @@ class Offset(torch.nn.Module):
         return self.linear(inputs).square().mean() + bad.detach()
 
 
-def test_what_all_ranks_find_comes_before_a_loss_of_one_rank(tmp_path):
-    """Else the others would wait in a collective: each of them has a finite loss."""
+def test_a_jump_of_the_rate_comes_before_the_loss(tmp_path):
+    """The rate is the cause of the non-finite loss."""
     network = Offset()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001)
 

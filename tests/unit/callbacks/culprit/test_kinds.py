@@ -62,8 +62,9 @@ def test_a_warm_up_begins_with_rises_of_the_rate():
         found = []
         for _ in range(2):
             kinds.follow(ORDINARY, applied=True)
-            found.append(kinds.shared(numbers(1.0), scores(rate_rise=6.0, loss=20.0)))
-        assert found == [None, "learning_rate_spike"]
+            found.append(kinds.own(scores(rate_rise=6.0, num_risen=2)))
+            assert kinds.shared(numbers(1.0), scores(rate_rise=6.0)) is None
+        assert found == ["local_norm_spike", "learning_rate_spike"]
 
 
 @pytest.mark.parametrize(
