@@ -25,6 +25,7 @@ from mfwrap.callbacks.checkpoint_health import (
 from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states, bad_weights
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.training_weights import monitors_training
 from mfwrap.checkpoints.folders import remove_checkpoints
 from mfwrap.collectives import broadcast_from_main, gather_objects
 from mfwrap.records.json_lines import JsonLines
@@ -36,6 +37,7 @@ _SPIKE_FACTOR = 10.0
 
 
 @final
+@monitors_training
 class CheckpointMonitor(MonitorCallback, ExportableState):
     """Make a Trainer save by steps or time, keep the newest checkpoints, and record their health.
 

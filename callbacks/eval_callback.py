@@ -8,16 +8,20 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap.arguments import check_callable, described
 from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.training_weights import monitors_training
 from mfwrap.collectives import section_clock
 
 
 @final
+@monitors_training
 class EvalCallback(TrainerCallback):
     """Call a function every few steps or epochs, and log its result.
 
     The main process logs ``Eval result: 0.97, eval time is 1.234000 s.`` at level INFO. Every
     process calls the function. If both a step and the end of its epoch are due, the function is
     called once.
+
+    The model has its raw weights in the call, also if another callback has put averages into it.
 
     Source: MindFormers, ``EvalCallBack``.
 

@@ -12,6 +12,7 @@ from mfwrap import DeferredReads
 from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE, Anomaly, AnomalyLog
 from mfwrap.callbacks.shared.run_folder import run_folder
+from mfwrap.callbacks.shared.training_weights import monitors_training
 from mfwrap.collectives import gather_on_all, num_ranks, this_rank
 from mfwrap.tensors.fingerprints import bitwise_hashes
 from mfwrap.tensors.norm_groups import layer_of
@@ -36,6 +37,7 @@ class _Hashes(NamedTuple):
 
 
 @final
+@monitors_training
 class ReplicaCheck(MonitorCallback):
     """Check that all ranks of a data-parallel training have bitwise identical weights.
 

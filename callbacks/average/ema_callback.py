@@ -52,9 +52,11 @@ class EMACallback(MonitorCallback):
       with the averages.
 
     In the list of callbacks, place this callback after any callback that requests an evaluation.
-    With several evaluation data sets, the averages stay in the model after the evaluation, until
-    the model is saved, loaded or trained again; a callback that reads the model before then reads
-    the averages. The callback adds no host-device synchronization to a step.
+    From then on, the averages are in the model until the evaluation is done. With several
+    evaluation data sets they stay there until the model is saved, loaded or trained again. mfwrap's
+    monitors read the raw weights at all times, in any order of the callbacks. A callback of your
+    own that reads weights must do so inside ``with mfwrap.average.swap.training_weights():``, or it
+    may read the averages. The callback adds no host-device synchronization to a step.
 
     Args:
         decay: Decay of the callback's own average, in [0, 1); 0.999 by default.

@@ -23,6 +23,7 @@ class EvaluatedAverages:
     def __init__(self) -> None:
         self._swap = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
+        self._ema: ExponentialMovingAverage | None = None
         self._control: TrainerControl | None = None
         self._step: int | None = None
         self._are_held = False
@@ -45,7 +46,7 @@ class EvaluatedAverages:
         before_loading = model.register_load_state_dict_pre_hook(self._before_loading)
         self._hooks.callback(before_saving.remove)
         self._hooks.callback(before_loading.remove)
-        self._are_held, self._control, self._step = True, control, step
+        self._are_held, self._ema, self._control, self._step = True, ema, control, step
 
     def put_back(self) -> None:
         """Restore the raw weights if averages are held; the hooks stay until `end`."""
@@ -83,7 +84,9 @@ class EvaluatedAverages:
         # While `should_evaluate` is true, a call of `state_dict` comes from the evaluation itself
         # and must get the averages. A later call saves the model and must get the raw weights.
         if self._control is None or not self._control.should_evaluate:
-            self.put_back()
+            self._before_loading()
 
     def _before_loading(self, *_: Any) -> None:
-        self.put_back()
+        # In a block of `training_weights` the raw weights are in the model already.
+        if self._ema is not None and self._ema.is_swapped:
+            self.put_back()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mfwrap.arguments import check_bool, check_int, check_real
+from mfwrap.average.swap import training_weights
 from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epoch
 from mfwrap.callbacks.shared.run_log import print_line, run_logger
 from mfwrap.model import Callback, RunContext
@@ -162,5 +163,6 @@ class EarlyStopping(Callback):
 
 
 def _copy_of(network: torch.nn.Module) -> dict[str, Tensor]:
-    state = network.state_dict()
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+    with training_weights():
+        state = network.state_dict()
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}

@@ -13,6 +13,7 @@ from torch import nn
 
 from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 from mfwrap.arguments import described
+from mfwrap.average.swap import training_weights
 from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.model import Callback, CallbackParameters, RunContext
@@ -130,7 +131,8 @@ class ModelCheckpoint(Callback):
         step_in_epoch = (step - 1) % parameters.batch_num + 1
         name = f"{self._prefix}-{parameters.cur_epoch_num}_{step_in_epoch}{suffix}"
         path = self._directory / f"{name}.{self._config.format}"
-        with whole_file(path) as partial:
+        # Another callback may have put averages into the network, for an evaluation.
+        with training_weights(), whole_file(path) as partial:
             self._write(parameters, partial)
         self.latest_ckpt_file_name = str(path)
         parameters.update(latest_ckpt_file=str(path), last_save_ckpt_step=step)

@@ -12,6 +12,7 @@ from mfwrap.callbacks.culprit.anomaly_log import KINDS
 from mfwrap.callbacks.shared.progress import global_batch_size
 from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
+from mfwrap.callbacks.shared.training_weights import monitors_training, reads_training
 from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks
@@ -22,6 +23,7 @@ from mfwrap.trainer import BadSteps, MonitorCallback
 
 
 @final
+@monitors_training
 class TrainingStateMonitor(MonitorCallback, ExportableState):
     """Show the state of a training, and find the layer and rank at fault when a step goes wrong.
 
@@ -208,6 +210,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         """Receive the function that tells where the rows of a step are in the training data."""
         self._row_places = places
 
+    @reads_training
     def values_to_log(self) -> dict[str, float]:
         """Return the newest reported step's metrics for trackers, keyed by tag.
 
@@ -262,6 +265,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._close()
         self._known = {}
 
+    @reads_training
     def state(self) -> dict[str, Any]:
         """Return the state that a Trainer writes into its checkpoint.
 

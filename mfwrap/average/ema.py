@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, check_int, check_real, described
+from mfwrap.average.swap import Swap
 from mfwrap.average.tensors import (
     buffer_places,
     check_names,
@@ -121,7 +122,7 @@ class ExponentialMovingAverage:
         training_device = next(iter(self._held.weights.values())).device
         self._applied_updates = torch.zeros((), dtype=torch.int64, device=training_device)
         self._num_calls = 0
-        self._swapped = False
+        self._swap: Swap | None = None
 
     @torch.no_grad()
     def update(self, applied: Tensor | None = None) -> None:
@@ -183,8 +184,11 @@ class ExponentialMovingAverage:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether the averages are in the parameters, inside a block of `swap`."""
-        return self._swapped
+        """Whether the averages are in the parameters, inside a block of `swap`.
+
+        False inside a block of `training_weights`.
+        """
+        return self._swap is not None and self._swap.is_in
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
@@ -192,25 +196,23 @@ class ExponentialMovingAverage:
 
         After the block the original values are restored bitwise, even if the block raises. Anything
         written into parameters and buffers inside the block is lost. The block needs memory for a
-        copy of the weights, about as much as gradients take.
+        copy of the weights, about as much as gradients take. mfwrap's monitors read the original
+        values; use `training_weights` in code of your own that must do so.
 
         Raises:
             RuntimeError: If called inside `swap`.
         """
         self.refuse_inside_swap("swap")
-        self._reshard()
-        with torch.no_grad():
-            raw_weights = [weight.clone() for weight in self._held.weights.values()]
-            raw_buffers = [buffer.clone() for buffer in self._current_buffers()]
-        self._swapped = True
+        before = self._swap
+        swap = self._swap = Swap(
+            list(self._held.weights.values()), self._current_buffers, self._reshard
+        )
         try:
             self._fill(self._held.weights.values(), self._current_buffers())
             yield
         finally:
-            write(self._held.weights.values(), raw_weights)
-            write(self._current_buffers(), raw_buffers)
-            self._reshard()
-            self._swapped = False
+            swap.end()
+            self._swap = before
 
     def copy_to(self, parameters: nn.Module | Iterable[Tensor] | None = None) -> None:
         """Write the averages into parameters in place; write nothing if a tensor does not fit.
@@ -370,7 +372,7 @@ class ExponentialMovingAverage:
         Args:
             method: Name of the called method, for the message.
         """
-        if self._swapped:
+        if self.is_swapped:
             msg = f"`{method}` must not be called inside `swap`; call it after the block"
             raise RuntimeError(msg)
 
