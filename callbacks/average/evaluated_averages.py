@@ -8,6 +8,7 @@ from torch import nn
 from transformers import TrainerControl
 
 from mfwrap import ExponentialMovingAverage
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 
 @final
@@ -44,6 +45,7 @@ class EvaluatedAverages:
         self._swap.enter_context(ema.swap())
         before_saving = model.register_state_dict_pre_hook(self._before_saving)
         before_loading = model.register_load_state_dict_pre_hook(self._before_loading)
+        keep_out_of_copies(model, before_saving, before_loading)
         self._hooks.callback(before_saving.remove)
         self._hooks.callback(before_loading.remove)
         self._are_held, self._ema, self._control, self._step = True, ema, control, step

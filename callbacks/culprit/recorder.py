@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.compatibility.torch import COMPILED_MODULE
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import unwrapped_network
 
@@ -94,6 +95,7 @@ class StepRecorder:
             network.register_forward_pre_hook(self._record, with_kwargs=True),
             network.register_forward_hook(self._record_loss),
         )
+        keep_out_of_copies(network, *self._handles)
 
     def end_step(self) -> None:
         """Make the current step the last completed step; release the inputs of earlier steps."""

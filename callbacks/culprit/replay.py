@@ -19,6 +19,7 @@ from mfwrap.callbacks.culprit.recorder import (
     tensors_in,
 )
 from mfwrap.compatibility.torch import post_accumulate_hooks
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 
 class Origin(NamedTuple):
@@ -164,6 +165,7 @@ class _Watch:
             # sees the output after any change by the other hooks: one of them may be at fault.
             handle = module.register_forward_hook(self._watch_output(name))
             self._handles.callback(handle.remove)
+            keep_out_of_copies(module, before, handle)
         return self
 
     def __exit__(self, *_: object) -> None:

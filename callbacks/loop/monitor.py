@@ -27,6 +27,7 @@ from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.collectives import this_rank
 from mfwrap.records.run_facts import RunFacts
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 STATE_FILE = "mfwrap_monitor.json"
 _FORMATS = ("jsonl", "trackers")
@@ -138,6 +139,7 @@ class LoopMonitor:
         model = self._source.model
         if model is not None:
             hook = model.register_forward_pre_hook(lambda *_: self._begin())
+            keep_out_of_copies(model, hook)
             self._ends.append(hook.remove)
         if isinstance(self._source, AttachedSource):
             observers = self._source.attached.observers

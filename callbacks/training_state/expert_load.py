@@ -7,6 +7,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from mfwrap.tensors.module_hooks import keep_out_of_copies
+
 _CHOICES = ("top_k_index", "router_indices", "selected_experts")
 """Arguments that hold the chosen experts of each token in the forward of transformers' experts."""
 
@@ -60,6 +62,7 @@ class ExpertLoad:
         self.close()
         for name, module in self.experts.items():
             hook = module.register_forward_pre_hook(self._count(name), with_kwargs=True)
+            keep_out_of_copies(module, hook)
             self._hooks.callback(hook.remove)
 
     def end(self) -> dict[str, Tensor]:

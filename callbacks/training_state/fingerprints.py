@@ -39,6 +39,7 @@ from mfwrap.tensors.fingerprints import (
     fingerprints,
     row_hashes,
 )
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import is_distributed, local_tensors, meeting_device, on_device
 from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
 
@@ -135,6 +136,7 @@ class FingerprintRecorder:
             )
         else:
             self._handle = self._network.register_forward_pre_hook(self._record, with_kwargs=True)
+            keep_out_of_copies(self._network, self._handle)
         if self._network is not None:
             parameters = trainable(self._network)
             write = functools.partial(self._write_start, first_step, _shares(parameters))

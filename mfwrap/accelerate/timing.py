@@ -22,6 +22,7 @@ from mfwrap.collectives import Section, section_clock
 from mfwrap.compatibility.torch import compiled_call, set_compiled_call
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.waiting import time_replicas
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.wrappers import distributed_parts
 
 
@@ -58,6 +59,7 @@ class LoopSections:
             time_replicas(distributed_parts(model))
             if compiled_call(model) is None:
                 self._hooks.append(model.register_forward_pre_hook(_begin_forward, prepend=True))
+                keep_out_of_copies(model, self._hooks[-1])
             else:
                 time_compiled(model)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.compatibility.torch import version_of
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ def remember_forwards(network: nn.Module, weights: Sequence[Tensor]) -> None:
             parameters and buffers of the network.
     """
     if network not in _records:
-        network.register_forward_hook(_remember, with_kwargs=True)
+        hook = network.register_forward_hook(_remember, with_kwargs=True)
+        keep_out_of_copies(network, hook)
     state = dict.fromkeys([*weights, *network.parameters(), *network.buffers()])
     _records[network] = _Record(list(state))
 
@@ -90,7 +92,7 @@ def _remember(
 ) -> None:
     # In a compiled network, this hook is traced, and then does nothing.
     record = None if torch.compiler.is_compiling() else _records.get(network)
-    if record is None:  # A copy of the network has the hook, too.
+    if record is None:  # A copy has the hook, too, if its class defines ``__deepcopy__``.
         return
     record.last = None
     # torch does not count the changes of inference tensors.

@@ -12,6 +12,7 @@ from mfwrap.collectives import gather_on_all, num_ranks
 from mfwrap.compatibility.torch import foreach_mul_, step_hooks
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.tensors.attention_logits import AttentionLogits
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import local_tensors, on_device, placed_like
 
 
@@ -81,6 +82,7 @@ class QKClip:
             network.register_forward_hook(self._note_run),
             optimizer.register_step_post_hook(self._clip),
         )
+        keep_out_of_copies(network, self._hooks[0])
 
     def remove(self) -> None:
         """Stop clipping."""

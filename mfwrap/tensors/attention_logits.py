@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from mfwrap.tensors.module_hooks import keep_out_of_copies
+
 _MOST_LOGITS = 2**24
 """Largest number of logits that is held in memory at once."""
 
@@ -99,10 +101,12 @@ class AttentionLogits:
         """Start watching, and discard earlier results."""
         self.close()
         for name, module in self._network.named_modules():
-            for hook in (
+            hooks = (
                 module.register_forward_pre_hook(self._enter(name)),
                 module.register_forward_hook(self._leave(name), always_call=True),
-            ):
+            )
+            keep_out_of_copies(module, *hooks)
+            for hook in hooks:
                 self._hooks.callback(hook.remove)
 
     def end(self) -> dict[str, Tensor]:

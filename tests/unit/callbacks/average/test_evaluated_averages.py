@@ -1,6 +1,7 @@
 """A model has the averages during an evaluation, and its raw weights at all other times."""
 
 import copy
+import pickle
 
 import torch
 from torch import nn
@@ -126,4 +127,16 @@ def test_held_anew():
     ema = ExponentialMovingAverage([torch.zeros(1)])
     averages.hold(ema, network, 5, TrainerControl())
 
+    assert network.weight.item() == 1.0
+
+
+def test_a_copy_during_an_evaluation_is_a_stock_network():
+    """It holds the averages, can be pickled, and its ``state_dict`` leaves the original alone."""
+    network, averages = held()
+    copies = copy.deepcopy(network), pickle.loads(pickle.dumps(network))  # noqa: S301  (our bytes)
+    for made in copies:
+        assert made.state_dict()["weight"].item() == 0.5
+        made.load_state_dict(made.state_dict())
+        assert network.weight.item() == 0.5
+    averages.end()
     assert network.weight.item() == 1.0

@@ -1,7 +1,9 @@
 """`LoopMonitor` records each update of a loop of one's own once, at its own step."""
 
 import contextlib
+import copy
 import csv
+import io
 import json
 import math
 import warnings
@@ -337,3 +339,48 @@ def test_the_accelerators_trackers_may_start_later(tmp_path):
     loop.accelerator.end_training()
 
     assert [row["_step"] for row in tensorboard_rows(tmp_path / "later")] == [1, 2, 3, 4]
+
+
+def test_a_copy_of_the_network_is_a_stock_network(tmp_path):
+    """At any moment it has no hooks, can be saved, and does nothing to the monitor."""
+    found = []
+    for copies in (False, True):
+        folder = tmp_path / str(copies)
+        loop = Loop(folder, replay=True, fingerprints=True, max_attention_logit_format="jsonl")
+
+        def use_copies(network):
+            for made in (copy.deepcopy(network), copied_by_saving(network)):
+                hooks = [
+                    hook
+                    for module in made.modules()
+                    for name, value in vars(module).items()
+                    if name.endswith(("hooks", "kwargs", "called"))
+                    for hook in value
+                ]
+                assert hooks == []
+                made(torch.full((2, 4), NAN)).sum().backward()
+
+        look = use_copies if copies else (lambda _: None)
+        for [inputs] in loop.loader:
+            with loop.accelerator.accumulate(loop.network):
+                look(loop.network)
+                loss = loop.network(inputs).square().mean()
+                look(loop.network)
+                loop.accelerator.backward(loss)
+                look(loop.network)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            loop.monitor.end_step()
+        recorder = loop.monitor._monitor._run.finder.recorder
+        found.append([len(recorder.last_step), len(recorder._this_step)])
+        loop.monitor.close()
+        found[-1].append(read_json_lines(folder / "run" / "training_state.jsonl"))
+        found[-1].append(read_json_lines(folder / "run" / "fingerprints.jsonl"))
+    assert found[0] == found[1]
+
+
+def copied_by_saving(network):
+    """Save a network with its class, and load it."""
+    torch.save(network, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
