@@ -291,7 +291,7 @@ class ExponentialMovingAverage:
         they must not change while training continues. Settings such as `decay` are not included.
         No synchronization with the device.
         """
-        if not self._swapped:
+        if not self.is_swapped:
             self._held.start_trainable()
         return self._state()
 

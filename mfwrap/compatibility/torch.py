@@ -248,8 +248,9 @@ def schedules_inside(schedule: Any) -> list[Any]:
 
 
 def communication_hooks(part: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Return pairs of a communication hook of a module and the hook's state."""
-    return list(getattr(part, "_comm_hooks", []))
+    """Return the module's own list of pairs of a communication hook and the hook's state."""
+    hooks: list[tuple[Any, Any]] = getattr(part, "_comm_hooks", [])
+    return hooks
 
 
 def waits_before_forward(part: DistributedDataParallel) -> bool:

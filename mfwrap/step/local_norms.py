@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mfwrap.arguments import described
 from mfwrap.collectives import Section, section_clock
 from mfwrap.compatibility.torch import communication_hooks
+from mfwrap.tensors.module_hooks import keep_item_out_of_copies
 from mfwrap.tensors.norms import NormReader
 from mfwrap.tensors.shards import on_device
 
@@ -164,6 +165,11 @@ def tap(
         communication_hook = part.process_group, default_hooks.allreduce_hook
     new = GradientTap(communication_hook)
     part.register_comm_hook(new, _tapping_hook(communication_hook[1]))
+    # Torch does not register the hooks of a copied module with its reducer.
+    registered = communication_hooks(part)
+    for item in registered:
+        if item[1] is new:
+            keep_item_out_of_copies(part, registered, item)
     return new
 
 

@@ -18,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 _own_hooks: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = WeakKeyDictionary()
 """Hooks that copies of a module must not have."""
 
+_own_items: "WeakKeyDictionary[nn.Module, set[tuple[int, int]]]" = WeakKeyDictionary()
+"""Identities of a list in a module's state, and of the item that copies must not have."""
+
 
 def keep_out_of_copies(module: nn.Module, *handles: RemovableHandle) -> None:
     """Leave hooks of a module out of its copies, also if it is copied as a part of another module.
@@ -30,7 +33,22 @@ def keep_out_of_copies(module: nn.Module, *handles: RemovableHandle) -> None:
     """
     present = [handle for handle in _own_hooks.get(module, ()) if _is_registered(handle)]
     _own_hooks[module] = [*present, *handles]
-    kind = type(module)
+    _reduce_without_own(type(module))
+
+
+def keep_item_out_of_copies(module: nn.Module, items: list[Any], item: object) -> None:
+    """Leave an item of a list out of a module's copies; see `keep_out_of_copies`.
+
+    Args:
+        module: Module whose state has the list as an attribute.
+        items: The list.
+        item: The item, which stays in the list as long as the module exists.
+    """
+    _own_items.setdefault(module, set()).add((id(items), id(item)))
+    _reduce_without_own(type(module))
+
+
+def _reduce_without_own(kind: type[nn.Module]) -> None:
     reduce = copyreg.dispatch_table.get(kind)
     if not isinstance(reduce, _WithoutOwnHooks):
         copyreg.pickle(kind, _WithoutOwnHooks(reduce))
@@ -50,31 +68,36 @@ class _WithoutOwnHooks:
     def __call__(self, module: nn.Module) -> Any:
         """Return what ``module.__reduce_ex__`` returns, but for the hooks in its state."""
         reduced = module.__reduce_ex__(2) if self._reduce is None else self._reduce(module)
-        own = _own_hooks.get(module)
-        if not own or not isinstance(reduced, tuple) or len(reduced) < 3:
+        if not isinstance(reduced, tuple) or len(reduced) < 3:
             return reduced
         create, arguments, state, *rest = reduced
         if isinstance(state, dict):
-            state = _without(own, state)
+            state = _without_own(module, state)
         elif isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):
-            state = (_without(own, state[0]), state[1])  # a class with slots
+            state = (_without_own(module, state[0]), state[1])  # a class with slots
         return create, arguments, state, *rest
 
 
-def _without(handles: list[RemovableHandle], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a module without some of its hooks; its own dictionaries are kept."""
+def _without_own(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a module without our hooks; its own dictionaries and lists are kept."""
     left_out: dict[int, set[int]] = {}
-    for handle in handles:
+    for handle in _own_hooks.get(module, ()):
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
             hooks = reference()
             if hooks is not None:
                 left_out.setdefault(id(hooks), set()).add(handle.id)
+    for of_list, of_item in _own_items.get(module, ()):
+        left_out.setdefault(of_list, set()).add(of_item)
     return {
-        name: type(value)((key, hook) for key, hook in value.items() if key not in ids)
-        if (ids := left_out.get(id(value)))
-        else value
+        name: _reduced(value, left_out[id(value)]) if id(value) in left_out else value
         for name, value in state.items()
     }
+
+
+def _reduced(value: Any, left_out: set[int]) -> Any:
+    if isinstance(value, list):
+        return [item for item in value if id(item) not in left_out]
+    return type(value)((key, hook) for key, hook in value.items() if key not in left_out)
 
 
 def _is_registered(handle: RemovableHandle) -> bool:

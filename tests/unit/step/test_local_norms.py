@@ -1,7 +1,9 @@
 """Local norms under DistributedDataParallel: the hook that reads gradients, and its errors."""
 
+import copy
 import functools
 import gc
+import pickle
 
 import pytest
 import torch
@@ -133,6 +135,25 @@ def test_one_rank_needs_no_hook(part):
 
     assert cell(*BATCH).local_norm.gt(0).all()
     assert part._comm_hooks == []
+
+
+def pickled(part):
+    """Return what is left of a module after pickle."""
+    return pickle.loads(pickle.dumps(part))  # noqa: S301  (our own bytes)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+def test_a_copy_has_no_hook(part, way):
+    """Torch does not give a copy's hook to its reducer, so a cell of the copy registers its own."""
+    hook = None, allreduce_hook
+    cell = cell_of(part, local_norm=True, communication_hook=hook)
+    made = way(part)
+    assert made._comm_hooks == []
+    expected = cell(*BATCH).local_norm
+    found = cell_of(made, local_norm=True, communication_hook=hook)(*BATCH).local_norm
+
+    assert torch.equal(found, expected)
+    assert len(part._comm_hooks) == len(made._comm_hooks) == 1
 
 
 def test_another_cell_takes_over_the_tap(part):
