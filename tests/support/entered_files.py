@@ -185,6 +185,6 @@ LOOPS: dict[str, tuple[Callable[[], set[str]], int]] = {
     "attached step": (_attached, 16),
     "Model, LossMonitor": (_model, 24),
     "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 30),
-    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 47),
+    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 48),
 }
 """Ways to train, each with the largest number of files that its step may enter."""
