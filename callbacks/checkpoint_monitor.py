@@ -26,7 +26,7 @@ from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states, bad_weights
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.training_weights import monitors_training
-from mfwrap.checkpoints.folders import remove_checkpoints
+from mfwrap.checkpoints.folders import checkpoints_of_run, remove_checkpoints
 from mfwrap.collectives import broadcast_from_main, gather_objects
 from mfwrap.records.json_lines import JsonLines
 from mfwrap.tensors.shards import meeting_device, on_device
@@ -378,12 +378,7 @@ def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> Non
         best: Folder of the Trainer's best checkpoint, which is kept in addition; ``None`` if there
             is no best checkpoint.
     """
-    steps = {
-        int(path.name.removeprefix(_PREFIX)): path
-        for path in run_folder.glob(f"{_PREFIX}*")
-        if path.is_dir() and path.name.removeprefix(_PREFIX).isdigit()
-    }
-    ordered = [steps[step] for step in sorted(steps)]
+    ordered = checkpoints_of_run(run_folder)
     kept = set(ordered[-num_kept:])
     healthy = recorded_health(run_folder)
     kept |= set([path for path in ordered if healthy.get(path.name)][-1:])

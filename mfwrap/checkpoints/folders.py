@@ -192,6 +192,20 @@ def adopt_files(written: Path, final: Path) -> None:
     shutil.rmtree(staging_folder(final.parent), ignore_errors=True)
 
 
+def checkpoints_of_run(run_folder: Path) -> list[Path]:
+    """Return the folders ``checkpoint-<step>`` in a run folder, in the order of their steps.
+
+    Other folders, such as ``checkpoint-backup`` or ``checkpoint-4-copy``, are a user's own.
+    """
+    found = [path for path in run_folder.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)]
+    return sorted((path for path in found if path.is_dir()), key=step_of_checkpoint)
+
+
+def step_of_checkpoint(folder: Path) -> int:
+    """Return the step in the name of a folder ``checkpoint-<step>``."""
+    return int(folder.name.rpartition("-")[2])
+
+
 def set_aside_later_checkpoints(run_folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints of later steps in a run folder.
 
@@ -208,24 +222,19 @@ def set_aside_later_checkpoints(run_folder: Path, step: int) -> list[Path]:
         The new folders: ``_abandoned-checkpoint-<step>``; if that name is taken, with ``.2``,
         ``.3``, ... at the end.
     """
-    steps = {
-        int(match[1]): path
-        for path in run_folder.glob("checkpoint-*")
-        if (match := _CHECKPOINT.fullmatch(path.name))
-    }
-    later = sorted(one for one in steps if one > step)
+    later = [path for path in checkpoints_of_run(run_folder) if step_of_checkpoint(path) > step]
     aside = []
     # Rename the latest checkpoint first. If the process is killed in between, the newest checkpoint
     # that keeps its name is then one of the abandoned run, whose records still exist.
     for one in reversed(later):
-        final = first = run_folder / f"{ABANDONED}checkpoint-{one}"
+        final = first = run_folder / f"{ABANDONED}{one.name}"
         number = 1
         while final.exists():
             number += 1
             final = first.with_name(f"{first.name}.{number}")
         # If nodes share the disk, another node may have renamed the folder just now.
         with contextlib.suppress(FileNotFoundError):
-            steps[one].rename(final)
+            one.rename(final)
             aside.append(final)
     if aside:
         sync(run_folder)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -14,11 +15,12 @@ import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from mfwrap.checkpoints.folders import (
     adopt_files,
     check_writable,
+    checkpoints_of_run,
     complete_move,
     move_into_place,
     remove_checkpoints,
@@ -309,6 +311,8 @@ class Checkpoints:
     def _remove_old(self, run_folder: Path, kept: Path) -> None:
         """Remove the checkpoints that the Trainer's own function would remove, except one.
 
+        A folder such as ``checkpoint-backup`` is a user's copy: it is neither counted nor removed.
+
         The Trainer's function deletes folders file by file, so a crash could leave half a
         checkpoint. The function is therefore applied to empty folders with the names and times of
         the checkpoints. Each checkpoint whose empty folder was deleted is then removed safely.
@@ -316,27 +320,26 @@ class Checkpoints:
         limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
         if limit is None:
             return
-        folders = [path for path in run_folder.glob("checkpoint-*") if path.is_dir()]
-        choice = staging_folder(run_folder) / "choice"
-        shutil.rmtree(choice, ignore_errors=True)
-        for folder in folders:
-            (choice / folder.name).mkdir(parents=True)
-            times = folder.stat()
-            os.utime(choice / folder.name, ns=(times.st_atime_ns, times.st_mtime_ns))
-        if best is not None and Path(best).parent == run_folder:
-            best = str(choice / Path(best).name)
-        rotate_checkpoints(
-            output_dir=str(choice),
-            save_total_limit=limit,
-            best_model_checkpoint=best,
-            use_mtime=True,
-        )
-        selected = [
-            folder
-            for folder in folders
-            if not (choice / folder.name).exists() and folder.name != kept.name
-        ]
-        shutil.rmtree(choice, ignore_errors=True)
+        folders = checkpoints_of_run(run_folder)
+        with tempfile.TemporaryDirectory(prefix="mfwrap-") as choice:
+            copies = {folder: Path(choice, folder.name) for folder in folders}
+            for folder, copy in copies.items():
+                copy.mkdir()
+                times = folder.stat()
+                os.utime(copy, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if best is not None and Path(best).parent == run_folder:
+                best = str(Path(choice, Path(best).name))
+            rotate_checkpoints(
+                output_dir=choice,
+                save_total_limit=limit,
+                best_model_checkpoint=best,
+                use_mtime=True,
+            )
+            selected = [
+                folder
+                for folder, copy in copies.items()
+                if not copy.exists() and folder.name != kept.name
+            ]
         remove_checkpoints(selected, run_folder)
 
     @contextlib.contextmanager
@@ -401,8 +404,7 @@ class Checkpoints:
         best = self._trainer.state.best_model_checkpoint
         if best is None or args.save_total_limit != 1 or not args.should_save or keeps_last:
             return
-        folders = sort_checkpoints(output_dir=str(run_folder), best_model_checkpoint=best)
-        others = [Path(each) for each in folders if not Path(each).samefile(best)]
+        others = [each for each in checkpoints_of_run(run_folder) if not each.samefile(best)]
         remove_checkpoints(others, run_folder)
 
 

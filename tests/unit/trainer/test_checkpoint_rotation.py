@@ -63,6 +63,26 @@ def test_what_is_kept(tmp_path, name):
     assert outcome(ours) == outcome(stock)
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_own_copies_are_kept(tmp_path, limit):
+    """Only names that a training writes are removed; a stock Trainer removes copies, too."""
+    copies = ["checkpoint-backup", "checkpoint-2-copy", "checkpoint-1.old", "my-checkpoint-1"]
+    for name in copies:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "notes.txt").write_text("mine")
+    trainer = trained(tmp_path, PLAIN, **BEST | {"save_total_limit": limit})
+
+    for name in copies:
+        assert (tmp_path / name / "notes.txt").read_text() == "mine"
+        shutil.rmtree(tmp_path / name)
+    stock = trained(
+        tmp_path / "stock", PLAIN, kind=Trainer, **BEST | {"save_total_limit": limit}
+    )
+    expected = outcome(stock)
+    shutil.rmtree(tmp_path / "stock")
+    assert outcome(trainer) == expected
+
+
 def test_a_run_whose_folder_was_moved(tmp_path):
     """After a run's folder was moved, the best checkpoint is found in the new folder and kept."""
     outcomes = []
