@@ -143,7 +143,7 @@ class AttachedCheckpoints:
                 if self._accelerator.is_local_main_process:
                     path = Path(folder).expanduser()
                     # A process may have been killed while it replaced the checkpoint.
-                    complete_move(path.absolute().parent)
+                    complete_move(path.absolute())
                     check_checkpoint(path)
         scaler, self._accelerator.scaler = self._accelerator.scaler, None
         self._attached.is_loading = True
@@ -212,7 +212,9 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
     is_named = configuration.automatic_checkpoint_naming
     project = Path(accelerator.project_dir) if is_named else None
     final = Path(output_dir) if project is None else _next_named(accelerator, project)
-    parent = final.absolute().parent if project is None else project.absolute()
+    # Not beside a checkpoint that accelerate has named: a stock accelerate would take the staging
+    # folder for a checkpoint.
+    staging = staging_folder((project or final.parent).absolute() / final.name)
     with raising_together():
         if accelerator.is_local_main_process:
             if is_named and final.exists():
@@ -221,12 +223,12 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
                     "of the next checkpoint"
                 )
                 raise ValueError(msg)
-            complete_move(final.absolute().parent)
-            shutil.rmtree(staging_folder(parent), ignore_errors=True)
+            complete_move(final.absolute())
+            shutil.rmtree(staging, ignore_errors=True)
         may_stage = is_replaceable(final)
     choices = gather_objects((str(final), may_stage))
     stages = len(dict(choices)) == 1 and all(each for _, each in choices)
-    written = staging_folder(parent) / final.name if stages else final
+    written = staging / final.name if stages else final
     configuration.automatic_checkpoint_naming = False
     try:
         yield Destination(written, final)
@@ -245,7 +247,6 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
         if project is not None and is_writer(accelerator):
             surplus = _surplus(configuration, final)
             remove_checkpoints(surplus, project)
-            shutil.rmtree(staging_folder(parent), ignore_errors=True)
 
 
 def _next_named(accelerator: Any, project: Path) -> Path:

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,9 +21,18 @@ ABANDONED = "_abandoned-"
 """Prefix of checkpoints that a run has set aside: it resumed from an older one, or began anew. The
 Trainer does not push what begins with an underscore to the hub."""
 
+OWN_PARTIAL = rf"\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+"""Pattern of what `whole_file` adds to the name of a file while it writes the file."""
+
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_STAGING = re.compile(rf"_(checkpoint-\d+|model|model_ema){re.escape(PARTIAL)}")
+"""Staging folders of a run."""
+
+_LEFT_FILE = re.compile(rf"(?!run\.(html|png)\.).+{OWN_PARTIAL}")
 _REPLACED = "replaced"
 _REMOVED = "removed"
+_SECONDS_OF_A_WRITE = 3600.0
+"""Age from which a temporary file counts as left behind by a process that was killed."""
 
 
 @contextlib.contextmanager
@@ -30,18 +41,23 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     After the ``with`` block the file is synced to disk and renamed to `path`, and the folder is
     synced. If the block raises, the temporary file is deleted and an older file at `path` stays. If
-    the process is killed, `path` is the complete older or new file. A temporary file may be left;
-    the next call overwrites it.
+    the process is killed, `path` is the complete older or new file, and a temporary file may be
+    left. A call an hour later deletes it.
 
     Args:
         path: File to write or replace. Missing folders are created.
 
     Yields:
-        Temporary path in the same folder, which the block must write.
+        Temporary path in the same folder, which the block must write. It is an empty file that this
+        call has created under a random name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+    # With O_EXCL an existing file or link is an error: whoever can write to the folder cannot make
+    # this process write to a file of their choice.
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
+        _remove_left_files(path, partial.stat().st_mtime - _SECONDS_OF_A_WRITE)
         with naming_written_file(partial):
             yield partial
         sync(partial)
@@ -50,6 +66,17 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def _remove_left_files(path: Path, before: float) -> None:
+    """Delete old temporary files of `path`; a young one may belong to another process."""
+    own = re.compile(re.escape(path.name) + OWN_PARTIAL)
+    for left in [each for each in path.parent.iterdir() if own.fullmatch(each.name)]:
+        # Another process may delete or rename the file just now.
+        with contextlib.suppress(FileNotFoundError):
+            status = left.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_mtime < before:
+                left.unlink()
 
 
 @contextlib.contextmanager
@@ -68,26 +95,27 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Yields:
         Empty temporary folder, which the block fills.
     """
-    complete_move(folder.parent)
-    written = staging_folder(folder.parent) / folder.name
-    shutil.rmtree(written, ignore_errors=True)
+    complete_move(folder)
+    staging = staging_folder(folder)
+    shutil.rmtree(staging, ignore_errors=True)
+    written = staging / folder.name
     written.mkdir(parents=True)
     try:
         with naming_written_file(written):
             yield written
     except BaseException:
-        shutil.rmtree(written, ignore_errors=True)
-        _remove_if_empty(written.parent)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
     move_into_place(written, folder)
 
 
-def staging_folder(parent: Path) -> Path:
-    """Return the folder for everything in `parent` that is being written, replaced or deleted.
+def staging_folder(folder: Path) -> Path:
+    """Return the folder in which `folder` lies while it is being written, replaced or deleted.
 
-    It is the only such folder, so deleting it removes everything that killed processes left behind.
+    Each folder has its own, so that two programs may write folders in the same parent folder. Its
+    name begins with an underscore, so the Trainer does not push it to the Hub.
     """
-    return parent / f"_checkpoint{PARTIAL}"
+    return folder.with_name(f"_{folder.name}{PARTIAL}")
 
 
 def move_into_place(written: Path, final: Path) -> None:
@@ -97,20 +125,19 @@ def move_into_place(written: Path, final: Path) -> None:
     missing and `complete_move` puts the new folder in place.
 
     Args:
-        written: Complete folder inside the staging folder of ``final.parent``, with the name of
-            `final`.
+        written: Complete folder inside its own staging folder, with the name of `final`.
         final: Path that the folder gets.
     """
     _sync_all(written)
-    parent = final.parent
+    staging = written.parent
     if final.exists():
-        replaced = staging_folder(parent) / _REPLACED / final.name
+        replaced = staging / _REPLACED / final.name
         shutil.rmtree(replaced, ignore_errors=True)
         replaced.parent.mkdir(parents=True, exist_ok=True)
         final.rename(replaced)
     written.rename(final)
-    sync(parent)
-    shutil.rmtree(staging_folder(parent), ignore_errors=True)
+    sync(final.parent)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def move_files_into_place(written: Path, final: Path, *, last: str) -> None:
@@ -152,15 +179,20 @@ def is_replaceable(folder: Path) -> bool:
     return os.access(found, os.W_OK) and not Path.cwd().is_relative_to(folder.resolve())
 
 
-def complete_move(parent: Path) -> None:
-    """Finish each `move_into_place` in `parent` that was killed between its two renames."""
-    staging = staging_folder(parent)
-    for replaced in (staging / _REPLACED).glob("*"):
-        final = parent / replaced.name
-        if not final.exists():
-            # If nodes share the disk, another node may have renamed the folder just now.
-            with contextlib.suppress(FileNotFoundError):
-                (staging / replaced.name).rename(final)
+def complete_move(final: Path) -> None:
+    """Finish a `move_into_place` that was killed between its two renames."""
+    staging = staging_folder(final)
+    if (staging / _REPLACED / final.name).exists() and not final.exists():
+        # If nodes share the disk, another node may have renamed the folder just now.
+        with contextlib.suppress(FileNotFoundError):
+            (staging / final.name).rename(final)
+
+
+def being_replaced(parent: Path) -> list[Path]:
+    """Return the folders in `parent` that `move_into_place` is replacing, or was when killed."""
+    found = parent.glob(f"_*{PARTIAL}/{_REPLACED}/*")
+    folders = [parent / each.name for each in found]
+    return [each for each in folders if staging_folder(each).is_dir()]
 
 
 def adopt_files(written: Path, final: Path) -> None:
@@ -171,7 +203,7 @@ def adopt_files(written: Path, final: Path) -> None:
     `move_into_place` has already moved `written`, and this function does nothing.
 
     Args:
-        written: Checkpoint folder inside the staging folder.
+        written: Checkpoint folder inside its staging folder.
         final: Path that the checkpoint gets. Files of the same name are replaced; others stay.
     """
     try:
@@ -189,7 +221,7 @@ def adopt_files(written: Path, final: Path) -> None:
         return
     _sync_all(final)
     sync(final.parent)
-    shutil.rmtree(staging_folder(final.parent), ignore_errors=True)
+    shutil.rmtree(written.parent, ignore_errors=True)
 
 
 def checkpoints_of_run(run_folder: Path) -> list[Path]:
@@ -246,19 +278,39 @@ def remove_checkpoints(folders: Iterable[Path], run_folder: Path) -> None:
 
     Each checkpoint is renamed before it is deleted, so that a half-deleted checkpoint is never
     mistaken for an intact one.
+
+    Args:
+        folders: Folders of the checkpoints.
+        run_folder: Folder on the same disk, for the renamed folders.
     """
-    removed = staging_folder(run_folder) / _REMOVED
-    shutil.rmtree(removed, ignore_errors=True)
+    renamed = []
     for folder in folders:
-        removed.mkdir(parents=True, exist_ok=True)
-        folder.rename(removed / folder.name)
-    shutil.rmtree(removed, ignore_errors=True)
-    _remove_if_empty(removed.parent)
+        staging = staging_folder(run_folder / folder.name)
+        shutil.rmtree(staging, ignore_errors=True)
+        (staging / _REMOVED).mkdir(parents=True)
+        folder.rename(staging / _REMOVED / folder.name)
+        renamed.append(staging)
+    for staging in renamed:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+def remove_leftovers(run_folder: Path) -> None:
+    """Delete what killed processes have left of a run: half-written files and folders.
+
+    Call it only if this program owns the folder. The temporary files of the page and the picture of
+    the run stay, because other programs write them.
+    """
+    for folder in being_replaced(run_folder):
+        complete_move(folder)
+    for path in run_folder.glob(f"*{PARTIAL}"):
+        # If nodes share the disk, another node may have deleted the file just now.
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_symlink():
+                continue
+            if _STAGING.fullmatch(path.name) and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif _LEFT_FILE.fullmatch(path.name) and path.is_file():
+                path.unlink()
 
 
 def check_writable(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from mfwrap.arguments import callers_stacklevel
-from mfwrap.checkpoints.folders import complete_move
+from mfwrap.checkpoints.folders import being_replaced, complete_move
 from mfwrap.checkpoints.verification import check_checkpoint, newest_whole_checkpoint
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 
@@ -77,7 +77,8 @@ def newest_folder(run_folder: Path, prefix: str = "checkpoint-") -> Path | None:
     A folder without files is not a checkpoint: a script may have made it before it saved.
     If a process was killed while it replaced a checkpoint, the replacement is completed first.
     """
-    complete_move(run_folder)
+    for folder in being_replaced(run_folder):
+        complete_move(folder)
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)")
     steps = {
         int(match[1]): path

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import traceback
 from pathlib import Path
 
@@ -11,9 +10,12 @@ from transformers import TrainingArguments
 
 from mfwrap.checkpoints.folders import (
     ABANDONED,
-    PARTIAL,
+    OWN_PARTIAL,
+    being_replaced,
+    checkpoints_of_run,
     remove_checkpoints,
-    staging_folder,
+    remove_leftovers,
+    step_of_checkpoint,
     sync,
     whole_file,
 )
@@ -39,7 +41,7 @@ _RECORD = re.compile(
     r"|training_state)(_rank\d+)?\.jsonl"
     rf"|({re.escape(RESULT)}|{re.escape(ROLLBACKS_FILE)}|{re.escape(SKIP_ROWS_FILE)}"
     r"|abnormal_global_norm\.json|run\.(html|json|png)"
-    rf"|({EARLIER})?error_rank_\d+\.txt)({re.escape(PARTIAL)})?"
+    rf"|({EARLIER})?error_rank_\d+\.txt)({OWN_PARTIAL})?"
 )
 _EVENTS = "tensorboard/events.out.tfevents.*"
 _MODELS = (MODEL, AVERAGED_MODEL)
@@ -104,14 +106,14 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         sync(folder)
         removed.append(RESULT)
     if overwrite:
+        # First, because a killed process may have left a checkpoint between two names.
+        remove_leftovers(folder)
         folders = [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
         folders += [path for name in _MODELS if (path := folder / name).is_dir()]
-        folders += [path for path in checkpoints(folder) if path.parent == folder]
+        folders += checkpoints(folder)
         # Remove the newest checkpoint last, and the records after it: if the process is killed
         # before that, the earlier run can still be resumed without repeating a step.
         remove_checkpoints(folders, folder)
-        # A killed process leaves half-written and half-deleted checkpoints in the staging folder.
-        shutil.rmtree(staging_folder(folder), ignore_errors=True)
         removed += [path.name for path in folders]
     records = _matching(folder, _RECORD)
     files = [*(path for path in records if path.is_file()), *folder.glob(_EVENTS)]
@@ -156,16 +158,11 @@ def set_aside_tracebacks(folder: Path) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a run folder, in the order of their steps.
 
-    If a process was killed while it replaced a checkpoint, the checkpoint may be in the staging
+    If a process was killed while it replaced a checkpoint, the checkpoint may be in its staging
     folder. Such checkpoints are included.
     """
-    replaced = [
-        one
-        for one in staging_folder(folder).glob("replaced/*")
-        if one.is_dir() and _CHECKPOINT.fullmatch(one.name)
-    ]
-    found = [*(path for path in _matching(folder, _CHECKPOINT) if path.is_dir()), *replaced]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    replaced = [each for each in being_replaced(folder) if _CHECKPOINT.fullmatch(each.name)]
+    return sorted({*checkpoints_of_run(folder), *replaced}, key=step_of_checkpoint)
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers.trainer_utils import get_last_checkpoint
-
-from mfwrap.checkpoints.folders import complete_move, whole_file
+from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.resumption import AUTO, newest_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipe.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
 from mfwrap.recipe.document import Path as KeyPath
-from mfwrap.recipe.folder import RESULT
+from mfwrap.recipe.folder import RESULT, checkpoints
 from mfwrap.trainer.model_card import WITHOUT_EFFECT
 
 
@@ -36,14 +34,11 @@ def check_resume(run_folder: str, resume: str | bool, *, overwrite: bool) -> Non
         raise RecipeError(msg)
     if resume == AUTO:
         return
-    # If a process was killed while it replaced a checkpoint, the checkpoint may have no folder of
-    # its name. Finish the replacement before looking for checkpoints.
-    complete_move(Path(run_folder) if resume is True else Path(str(resume)).parent)
     if resume is True:
-        if not Path(run_folder).is_dir() or get_last_checkpoint(run_folder) is None:
+        if not checkpoints(Path(run_folder)):
             msg = f"--resume: no checkpoint in {run_folder} (`training.output_dir`)"
             raise RecipeError(msg)
-    elif not Path(str(resume)).is_dir():
+    elif not Path(str(resume)).is_dir() and Path(str(resume)) not in checkpoints(Path(run_folder)):
         msg = f"--resume: no such folder: {resume}; expected a checkpoint folder"
         raise RecipeError(msg)
 

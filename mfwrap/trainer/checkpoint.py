@@ -21,9 +21,9 @@ from mfwrap.checkpoints.folders import (
     adopt_files,
     check_writable,
     checkpoints_of_run,
-    complete_move,
     move_into_place,
     remove_checkpoints,
+    remove_leftovers,
     set_aside_later_checkpoints,
     staging_folder,
 )
@@ -139,9 +139,8 @@ class Checkpoints:
         trainer = self._trainer
         is_last = asked_for is True or asked_for == AUTO
         run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
-        complete_move(run_folder)
-        # Remove half-written and half-deleted checkpoints of a process that was killed.
-        shutil.rmtree(staging_folder(run_folder), ignore_errors=True)
+        if run_folder.resolve() == Path(str(trainer.args.output_dir)).resolve():
+            remove_leftovers(run_folder)  # those of another run may still be written
         # In a trial, do not compare the checkpoint with the current network: `model_init` may build
         # a different network for the trial.
         network = trainer.model if trial is None else None
@@ -264,12 +263,12 @@ class Checkpoints:
         for callback in monitors(trainer.callback_handler.callbacks):
             callback.on_pre_save(args, trainer.state, trainer.control, **known)
         self._clear_callback_states()
-        staging = staging_folder(run_folder)
+        name = f"checkpoint-{trainer.state.global_step}"
+        staging = staging_folder(run_folder / name)
         if args.local_process_index == 0:
             shutil.rmtree(staging, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         self.staging = staging
-        name = f"checkpoint-{trainer.state.global_step}"
         with (
             naming_written_file(staging / name),
             replaced(args, logging_nan_inf_filter=logging_nan_inf_filter),

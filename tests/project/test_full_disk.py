@@ -19,7 +19,7 @@ _PAGE = 4096
 _FAILED = re.compile(
     r"mfwrap: the run failed: OSError: \[Errno \d+\] "
     r"(No space left on device|torch\.save failed .* the disk has [\d,]+ free bytes): "
-    r"'run/_checkpoint\.partial/checkpoint-4/[\w.]+'"
+    r"'run/_checkpoint-4\.partial/checkpoint-4/[\w.]+'"
 )
 
 

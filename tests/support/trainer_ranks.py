@@ -195,7 +195,7 @@ def _on_two_nodes(root: Path, rank: int) -> dict[str, Sequence[str]]:
     found = {}
     for each_node in (False, True):
         name = f"node {rank}, {each_node}"
-        left_over = root / name / "_checkpoint.partial" / "checkpoint-1"
+        left_over = root / name / "_checkpoint-1.partial" / "checkpoint-1"
         left_over.mkdir(parents=True)
         (left_over / "half").write_text("of an earlier run")
         trainer: MFTrainer = _trainer(root / name, rank, save_on_each_node=each_node)

@@ -128,9 +128,10 @@ def test_resume_after_a_kill_between_two_renames(recipe, capsys):
     """A run resumes if it was killed while it replaced its only checkpoint."""
     call(capsys, "train", recipe, "--set", "training.max_steps=3")
     folder = Path("runs/small")
-    replaced = folder / "_checkpoint.partial" / "replaced" / "checkpoint-3"
+    staging = folder / "_checkpoint-3.partial"
+    replaced = staging / "replaced" / "checkpoint-3"
     shutil.copytree(folder / "checkpoint-3", replaced)
-    (folder / "checkpoint-3").rename(folder / "_checkpoint.partial" / "checkpoint-3")
+    (folder / "checkpoint-3").rename(staging / "checkpoint-3")
 
     assert call(capsys, "train", recipe, "--resume")[0] == 0
     assert not replaced.exists()

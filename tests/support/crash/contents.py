@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mfwrap.checkpoints.folders import ABANDONED
+from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL
 
 __all__ = ["contents", "differences"]
 
@@ -19,7 +19,9 @@ _TIMES = re.compile(
 )
 """Names of what depends on the clock, and of the command, which is another one after a crash."""
 
-_IGNORED = re.compile(rf"(earlier_)?error_rank_\d+\.txt(\.partial)?|{ABANDONED}.*|.*\.jsonl?\.\d+")
+_IGNORED = re.compile(
+    rf"(earlier_)?error_rank_\d+\.txt({OWN_PARTIAL})?|{ABANDONED}.*|.*\.jsonl?\.\d+"
+)
 """Traceback of a run that failed or was killed while it wrote the traceback, which stays when the
 run is resumed, and checkpoints and records that a run has set aside."""
 

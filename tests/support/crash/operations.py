@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from mfwrap.checkpoints.folders import OWN_PARTIAL
+
 __all__ = [
     "FAILURES",
     "MISSING_STRACE",
@@ -75,6 +77,8 @@ _REMOVED = re.compile(r"(?<=/removed/).*")
 _TEMPORARY = re.compile(r"\.tmp\w{6}$")
 """Name that safetensors draws at random for the file that it writes."""
 
+_OWN_PARTIAL = re.compile(rf"{OWN_PARTIAL}$")
+
 
 class Operation(NamedTuple):
     """A system call of a run that changes or syncs a file of its folder."""
@@ -132,7 +136,9 @@ class Operation(NamedTuple):
         """
         paths = [Path(each) for each in self.paths]
         return [
-            path.parent.name if _is_random(path) else path.name.removesuffix(".partial")
+            path.parent.name
+            if path.name == ".tmp"
+            else path.name.removesuffix(".partial").removesuffix(".random")
             for path in paths
         ]
 
@@ -324,7 +330,7 @@ def _watching(call: str, paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_random(path: str | Path) -> bool:
-    return Path(path).name == ".tmp"
+    return Path(path).name == ".tmp" or Path(path).name.endswith(".random.partial")
 
 
 def _is_final(path: Path) -> bool:
@@ -344,4 +350,8 @@ def _paths(call: str, arguments: str, folder: Path) -> tuple[str, ...]:
     else:
         found = _DESCRIPTOR.findall(arguments)[:1]
     inside = [path for path in found if Path(path).is_relative_to(folder)]
-    return tuple(_TEMPORARY.sub(".tmp", os.path.relpath(each, folder.parent)) for each in inside)
+    return tuple(_without_random_part(os.path.relpath(each, folder.parent)) for each in inside)
+
+
+def _without_random_part(path: str) -> str:
+    return _OWN_PARTIAL.sub(".random.partial", _TEMPORARY.sub(".tmp", path))

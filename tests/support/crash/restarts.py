@@ -67,7 +67,7 @@ class Moments:
 
     def saving(self) -> Moment:
         """Return the moment at which a checkpoint begins to be written."""
-        return lambda _worker: (self._run / "_checkpoint.partial").exists()
+        return lambda _worker: any(self._run.glob("_checkpoint-*.partial"))
 
     def ending(self) -> Moment:
         """Return a moment after the training, while models are evaluated and saved."""

@@ -108,7 +108,7 @@ def save_on_own_disk(
         The files of the checkpoint on this rank's disk.
     """
     disk = Path(folder) / str(rank)
-    left_over = disk / "_checkpoint.partial" / "checkpoint-1"
+    left_over = disk / "_checkpoint-1.partial" / "checkpoint-1"
     left_over.mkdir(parents=True)
     (left_over / "left_over").write_text("of a killed run", encoding="utf-8")
     with _alone_on_its_node():

@@ -71,6 +71,25 @@ def test_an_interrupted_save_with_a_limit(tmp_path):
         run.accelerator.save_state()
 
 
+def test_saves_into_folders_beside_each_other(tmp_path):
+    """A loop saves while another one, with another accelerator, saves into the next folder."""
+    first, second = AttachedRun(), AttachedRun(RunSettings(seed=1))
+    first.train(0, 1)
+    second.train(0, 2)
+    saved = [run.state() for run in (first, second)]
+    first.accelerator.register_save_state_pre_hook(
+        lambda *_: second.accelerator.save_state(tmp_path / "b")
+    )
+
+    first.accelerator.save_state(tmp_path / "a")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    for name, state in zip("ab", saved, strict=True):
+        resumed = AttachedRun(RunSettings(seed=2))
+        resumed.accelerator.load_state(tmp_path / name)
+        assert_same_state(state, resumed.state())
+
+
 @pytest.mark.parametrize("saves_again", [False, True])
 def test_killed_between_two_renames(tmp_path, saves_again):
     """If the older checkpoint has been set aside, a load or a save puts the new one in place."""
@@ -79,7 +98,7 @@ def test_killed_between_two_renames(tmp_path, saves_again):
         run.train(number, number + 1)
         run.accelerator.save_state(tmp_path / name)
     saved = run.state()
-    staging = staging_folder(tmp_path)
+    staging = staging_folder(tmp_path / "latest")
     (staging / "replaced").mkdir(parents=True)
     shutil.move(tmp_path / "old", staging / "replaced" / "latest")
     shutil.move(tmp_path / "new", staging / "latest")

@@ -242,17 +242,13 @@ def test_the_embeddings_gradient(tmp_path):
     ],
 )
 def test_what_is_left(num_kept, best, healthy, left, tmp_path):
-    """The newest, the best and the newest healthy checkpoints are kept.
-
-    Other folders stay too, but the remains of an interrupted removal are deleted.
-    """
+    """The newest, the best and the newest healthy checkpoints are kept, and other folders."""
     lines = open_health_records(tmp_path, 0)
     for step in (1, 2, 3, 4, 10):
         (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
         name = f"checkpoint-{step}"
         record_health(lines, CheckpointHealth(checkpoint=name, step=step, healthy=step in healthy))
     (tmp_path / "checkpoint-x").mkdir()
-    (tmp_path / "_checkpoint.partial" / "removed" / "checkpoint-0").mkdir(parents=True)
     rotate_checkpoints(
         tmp_path, num_kept, None if best is None else str(tmp_path / f"checkpoint-{best}")
     )

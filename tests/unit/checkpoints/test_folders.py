@@ -16,6 +16,7 @@ from mfwrap.checkpoints.folders import (
     complete_move,
     move_into_place,
     remove_checkpoints,
+    remove_leftovers,
     set_aside_later_checkpoints,
     staging_folder,
     whole_file,
@@ -43,6 +44,11 @@ def fill(folder, content="new"):
     for name in ("model.bin", "state.json", "part/notes.txt"):
         (folder / name).write_text(content)
     return folder
+
+
+def staged(final, content="new"):
+    """Write the files of a checkpoint into its staging folder, and return the folder."""
+    return checkpoint(staging_folder(final) / final.name, content)
 
 
 def contents(folder):
@@ -89,7 +95,7 @@ def interrupt(patch, number):
 
 def test_moved_into_place(tmp_path):
     """The Trainer finds no checkpoint in the staging folder, and the move removes that folder."""
-    written = checkpoint(staging_folder(tmp_path) / NAME)
+    written = staged(tmp_path / NAME)
     assert get_last_checkpoint(str(tmp_path)) is None
 
     move_into_place(written, tmp_path / NAME)
@@ -102,8 +108,8 @@ def test_an_older_folder_is_replaced(tmp_path):
     """A move replaces the older folder with all its files, even if an earlier move was killed."""
     final = checkpoint(tmp_path / NAME, "old")
     (final / "stale.txt").write_text("old")
-    checkpoint(staging_folder(tmp_path) / "replaced" / NAME, "older")
-    written = checkpoint(staging_folder(tmp_path) / NAME)
+    checkpoint(staging_folder(final) / "replaced" / NAME, "older")
+    written = staged(final)
 
     move_into_place(written, final)
 
@@ -115,7 +121,7 @@ def test_an_older_folder_is_replaced(tmp_path):
 def test_a_move_that_is_killed(tmp_path, monkeypatch, number):
     """After a killed move and `complete_move`, the older or the new checkpoint is complete."""
     final = checkpoint(tmp_path / NAME, "old")
-    written = checkpoint(staging_folder(tmp_path) / NAME)
+    written = staged(final)
     with monkeypatch.context() as patch:
         interrupted = interrupt(patch, number)
         try:
@@ -123,7 +129,7 @@ def test_a_move_that_is_killed(tmp_path, monkeypatch, number):
         except Interrupted:
             assert interrupted
 
-    complete_move(tmp_path)
+    complete_move(final)
     assert contents(final) in WHOLE.values()
     if not interrupted:
         assert names(tmp_path) == [NAME]
@@ -138,7 +144,7 @@ def test_how_often_a_move_can_be_killed(tmp_path, monkeypatch):
     for number in range(20):
         folder = tmp_path / str(number)
         final = checkpoint(folder / NAME, "old")
-        written = checkpoint(staging_folder(folder) / NAME)
+        written = staged(final)
         with monkeypatch.context() as patch:
             interrupted = interrupt(patch, number)
             try:
@@ -154,28 +160,28 @@ def test_how_often_a_move_can_be_killed(tmp_path, monkeypatch):
 
 def test_nothing_to_complete(tmp_path):
     """`complete_move` leaves half-written and half-deleted checkpoints in the staging folder."""
-    complete_move(tmp_path)
-    checkpoint(staging_folder(tmp_path) / NAME)
-    checkpoint(staging_folder(tmp_path) / "removed" / "checkpoint-1")
+    complete_move(tmp_path / NAME)
+    staged(tmp_path / NAME)
+    checkpoint(staging_folder(tmp_path / NAME) / "removed" / NAME)
 
-    complete_move(tmp_path)
+    complete_move(tmp_path / NAME)
 
-    assert names(tmp_path) == ["_checkpoint.partial"]
+    assert names(tmp_path) == [f"_{NAME}.partial"]
 
 
 def test_a_checkpoint_that_is_there_is_not_replaced_again(tmp_path):
     """`complete_move` does not replace a new checkpoint with the older one."""
     checkpoint(tmp_path / NAME)
-    checkpoint(staging_folder(tmp_path) / "replaced" / NAME, "old")
+    checkpoint(staging_folder(tmp_path / NAME) / "replaced" / NAME, "old")
 
-    complete_move(tmp_path)
+    complete_move(tmp_path / NAME)
 
     assert contents(tmp_path / NAME) == WHOLE["new"]
 
 
 def test_adopted_files(tmp_path):
     """On a node with a separate disk, the staged folder becomes the checkpoint."""
-    written = checkpoint(staging_folder(tmp_path) / NAME)
+    written = staged(tmp_path / NAME)
 
     adopt_files(written, tmp_path / NAME)
 
@@ -187,7 +193,7 @@ def test_adopted_files_beside_others(tmp_path):
     """Adopted files replace files of the same name; the checkpoint's other files stay."""
     final = checkpoint(tmp_path / NAME, "old")
     (final / "part" / "other.txt").write_text("old")
-    written = checkpoint(staging_folder(tmp_path) / NAME)
+    written = staged(tmp_path / NAME)
 
     adopt_files(written, final)
 
@@ -200,11 +206,11 @@ def test_nothing_to_adopt(tmp_path, is_there):
     """If the staged folder has already been moved, nothing is adopted and other folders stay."""
     if is_there:
         checkpoint(tmp_path / NAME)
-    checkpoint(staging_folder(tmp_path) / "checkpoint-3")
+    other = staged(tmp_path / "checkpoint-3")
 
-    adopt_files(staging_folder(tmp_path) / NAME, tmp_path / NAME)
+    adopt_files(staging_folder(tmp_path / NAME) / NAME, tmp_path / NAME)
 
-    assert contents(staging_folder(tmp_path) / "checkpoint-3") == WHOLE["new"]
+    assert contents(other) == WHOLE["new"]
     assert (tmp_path / NAME).exists() == is_there
 
 
@@ -216,7 +222,7 @@ def test_removed(tmp_path_factory, data):
     given_up = data.draw(st.lists(st.sampled_from(folders), unique=True))
     left_over = data.draw(st.booleans())
     if left_over:
-        checkpoint(staging_folder(run) / "removed" / "checkpoint-0")
+        checkpoint(staging_folder(folders[0]) / "removed" / "checkpoint-0")
     with pytest.MonkeyPatch.context() as patch:
         interrupted = interrupt(patch, data.draw(st.integers(0, 40)))
         try:
@@ -227,19 +233,21 @@ def test_removed(tmp_path_factory, data):
     for folder in run.glob("checkpoint-*"):
         assert contents(folder) == WHOLE["new"]
     assert all(folder.exists() for folder in set(folders) - set(given_up))
+    remove_leftovers(run)
     if not interrupted:
         assert names(run) == sorted(folder.name for folder in set(folders) - set(given_up))
+    assert not list(run.glob("*.partial"))
     shutil.rmtree(run)
 
 
 def test_removed_while_another_is_written(tmp_path):
-    """The staging folder stays if a checkpoint is being written in it."""
+    """A checkpoint that is being written stays."""
     removed = checkpoint(tmp_path / NAME)
-    written = checkpoint(staging_folder(tmp_path) / "checkpoint-3")
+    written = staged(tmp_path / "checkpoint-3")
 
     remove_checkpoints([removed], tmp_path)
 
-    assert names(tmp_path) == ["_checkpoint.partial"]
+    assert names(tmp_path) == ["_checkpoint-3.partial"]
     assert contents(written) == WHOLE["new"]
 
 
@@ -268,7 +276,7 @@ def noted(monkeypatch):
 
 def test_a_folder_is_synced_before_and_after_its_rename(tmp_path, noted):
     """A folder and all its files are synced before the rename, and the parent folder after it."""
-    written = checkpoint(staging_folder(tmp_path) / NAME)
+    written = staged(tmp_path / NAME)
     all_of_it = {written, *written.rglob("*")}
 
     move_into_place(written, tmp_path / NAME)
@@ -323,7 +331,10 @@ def test_an_exception_while_writing(tmp_path, write, is_there):
 
 @pytest.mark.parametrize("number", range(5))
 def test_a_file_whose_writing_is_killed(tmp_path, monkeypatch, number):
-    """After a killed write, the older or the new file is complete, and the next write succeeds."""
+    """After a killed write, the older or the new file is complete, and the next write succeeds.
+
+    A temporary file that is left is deleted by the next run, or by a write an hour later.
+    """
     path = tmp_path / "state.json"
     path.write_text("old")
     with monkeypatch.context() as patch:
@@ -338,9 +349,73 @@ def test_a_file_whose_writing_is_killed(tmp_path, monkeypatch, number):
     # change never occurs.
     assert bool(interrupted) == (number < 4)
     assert path.read_text() == ("old" if number < 3 else "new")
+    for left in tmp_path.glob("*.partial"):
+        os.utime(left, (0, 0))
     with whole_file(path) as partial:
         partial.write_text("newer")
     assert contents(tmp_path) == {"state.json": "newer"}
+
+
+def test_a_link_under_a_temporary_name_is_not_followed(tmp_path):
+    """Files of others beside a file that is written stay, whatever their names are."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    others = ["run.html.partial", "run.html.0123456789abcdef.partial", "run.html.tmp"]
+    for name in others:
+        (tmp_path / name).symlink_to(mine)
+
+    with whole_file(tmp_path / "run.html") as partial:
+        assert partial.read_text() == ""
+        partial.write_text("new")
+
+    expected = {"mine.txt": "mine", **dict.fromkeys(others, "mine"), "run.html": "new"}
+    assert contents(tmp_path) == expected
+
+
+def test_two_writers_of_one_file(tmp_path):
+    """Two programs that write the same file at the same time do not disturb each other."""
+    path = tmp_path / "run.html"
+
+    with whole_file(path) as first, whole_file(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+
+    assert contents(tmp_path) == {"run.html": "first"}
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path):
+    """A file gets the permissions that ``open`` would give it."""
+    (tmp_path / "usual").touch()
+    with whole_file(tmp_path / "whole") as partial:
+        partial.write_text("new")
+
+    assert (tmp_path / "whole").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_two_folders_are_written_beside_each_other(tmp_path):
+    """A folder that is written stays whole while another program writes one beside it."""
+    with whole_folder(tmp_path / "a") as first:
+        fill(first)
+        with whole_folder(tmp_path / "b") as second:
+            fill(second)
+
+    assert names(tmp_path) == ["a", "b"]
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") == WHOLE["new"]
+
+
+def test_leftovers_of_a_run(tmp_path):
+    """What a killed run has left is deleted, and nothing else."""
+    for name in ("checkpoint-7", "model", "model_ema"):
+        staged(tmp_path / name)
+    (tmp_path / "metrics.jsonl.0123456789abcdef.partial").write_text("half")
+    kept = ["data.partial", "run.html.0123456789abcdef.partial", "_mine.partial/notes.txt"]
+    for name in kept:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+
+    remove_leftovers(tmp_path)
+
+    assert contents(tmp_path) == dict.fromkeys(kept, "mine")
 
 
 @pytest.mark.parametrize("number", range(30))

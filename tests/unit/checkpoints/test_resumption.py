@@ -65,7 +65,7 @@ def test_no_intact_checkpoint(tmp_path):
 def test_a_checkpoint_that_was_being_replaced(tmp_path):
     """A replacement that was killed between its two renames is completed first."""
     for place in ("replaced/checkpoint-5", "checkpoint-5"):
-        write_checkpoint(tmp_path / "_checkpoint.partial" / place)
+        write_checkpoint(tmp_path / "_checkpoint-5.partial" / place)
 
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
 

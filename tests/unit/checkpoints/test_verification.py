@@ -221,7 +221,7 @@ def test_checkpoints_in_a_run_folder(tmp_path):
     names = ["checkpoint-2", "checkpoint-10", "trial/checkpoint-1"]
     for name in names:
         write_checkpoint(tmp_path / name)
-    write_checkpoint(tmp_path / "_checkpoint.partial" / "checkpoint-11")
+    write_checkpoint(tmp_path / "_checkpoint-11.partial" / "checkpoint-11")
     (tmp_path / "model").mkdir()
     (tmp_path / "trainer_state.json").write_text("{}")
 

@@ -49,11 +49,11 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("place", ["checkpoint-3", "_checkpoint.partial/replaced/checkpoint-3"])
+@pytest.mark.parametrize("place", ["checkpoint-3", "_checkpoint-3.partial/replaced/checkpoint-3"])
 def test_a_checkpoint_that_was_being_replaced_counts(tmp_path, place):
     """A checkpoint counts even if a process was killed while the checkpoint was being replaced.
 
-    The checkpoint may then be in ``_checkpoint.partial/replaced``.
+    The checkpoint may then be in ``_checkpoint-3.partial/replaced``.
     """
     (tmp_path / place).mkdir(parents=True)
 
@@ -77,12 +77,12 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
         "metrics_rank1.jsonl",
         "rollbacks.json",
         "skip_rows.jsonl",
-        "run.png.partial",
+        "run.png.0123456789abcdef.partial",
     ):
         (tmp_path / name).touch()
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.1").touch()
-    kept = ["notes.txt", "train.jsonl", "my_metrics.jsonl", "run.svg"]
+    kept = ["notes.txt", "train.jsonl", "my_metrics.jsonl", "run.svg", "run.png.partial"]
     for name in kept:
         (tmp_path / name).write_text("mine")
     assert run(tmp_path, max_steps=4) == []
@@ -98,7 +98,7 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
     assert left >= {*kept, "tensorboard", "model", "recipe.yaml"}
     assert not left & {"run.png", "run.html", "metrics_rank1.jsonl"}
     assert not list(tmp_path.glob("*error_rank_1.txt"))
-    assert not list(tmp_path.glob("*.partial"))
+    assert {path.name for path in tmp_path.glob("*.partial")} == {"run.png.partial"}
     assert not list((tmp_path / "tensorboard").iterdir())
 
 

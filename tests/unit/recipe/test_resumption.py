@@ -72,7 +72,7 @@ def test_killed_before_the_first_checkpoint(tmp_path):
     folder.mkdir()
     (folder / "recipe.yaml").write_text("task: causal_lm\n")
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    (folder / "_checkpoint.partial").mkdir()
+    (folder / "_checkpoint-2.partial").mkdir()
 
     result, _ = run(folder)
 

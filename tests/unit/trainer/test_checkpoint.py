@@ -111,13 +111,40 @@ def test_a_checkpoint_that_breaks_off(unbroken, tmp_path, monkeypatch, number, f
 
 def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path):
     """A file that a killed process has left in the temporary folder is not in a new checkpoint."""
-    left = staging_folder(tmp_path) / "checkpoint-2" / "left.bin"
+    left = staging_folder(tmp_path / "checkpoint-2") / "checkpoint-2" / "left.bin"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"left")
 
     trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(2)])
 
     assert "left.bin" not in files(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_resume_from_the_folder_of_another_run(tmp_path, is_damaged):
+    """A run that resumes from a checkpoint of a live run, or is refused, leaves that run alone."""
+    other, own = tmp_path / "other", tmp_path / "own"
+    refused = []
+
+    class Live(MFTrainer):
+        """Another run resumes from this run's first checkpoint while it writes its second."""
+
+        def _save_optimizer_and_scheduler(self, output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)
+            if self.state.global_step == 4:
+                if is_damaged:
+                    (other / "checkpoint-2" / "scheduler.pt").write_bytes(b"damaged")
+                again = new_trainer(own, EVERY_OTHER, seed=1, callbacks=[StopAfter(4)])
+                try:
+                    again.train(resume_from_checkpoint=str(other / "checkpoint-2"))
+                except ValueError as error:
+                    refused.append(error)
+
+    new_trainer(other, EVERY_OTHER, kind=Live, callbacks=[StopAfter(4)]).train()
+
+    assert len(refused) == is_damaged
+    assert files(other / "checkpoint-4") == files(other / "checkpoint-2")
+    assert verify(other / "checkpoint-4").caveat is None
 
 
 def test_settings_after_a_checkpoint_that_broke_off(tmp_path, monkeypatch):
@@ -226,7 +253,7 @@ def test_what_is_on_the_disk_when_a_checkpoint_gets_its_name(tmp_path, monkeypat
     monkeypatch.setattr(os, "rename", noted_rename)
     trained(tmp_path, PLAIN, save_steps=2, callbacks=[StopAfter(2)])
 
-    written = tmp_path / "_checkpoint.partial" / "checkpoint-2"
+    written = tmp_path / "_checkpoint-2.partial" / "checkpoint-2"
     before, after = (happened[: happened.index("renamed")], happened[happened.index("renamed") :])
     names = files(tmp_path / "checkpoint-2")
     synced = {path for path in before if path.suffix != ".partial"}

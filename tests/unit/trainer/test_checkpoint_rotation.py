@@ -75,9 +75,7 @@ def test_own_copies_are_kept(tmp_path, limit):
     for name in copies:
         assert (tmp_path / name / "notes.txt").read_text() == "mine"
         shutil.rmtree(tmp_path / name)
-    stock = trained(
-        tmp_path / "stock", PLAIN, kind=Trainer, **BEST | {"save_total_limit": limit}
-    )
+    stock = trained(tmp_path / "stock", PLAIN, kind=Trainer, **BEST | {"save_total_limit": limit})
     expected = outcome(stock)
     shutil.rmtree(tmp_path / "stock")
     assert outcome(trainer) == expected

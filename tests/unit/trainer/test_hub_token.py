@@ -103,8 +103,9 @@ def test_pushed_arguments_are_those_of_the_user(tmp_path):
 def test_checkpoints_of_earlier_runs_are_not_pushed(tmp_path):
     """As with a stock Trainer, no push has the folders of checkpoints, whatever their state."""
     new_trainer(MFTrainer, tmp_path, save_strategy="steps", save_steps=2, max_steps=4).train()
-    (staging_folder(tmp_path) / "checkpoint-6").mkdir(parents=True)
-    (staging_folder(tmp_path) / "checkpoint-6" / "model.safetensors").write_bytes(b"cut off")
+    staging = staging_folder(tmp_path / "checkpoint-6")
+    (staging / "checkpoint-6").mkdir(parents=True)
+    (staging / "checkpoint-6" / "model.safetensors").write_bytes(b"cut off")
     commits = pushed(MFTrainer, tmp_path, "every_save")
 
     assert {path.name for path in tmp_path.glob("*checkpoint-4")} == {

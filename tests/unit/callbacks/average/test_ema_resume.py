@@ -137,7 +137,7 @@ def test_a_step_that_is_saved_again(tmp_path, kind):
     stopped.train()
     folder = tmp_path / "checkpoint-2"
     stale = load_file(folder / "ema" / "model.safetensors")
-    for name in ("ema", "_checkpoint.partial/ema"):
+    for name in ("ema", "_ema.partial/ema"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "stale.txt").write_text("stale")
 
