@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from mfwrap.accelerate.attached_step import AttachedStep
 
 
+_OWN_FILES = ("mfwrap_loop.json", "mfwrap_step.json", "mfwrap_step.safetensors")
+"""Files that every save writes."""
+
+
 class LoopObserver(Protocol):
     """What an attached step tells an object that follows its loop."""
 
@@ -237,7 +241,7 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
     gather_objects(None)  # a barrier: the manifest lists the files of all processes
     with raising_together():
         if is_writer(accelerator):
-            write_manifest(written)
+            write_manifest(written, required=_OWN_FILES)
             if stages:
                 _move(written, final)
     with raising_together():

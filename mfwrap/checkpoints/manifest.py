@@ -27,7 +27,7 @@ Format version 1 held the sizes of files only.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ from mfwrap.checkpoints.file_formats import (
     stored_weights,
 )
 from mfwrap.checkpoints.folders import PARTIAL, whole_file
+from mfwrap.checkpoints.required_files import missing_part
 
 MANIFEST = "mfwrap_manifest.json"
 HAS_MANIFEST = "has_manifest"
@@ -77,7 +78,7 @@ class _Expected(NamedTuple):
     checksum: str
 
 
-def write_manifest(folder: Path) -> None:
+def write_manifest(folder: Path, required: Collection[str] = ()) -> None:
     """Write the manifest of a complete checkpoint, with checksums of its content.
 
     Call this before the checkpoint gets its final name. The checksums are taken from the files and
@@ -87,13 +88,17 @@ def write_manifest(folder: Path) -> None:
 
     Args:
         folder: Folder of the checkpoint. An older manifest is replaced.
+        required: Names of files that the caller has written.
 
     Raises:
-        DamagedFileError: If a safetensors file is damaged, or a file of ``torch.save`` was not
-            written to its end.
+        DamagedFileError: If a safetensors file is damaged, a file of ``torch.save`` was not written
+            to its end, or the checkpoint lacks files that it must have: somebody has deleted them.
         OSError: If a file cannot be read, or the manifest cannot be written.
     """
     contents = _contents(folder)
+    absent = (name for name in required if name not in contents)
+    if missing := next(absent, None) or missing_part(contents):
+        raise DamagedFileError(folder, f"is incomplete: it has no {missing}")
     extents = [extent for content in contents.values() for extent in _extents(content)]
     with contextlib.closing(checksums(extents)) as found:
         entries = {name: _entry(content, found) for name, content in contents.items()}
@@ -107,10 +112,15 @@ def verify_by_manifest(folder: Path) -> Verified:
     All sizes and headers are compared first, and then the checksums, for which all files are read.
 
     Raises:
-        DamagedFileError: If a file differs from the manifest, or the manifest is damaged.
+        DamagedFileError: If a file differs from the manifest, the manifest is damaged, or it lacks
+            files that a checkpoint must have.
         OSError: If a file cannot be read.
     """
     version, entries = _read(folder / MANIFEST)
+    if missing := missing_part(entries):
+        raise DamagedFileError(
+            folder / MANIFEST, f"lists no {missing}: the checkpoint is incomplete"
+        )
     if version == _VERSION_OF_SIZES:
         for name, size in entries.items():
             _check_size(folder / name, size)

@@ -20,9 +20,9 @@ from mfwrap.checkpoints.manifest import (
     verify_by_manifest,
 )
 from mfwrap.checkpoints.network_weights import foreign_weights
+from mfwrap.checkpoints.required_files import TRAINER_STATE, missing_part
 from mfwrap.collectives import this_rank
 
-TRAINER_STATE = "trainer_state.json"
 _OURS = "mfwrap_*.json"
 _PREFIX = "checkpoint-"
 _NUMBERED = re.compile(r"(.*?)(\d+)")
@@ -186,6 +186,9 @@ def _verify(folder: Path, required: Sequence[str]) -> Verified:
     if any(_says_manifest(path) for path in ours) or (ours and (folder / TRAINER_STATE).exists()):
         raise DamagedFileError(folder / MANIFEST, "is missing")
     names = files_of(folder)
+    if TRAINER_STATE in names and (missing := missing_part(names)):
+        msg = f"it has no {missing}"
+        raise ValueError(msg)
     for name in names:
         check_format(folder / name)
     return Verified(len(names), 0, "it has no manifest")

@@ -28,14 +28,10 @@ from mfwrap.checkpoints.folders import (
     staging_folder,
 )
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
+from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO, find_checkpoint
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
-from mfwrap.checkpoints.verification import (
-    TRAINER_STATE,
-    check_checkpoint,
-    newest_whole_checkpoint,
-    verify,
-)
+from mfwrap.checkpoints.verification import check_checkpoint, newest_whole_checkpoint, verify
 from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.compatibility.transformers import push_checkpoint

@@ -13,8 +13,9 @@ from transformers.trainer_callback import TrainerControl
 from mfwrap.arguments import check_choice, check_int, check_positive_number, described
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO
-from mfwrap.checkpoints.verification import TRAINER_STATE, newest_whole_checkpoint
+from mfwrap.checkpoints.verification import newest_whole_checkpoint
 from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
 from mfwrap.records.rollbacks import ROLLBACKS_FILE
 from mfwrap.records.skipped_rows import SkippedRow, checked_row
