@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.manifest import HAS_MANIFEST, write_manifest
 from mfwrap.checkpoints.step_files import flat_tensors, load_tensors, save_tensors, stored_tensors
 from mfwrap.checkpoints.verification import check_checkpoint
@@ -130,13 +131,14 @@ def load_sharded(
             checkpoint without a schedule, or is missing for a checkpoint with one.
     """
     path = Path(folder)
+    verified: dict[str, Identity] = {}
     with raising_together():
         if not (path / _RECORD).is_file():
             raise FileNotFoundError(
                 errno.ENOENT, "not a checkpoint of save_sharded", path / _RECORD
             )
         if is_first_on_node():
-            check_checkpoint(path)
+            verified.update(check_checkpoint(path).identities)
     record = json_content(path / _RECORD)
     if record.get("format_version") != _FORMAT_VERSION:
         got = record.get("format_version")
@@ -161,6 +163,8 @@ def load_sharded(
     with raising_together():
         _check_fit(own | of_optimizer, stored, names)
     load_tensors(path, own | of_optimizer)
+    with raising_together():
+        check_unchanged(path, verified)
     _load_optimizer(cell, record["groups"], of_optimizer | record["optimizer"])
     cell.load_state_dict(state)
     if lr_scheduler is not None:

@@ -25,6 +25,7 @@ from mfwrap.checkpoints.folders import (
     remove_checkpoints,
     staging_folder,
 )
+from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.manifest import MANIFEST, files_of, write_manifest
 from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.collectives import gather_objects, raising_together
@@ -139,31 +140,42 @@ class AttachedCheckpoints:
 
         Raises:
             ValueError: If the checkpoint is damaged, or accelerate cannot load its shards. All
-                processes raise the same error, and nothing has been loaded.
+                processes raise the same error, and nothing has been loaded. Also if another program
+                deletes or changes a file meanwhile; parts of the checkpoint have been loaded then.
         """
-        if folder is not None:
-            check_sharded_load(self._accelerator)
-            with raising_together():
-                if self._accelerator.is_local_main_process:
-                    path = Path(folder).expanduser()
-                    # A process may have been killed while it replaced the checkpoint.
-                    complete_move(path.absolute())
-                    check_checkpoint(path)
+        if folder is None:
+            return self._load_stock(load)
+        check_sharded_load(self._accelerator)
+        path = Path(folder).expanduser()
+        verified: dict[str, Identity] = {}
+        with raising_together():
+            if self._accelerator.is_local_main_process:
+                # A process may have been killed while it replaced the checkpoint.
+                complete_move(path.absolute())
+                verified.update(check_checkpoint(path).identities)
+        loaded = self._load_stock(load)
+        with raising_together():
+            # Before the step's own files are loaded: they may be missing in a checkpoint that was
+            # written without the step.
+            check_unchanged(path, verified)
+        self._attached.load_files(path)
+        self._batch.apply()
+        with raising_together():
+            check_unchanged(path, verified)
+        resume_records(path)
+        for observer in self._attached.observers:
+            observer.after_load(path)
+        return loaded
+
+    def _load_stock(self, load: Callable[[], Any]) -> Any:
+        """Call accelerate's ``load_state`` without the scaler."""
         scaler, self._accelerator.scaler = self._accelerator.scaler, None
         self._attached.is_loading = True
         try:
-            loaded = load()
+            return load()
         finally:
             self._accelerator.scaler = scaler
             self._attached.is_loading = False
-        if folder is not None:
-            path = Path(folder).expanduser()
-            self._attached.load_files(path)
-            self._batch.apply()
-            resume_records(path)
-            for observer in self._attached.observers:
-                observer.after_load(path)
-        return loaded
 
     def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
         folder = Path(output_dir)

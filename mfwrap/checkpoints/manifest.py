@@ -44,6 +44,7 @@ from mfwrap.checkpoints.file_formats import (
     stored_weights,
 )
 from mfwrap.checkpoints.folders import PARTIAL, whole_file
+from mfwrap.checkpoints.identities import Identity
 from mfwrap.checkpoints.required_files import missing_part
 
 MANIFEST = "mfwrap_manifest.json"
@@ -66,6 +67,9 @@ class Verified(NamedTuple):
 
     caveat: str | None
     """Why damage may be unnoticed; ``None`` if all content was compared with checksums."""
+
+    identities: Mapping[str, Identity] = {}
+    """The files that were verified, by name. Each identity is older than the verification."""
 
 
 class _Expected(NamedTuple):

@@ -9,7 +9,8 @@ from torch import nn
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.folders import being_replaced, complete_move
-from mfwrap.checkpoints.verification import check_checkpoint, newest_whole_checkpoint
+from mfwrap.checkpoints.manifest import Verified
+from mfwrap.checkpoints.verification import check_checkpoint, newest_verified
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 
 AUTO = "auto"
@@ -40,7 +41,7 @@ def newest_checkpoint(run_folder: str | Path, prefix: str = "checkpoint-") -> Pa
     with raising_together():
         if this_rank() == 0:
             found = find_checkpoint(Path(run_folder), prefix)
-    return gather_objects(found)[0]
+    return gather_objects(None if found is None else found[0])[0]
 
 
 def find_checkpoint(
@@ -48,7 +49,7 @@ def find_checkpoint(
     prefix: str = "checkpoint-",
     network: nn.Module | None = None,
     required: Sequence[str] = (),
-) -> Path | None:
+) -> tuple[Path, Verified] | None:
     """Do the work of `newest_checkpoint` in this process.
 
     Args:
@@ -61,14 +62,13 @@ def find_checkpoint(
     if newest is None:
         return None
     try:
-        check_checkpoint(newest, network, required)
+        return newest, check_checkpoint(newest, network, required)
     except ValueError as error:
-        older = newest_whole_checkpoint(run_folder, newest, network, required)
+        older = newest_verified(run_folder, newest, network, required)
         if older is None:
             raise
-        warnings.warn(f"{error}; resuming from {older}", stacklevel=callers_stacklevel())
+        warnings.warn(f"{error}; resuming from {older[0]}", stacklevel=callers_stacklevel())
         return older
-    return newest
 
 
 def newest_folder(run_folder: Path, prefix: str = "checkpoint-") -> Path | None:

@@ -12,6 +12,7 @@ from torch import nn
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, check_format, json_content
 from mfwrap.checkpoints.folders import PARTIAL
+from mfwrap.checkpoints.identities import identity
 from mfwrap.checkpoints.manifest import (
     HAS_MANIFEST,
     MANIFEST,
@@ -53,7 +54,7 @@ def verify(folder: Path, required: Sequence[str] = ()) -> Verified:
 
 def check_checkpoint(
     folder: Path, network: nn.Module | None = None, required: Sequence[str] = ()
-) -> None:
+) -> Verified:
     """Check that a checkpoint is intact, and that its weights belong to a network.
 
     If a checkpoint of mfwrap has no checksums of its content, rank 0 gives a warning.
@@ -66,6 +67,9 @@ def check_checkpoint(
     Raises:
         ValueError: If a check fails. The message names the newest intact checkpoint of an earlier
             step.
+
+    Returns:
+        Extent of the verification. Give its identities to `check_unchanged` after loading.
     """
     try:
         verified = verify(folder, required)
@@ -90,6 +94,7 @@ def check_checkpoint(
             "will have checksums",
             stacklevel=callers_stacklevel(),
         )
+    return verified
 
 
 def newest_whole_checkpoint(
@@ -98,6 +103,17 @@ def newest_whole_checkpoint(
     network: nn.Module | None = None,
     required: Sequence[str] = (),
 ) -> Path | None:
+    """Return the folder of `newest_verified`; ``None`` if there is none."""
+    found = newest_verified(run_folder, before, network, required)
+    return None if found is None else found[0]
+
+
+def newest_verified(
+    run_folder: Path,
+    before: Path | None = None,
+    network: nn.Module | None = None,
+    required: Sequence[str] = (),
+) -> tuple[Path, Verified] | None:
     """Return the intact checkpoint of the highest step; ``None`` if there is none.
 
     Verifies the content of one checkpoint after the other, the newest first, and stops at the first
@@ -120,8 +136,10 @@ def newest_whole_checkpoint(
         if match and match[1] == prefix and is_checkpoint(path):
             steps[int(match[2])] = path
     for step in sorted(steps, reverse=True):
-        if (limit is None or step < limit) and _is_usable(steps[step], network, required):
-            return steps[step]
+        if limit is not None and step >= limit:
+            continue
+        if verified := _verified(steps[step], network, required):
+            return steps[step], verified
     return None
 
 
@@ -162,15 +180,15 @@ def _by_number(path: Path) -> tuple[str, str, int]:
     return (str(path.parent), match[1], int(match[2])) if match else (str(path), "", 0)
 
 
-def _is_usable(folder: Path, network: nn.Module | None, required: Sequence[str]) -> bool:
+def _verified(folder: Path, network: nn.Module | None, required: Sequence[str]) -> Verified | None:
+    """Verify a checkpoint; return ``None`` if it is damaged or belongs to another network."""
     try:
         # Compare with the network first: this reads headers only.
         if network is not None and foreign_weights(folder, network) is not None:
-            return False
-        verify(folder, required)
+            return None
+        return verify(folder, required)
     except (OSError, ValueError):
-        return False
-    return True
+        return None
 
 
 def _verify(folder: Path, required: Sequence[str]) -> Verified:
@@ -180,6 +198,13 @@ def _verify(folder: Path, required: Sequence[str]) -> Verified:
     for name in required:
         if not (folder / name).is_file():
             raise DamagedFileError(folder / name, "is missing")
+    # Before the contents are read: a file that is replaced afterwards then has another identity.
+    files = [MANIFEST, *files_of(folder)] if (folder / MANIFEST).exists() else files_of(folder)
+    identities = {name: identity(folder / name) for name in files}
+    return _verified_contents(folder)._replace(identities=identities)
+
+
+def _verified_contents(folder: Path) -> Verified:
     if (folder / MANIFEST).exists():
         return verify_by_manifest(folder)
     ours = sorted(folder.glob(_OURS))

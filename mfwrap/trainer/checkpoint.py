@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.checkpoints.folders import (
     adopt_files,
     check_writable,
@@ -27,7 +28,8 @@ from mfwrap.checkpoints.folders import (
     set_aside_later_checkpoints,
     staging_folder,
 )
-from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
+from mfwrap.checkpoints.identities import Identity, check_unchanged
+from mfwrap.checkpoints.manifest import MANIFEST, Verified, write_manifest
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO, find_checkpoint
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
@@ -68,6 +70,9 @@ class Checkpoints:
         self.saved_step: int | None = None
         """Step of the last checkpoint of this training; ``None`` before the first one."""
         self._is_auto = False
+        self._is_loading = False
+        self._verified: tuple[Path, Mapping[str, Identity]] | None = None
+        """Checkpoint to resume from, and its files, on the rank of each node that verifies it."""
         self.ended_early = False
         """Whether ``"auto"`` has found a training that early stopping had ended. (Another callback
         that ends a training, for example when its time is over, may want it to continue.)"""
@@ -80,7 +85,7 @@ class Checkpoints:
         Raises:
             OSError: On all ranks, if any rank cannot write.
         """
-        self.ended_early = False  # of an earlier training
+        self.ended_early = self._is_loading = False  # of an earlier training
         args = self._trainer.args
         writes = args.save_strategy != "no" or monitors(self._trainer.callback_handler.callbacks)
         if not writes:
@@ -106,7 +111,8 @@ class Checkpoints:
                 another network, if it holds an average but the trainer keeps no average, or if the
                 newest checkpoints of the nodes differ.
         """
-        found = None
+        found = self._verified = None
+        self._is_loading = True
         self._is_auto = asked_for == AUTO
         with raising_together():
             if self._trainer.args.local_process_index == 0:
@@ -142,10 +148,8 @@ class Checkpoints:
         network = trainer.model if trial is None else None
         found = asked_for
         if asked_for == AUTO:
-            found = find_checkpoint(run_folder, network=network, required=[TRAINER_STATE])
-            if found is not None:
-                check_average(found, is_given=self._keeps_average)
-            return "" if found is None else found.name
+            newest = find_checkpoint(run_folder, network=network, required=[TRAINER_STATE])
+            return "" if newest is None else self._accepted(*newest)
         if is_last:
             found = get_last_checkpoint(str(run_folder)) if run_folder.is_dir() else None
         if found is None:
@@ -154,9 +158,37 @@ class Checkpoints:
                 "`resume_from_checkpoint` out to train from the start"
             )
             raise ValueError(msg)
-        check_checkpoint(Path(found), network, required=[TRAINER_STATE])
-        check_average(Path(found), is_given=self._keeps_average)
-        return Path(found).name
+        checkpoint = Path(found)
+        verified = check_checkpoint(checkpoint, network, required=[TRAINER_STATE])
+        return self._accepted(checkpoint, verified)
+
+    def _accepted(self, checkpoint: Path, verified: Verified) -> str:
+        check_average(checkpoint, is_given=self._keeps_average)
+        self._verified = checkpoint, verified.identities
+        return checkpoint.name
+
+    def check_unchanged(self, *, is_last: bool) -> None:
+        """Check on all ranks that the checkpoint that is being loaded is the one that was verified.
+
+        Does nothing in a training from the start, and after the last check.
+
+        Args:
+            is_last: Whether everything has been loaded.
+
+        Raises:
+            ValueError: On all ranks, if another program has deleted or changed a file of it.
+        """
+        if not self._is_loading:
+            return
+        self._is_loading = not is_last
+        with raising_together():
+            if self._verified is not None:
+                checkpoint, identities = self._verified
+                try:
+                    check_unchanged(checkpoint, identities)
+                except DamagedFileError as error:
+                    msg = f"cannot resume from {checkpoint}: {error}; start the training again"
+                    raise ValueError(msg) from error
 
     def restore_records(self, checkpoint: Path | None) -> None:
         """Truncate the record files of the run to their lengths at a checkpoint, on every rank.
@@ -361,16 +393,18 @@ class Checkpoints:
             for name in replaced:
                 del vars(model)[name]
 
-    def _check_best(self) -> None:
-        """Verify the best checkpoint, whose weights the Trainer is about to load."""
+    @contextlib.contextmanager
+    def _loading_best(self) -> Iterator[None]:
+        """Verify the best checkpoint, whose weights the Trainer loads within the block."""
         trainer = self._trainer
+        identities: Mapping[str, Identity] = {}
         best = trainer.state.best_model_checkpoint
         with raising_together():
             is_reader = trainer.args.local_process_index == 0
             # Nodes with disks of their own may lack the manifest; the Trainer then warns.
             if is_reader and best is not None and (Path(best) / MANIFEST).is_file():
                 try:
-                    verify(Path(best))
+                    identities = verify(Path(best)).identities
                 except ValueError as error:
                     newest = newest_whole_checkpoint(Path(best).parent)
                     msg = (
@@ -378,6 +412,13 @@ class Checkpoints:
                         f"checkpoint: {newest or 'none'}"
                     )
                     raise ValueError(msg) from error
+        yield
+        with raising_together():
+            try:
+                check_unchanged(Path(best or ""), identities)
+            except DamagedFileError as error:
+                msg = f"cannot load the best model from {best}: {error}"
+                raise ValueError(msg) from error
 
     @contextlib.contextmanager
     def finishing(self, run_folder: Path, *, keeps_last: bool) -> Iterator[None]:
@@ -392,9 +433,11 @@ class Checkpoints:
             keeps_last: Whether to remove nothing, so that an interrupted training can be resumed.
         """
         args = self._trainer.args
-        if args.load_best_model_at_end:
-            self._check_best()
-        with replaced(args, save_total_limit=None):
+        loads_best = args.load_best_model_at_end
+        with (
+            self._loading_best() if loads_best else contextlib.nullcontext(),
+            replaced(args, save_total_limit=None),
+        ):
             yield
         best = self._trainer.state.best_model_checkpoint
         if best is None or args.save_total_limit != 1 or not args.should_save or keeps_last:

@@ -440,6 +440,9 @@ class MFTrainerMixin(_Base):
 def _before_event(self: MFTrainerMixin, event: str) -> None:
     """Bring the log and the data position up to date before callbacks are called."""
     if event == "on_train_begin":
+        # The Trainer has loaded weights, optimizer and schedule. It passes over files that are
+        # missing, so an absent file would be a fresh start.
+        self._checkpoints.check_unchanged(is_last=False)
         self._checkpoints.restore_records(self._position.resumed_from)
         if self._position.resumed_from is not None:
             for callback in monitors(self.callback_handler.callbacks):
@@ -462,9 +465,12 @@ def _before_event(self: MFTrainerMixin, event: str) -> None:
             epoch=self.state.epoch,
             skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
         )
-    elif event == "on_step_begin" and self.rollbacks.may_slow:
-        factor = self.rollbacks.rate_factor(self.state.global_step + 1)
-        self.attached.step.rate_factor = factor
+    elif event == "on_step_begin":
+        # Callbacks and random generators have loaded their states since the training began.
+        self._checkpoints.check_unchanged(is_last=True)
+        if self.rollbacks.may_slow:
+            factor = self.rollbacks.rate_factor(self.state.global_step + 1)
+            self.attached.step.rate_factor = factor
     elif event == "on_step_end":
         if self._skip.follows_rows:
             self._skip.count_update()

@@ -90,6 +90,22 @@ def test_saves_into_folders_beside_each_other(tmp_path):
         assert_same_state(state, resumed.state())
 
 
+def test_files_that_vanish_between_check_and_load(tmp_path):
+    """A load does not take files that were deleted meanwhile for files that were never written."""
+    run = AttachedRun()
+    run.train(0, 1)
+    run.accelerator.save_state(tmp_path / "a")
+    resumed = AttachedRun(RunSettings(seed=1))
+
+    def delete(*_):
+        for path in (tmp_path / "a").glob("mfwrap_*"):
+            path.unlink()
+
+    resumed.accelerator.register_load_state_pre_hook(delete)
+    with pytest.raises(ValueError, match=r"mfwrap_\w+\.\w+ was deleted by another program"):
+        resumed.accelerator.load_state(tmp_path / "a")
+
+
 @pytest.mark.parametrize("saves_again", [False, True])
 def test_killed_between_two_renames(tmp_path, saves_again):
     """If the older checkpoint has been set aside, a load or a save puts the new one in place."""

@@ -86,7 +86,7 @@ def test_an_intact_checkpoint(folder):
     verified = verify_by_manifest(folder)
 
     sizes = [(folder / name).stat().st_size for name in NAMES[1:]]
-    assert verified == (4, sum(sizes) + 4 * (3 + 6), None)
+    assert verified[:3] == (4, sum(sizes) + 4 * (3 + 6), None)
 
 
 @pytest.mark.slow

@@ -162,8 +162,13 @@ def test_the_newest_checkpoint_of_a_network(tmp_path):
 
 def test_a_search_reads_no_older_checkpoints(tmp_path, monkeypatch):
     """The search stops at the first intact checkpoint, so its cost is the read of that one."""
-    read = []
-    monkeypatch.setattr(verification, "verify_by_manifest", lambda folder: read.append(folder.name))
+    read, verify_by_manifest = [], verification.verify_by_manifest
+
+    def noted(folder):
+        read.append(folder.name)
+        return verify_by_manifest(folder)
+
+    monkeypatch.setattr(verification, "verify_by_manifest", noted)
     for step in range(1, 5):
         write_checkpoint(tmp_path / f"checkpoint-{step}")
 

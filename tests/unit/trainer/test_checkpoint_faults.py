@@ -393,3 +393,49 @@ def test_nothing_of_ours_is_unpickled(written, tmp_path, monkeypatch):
     for name in OURS:
         file = written / "checkpoint-4" / name
         assert load_file(file) if file.suffix == ".safetensors" else json.loads(file.read_text())
+
+
+VANISHING = {
+    "everything": ("_load_optimizer_and_scheduler", [*STOCK, *OURS]),
+    "optimizer": ("_load_optimizer_and_scheduler", ["optimizer.pt", "scheduler.pt"]),
+    "step": ("_load_scaler", ["mfwrap_step.json", "mfwrap_step.safetensors"]),
+    "random states": ("_load_rng_state", ["rng_state.pth"]),
+}
+"""Method before which another program deletes files of the checkpoint, and their names."""
+
+
+@pytest.mark.filterwarnings("ignore:no state of the step", "ignore:no average in")
+@pytest.mark.parametrize("name", VANISHING)
+def test_files_that_vanish_between_check_and_load(written, tmp_path, name):
+    """A resume never continues with a fresh optimizer, average or generator in their place."""
+    method, deleted = VANISHING[name]
+    shutil.copytree(written / "checkpoint-4", tmp_path / "checkpoint-4")
+
+    def vanish(self, checkpoint, *args):
+        for each in deleted:
+            (tmp_path / "checkpoint-4" / each).unlink(missing_ok=True)
+        return getattr(MFTrainer, method)(self, checkpoint, *args)
+
+    kind = type("Racing", (MFTrainer,), {method: vanish})
+    trainer = new_trainer(tmp_path / "resumed", kind=kind, seed=1)
+    said = r"^cannot resume from .*checkpoint-4: .* was deleted by another program"
+    with pytest.raises(ValueError, match=said):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+    assert trainer.state.global_step == 4
+    assert not list((tmp_path / "resumed").glob("checkpoint-*"))
+
+
+def test_a_best_model_that_vanishes(tmp_path):
+    """The training ends with an error if the best checkpoint is deleted before it is loaded."""
+
+    class Racing(MFTrainer):
+        """Another program deletes the weights before they are loaded."""
+
+        def _load_best_model(self):
+            (Path(self.state.best_model_checkpoint) / "model.safetensors").unlink()
+            super()._load_best_model()
+
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    with pytest.raises(ValueError, match=r"cannot load the best model from .*model\.safetensors"):
+        trained(tmp_path, PLAIN, kind=Racing, load_best_model_at_end=True, **settings)
