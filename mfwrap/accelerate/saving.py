@@ -7,6 +7,7 @@ checkpoint.
 """
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from mfwrap.checkpoints.folders import (
     staging_folder,
 )
 from mfwrap.checkpoints.identities import Identity, check_unchanged
+from mfwrap.checkpoints.locks import owning_together
 from mfwrap.checkpoints.manifest import MANIFEST, files_of, write_manifest
 from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.collectives import gather_objects, raising_together
@@ -222,6 +224,7 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
         output_dir: Argument of ``save_state``.
 
     Raises:
+        BlockingIOError: If another program is saving to the same folder.
         ValueError: If accelerate names checkpoints and the next name is taken.
     """
     configuration: Any = accelerator.project_configuration
@@ -231,38 +234,47 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
     # Not beside a checkpoint that accelerate has named: a stock accelerate would take the staging
     # folder for a checkpoint.
     staging = staging_folder((project or final.parent).absolute() / final.name)
-    with raising_together():
-        if accelerator.is_local_main_process:
-            if is_named and final.exists():
-                msg = (
-                    f"{final} already exists; set `project_configuration.iteration` to the number "
-                    "of the next checkpoint"
-                )
-                raise ValueError(msg)
-            complete_move(final.absolute())
-            shutil.rmtree(staging, ignore_errors=True)
-        may_stage = is_replaceable(final)
-    choices = gather_objects((str(final), may_stage))
-    stages = len(dict(choices)) == 1 and all(each for _, each in choices)
-    written = staging / final.name if stages else final
-    configuration.automatic_checkpoint_naming = False
-    try:
-        yield Destination(written, final)
-    finally:
-        configuration.automatic_checkpoint_naming = is_named
-    gather_objects(None)  # a barrier: the manifest lists the files of all processes
-    with raising_together():
-        if is_writer(accelerator):
-            write_manifest(written, required=_OWN_FILES)
-            if stages:
-                _move(written, final)
-    with raising_together():
-        if stages and accelerator.is_local_main_process and not is_writer(accelerator):
-            final.parent.mkdir(parents=True, exist_ok=True)
-            adopt_files(written, final)
-        if project is not None and is_writer(accelerator):
-            surplus = _surplus(configuration, final)
-            remove_checkpoints(surplus, project)
+    with owning_together(_lock(staging, final)):
+        with raising_together():
+            if accelerator.is_local_main_process:
+                if is_named and final.exists():
+                    msg = (
+                        f"{final} already exists; set `project_configuration.iteration` to the "
+                        "number of the next checkpoint"
+                    )
+                    raise ValueError(msg)
+                complete_move(final.absolute())
+                shutil.rmtree(staging, ignore_errors=True)
+            may_stage = is_replaceable(final)
+        choices = gather_objects((str(final), may_stage))
+        stages = len(dict(choices)) == 1 and all(each for _, each in choices)
+        written = staging / final.name if stages else final
+        configuration.automatic_checkpoint_naming = False
+        try:
+            yield Destination(written, final)
+        finally:
+            configuration.automatic_checkpoint_naming = is_named
+        gather_objects(None)  # a barrier: the manifest lists the files of all processes
+        with raising_together():
+            if is_writer(accelerator):
+                write_manifest(written, required=_OWN_FILES)
+                if stages:
+                    _move(written, final)
+        with raising_together():
+            if stages and accelerator.is_local_main_process and not is_writer(accelerator):
+                final.parent.mkdir(parents=True, exist_ok=True)
+                adopt_files(written, final)
+            if project is not None and is_writer(accelerator):
+                surplus = _surplus(configuration, final)
+                remove_checkpoints(surplus, project)
+
+
+def _lock(staging: Path, final: Path) -> Path:
+    """Return the lock file of a checkpoint: beside it, or in it if only it can be written."""
+    parent = staging.parent
+    if parent.is_dir() and not os.access(parent, os.W_OK):
+        return final / staging.with_suffix(".lock.partial").name
+    return staging.with_suffix(".lock")
 
 
 def _next_named(accelerator: Any, project: Path) -> Path:

@@ -12,10 +12,16 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from mfwrap.checkpoints.locks import (
+    PARTIAL,
+    RUN_LOCK,
+    lock_of,
+    owning,
+    owning_if_free,
+    owning_together,
+)
 from mfwrap.checkpoints.write_errors import naming_written_file
-
-PARTIAL = ".partial"
-"""Suffix of files and folders that are still being written, replaced or deleted."""
+from mfwrap.collectives import is_first_on_node, raising_together
 
 ABANDONED = "_abandoned-"
 """Prefix of checkpoints that a run has set aside: it resumed from an older one, or began anew. The
@@ -94,19 +100,23 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     Yields:
         Empty temporary folder, which the block fills.
+
+    Raises:
+        BlockingIOError: If another program is writing the folder.
     """
-    complete_move(folder)
-    staging = staging_folder(folder)
-    shutil.rmtree(staging, ignore_errors=True)
-    written = staging / folder.name
-    written.mkdir(parents=True)
-    try:
-        with naming_written_file(written):
-            yield written
-    except BaseException:
+    with owning(lock_of(folder)):
+        complete_move(folder)
+        staging = staging_folder(folder)
         shutil.rmtree(staging, ignore_errors=True)
-        raise
-    move_into_place(written, folder)
+        written = staging / folder.name
+        written.mkdir(parents=True)
+        try:
+            with naming_written_file(written):
+                yield written
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        move_into_place(written, folder)
 
 
 def staging_folder(folder: Path) -> Path:
@@ -180,12 +190,20 @@ def is_replaceable(folder: Path) -> bool:
 
 
 def complete_move(final: Path) -> None:
-    """Finish a `move_into_place` that was killed between its two renames."""
+    """Finish a `move_into_place` that was killed between its two renames.
+
+    Does nothing if another program owns the folder or its parent folder: the move then goes on.
+    """
     staging = staging_folder(final)
-    if (staging / _REPLACED / final.name).exists() and not final.exists():
-        # If nodes share the disk, another node may have renamed the folder just now.
-        with contextlib.suppress(FileNotFoundError):
-            (staging / final.name).rename(final)
+    replaced = staging / _REPLACED / final.name
+    if not replaced.exists() or final.exists():
+        return
+    with owning_if_free(final) as is_free:
+        for folder in (staging / final.name, replaced) if is_free else ():
+            # Another process may have renamed the folder just now.
+            if folder.exists() and not final.exists():
+                with contextlib.suppress(FileNotFoundError):
+                    folder.rename(final)
 
 
 def being_replaced(parent: Path) -> list[Path]:
@@ -311,6 +329,20 @@ def remove_leftovers(run_folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             elif _LEFT_FILE.fullmatch(path.name) and path.is_file():
                 path.unlink()
+
+
+@contextlib.contextmanager
+def owning_run(folder: Path, *, waits: bool = False) -> Iterator[None]:
+    """Own a run folder within the block, and delete what killed runs have left in it.
+
+    Call it on all ranks. Arguments and errors are those of `owning_together`.
+    """
+    with owning_together(folder / RUN_LOCK, waits=waits) as is_new:
+        if is_new:
+            with raising_together():
+                if is_first_on_node():
+                    remove_leftovers(folder)
+        yield
 
 
 def check_writable(folder: Path) -> None:

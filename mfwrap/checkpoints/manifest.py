@@ -43,8 +43,9 @@ from mfwrap.checkpoints.file_formats import (
     json_content,
     stored_weights,
 )
-from mfwrap.checkpoints.folders import PARTIAL, whole_file
+from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.identities import Identity
+from mfwrap.checkpoints.locks import PARTIAL
 from mfwrap.checkpoints.required_files import missing_part
 
 MANIFEST = "mfwrap_manifest.json"

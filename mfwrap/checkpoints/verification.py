@@ -11,8 +11,8 @@ from torch import nn
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, check_format, json_content
-from mfwrap.checkpoints.folders import PARTIAL
 from mfwrap.checkpoints.identities import identity
+from mfwrap.checkpoints.locks import PARTIAL
 from mfwrap.checkpoints.manifest import (
     HAS_MANIFEST,
     MANIFEST,

@@ -14,7 +14,6 @@ from mfwrap.checkpoints.folders import (
     being_replaced,
     checkpoints_of_run,
     remove_checkpoints,
-    remove_leftovers,
     step_of_checkpoint,
     sync,
     whole_file,
@@ -106,8 +105,6 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         sync(folder)
         removed.append(RESULT)
     if overwrite:
-        # First, because a killed process may have left a checkpoint between two names.
-        remove_leftovers(folder)
         folders = [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
         folders += [path for name in _MODELS if (path := folder / name).is_dir()]
         folders += checkpoints(folder)

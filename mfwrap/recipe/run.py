@@ -1,5 +1,6 @@
 """Run a recipe: train, evaluate and save."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import set_seed
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
-from mfwrap.checkpoints.folders import whole_file, whole_folder
+from mfwrap.checkpoints.folders import owning_run, whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.collectives import this_rank
 from mfwrap.recipe.document import RECIPE_FILE, RecipeError, yaml_text
@@ -71,15 +72,33 @@ def run_recipe(
             says that the run had finished before.
 
     Raises:
-        RecipeError: If the data lack something that the task needs, if the folder has checkpoints
-            and neither `resume` nor `overwrite` is given, if `resume` is ``"auto"`` and the folder
-            has the run of another recipe, or if `skip_rows` is wrong.
+        RecipeError: If another program trains in the run folder, if the data lack something that
+            the task needs, if the folder has checkpoints and neither `resume` nor `overwrite` is
+            given, if `resume` is ``"auto"`` and the folder has the run of another recipe, or if
+            `skip_rows` is wrong.
         RuntimeError: If the models cannot be pushed (`training.push_to_hub`). They are complete in
             the run folder.
         ValueError: If there is no intact checkpoint to resume from.
     """
     left_out = _checked_skip(skip_rows)
     folder = Path(recipe.arguments.output_dir or "")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(owning_run(folder, waits=resume == AUTO))
+        except BlockingIOError as error:
+            raise RecipeError(str(error)) from error
+        return _run(recipe, folder, left_out, resume=resume, overwrite=overwrite, say=say)
+
+
+def _run(
+    recipe: Recipe,
+    folder: Path,
+    left_out: frozenset[SkippedRow] | None,
+    *,
+    resume: str | bool,
+    overwrite: bool,
+    say: Callable[[str], None],
+) -> RunResult:
     if resume == AUTO:
         former = former_run(recipe.document, folder)
         if former.metrics is not None:

@@ -23,8 +23,8 @@ from mfwrap.checkpoints.folders import (
     check_writable,
     checkpoints_of_run,
     move_into_place,
+    owning_run,
     remove_checkpoints,
-    remove_leftovers,
     set_aside_later_checkpoints,
     staging_folder,
 )
@@ -36,7 +36,7 @@ from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
 from mfwrap.checkpoints.verification import check_checkpoint, newest_whole_checkpoint, verify
 from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
-from mfwrap.compatibility.transformers import push_checkpoint
+from mfwrap.compatibility.transformers import output_folder_of, push_checkpoint
 from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.trainer.events import monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
@@ -70,6 +70,7 @@ class Checkpoints:
         self.saved_step: int | None = None
         """Step of the last checkpoint of this training; ``None`` before the first one."""
         self._is_auto = False
+        self._writes = False
         self._is_loading = False
         self._verified: tuple[Path, Mapping[str, Identity]] | None = None
         """Checkpoint to resume from, and its files, on the rank of each node that verifies it."""
@@ -77,21 +78,33 @@ class Checkpoints:
         """Whether ``"auto"`` has found a training that early stopping had ended. (Another callback
         that ends a training, for example when its time is over, may want it to continue.)"""
 
-    def check_run_folder(self) -> None:
-        """Check on all ranks that files can be written to the run folder.
+    @contextlib.contextmanager
+    def owning_run_folder(self, asked_for: Any, trial: Any) -> Iterator[None]:
+        """Own the run folder within the block, and check that all ranks can write to it.
 
         Does nothing if neither the Trainer saves checkpoints nor a callback is a `MonitorCallback`.
 
+        Args:
+            asked_for: Checkpoint to resume from. With ``"auto"``, the owner may be a machine that
+                has died: it then gets three minutes to show that it lives.
+            trial: Trial of a hyperparameter search, which has a run folder of its own.
+
         Raises:
+            BlockingIOError: On all ranks, if another program trains in the folder.
             OSError: On all ranks, if any rank cannot write.
         """
         self.ended_early = self._is_loading = False  # of an earlier training
         args = self._trainer.args
-        writes = args.save_strategy != "no" or monitors(self._trainer.callback_handler.callbacks)
-        if not writes:
+        has_monitors = bool(monitors(self._trainer.callback_handler.callbacks))
+        self._writes = args.save_strategy != "no" or has_monitors
+        if not self._writes:
+            yield
             return
-        with raising_together():
-            check_writable(Path(str(args.output_dir)))
+        folder = Path(output_folder_of(self._trainer, trial))
+        with owning_run(folder, waits=asked_for == AUTO):
+            with raising_together():
+                check_writable(Path(str(args.output_dir)))
+            yield
 
     def checked(self, asked_for: Any, trial: Any) -> Any:
         """Find the checkpoint to resume from, and check that it is intact and fits the trainer.
@@ -141,8 +154,6 @@ class Checkpoints:
         trainer = self._trainer
         is_last = asked_for is True or asked_for == AUTO
         run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
-        if run_folder.resolve() == Path(str(trainer.args.output_dir)).resolve():
-            remove_leftovers(run_folder)  # those of another run may still be written
         # In a trial, do not compare the checkpoint with the current network: `model_init` may build
         # a different network for the trial.
         network = trainer.model if trial is None else None
@@ -199,8 +210,20 @@ class Checkpoints:
         Args:
             checkpoint: Checkpoint that the training resumes from; ``None`` for a training from the
                 start.
+
+        Does nothing if the training neither saves nor records, and another program owns the folder.
         """
         run_folder = Path(str(self._trainer.args.output_dir))
+        with contextlib.ExitStack() as stack:
+            if not self._writes and gather_objects(bool(checkpoints_of_run(run_folder)))[0]:
+                # A callback may save, although the settings of this training do not.
+                try:
+                    stack.enter_context(owning_run(run_folder))
+                except BlockingIOError:
+                    return  # another program trains in the folder; leave it alone
+            self._restore_records(run_folder, checkpoint)
+
+    def _restore_records(self, run_folder: Path, checkpoint: Path | None) -> None:
         step = self._trainer.state.global_step
         if checkpoint is None:
             self._set_aside_later(run_folder, 0, f"training from the start in {run_folder}")
@@ -285,6 +308,10 @@ class Checkpoints:
             logging_nan_inf_filter: The user's setting. It is restored meanwhile, because the
                 training arguments are saved, and pushed, with the model.
         """
+        with owning_run(run_folder):  # a training without checkpoints is stopped with one
+            yield from self._writing(run_folder, logging_nan_inf_filter=logging_nan_inf_filter)
+
+    def _writing(self, run_folder: Path, *, logging_nan_inf_filter: bool) -> Iterator[None]:
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()
         known = {"model": trainer.model, "optimizer": trainer.optimizer}

@@ -228,6 +228,7 @@ class MFTrainerMixin(_Base):
             kwargs: Further keyword arguments of the Trainer's method.
 
         Raises:
+            BlockingIOError: On all ranks, if another program trains in the run folder.
             OSError: On all ranks, if any rank cannot write to the run folder.
             RuntimeError: On all ranks, before the first update, if the ranks disagree about what
                 they train, or if the disk has no room for a checkpoint.
@@ -236,17 +237,17 @@ class MFTrainerMixin(_Base):
                 the message names the newest intact checkpoint before it. Nothing has been loaded
                 when the error is raised.
         """
-        self._checkpoints.check_run_folder()
         asked_for = resume_from_checkpoint
-        while True:
-            asked_for = self.rollbacks.begin(asked_for)
-            if asked_for:
-                asked_for = self._checkpoints.checked(asked_for, trial)
-            with self._batch.resuming(Path(asked_for) if asked_for else None):
-                result = super().train(asked_for or None, trial, *args, **kwargs)
-            asked_for, self._back_to = self._back_to, None
-            if asked_for is None:
-                return result
+        with self._checkpoints.owning_run_folder(asked_for, trial):
+            while True:
+                asked_for = self.rollbacks.begin(asked_for)
+                if asked_for:
+                    asked_for = self._checkpoints.checked(asked_for, trial)
+                with self._batch.resuming(Path(asked_for) if asked_for else None):
+                    result = super().train(asked_for or None, trial, *args, **kwargs)
+                asked_for, self._back_to = self._back_to, None
+                if asked_for is None:
+                    return result
 
     def _inner_training_loop(
         self,

@@ -137,6 +137,38 @@ def test_resume_after_a_kill_between_two_renames(recipe, capsys):
     assert not replaced.exists()
 
 
+@pytest.fixture
+def owner():
+    """Start a program that owns the run folder, and end it after the test."""
+    program = (
+        "import sys; from pathlib import Path; from mfwrap.checkpoints.locks import *\n"
+        "with owning(Path('runs/small') / RUN_LOCK): print(flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as started:
+        started.stdout.readline()
+        yield started
+        started.stdin.close()
+
+
+@pytest.mark.parametrize("words", [(), ("--resume=auto",), ("--overwrite",), ("--resume",)])
+def test_a_second_program_in_the_run_folder(recipe, capsys, request, words):
+    """It is refused in one line, and nothing in the folder has changed; readers are not refused."""
+    call(capsys, "train", recipe, "--set", "training.max_steps=3")
+    Path("runs/small/result.json").unlink()
+    owner = request.getfixturevalue("owner")
+    before = {path: path.stat().st_mtime_ns for path in Path("runs/small").rglob("*")}
+
+    code, out, err = call(capsys, "train", recipe, *words)
+
+    assert (code, out) == (2, "")
+    assert err.startswith(f"mfwrap: runs/small is in use: process {owner.pid} on ")
+    assert err.count("\n") == 1
+    after = {path: path.stat().st_mtime_ns for path in Path("runs/small").rglob("*")}
+    assert after == before
+    assert call(capsys, "verify", "runs/small")[0] == 0
+
+
 def test_one_command_that_comes_back(recipe, capsys):
     """``--resume=auto`` starts the run, then reports its result without training again."""
     short = ("train", recipe, "--resume=auto", "--set", "training.max_steps=3")

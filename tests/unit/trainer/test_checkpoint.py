@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,32 @@ def test_a_resume_from_the_folder_of_another_run(tmp_path, is_damaged):
     assert len(refused) == is_damaged
     assert files(other / "checkpoint-4") == files(other / "checkpoint-2")
     assert verify(other / "checkpoint-4").caveat is None
+
+
+@pytest.mark.parametrize("asked_for", [None, "auto"])
+def test_a_run_folder_that_is_in_use(tmp_path, asked_for):
+    """Another program in the run folder is refused before it writes; other folders are free."""
+    program = (
+        "import sys; from pathlib import Path; from mfwrap.checkpoints.locks import *\n"
+        "with owning(Path(sys.argv[1]) / RUN_LOCK): print(flush=True); sys.stdin.read()"
+    )
+    own = tmp_path / "own"
+    trained(own, EVERY_OTHER, callbacks=[StopAfter(2)])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    before = files(own)
+    with subprocess.Popen([sys.executable, "-c", program, str(own)], **pipes) as owner:
+        owner.stdout.readline()
+        trainer = new_trainer(own, EVERY_OTHER)
+        with pytest.raises(BlockingIOError, match=rf"^{own} is in use: process {owner.pid} on"):
+            trainer.train(resume_from_checkpoint=asked_for)
+        assert set(files(own)) == {*before, "_mfwrap.lock"}
+        new_trainer(own, EVERY_OTHER, save_strategy="no").train()
+        resume(own / "checkpoint-2", tmp_path / "other", EVERY_OTHER, callbacks=[StopAfter(4)])
+        assert set(files(own)) == {*before, "_mfwrap.lock"}
+        owner.stdin.close()
+
+    trainer.train(resume_from_checkpoint=asked_for)
+    assert "_mfwrap.lock" not in files(own)
 
 
 def test_settings_after_a_checkpoint_that_broke_off(tmp_path, monkeypatch):

@@ -1,0 +1,235 @@
+"""One program at a time owns a folder, and the folder of a program that has died is free."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mfwrap.checkpoints import locks
+from mfwrap.checkpoints.locks import lock_of, owning
+from support.ranks.locks import try_together
+
+OWNER = """
+import os, sys
+from pathlib import Path
+from mfwrap.checkpoints.locks import owning
+with owning(Path(sys.argv[1])):
+    if sys.argv[2:] == ["fork"] and os.fork() == 0:
+        sys.stdin.read()
+        os._exit(0)
+    print("owned", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def lock(tmp_path):
+    """Return the lock file of a folder."""
+    return lock_of(tmp_path / "run")
+
+
+@pytest.fixture
+def other_program(lock):
+    """Start programs that own the lock until their standard input is closed."""
+    started = []
+
+    def start(*words):
+        command = [sys.executable, "-c", OWNER, str(lock), *words]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen(command, text=True, **pipes))
+        assert started[-1].stdout.readline() == "owned\n"
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.communicate()
+
+
+def refusal(lock, **keywords):
+    """Return the error of another attempt to own a lock."""
+    with pytest.raises(BlockingIOError) as caught, owning(lock, **keywords):
+        pass
+    return str(caught.value)
+
+
+def foreign(lock, *, seconds_old=0.0):
+    """Write the lock of a program on another machine."""
+    facts = {"process": 7, "host": "node-3", "machine": "another", "since": "2026-01-01T00:00:00"}
+    lock.write_text(json.dumps(facts))
+    written = time.time() - seconds_old
+    os.utime(lock, (written, written))
+
+
+def test_another_program_is_refused(lock, other_program):
+    """The sentence names the folder, the process and the host; the folder is free at its end."""
+    owner = other_program()
+
+    said = refusal(lock)
+
+    who = f"process {owner.pid} on {os.uname().nodename}"
+    assert said.startswith(f"{lock.parent / 'run'} is in use: {who} has been writing it since 20")
+    assert said.endswith("; wait for its end, or choose another folder")
+    owner.communicate()
+    with owning(lock):
+        assert lock.exists()
+    assert not list(lock.parent.iterdir())
+
+
+@pytest.mark.parametrize("words", [(), ("fork",)])
+def test_a_killed_program_owns_nothing(lock, other_program, words):
+    """The folder of a killed program is free at once, also while its data workers still live."""
+    owner = other_program(*words)
+    owner.send_signal(signal.SIGKILL)
+    assert owner.wait() == -signal.SIGKILL
+    assert lock.exists()
+
+    with owning(lock) as is_new:
+        assert is_new
+
+    assert not list(lock.parent.iterdir())
+
+
+def test_a_program_may_enter_again(lock):
+    """The lock belongs to the process, until the outermost block ends."""
+    with owning(lock) as outer:
+        with owning(lock.parent / "." / lock.name) as inner:
+            assert (outer, inner) == (True, False)
+        assert lock.exists()
+
+    assert not lock.exists()
+
+
+def test_a_folder_that_was_made_for_the_lock(tmp_path):
+    """It is deleted with the lock, if nothing else is in it."""
+    for name, written in (("a", False), ("b", True)):
+        with owning(tmp_path / name / "run" / "_mfwrap.lock"):
+            if written:
+                (tmp_path / name / "notes.txt").write_text("mine")
+
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "notes.txt"]
+
+
+def test_an_error_within_the_block(lock):
+    """The lock is given back after an error, too."""
+    with pytest.raises(KeyError), owning(lock):
+        raise KeyError
+
+    assert not lock.exists()
+
+
+def test_another_machine(lock):
+    """A machine that has renewed its lock within three minutes counts as alive."""
+    foreign(lock, seconds_old=60)
+    said = refusal(lock)
+    assert "process 7 on node-3 has been writing it since 2026-01-01T00:00:00" in said
+    assert said.endswith("; if that host has died, start again in 2 minutes")
+
+    foreign(lock, seconds_old=200)
+    with owning(lock) as is_new:
+        assert is_new
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_waiting_for_another_machine(lock, monkeypatch, lives):
+    """Whoever waits takes the lock of a machine that has died, and none that is renewed."""
+    foreign(lock, seconds_old=60)
+    monkeypatch.setattr(time, "sleep", lambda _: foreign(lock, seconds_old=0 if lives else 200))
+
+    if lives:
+        assert "node-3" in refusal(lock, waits=True)
+    else:
+        with owning(lock, waits=True) as is_new:
+            assert is_new
+
+
+def test_nobody_waits_for_a_program_that_lives(lock, other_program, monkeypatch):
+    """The kernel says that another program on this machine lives."""
+    other_program()
+    monkeypatch.delattr(time, "sleep")
+
+    assert "in use" in refusal(lock, waits=True)
+
+
+def test_a_lock_is_renewed(lock, monkeypatch):
+    """The owner sets the time of the lock file anew, again and again."""
+    renewed = []
+
+    class Beats:
+        """An event that is awaited twice without being set."""
+
+        def wait(self, seconds):
+            renewed.append(seconds)
+            return len(renewed) > 2
+
+    foreign(lock, seconds_old=200)
+    locks._beat(lock, Beats())
+
+    assert renewed == [30.0] * 3
+    assert "node-3" in refusal(lock)
+
+
+def refuse(*_):
+    """Stand for a call that a file system does not support."""
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
+def test_a_file_system_without_links(lock, monkeypatch):
+    """The lock works there, too."""
+    monkeypatch.setattr(os, "link", refuse)
+    program = f"from mfwrap.checkpoints.locks import *; owning(Path({str(lock)!r})).__enter__()"
+    with owning(lock):
+        command = [sys.executable, "-c", program]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert "BlockingIOError" in ended.stderr
+    assert f"process {os.getpid()} on" in ended.stderr
+    assert not list(lock.parent.iterdir())
+
+
+def test_a_file_system_without_locks(lock, monkeypatch):
+    """Without the kernel's lock, only the age of the file says who lives."""
+    monkeypatch.setattr(locks, "_FLOCK", refuse)
+    with owning(lock):
+        written = lock.read_text()
+
+    lock.write_text(written)
+    assert "start again in 3 minutes" in refusal(lock)
+    os.utime(lock, (0, 0))
+    with owning(lock) as is_new:
+        assert is_new
+
+
+@pytest.mark.parametrize("content", ["mine", "[]", '{"a": 1}'])
+def test_a_file_of_somebody_else(lock, content):
+    """A file under the name of the lock stays, however old it is."""
+    lock.write_text(content)
+    os.utime(lock, (0, 0))
+
+    with pytest.raises(FileExistsError, match=r"_run\.lock is in the way"), owning(lock):
+        pass
+
+    assert lock.read_text() == content
+
+
+def test_a_link_is_not_followed(lock):
+    """Nothing is written through a link under the name of the lock."""
+    lock.symlink_to(lock.parent / "elsewhere")
+
+    with pytest.raises(OSError, match=r"_run\.lock"), owning(lock):
+        pass
+
+    assert not (lock.parent / "elsewhere").exists()
+
+
+def test_all_ranks_learn_of_a_refusal(two_ranks, lock):
+    """Rank 0 owns the lock for all ranks; if it is refused, all of them raise its error."""
+    assert two_ranks.run(try_together, str(lock)) == ["owned", "owned"]
+    with owning(lock):
+        first, second = two_ranks.run(try_together, str(lock))
+    assert first == second
+    assert first.startswith(f"BlockingIOError: {lock.parent / 'run'} is in use: process ")
