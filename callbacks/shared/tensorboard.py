@@ -1,7 +1,10 @@
 """Write curves for TensorBoard."""
 
 import os
+from pathlib import Path
 from typing import Any, final
+
+from mfwrap.checkpoints.written_files import note_written
 
 
 @final
@@ -23,6 +26,7 @@ class EventsFile:
     def add(self, tag: str, value: float, step: int) -> None:
         """Add a point to the curve `tag`."""
         if self._writer is None:
+            note_written(Path(self._folder))
             self._writer = self._writer_class(self._folder)
         self._writer.add_scalar(tag, value, global_step=step)
 

@@ -21,6 +21,7 @@ from mfwrap.checkpoints.locks import (
     owning_together,
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
+from mfwrap.checkpoints.written_files import note_written
 from mfwrap.collectives import is_first_on_node, raising_together
 
 ABANDONED = "_abandoned-"
@@ -31,7 +32,9 @@ OWN_PARTIAL = rf"\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
 """Pattern of what `whole_file` adds to the name of a file while it writes the file."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_STAGING = re.compile(rf"_(checkpoint-\d+|model|model_ema){re.escape(PARTIAL)}")
+_STAGING = re.compile(
+    rf"_(({ABANDONED})?checkpoint-\d+(\.\d+)?|model|model_ema){re.escape(PARTIAL)}"
+)
 """Staging folders of a run."""
 
 _LEFT_FILE = re.compile(rf"(?!run\.(html|png)\.).+{OWN_PARTIAL}")
@@ -67,6 +70,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         with naming_written_file(partial):
             yield partial
         sync(partial)
+        note_written(path)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -139,6 +143,7 @@ def move_into_place(written: Path, final: Path) -> None:
         final: Path that the folder gets.
     """
     _sync_all(written)
+    note_written(final)
     staging = written.parent
     if final.exists():
         replaced = staging / _REPLACED / final.name
@@ -232,6 +237,7 @@ def adopt_files(written: Path, final: Path) -> None:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(place)
         else:
+            note_written(final)
             written.rename(final)
     except FileNotFoundError:
         # The nodes share a disk, and another node has moved the files already. This node's cached

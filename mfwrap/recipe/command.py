@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -53,8 +54,10 @@ def validate(recipe: str, overrides: Sequence[str]) -> None:
       mfwrap validate my.yaml --set training.learning_rate=1e-3
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
     checked = checked_recipe(recipe, overrides)
+    from mfwrap.recipe.folder import check_others_files  # noqa: PLC0415  (loads transformers)
     from mfwrap.recipe.rehearsal import rehearse  # noqa: PLC0415  (loads transformers)
 
+    check_others_files(checked.document, Path(checked.arguments.output_dir or ""))
     reason = rehearse(checked)
     note = "" if reason is None else f"; its first step was not tried, because {reason}"
     echo(f"{recipe}: valid{note}")

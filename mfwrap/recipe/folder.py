@@ -18,8 +18,10 @@ from mfwrap.checkpoints.folders import (
     sync,
     whole_file,
 )
-from mfwrap.recipe.document import RecipeDocument
+from mfwrap.checkpoints.written_files import listed_names, rewrite_list
+from mfwrap.recipe.document import RECIPE_FILE, RecipeDocument
 from mfwrap.records.rollbacks import ROLLBACKS_FILE
+from mfwrap.records.run_record import read_facts
 from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 
 RESULT = "result.json"
@@ -42,28 +44,110 @@ _RECORD = re.compile(
     r"|abnormal_global_norm\.json|run\.(html|json|png)"
     rf"|({EARLIER})?error_rank_\d+\.txt)({OWN_PARTIAL})?"
 )
-_EVENTS = "tensorboard/events.out.tfevents.*"
+_EVENTS = "tensorboard"
+"""Folder of TensorBoard's event files."""
+
 _MODELS = (MODEL, AVERAGED_MODEL)
+_OF_OTHERS = re.compile(rf"run\.(html|png)|({EARLIER})?error_rank_.*")
+"""Files that a training does not write. Its failed starts leave tracebacks."""
 
 
-def check_former_run(document: RecipeDocument, folder: Path) -> None:
-    """Refuse to start in a run folder that has checkpoints.
+def _base(name: str) -> str:
+    """Return the name that a file had before mfwrap has set it aside."""
+    return re.sub(rf"^{ABANDONED}(checkpoint-\d+)(\.\d+)?$|^{EARLIER}", r"\1", name)
+
+
+def _known(folder: Path) -> set[str]:
+    """Return the names in a folder that a run may write."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return {
+        name
+        for name in names
+        if name in {*_MODELS, RECIPE_FILE, _EVENTS}
+        or _CHECKPOINT.fullmatch(_base(name))
+        or _RECORD.fullmatch(name)
+    }
+
+
+def own_names(folder: Path) -> set[str]:
+    """Return the names in a run folder that runs of mfwrap have written.
+
+    A folder without a list of them was written by an `MFTrainer` without a recipe, or by nobody: if
+    it has a ``run.json`` of mfwrap, all names that a run writes count as written by that run.
+    """
+    known, listed = _known(folder), listed_names(folder)
+    if listed is None:
+        return known if _has_facts_of_mfwrap(folder) else set()
+    return {name for name in known if {name, _base(name)} & listed}
+
+
+def _has_facts_of_mfwrap(folder: Path) -> bool:
+    try:
+        versions = read_facts(folder).get("versions")
+    except ValueError:  # of another tool
+        return False
+    return isinstance(versions, dict) and "mfwrap" in versions
+
+
+def check_others_files(document: RecipeDocument, folder: Path) -> None:
+    """Refuse a run folder in which the run would replace files that no run of mfwrap has written.
+
+    Args:
+        document: Recipe; supplies the place for the error.
+        folder: Folder of the run that is about to start or to be resumed.
+
+    Raises:
+        RecipeError: If there are such files. The message names them.
+    """
+    others = sorted(
+        name
+        for name in _known(folder) - own_names(folder)
+        if name != _EVENTS and not _OF_OTHERS.fullmatch(name) and not _CHECKPOINT.search(name)
+    )
+    if others:
+        says = (
+            f"must be a folder in which the run replaces no other files, got {folder} with "
+            f"{', '.join(others)}; choose another folder with --set training.output_dir=..., or "
+            "move these files away"
+        )
+        raise document.error(("training", "output_dir"), says)
+
+
+def check_former_run(document: RecipeDocument, folder: Path, *, overwrite: bool) -> None:
+    """Refuse to start in a run folder that has checkpoints or the result of a finished run.
 
     A later resume would take the newest checkpoint, no matter which run wrote it.
 
     Args:
         document: Recipe; supplies the place for the error.
         folder: Folder of the run that is about to start.
+        overwrite: Whether to accept what runs of mfwrap have written: it will be deleted.
 
     Raises:
-        RecipeError: If the folder has a checkpoint.
+        RecipeError: If the folder has a checkpoint or a result.
     """
     found = checkpoints(folder)
+    own = own_names(folder)
+    if overwrite:
+        others = [path.name for path in found if path.name not in own]
+        if others:
+            says = (
+                f"must be a folder whose checkpoints mfwrap has written, got {folder} with "
+                f"{others[-1]}; choose another folder with --set training.output_dir=..."
+            )
+            raise document.error(("training", "output_dir"), says)
+        return
     if found:
         says = (
             f"must be a folder without checkpoints, got {folder} with {found[-1].name}; resume "
             "that run with --resume, delete it with --overwrite, or choose another folder with "
             "--set training.output_dir=..."
+        )
+        raise document.error(("training", "output_dir"), says)
+    if RESULT in own:
+        says = (
+            f"must be a folder without a finished run, got {folder} with {RESULT}; delete that run "
+            "with --overwrite, or choose another folder with --set training.output_dir=..."
         )
         raise document.error(("training", "output_dir"), says)
 
@@ -72,7 +156,7 @@ def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -
     """Delete the records of an earlier run, so that they do not mix with those of this run.
 
     Every process must call this function before any process writes to the folder. The main process
-    of each node deletes the files. Files that do not come from a run are kept.
+    of each node deletes the files. Files that no run of mfwrap has written are kept.
 
     Args:
         folder: Run folder.
@@ -95,28 +179,38 @@ def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -
     return removed
 
 
+def claim(folder: Path, arguments: TrainingArguments) -> None:
+    """Begin the list of a run that is resumed, if its folder has none; on all ranks."""
+    with arguments.main_process_first():
+        if arguments.local_process_index == 0 and listed_names(folder) is None:
+            rewrite_list(folder, own_names(folder))
+
+
 def _remove(folder: Path, *, overwrite: bool) -> list[str]:
     removed: list[str] = []
+    own = own_names(folder)
     result = folder / RESULT
-    if result.exists():
+    if RESULT in own:
         # Remove it first: if the process is killed before the end, `--resume=auto` must not report
         # a finished run whose files are gone.
         result.unlink()
         sync(folder)
         removed.append(RESULT)
     if overwrite:
-        folders = [path for path in folder.glob(f"{ABANDONED}*") if path.is_dir()]
-        folders += [path for name in _MODELS if (path := folder / name).is_dir()]
-        folders += checkpoints(folder)
+        names = [*sorted(name for name in own if name.startswith(ABANDONED)), *_MODELS]
+        folders = [path for name in names if name in own and (path := folder / name).is_dir()]
+        folders += [path for path in checkpoints(folder) if path.name in own]
         # Remove the newest checkpoint last, and the records after it: if the process is killed
         # before that, the earlier run can still be resumed without repeating a step.
         remove_checkpoints(folders, folder)
         removed += [path.name for path in folders]
-    records = _matching(folder, _RECORD)
-    files = [*(path for path in records if path.is_file()), *folder.glob(_EVENTS)]
+    files = [path for name in own if _RECORD.fullmatch(name) and (path := folder / name).is_file()]
+    if _EVENTS in own:
+        files += (folder / _EVENTS).glob("events.out.tfevents.*")
     for path in files:
         path.unlink(missing_ok=True)
     removed += [path.relative_to(folder).as_posix() for path in files]
+    rewrite_list(folder, {_base(name) for name in own_names(folder)})
     return sorted(removed)
 
 
@@ -131,6 +225,8 @@ def write_traceback(folder: Path, error: BaseException) -> Path | None:
     """
     file = folder / f"error_rank_{os.environ.get('RANK', '0')}.txt"
     try:
+        if listed_names(folder) is None:
+            rewrite_list(folder, own_names(folder))
         with whole_file(file) as partial:
             partial.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     except OSError:  # the run may have failed because the disk is full
@@ -146,7 +242,8 @@ def set_aside_tracebacks(folder: Path) -> None:
         folder: Folder of a run that has finished. ``error_rank_0.txt`` becomes
             ``earlier_error_rank_0.txt``, which is replaced if it exists.
     """
-    for path in folder.glob("error_rank_*.txt"):
+    own = own_names(folder)
+    for path in [each for each in folder.glob("error_rank_*.txt") if each.name in own]:
         # If nodes share the disk, another node may have renamed the file just now.
         with contextlib.suppress(FileNotFoundError):
             path.replace(path.with_name(EARLIER + path.name))
@@ -160,7 +257,3 @@ def checkpoints(folder: Path) -> list[Path]:
     """
     replaced = [each for each in being_replaced(folder) if _CHECKPOINT.fullmatch(each.name)]
     return sorted({*checkpoints_of_run(folder), *replaced}, key=step_of_checkpoint)
-
-
-def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return [path for path in folder.glob("*") if pattern.fullmatch(path.name)]

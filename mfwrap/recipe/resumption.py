@@ -11,7 +11,7 @@ from mfwrap.checkpoints.resumption import AUTO, newest_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipe.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
 from mfwrap.recipe.document import Path as KeyPath
-from mfwrap.recipe.folder import RESULT, checkpoints
+from mfwrap.recipe.folder import RESULT, check_others_files, checkpoints
 from mfwrap.trainer.model_card import WITHOUT_EFFECT
 
 
@@ -79,6 +79,7 @@ def former_run(document: RecipeDocument, folder: Path) -> FormerRun:
 
 
 def _look(document: RecipeDocument, folder: Path) -> FormerRun:
+    check_others_files(document, folder)
     found = FormerRun(newest_folder(folder) is not None, read_result(folder))
     if not found.has_checkpoints and found.metrics is None:
         return found

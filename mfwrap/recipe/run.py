@@ -14,7 +14,7 @@ from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
 from mfwrap.checkpoints.folders import owning_run, whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
-from mfwrap.collectives import this_rank
+from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipe.document import RECIPE_FILE, RecipeError, yaml_text
 from mfwrap.recipe.folder import (
     AVERAGED_MODEL,
@@ -22,6 +22,8 @@ from mfwrap.recipe.folder import (
     RESULT,
     begin_anew,
     check_former_run,
+    check_others_files,
+    claim,
     set_aside_tracebacks,
 )
 from mfwrap.recipe.model_card import FinishedRun, write_recipe_card
@@ -106,10 +108,11 @@ def _run(
                 say(f"{folder}: this run has finished before; --overwrite runs it again")
             return RunResult(folder, former.metrics)
         resume = AUTO if former.has_checkpoints else False
-    elif not (resume or overwrite):
-        check_former_run(recipe.document, folder)
+    _check_folder(recipe, folder, is_new=not resume, overwrite=overwrite)
     trainer, recorder = build_trainer(recipe, left_out)
-    if not resume:
+    if resume:
+        claim(folder, recipe.arguments)
+    else:
         # Delete only after the Trainer was built: a run that cannot start must not delete an
         # earlier run.
         removed = begin_anew(folder, recipe.arguments, overwrite=overwrite)
@@ -126,6 +129,21 @@ def _run(
     if trainer.is_world_process_zero():
         write_result(folder, metrics)
     return RunResult(folder, metrics)
+
+
+def _check_folder(recipe: Recipe, folder: Path, *, is_new: bool, overwrite: bool) -> None:
+    """Raise on all ranks if the run would replace or delete what it must not; rank 0 looks."""
+    said = None
+    with raising_together():
+        if this_rank() == 0:
+            try:
+                if is_new:
+                    check_former_run(recipe.document, folder, overwrite=overwrite)
+                check_others_files(recipe.document, folder)
+            except RecipeError as error:
+                said = str(error)
+    if found := gather_objects(said)[0]:
+        raise RecipeError(found)
 
 
 def _checked_skip(skip_rows: SkipRows | None) -> frozenset[SkippedRow] | None:

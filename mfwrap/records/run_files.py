@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, final
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.folders import check_writable, sync, whole_file
+from mfwrap.checkpoints.written_files import note_written
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.records.json_lines import JsonLines, step_of
 
@@ -78,6 +79,7 @@ class RunFiles:
                 set_aside(path)
             else:
                 _remove_later_records(path, global_step)
+        note_written(path)
         lines = JsonLines(path)
         self._open.add(lines)
         self.folders[path.parent] = None

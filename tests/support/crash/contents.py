@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL
+from mfwrap.checkpoints.written_files import LIST
 
 __all__ = ["contents", "differences"]
 
@@ -20,10 +21,10 @@ _TIMES = re.compile(
 """Names of what depends on the clock, and of the command, which is another one after a crash."""
 
 _IGNORED = re.compile(
-    rf"(earlier_)?error_rank_\d+\.txt({OWN_PARTIAL})?|{ABANDONED}.*|.*\.jsonl?\.\d+"
+    rf"(earlier_)?error_rank_\d+\.txt({OWN_PARTIAL})?|{ABANDONED}.*|.*\.jsonl?\.\d+|{LIST}"
 )
 """Traceback of a run that failed or was killed while it wrote the traceback, which stays when the
-run is resumed, and checkpoints and records that a run has set aside."""
+run is resumed, and checkpoints and records that a run has set aside. The list names them, too."""
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mfwrap.checkpoints.folders import OWN_PARTIAL
+from mfwrap.checkpoints.written_files import LIST
 
 __all__ = [
     "FAILURES",
@@ -334,7 +335,10 @@ def _is_random(path: str | Path) -> bool:
 
 
 def _is_final(path: Path) -> bool:
-    return not any(part.endswith((".partial", ".tmp")) for part in path.parts)
+    # Nobody reads a lock as a file of the run, and the list of its files only grows.
+    return path.name != LIST and not any(
+        part.endswith((".lock", ".partial", ".tmp")) for part in path.parts
+    )
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -43,6 +43,21 @@ def test_a_terminal_does_not_obey_rows(tmp_path):
     assert "\x07" not in shown.output
 
 
+def test_validate_names_what_is_in_the_way(tmp_path, capsys, monkeypatch):
+    """A recipe is not valid in a folder in which the run would replace files of others."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "network.py").write_text("mine")
+    words = ["validate", "regression", "--set", "training.output_dir=."]
+
+    with pytest.raises(SystemExit) as left:
+        main(words)
+
+    assert left.value.code == 2
+    assert "training.output_dir: must be a folder in which" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "network.py"]
+
+
 def test_faults_are_one_sentence(tmp_path, capsys):
     """A null in a file is one line on standard error, for all commands with a recipe."""
     (tmp_path / "rows.csv").write_text('text,label\none,a\n"",b\n')

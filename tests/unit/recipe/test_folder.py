@@ -6,6 +6,7 @@ import os
 import pytest
 
 from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
+from mfwrap.checkpoints.written_files import LIST, note_written, rewrite_list
 from mfwrap.recipe import RecipeError, parse_recipe
 from mfwrap.recipe.run import run_recipe
 from support.recipe_texts import recipe_text
@@ -56,6 +57,7 @@ def test_a_checkpoint_that_was_being_replaced_counts(tmp_path, place):
     The checkpoint may then be in ``_checkpoint-3.partial/replaced``.
     """
     (tmp_path / place).mkdir(parents=True)
+    rewrite_list(tmp_path, ["checkpoint-3"])
 
     with pytest.raises(RecipeError, match="checkpoint-3"):
         run(tmp_path)
@@ -64,8 +66,9 @@ def test_a_checkpoint_that_was_being_replaced_counts(tmp_path, place):
 
 
 def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
-    """A new run removes the records and pictures of an earlier run that has no checkpoints."""
+    """A new run removes the records and pictures of a killed run that has no checkpoints."""
     run(tmp_path, rate=1e30)
+    (tmp_path / "result.json").unlink()
     assert (tmp_path / "anomalies.jsonl").exists()
     for name in (
         "run.png",
@@ -79,7 +82,9 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
         "skip_rows.jsonl",
         "run.png.0123456789abcdef.partial",
     ):
+        note_written(tmp_path / name)
         (tmp_path / name).touch()
+    note_written(tmp_path / "tensorboard")
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.1").touch()
     kept = ["notes.txt", "train.jsonl", "my_metrics.jsonl", "run.svg", "run.png.partial"]
@@ -108,6 +113,7 @@ def test_overwrite_removes_the_former_run(tmp_path):
     Resuming then finds the new run's checkpoint.
     """
     run(tmp_path, rate=1e30, **SAVING)
+    note_written(tmp_path / "model_ema")
     (tmp_path / "model_ema").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
@@ -126,6 +132,96 @@ def test_overwrite_removes_the_former_run(tmp_path):
     run(tmp_path, resume=True, **SAVING)
     steps = [one["step"] for one in lines(tmp_path / "metrics.jsonl") if "loss" in one]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+FOREIGN = {
+    "model": "model/network.py",
+    "model_ema": "model_ema/weights.txt",
+    "recipe.yaml": "recipe.yaml",
+    "metrics.jsonl": "metrics.jsonl",
+    "metrics_rank1.jsonl": "metrics_rank1.jsonl",
+    "result.json": "result.json",
+    "run.json": "run.json",
+    "rollbacks.json": "rollbacks.json",
+}
+"""A file of another tool for each name that a run would replace or delete."""
+
+
+@pytest.mark.parametrize("mode", [{}, {"overwrite": True}, {"resume": "auto"}])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_of_others_are_in_the_way(tmp_path, name, mode):
+    """A run never replaces, deletes or renames them: it is refused and names them."""
+    file = tmp_path / FOREIGN[name]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text('{"metrics": {"loss": 1.0}}')
+    before = contents(tmp_path)
+
+    with pytest.raises(RecipeError) as caught:
+        run(tmp_path, **mode)
+
+    assert name in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert contents(tmp_path) == before
+
+
+def test_files_of_others_that_are_not_in_the_way(tmp_path):
+    """What the run does not write stays as it is, also with ``overwrite``."""
+    kept = [
+        "run.html",
+        "run.png",
+        "model.py",
+        "checkpoint-best/a",
+        "tensorboard/events.out.tfevents.1",
+    ]
+    for name in kept:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+
+    run(tmp_path, **SAVING)
+    run(tmp_path, overwrite=True, **SAVING)
+
+    assert {name: (tmp_path / name).read_text() for name in kept} == dict.fromkeys(kept, "mine")
+
+
+def test_checkpoints_of_others_are_not_overwritten(tmp_path):
+    """A checkpoint beside which there is nothing of mfwrap belongs to another tool."""
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "weights.bin").write_text("mine")
+
+    with pytest.raises(RecipeError, match=r"whose checkpoints mfwrap has written, .*checkpoint-3"):
+        run(tmp_path, overwrite=True)
+
+    assert (tmp_path / "checkpoint-3" / "weights.bin").read_text() == "mine"
+
+
+def test_a_run_without_a_list(tmp_path):
+    """If it has a ``run.json`` of mfwrap, the names that a run writes count as its own."""
+    run(tmp_path, **SAVING)
+    (tmp_path / LIST).unlink()
+
+    run(tmp_path, overwrite=True, max_steps=3, **SAVING)
+
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_a_finished_run_is_not_started_again(tmp_path):
+    """Without checkpoints, too, a finished run keeps its records unless it is overwritten."""
+    run(tmp_path)
+    before = contents(tmp_path)
+
+    with pytest.raises(RecipeError, match=r"without a finished run, got .*result\.json; delete"):
+        run(tmp_path)
+
+    assert contents(tmp_path) == before
+    run(tmp_path, overwrite=True)
+
+
+def test_the_list_has_all_that_a_run_writes(tmp_path):
+    """Each name in the folder of a run is in its list, except the list itself."""
+    run(tmp_path, rate=1e30, **SAVING)
+
+    listed = set((tmp_path / LIST).read_text().splitlines())
+    assert {path.name for path in tmp_path.iterdir()} == listed | {LIST}
 
 
 def test_a_run_that_cannot_begin_removes_nothing(tmp_path):
@@ -149,6 +245,7 @@ def test_overwrite_removes_what_a_killed_rotation_left(tmp_path, monkeypatch):
         patch.setattr(os, "rmdir", raise_killed)
         with pytest.raises(Killed):
             rotate_checkpoints(tmp_path, 1, None)
+    rewrite_list(tmp_path, ["checkpoint-3", "checkpoint-6"])
 
     run(tmp_path, overwrite=True)
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mfwrap.checkpoints.written_files import note_written, rewrite_list
 from mfwrap.recipe import RecipeError, parse_recipe, run_recipe
 from mfwrap.recipe.document import RecipeDocument, yaml_text
 from mfwrap.recipe.folder import RESULT
@@ -73,6 +74,7 @@ def test_killed_before_the_first_checkpoint(tmp_path):
     (folder / "recipe.yaml").write_text("task: causal_lm\n")
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
     (folder / "_checkpoint-2.partial").mkdir()
+    rewrite_list(folder, ["metrics.jsonl", "recipe.yaml"])
 
     result, _ = run(folder)
 
@@ -92,6 +94,7 @@ def test_killed_after_a_checkpoint(tmp_path):
     unfinish(tmp_path)
     tracebacks = [f"error_rank_{rank}.txt" for rank in range(2)]
     for name in tracebacks:
+        note_written(tmp_path / name)
         (tmp_path / name).write_text(f"Traceback in {name}")
     weights = tmp_path / "checkpoint-6" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -154,6 +157,7 @@ def test_a_recipe_with_nan(tmp_path):
     """A recipe with NaN equals its copy in the folder."""
     document = RecipeDocument("r.yaml", {"data": {"x": ["1e5", float("nan")]}}, {})
     (tmp_path / "recipe.yaml").write_text(yaml_text(document.data))
+    rewrite_list(tmp_path, ["recipe.yaml", "result.json"])
     write_result(tmp_path, {"loss": 0.5})
 
     assert former_run(document, tmp_path).metrics == {"loss": 0.5}
@@ -161,6 +165,7 @@ def test_a_recipe_with_nan(tmp_path):
 
 def test_a_result_that_cannot_be_read(tmp_path):
     """A result that exists but cannot be read is an error: the run may have finished."""
+    rewrite_list(tmp_path, ["result.json"])
     (tmp_path / "result.json").mkdir()
 
     with pytest.raises(RecipeError, match=r"Is a directory: .*result\.json"):
