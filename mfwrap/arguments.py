@@ -5,8 +5,8 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Collection
-from typing import cast
+from collections.abc import Callable, Collection
+from typing import Any, cast
 
 
 def described(value: object) -> str:
@@ -43,6 +43,17 @@ def check_callable(name: str, value: object) -> None:
     if not callable(value):
         msg = f"`{name}` must be callable, got {described(value)}"
         raise TypeError(msg)
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function takes a keyword; true if its signature is unknown."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return True
+    return name in parameters and parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:

@@ -103,6 +103,8 @@ class AttachedStep:
         self.sections = LoopSections()
         """Times of the sections of the loop's steps."""
         self._float32: Float32Gradients | None = None
+        self.is_weightless = False
+        """Whether ``accelerator.backward`` multiplies losses by 0, so that gradients are 0."""
         self.is_loading = False
         """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
         optimizer directly instead of doing an update."""

@@ -126,7 +126,12 @@ class AttachedAccelerator:
             yield
 
     def backward(self, *args: Any, **keywords: Any) -> None:
-        """Run backward as accelerate does; explain an error that another rank has caused."""
+        """Run backward as accelerate does; explain an error that another rank has caused.
+
+        The loss is multiplied by 0 if `AttachedStep.is_weightless` is set.
+        """
+        if self.attachment.is_weightless:
+            args = (args[0] * 0, *args[1:])
         gradient = None
         if len(args) == 1 and "gradient" not in keywords:
             gradient = self.attachment.step.first_gradient(args[0])

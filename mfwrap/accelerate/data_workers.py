@@ -31,10 +31,19 @@ def leave_signals_to_parent(loader: Any) -> None:
             is left as it is.
     """
     base = getattr(loader, "base_dataloader", loader)
-    if not isinstance(base, DataLoader) or not hasattr(signal, "sigtimedwait"):
-        return
-    if not isinstance(base.worker_init_fn, WorkerStart):
-        base.worker_init_fn = WorkerStart(base.worker_init_fn)
+    if isinstance(base, DataLoader):
+        base.worker_init_fn = worker_start(base)
+
+
+def worker_start(loader: "DataLoader[Any]") -> Callable[[int], None] | None:
+    """Return the function that `leave_signals_to_parent` gives a data loader for its workers.
+
+    It is the loader's own function on a platform without ``sigtimedwait``.
+    """
+    own = loader.worker_init_fn
+    if isinstance(own, WorkerStart) or not hasattr(signal, "sigtimedwait"):
+        return own
+    return WorkerStart(own)
 
 
 @final

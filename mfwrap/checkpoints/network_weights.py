@@ -13,7 +13,9 @@ from mfwrap.compatibility.transformers import unsaved_keys
 _WEIGHTS = "model.safetensors"
 
 
-def foreign_weights(folder: Path, network: nn.Module) -> str | None:
+def foreign_weights(
+    folder: Path, network: nn.Module, *, may_be_partial: bool = False
+) -> str | None:
     """Return why a checkpoint's weights do not belong to a network; ``None`` if they do.
 
     A stock Trainer would load the weights that fit and ignore the others. Reads only the headers of
@@ -24,6 +26,13 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
     ``_load_from_state_dict``. Such code may resize a buffer or rename weights, so only loading the
     weights shows whether they fit. Code of torch and transformers does not count: it converts older
     formats.
+
+    Args:
+        folder: Folder of the checkpoint.
+        network: The network.
+        may_be_partial: Whether the user's own code has saved the weights, which may then lack
+            weights and have others. One of them at least must be a weight of the network, and
+            shapes must be equal.
 
     Raises:
         DamagedFileError: If a header is damaged.
@@ -39,6 +48,8 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
         if name.startswith(unchecked):
             continue
         if name not in expected:
+            if may_be_partial:
+                continue
             return f"{_WEIGHTS} has {name}, which is not in the network"
         shape = tuple(expected[name].shape)
         if tensor.shape != shape:
@@ -46,6 +57,9 @@ def foreign_weights(folder: Path, network: nn.Module) -> str | None:
                 f"{_WEIGHTS} has {name} with shape {list(tensor.shape)}, but the network has it "
                 f"with shape {list(shape)}"
             )
+    if may_be_partial:
+        is_known = any(name in expected or name.startswith(unchecked) for name in stored)
+        return None if is_known else f"{_WEIGHTS} has no weight of the network"
     # Only one name of a tied weight is stored. The other names have the same address, so a name is
     # missing only if its address is missing, too.
     present = {expected[name].data_ptr() for name in stored if name in expected}

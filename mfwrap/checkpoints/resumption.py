@@ -5,12 +5,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
-
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.folders import being_replaced, complete_move
 from mfwrap.checkpoints.manifest import Verified
-from mfwrap.checkpoints.verification import check_checkpoint, newest_verified
+from mfwrap.checkpoints.verification import Refusal, check_checkpoint, newest_verified
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 
 AUTO = "auto"
@@ -47,7 +45,7 @@ def newest_checkpoint(run_folder: str | Path, prefix: str = "checkpoint-") -> Pa
 def find_checkpoint(
     run_folder: Path,
     prefix: str = "checkpoint-",
-    network: nn.Module | None = None,
+    refusal: Refusal | None = None,
     required: Sequence[str] = (),
 ) -> tuple[Path, Verified] | None:
     """Do the work of `newest_checkpoint` in this process.
@@ -55,16 +53,17 @@ def find_checkpoint(
     Args:
         run_folder: Folder of the checkpoints, which may be missing.
         prefix: Start of the checkpoints' names.
-        network: Network whose weights the checkpoint must have; ``None`` to accept any weights.
+        refusal: Function that returns why the weights of a checkpoint cannot be used; ``None`` to
+            accept any weights.
         required: Names of files that the checkpoint must have.
     """
     newest = newest_folder(run_folder, prefix)
     if newest is None:
         return None
     try:
-        return newest, check_checkpoint(newest, network, required)
+        return newest, check_checkpoint(newest, refusal, required)
     except ValueError as error:
-        older = newest_verified(run_folder, newest, network, required)
+        older = newest_verified(run_folder, newest, refusal, required)
         if older is None:
             raise
         warnings.warn(f"{error}; resuming from {older[0]}", stacklevel=callers_stacklevel())

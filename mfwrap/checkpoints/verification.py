@@ -4,10 +4,8 @@ import fnmatch
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-from torch import nn
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, check_format, json_content
@@ -20,13 +18,15 @@ from mfwrap.checkpoints.manifest import (
     files_of,
     verify_by_manifest,
 )
-from mfwrap.checkpoints.network_weights import foreign_weights
 from mfwrap.checkpoints.required_files import TRAINER_STATE, missing_part
 from mfwrap.collectives import this_rank
 
 _OURS = "mfwrap_*.json"
 _PREFIX = "checkpoint-"
 _NUMBERED = re.compile(r"(.*?)(\d+)")
+
+Refusal = Callable[[Path], str | None]
+"""Function that returns why the weights of a checkpoint cannot be used; ``None`` if they can."""
 
 
 def verify(folder: Path, required: Sequence[str] = ()) -> Verified:
@@ -53,7 +53,7 @@ def verify(folder: Path, required: Sequence[str] = ()) -> Verified:
 
 
 def check_checkpoint(
-    folder: Path, network: nn.Module | None = None, required: Sequence[str] = ()
+    folder: Path, refusal: Refusal | None = None, required: Sequence[str] = ()
 ) -> Verified:
     """Check that a checkpoint is intact, and that its weights belong to a network.
 
@@ -61,7 +61,8 @@ def check_checkpoint(
 
     Args:
         folder: Folder of the checkpoint.
-        network: Network to compare with; ``None`` to check the files only.
+        refusal: Function that compares the weights with a network, such as `foreign_weights`;
+            ``None`` to check the files only.
         required: Names of files that the checkpoint must have.
 
     Raises:
@@ -73,10 +74,10 @@ def check_checkpoint(
     """
     try:
         verified = verify(folder, required)
-        if network is not None and (reason := foreign_weights(folder, network)):
+        if refusal is not None and (reason := refusal(folder)):
             raise ValueError(reason)  # noqa: TRY301  (both errors get the same offer)
     except ValueError as error:
-        other = newest_whole_checkpoint(folder.parent, folder, network, required)
+        other = newest_whole_checkpoint(folder.parent, folder, refusal, required)
         offer = (
             "there is no intact checkpoint before it"
             if other is None
@@ -100,18 +101,18 @@ def check_checkpoint(
 def newest_whole_checkpoint(
     run_folder: Path,
     before: Path | None = None,
-    network: nn.Module | None = None,
+    refusal: Refusal | None = None,
     required: Sequence[str] = (),
 ) -> Path | None:
     """Return the folder of `newest_verified`; ``None`` if there is none."""
-    found = newest_verified(run_folder, before, network, required)
+    found = newest_verified(run_folder, before, refusal, required)
     return None if found is None else found[0]
 
 
 def newest_verified(
     run_folder: Path,
     before: Path | None = None,
-    network: nn.Module | None = None,
+    refusal: Refusal | None = None,
     required: Sequence[str] = (),
 ) -> tuple[Path, Verified] | None:
     """Return the intact checkpoint of the highest step; ``None`` if there is none.
@@ -124,7 +125,8 @@ def newest_verified(
         before: A checkpoint such as ``step_30``: the search is then limited to ``step_<number>``
             with lower numbers. If its name has no number, or for ``None``, all folders
             ``checkpoint-<step>`` are searched.
-        network: Network whose weights the checkpoint must have; ``None`` to accept any weights.
+        refusal: Function that returns why the weights of a checkpoint cannot be used; ``None`` to
+            accept any weights.
         required: Names of files that a checkpoint must have.
     """
     prefix, limit = _PREFIX, None
@@ -138,7 +140,7 @@ def newest_verified(
     for step in sorted(steps, reverse=True):
         if limit is not None and step >= limit:
             continue
-        if verified := _verified(steps[step], network, required):
+        if verified := _verified(steps[step], refusal, required):
             return steps[step], verified
     return None
 
@@ -180,11 +182,11 @@ def _by_number(path: Path) -> tuple[str, str, int]:
     return (str(path.parent), match[1], int(match[2])) if match else (str(path), "", 0)
 
 
-def _verified(folder: Path, network: nn.Module | None, required: Sequence[str]) -> Verified | None:
-    """Verify a checkpoint; return ``None`` if it is damaged or belongs to another network."""
+def _verified(folder: Path, refusal: Refusal | None, required: Sequence[str]) -> Verified | None:
+    """Verify a checkpoint; return ``None`` if it is damaged or refused."""
     try:
         # Compare with the network first: this reads headers only.
-        if network is not None and foreign_weights(folder, network) is not None:
+        if refusal is not None and refusal(folder) is not None:
             return None
         return verify(folder, required)
     except (OSError, ValueError):

@@ -5,7 +5,7 @@ signatures of all methods that `MFTrainerMixin` overrides.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,6 +23,7 @@ Before 5.3, the Trainer's loop is one function. 5.3 and 5.4 have the methods, an
 _TRAINER = "transformers.trainer"
 _REFUSED = "MFTrainer is refused"
 _OVERRIDDEN = "overridden by MFTrainerMixin"
+_LIBRARIES = {"mfwrap", "peft", "transformers"}
 _SUMS = "losses since the last log, which a checkpoint and the mean of a resumed training need"
 
 NAMES = (
@@ -43,23 +44,15 @@ NAMES = (
     ),
     *(
         ForeignName(_TRAINER, f"Trainer.{name}", _OVERRIDDEN, since="5.3", otherwise=_REFUSED)
-        for name in ("_finalize_training", "_init_training_state")
+        for name in ("_finalize_training", "_init_training_state", "_run_epoch")
     ),
     *(
         ForeignName(_TRAINER, f"Trainer.{name}", purpose, since="5.3", otherwise=_REFUSED)
-        for name, purpose in (
-            ("_clip_grad_norm", "clips; replaced during a training: list the parameters once"),
-            ("_run_epoch", "replaced during a training: begin where the data were left"),
-            ("_tr_loss", _SUMS),
-        )
+        for name, purpose in (("_tr_loss", _SUMS),)
     ),
     ForeignName(_TRAINER, "Trainer._globalstep_last_logged", _SUMS),
     ForeignName(_TRAINER, "Trainer._total_loss_scalar", _SUMS),
-    ForeignName(
-        _TRAINER,
-        "Trainer._get_num_items_in_batch",
-        "counts targets; replaced during a training: weigh the losses of micro-batches",
-    ),
+    ForeignName(_TRAINER, "Trainer._get_num_items_in_batch", "count the targets of micro-batches"),
     ForeignName(_TRAINER, "Trainer._prepare_inputs", "whether a subclass makes its own batches"),
     ForeignName(_TRAINER, "Trainer._push_from_checkpoint", "upload a checkpoint"),
     ForeignName(_TRAINER, "Trainer._train_batch_size", "size that `auto_find_batch_size` found"),
@@ -90,12 +83,6 @@ NAMES = (
         otherwise="it is in `transformers.integrations.tensor_parallel`, or does not exist yet",
     ),
 )
-
-RUN_EPOCH = "_run_epoch"
-"""Method of the Trainer that trains one epoch."""
-
-CLIP_GRAD_NORM = "_clip_grad_norm"
-"""Method of the Trainer that clips the gradients of an update."""
 
 COUNT_ITEMS = "_get_num_items_in_batch"
 """Method of the Trainer that counts the targets of the micro-batches of an update."""
@@ -158,7 +145,7 @@ class LossSums:
 
 
 def method_of(trainer: Any, name: str) -> Callable[..., Any]:
-    """Return a private method of a Trainer: `RUN_EPOCH`, `CLIP_GRAD_NORM` or `COUNT_ITEMS`."""
+    """Return a private method of a Trainer: `COUNT_ITEMS`."""
     method: Callable[..., Any] = getattr(trainer, name)
     return method
 
@@ -229,14 +216,55 @@ def leave_meshes_to_step(trainer: Any) -> None:
     trainer._mixed_mesh_grads = False
 
 
-def prepares_inputs_itself(trainer_class: Any, stock: Any) -> bool:
-    """Return whether a class of trainers has a ``_prepare_inputs`` of its own.
+_SAVING = ("_save", "save_model")
+_LOADING = ("_load_from_checkpoint",)
+_OPTIMIZER = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
+
+
+def has_own(trainer: Any, *names: str) -> bool:
+    """Return whether a user has replaced a method of a Trainer, in a subclass or on the object.
+
+    Classes of transformers and of mfwrap do not count.
 
     Args:
-        trainer_class: Class to look at.
-        stock: transformers' own ``Trainer``.
+        trainer: The trainer.
+        names: Names of the methods.
     """
-    return trainer_class._prepare_inputs is not stock._prepare_inputs
+    return any(name in vars(trainer) for name in names) or _any_has(type(trainer).__mro__, names)
+
+
+def _any_has(kinds: Iterable[type], names: Collection[str]) -> bool:
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    return any(name in vars(kind) for kind in own for name in names)
+
+
+def loads_weights_itself(trainer: Any, *, after: type | None = None) -> bool:
+    """Return whether a Trainer loads the weights of a checkpoint by a method of the user's own.
+
+    Args:
+        trainer: The trainer.
+        after: Class whose ``super()`` is asked about; ``None`` for the trainer itself.
+    """
+    if after is None:
+        return has_own(trainer, *_LOADING)
+    kinds = type(trainer).__mro__
+    return _any_has(kinds[kinds.index(after) + 1 :], _LOADING)
+
+
+def saves_weights_itself(trainer: Any) -> bool:
+    """Return whether the weights of a checkpoint are saved by a method of the user's own."""
+    kinds = type(trainer.model).__mro__
+    return has_own(trainer, *_SAVING) or _any_has(kinds, {"save_pretrained"})
+
+
+def saves_optimizer_itself(trainer: Any) -> bool:
+    """Return whether a Trainer saves or loads its optimizer by a method of the user's own."""
+    return has_own(trainer, *_OPTIMIZER)
+
+
+def makes_batches_itself(trainer: Any) -> bool:
+    """Return whether a Trainer may train on other rows than those of its loader's batches."""
+    return has_own(trainer, "_prepare_inputs", "get_batch_samples")
 
 
 def unsaved_keys(network: "nn.Module") -> set[str]:

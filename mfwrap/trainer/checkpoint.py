@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from mfwrap.arguments import takes
 from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.checkpoints.folders import (
     adopt_files,
@@ -30,17 +31,31 @@ from mfwrap.checkpoints.folders import (
 )
 from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.manifest import MANIFEST, Verified, write_manifest
+from mfwrap.checkpoints.network_weights import foreign_weights
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO, find_checkpoint
 from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
-from mfwrap.checkpoints.verification import check_checkpoint, newest_whole_checkpoint, verify
+from mfwrap.checkpoints.verification import (
+    check_checkpoint,
+    is_checkpoint,
+    newest_whole_checkpoint,
+    verify,
+)
 from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.collectives import gather_objects, raising_together
-from mfwrap.compatibility.transformers import output_folder_of, push_checkpoint
+from mfwrap.compatibility.transformers import (
+    loads_weights_itself,
+    output_folder_of,
+    push_checkpoint,
+    saves_optimizer_itself,
+    saves_weights_itself,
+)
 from mfwrap.records.run_files import resume_run, save_records
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.stops import had_ended
+from mfwrap.trainer.views import view_of
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -156,10 +171,11 @@ class Checkpoints:
         run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
         # In a trial, do not compare the checkpoint with the current network: `model_init` may build
         # a different network for the trial.
-        network = trainer.model if trial is None else None
+        is_compared = trial is None and not loads_weights_itself(trainer)
+        refusal = self._foreign_weights if is_compared else None
         found = asked_for
         if asked_for == AUTO:
-            newest = find_checkpoint(run_folder, network=network, required=[TRAINER_STATE])
+            newest = find_checkpoint(run_folder, refusal=refusal, required=[TRAINER_STATE])
             return "" if newest is None else self._accepted(*newest)
         if is_last:
             found = get_last_checkpoint(str(run_folder)) if run_folder.is_dir() else None
@@ -170,7 +186,7 @@ class Checkpoints:
             )
             raise ValueError(msg)
         checkpoint = Path(found)
-        verified = check_checkpoint(checkpoint, network, required=[TRAINER_STATE])
+        verified = check_checkpoint(checkpoint, refusal, required=[TRAINER_STATE])
         return self._accepted(checkpoint, verified)
 
     def _accepted(self, checkpoint: Path, verified: Verified) -> str:
@@ -200,6 +216,33 @@ class Checkpoints:
                 except DamagedFileError as error:
                     msg = f"cannot resume from {checkpoint}: {error}; start the training again"
                     raise ValueError(msg) from error
+
+    def _foreign_weights(self, folder: Path) -> str | None:
+        """Return why the weights of a checkpoint do not belong to the trainer's model."""
+        model: Any = self._trainer.model
+        may_be_partial = saves_weights_itself(self._trainer)
+        return foreign_weights(folder, model, may_be_partial=may_be_partial)
+
+    def check_loaded(self, folder: Path, *, loads_itself: bool) -> None:
+        """Check a checkpoint whose weights and optimizer are about to be loaded.
+
+        Args:
+            folder: Folder of the checkpoint.
+            loads_itself: Whether a method of the user's own loads the weights.
+
+        Raises:
+            ValueError: If the optimizer of the checkpoint has other parameter groups, or if its
+                weights belong to another network, and the Trainer's method loads them.
+        """
+        trainer = self._trainer
+        # `checked` has not compared the weights if a method of the user's own calls the Trainer's.
+        is_unchecked = loads_weights_itself(trainer) and not loads_itself
+        if is_unchecked and (reason := self._foreign_weights(folder)):
+            msg = f"cannot load {folder}: {reason}"
+            raise ValueError(msg)
+        if not saves_optimizer_itself(trainer):
+            optimizer: Any = trainer.optimizer
+            check_parameter_groups(folder, unwrapped_optimizer(optimizer))
 
     def restore_records(self, checkpoint: Path | None) -> None:
         """Truncate the record files of the run to their lengths at a checkpoint, on every rank.
@@ -296,7 +339,7 @@ class Checkpoints:
         trainer.state.stateful_callbacks = entries
 
     @contextlib.contextmanager
-    def writing(self, run_folder: Path, *, logging_nan_inf_filter: bool) -> Iterator[None]:
+    def writing(self, run_folder: Path) -> Iterator[None]:
         """Let the Trainer write a checkpoint within the block, and then move it into place.
 
         The step and the callbacks' pending work are finished first. Within the block, the Trainer
@@ -305,8 +348,6 @@ class Checkpoints:
 
         Args:
             run_folder: Folder of the run's checkpoints.
-            logging_nan_inf_filter: The user's setting. It is restored meanwhile, because the
-                training arguments are saved, and pushed, with the model.
         """
         with owning_run(run_folder):  # a training without checkpoints is stopped with one
             yield from self._writing(run_folder, logging_nan_inf_filter=logging_nan_inf_filter)
@@ -322,19 +363,35 @@ class Checkpoints:
         staging = staging_folder(run_folder / name)
         if args.local_process_index == 0:
             shutil.rmtree(staging, ignore_errors=True)
+            # A method of the user's own may rely on the parent of its folder.
+            staging.mkdir(parents=True, exist_ok=True)
         trainer.accelerator.wait_for_everyone()
         self.staging = staging
-        with (
-            naming_written_file(staging / name),
-            replaced(args, logging_nan_inf_filter=logging_nan_inf_filter),
-        ):
+        with naming_written_file(staging / name):
             try:
                 with replaced(args, push_to_hub=False, save_total_limit=None):
                     yield
             finally:
                 self.staging = None
-            self._complete(staging / name, run_folder / name)
-        self.saved_step = trainer.state.global_step
+            if args.should_save:
+                _move_others(staging, run_folder, but=name)
+            if any(gather_objects((staging / name).is_dir())):
+                self._complete(staging / name, run_folder / name)
+                self.saved_step = trainer.state.global_step
+
+    def adopt(self) -> None:
+        """Write the manifest of a checkpoint that the user's own ``_save_checkpoint`` has written.
+
+        Such a method may write to the run folder itself. Call it when the checkpoint is written.
+        """
+        trainer = self._trainer
+        step = trainer.state.global_step
+        if self.saved_step == step:
+            return
+        self.saved_step = step
+        folder = Path(str(trainer.args.output_dir)) / f"checkpoint-{step}"
+        if trainer.args.should_save and is_checkpoint(folder):
+            write_manifest(folder)
 
     def _complete(self, written: Path, final: Path) -> None:
         """Move a checkpoint into place, remove old checkpoints, and push to the Hub if enabled."""
@@ -404,21 +461,21 @@ class Checkpoints:
         network's own names. With ``save_on_each_node``, the block also makes ``save_pretrained``
         write on one process of each node. By default, ``save_pretrained`` writes on global rank 0
         only. Outside of `writing`, the block changes nothing.
+
+        Within the block, the trainer has a view of the model; the model itself stays as it is.
         """
         model: Any = self._trainer.model
         if self.staging is None or not isinstance(model, PreTrainedModel):
             yield
             return
-        save = functools.partial(model.save_pretrained, save_original_format=False)
-        replaced: dict[str, Any] = {"save_pretrained": save}
+        save: Any = type(model).save_pretrained
+        if takes(save, "save_original_format"):
+            save = functools.partialmethod(save, save_original_format=False)
+        members = {"save_pretrained": save}
         if self._trainer.args.save_on_each_node:
-            replaced["should_save_on_this_rank"] = bool
-        vars(model).update(replaced)
-        try:
+            members["should_save_on_this_rank"] = staticmethod(bool)
+        with replaced(self._trainer, model=view_of(model, **members)):
             yield
-        finally:
-            for name in replaced:
-                del vars(model)[name]
 
     @contextlib.contextmanager
     def _loading_best(self) -> Iterator[None]:
@@ -471,6 +528,25 @@ class Checkpoints:
             return
         others = [each for each in checkpoints_of_run(run_folder) if not each.samefile(best)]
         remove_checkpoints(others, run_folder)
+
+
+def _move_others(staging: Path, run_folder: Path, *, but: str) -> None:
+    """Move what the user's own ``_save_checkpoint`` has written beside the checkpoint.
+
+    Args:
+        staging: Folder in which the checkpoint was written; removed if nothing is left in it.
+        run_folder: Folder that the user's method wanted to write to.
+        but: Name of the checkpoint.
+    """
+    others = [path for path in staging.iterdir() if path.name != but]
+    for path in others:
+        if path.is_dir():
+            shutil.copytree(path, run_folder / path.name, dirs_exist_ok=True)
+            shutil.rmtree(path)
+        else:
+            path.replace(run_folder / path.name)
+    with contextlib.suppress(OSError):
+        staging.rmdir()
 
 
 @contextlib.contextmanager

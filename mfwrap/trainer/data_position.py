@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
 from accelerate.data_loader import DataLoaderDispatcher
-from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
@@ -69,6 +68,14 @@ class TrainerPosition:
             yield
         finally:
             self._data.release()
+
+    def watching(self, batches: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+        """Yield the batches of the epoch that `begin_epoch` has begun; see `DataPosition`.
+
+        Args:
+            batches: Indices of the rows of each batch, with the number of the batch in its epoch.
+        """
+        return self._data.watching(batches)
 
     @property
     def saved_log(self) -> dict[str, Any] | None:
@@ -291,32 +298,40 @@ class DataPosition:
     """
 
     def __init__(self) -> None:
-        self._watched: Any = None
+        self._watches = False
         self._made: _MadeBatch | None = None
         self._resumed: _Resumed | None = None
         self.is_resumed = False
         """Whether this epoch has reached the batch that was made ahead of the checkpoint."""
 
     def watch(self, loader: Any) -> None:
-        """Record the generators' states before each batch of a loader, until `release`."""
+        """Record the generators' states before each batch of a loader, until `release`.
+
+        Args:
+            loader: Data loader, whose batches are given to `watching`.
+        """
         self.release()
-        sampler = getattr(loader, "batch_sampler", None)
         draws_here = getattr(loader, "num_workers", 0) == 0
-        dispatched = isinstance(loader, DataLoaderDispatcher)
-        # A `batch_sampler` may be any iterable, even a list. Python can replace the class of a
-        # `Sampler`, but not the class of a list.
-        if draws_here and not dispatched and isinstance(sampler, Sampler):
-            self._watched = sampler
-            sampler.__class__ = _watched_class(type(sampler))
-            self._watched.position = self
+        self._watches = draws_here and not isinstance(loader, DataLoaderDispatcher)
 
     def release(self) -> None:
-        """Restore the watched sampler's original class, and discard all recorded states."""
-        if self._watched is not None:
-            self._watched.__class__ = type(self._watched).unwatched
-            del self._watched.position
-        self._watched = self._made = self._resumed = None
+        """Record nothing from now on, and discard all recorded states."""
+        self._watches = False
+        self._made = self._resumed = None
         self.is_resumed = False
+
+    def watching(self, batches: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+        """Yield batches, and record the random states before each of them.
+
+        Args:
+            batches: Indices of the rows of each batch, with the number of the batch in its epoch.
+        """
+        for number, indices in batches:
+            if self._watches:
+                self.before_batch(number)
+            yield indices
+        if self._watches:
+            self.after_batches()
 
     def resume(self, saved: Mapping[str, Any] | None, restore_rest: Callable[[], None]) -> None:
         """Make the next epoch restore a checkpoint's random states at the right batch.
@@ -327,14 +342,14 @@ class DataPosition:
                 checkpoint was written. It is called once, between two batches: after the batch
                 that was made ahead has been made again, and before the next batch is made.
         """
-        if saved is not None and self._watched is not None:
+        if saved is not None and self._watches:
             ahead = _MadeBatch(saved["batch"], HostStates.decoded(saved["random_states"]))
             self._resumed = _Resumed(ahead, restore_rest)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the number and the random states of the last batch made, as JSON values.
 
-        Returns ``None`` if no batch was made, or no sampler is watched.
+        Returns ``None`` if no batch was made, or the loader is not watched.
         """
         if self._made is None:
             return None
@@ -363,21 +378,3 @@ class DataPosition:
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             resumed.restore_rest()
-
-
-def _watched_class(sampler_class: Any) -> Any:
-    class Watched(sampler_class):  # type: ignore[misc]  # (a base that is known at run time)
-        """A sampler that records the random states before it yields the indices of a batch."""
-
-        unwatched = sampler_class
-        position: DataPosition
-
-        def __iter__(self: Self) -> Iterator[Any]:
-            for number, indices in enumerate(super().__iter__()):
-                # Without rows that are left out, some batches are missing.
-                self.position.before_batch(getattr(self, "slot", number))
-                yield indices
-            self.position.after_batches()
-
-    Watched.__name__, Watched.__qualname__ = sampler_class.__name__, sampler_class.__qualname__
-    return Watched

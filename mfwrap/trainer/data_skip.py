@@ -7,11 +7,10 @@ have been left out.
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
-from mfwrap.compatibility.transformers import RUN_EPOCH, method_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows
 from mfwrap.trainer.row_places import NotedRows
 from mfwrap.trainer.row_skip import RowSkip
@@ -92,31 +91,39 @@ class DataSkip:
 
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:
-        """Within the block, let the Trainer's epochs begin where `begin` says."""
-        trainer = self._trainer
-        run_epoch = method_of(trainer, RUN_EPOCH)  # only this method skips batches
+        """Follow a training within the block."""
+        with self.rows.of_training(), self.noted.of_training():
+            yield
 
-        def shifted(
-            *, epoch: int, epochs_trained: int, resume_from_checkpoint: str | None, **keywords: Any
-        ) -> None:
-            if self._offset and resume_from_checkpoint is None:
-                # The Trainer skips batches only in a resumed training. The name of no checkpoint
-                # restores no random states.
-                resume_from_checkpoint = ""
-            keywords |= {
-                "epoch": epoch + self._epochs_added,
-                "epochs_trained": epochs_trained + self._epochs_added,
-                "resume_from_checkpoint": resume_from_checkpoint,
-            }
-            self.rows.run_epoch(run_epoch, keywords)
+    def run_epoch(self, run: Callable[..., None], keywords: Mapping[str, Any]) -> None:
+        """Call the Trainer's ``_run_epoch``, so that epochs begin where `begin` says.
 
-        # An attribute of the trainer hides the method of its class.
-        vars(trainer)[RUN_EPOCH] = shifted
-        try:
-            with self.rows.of_training(), self.noted.of_training():
-                yield
-        finally:
-            del vars(trainer)[RUN_EPOCH]
+        Args:
+            run: The method.
+            keywords: Its keywords.
+        """
+        resumed_from = keywords["resume_from_checkpoint"]
+        if self._offset and resumed_from is None:
+            # The Trainer skips batches only in a resumed training. The name of no checkpoint
+            # restores no random states.
+            resumed_from = ""
+        moved = {
+            "epoch": keywords["epoch"] + self._epochs_added,
+            "epochs_trained": keywords["epochs_trained"] + self._epochs_added,
+            "resume_from_checkpoint": resumed_from,
+        }
+        self.rows.run_epoch(run, {**keywords, **moved})
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """Return the batches of the epoch that `begin_epoch` has begun, without rows left out.
+
+        Args:
+            batches: Indices of the rows of each of this rank's batches.
+
+        Returns:
+            Pairs of the number of a batch among those of an epoch with all rows, and indices.
+        """
+        return self.noted.noting(self.rows.batches(batches))
 
     def begin(
         self,

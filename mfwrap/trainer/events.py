@@ -1,8 +1,11 @@
 """Pass a step's results to callbacks of `MFTrainer`, call their extra methods, handle SIGTERM."""
 
 import contextlib
+import copy
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -12,8 +15,9 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 from transformers.trainer_utils import SaveStrategy
 
 from mfwrap.accelerate.attached_step import AttachedStep
-from mfwrap.arguments import described
+from mfwrap.arguments import described, takes
 from mfwrap.collectives import section_clock
+from mfwrap.outputs import StepReport
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
@@ -192,11 +196,8 @@ class StepCallbackHandler(CallbackHandler):
         # there, so that the host does not wait. This is safe: if the update was skipped, the
         # deferred schedule drops the step just before the next update.
         attached.answers_late = False
-        self.trainer.listed_network.take_back()
         self.before_event(event)
         report = attached.last_report
-        if event == "on_step_end" and report is not None:
-            keywords |= {"step_output": report.output, "step_report": report}
         may_cancel = self.postpones_save and event in {"on_log", "on_evaluate"}
         control.should_save |= may_cancel
         # What callbacks do for these events does not belong to a step.
@@ -204,17 +205,15 @@ class StepCallbackHandler(CallbackHandler):
         left_out = section_clock.left_out() if is_pause else _NOTHING
         terminates = event in _ENDING_EVENTS
         with left_out, self._calling_termination() if terminates else _NOTHING:
-            changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
-                event, args, state, control, **keywords
-            )
+            call: Callable[..., TrainerControl] = super().call_event
+            if event == "on_step_end" and report is not None:
+                call = functools.partial(self._call_with_step, report)
+            changed = call(event, args, state, control, **keywords)
             self.facts.after_event.get(event, _do_nothing)(state)
         if event == "on_step_begin":
             section_clock.begin_step()
         attached.answers_late = event == "on_optimizer_step"
-        if event == "on_optimizer_step":
-            # Next, the Trainer zeroes the gradients.
-            self.trainer.listed_network.lend_parameters(self.trainer.model_wrapped)
-        elif event == "on_step_end":
+        if event == "on_step_end":
             self.postpones_save = changed.should_save and _ends_epoch(state)
             changed.should_save = changed.should_save and not self.postpones_save
         elif may_cancel:
@@ -236,6 +235,27 @@ class StepCallbackHandler(CallbackHandler):
             self.after_event(event, changed)
         return changed
 
+    def _call_with_step(
+        self, report: StepReport, event: str, args: Any, state: Any, control: Any, **keywords: Any
+    ) -> TrainerControl:
+        """Call all callbacks with the step's results, as far as they take these keywords."""
+        changed: TrainerControl = control
+        results = {"step_output": report.output, "step_report": report}
+        if all(_taken(callback, event) == set(results) for callback in self.callbacks):
+            return super().call_event(  # type: ignore[no-any-return,no-untyped-call]  # (transformers)
+                event, args, state, control, **keywords, **results
+            )
+        # transformers gives all callbacks the same keywords, so call each alone. A callback may
+        # change the list meanwhile.
+        alone = copy.copy(self)
+        for callback in self.callbacks:
+            alone.callbacks = [callback]
+            taken = {name: results[name] for name in _taken(callback, event)}
+            changed = super(StepCallbackHandler, alone).call_event(  # type: ignore[no-untyped-call]  # (transformers)
+                event, args, state, changed, **keywords, **taken
+            )
+        return changed
+
     @contextlib.contextmanager
     def _calling_termination(self) -> Iterator[None]:
         """Within the block, have the callback for SIGTERM in the list.
@@ -254,6 +274,26 @@ class StepCallbackHandler(CallbackHandler):
             # A callback may have emptied or replaced the list.
             with contextlib.suppress(ValueError):
                 self.callbacks.remove(self.termination)
+
+
+_taken_by_function: MutableMapping[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def _taken(callback: object, event: str) -> frozenset[str]:
+    """Return which results of a step the callback's method takes as keywords."""
+    method = getattr(callback, event)
+    function = getattr(method, "__func__", method)
+    try:
+        taken = _taken_by_function.get(function)
+    except TypeError:  # an object that is called as a function, and cannot be a key
+        return _taken_keywords(method)
+    if taken is None:
+        taken = _taken_by_function[function] = _taken_keywords(method)
+    return taken
+
+
+def _taken_keywords(method: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(name for name in ("step_output", "step_report") if takes(method, name))
 
 
 def _ends_epoch(state: TrainerState) -> bool:
@@ -297,9 +337,10 @@ def add_step_to_events(
     after_event: Callable[[str, TrainerControl], None] | None,
     termination: RankTermination,
 ) -> None:
-    """Make a trainer's callback handler pass the step's results to callbacks, in place.
+    """Give a trainer a callback handler that passes the step's results to callbacks.
 
-    The handler's class becomes a subclass of `StepCallbackHandler` and of its previous class.
+    Its class is a subclass of `StepCallbackHandler` and of the class of the trainer's handler,
+    whose attributes it has, such as the list of callbacks.
 
     Args:
         trainer: A trainer that already has its callback handler.
@@ -308,19 +349,22 @@ def add_step_to_events(
             which it may change, after the callbacks; ``None`` for none.
         termination: Decides after which step SIGTERM ends the training.
     """
-    handler: Any = trainer.callback_handler
-    handler.__class__ = _step_handler_class(type(handler))
+    before = trainer.callback_handler
+    handler = new_step_handler(type(before))
+    vars(handler).update(vars(before))
+    trainer.callback_handler = handler
     handler.trainer = trainer
     handler.before_event, handler.after_event = before_event, after_event
     handler.termination = TerminationCallback(termination)
     handler.facts = TrainerFacts(trainer)
 
 
-def _step_handler_class(kind: type[CallbackHandler]) -> type[StepCallbackHandler]:
+@functools.cache
+def _step_handler_class(kind: Any) -> type[StepCallbackHandler]:
     return type(f"Step{kind.__name__}", (StepCallbackHandler, kind), {})
 
 
-def new_step_handler(kind: type[CallbackHandler]) -> StepCallbackHandler:
+def new_step_handler(kind: Any) -> StepCallbackHandler:
     """Return an empty step handler of an earlier class `kind`; unpickling a handler calls this."""
     return object.__new__(_step_handler_class(kind))
 

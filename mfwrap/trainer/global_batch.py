@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from accelerate.data_loader import DataLoaderDispatcher, SkipBatchSampler
+from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -47,6 +47,8 @@ class TrainerBatch:
         self._saved: dict[str, Any] | None = None
         self._checkpoint = Path()
         self._group_size: int | None = None
+        self.num_skipped = 0
+        """Number of batches of the epoch that accelerate must skip in addition to its own."""
 
     @contextlib.contextmanager
     def resuming(self, checkpoint: Path | None) -> Iterator[None]:
@@ -108,7 +110,8 @@ class TrainerBatch:
             batch_size = saved.batch_size  # the Trainer restores it
         if trainer.accelerator.split_batches:
             num_ranks = 1
-        return GlobalBatch(num_ranks, batch_size, steps, self._configured_steps)
+        # A `train` of the user's own may not call `resuming`.
+        return GlobalBatch(num_ranks, batch_size, steps, self._configured_steps or steps)
 
     @property
     def _is_on_other_ranks(self) -> bool:
@@ -170,8 +173,7 @@ class TrainerBatch:
             # the accumulation steps.
             sampler = samplers[-1]
             self._group_size = sampler.batch_size = self._group_size or sampler.batch_size
-        if isinstance(loader, DataLoaderDispatcher):
-            vars(loader).pop("batch_sampler", None)  # of `_skip_dispatched`
+        self.num_skipped = 0
         if start is None:
             return
         args = self._trainer.args
@@ -181,7 +183,10 @@ class TrainerBatch:
             if hasattr(each, "set_epoch"):
                 each.set_epoch(start.epoch)
         if isinstance(loader, DataLoaderDispatcher) and samplers and not args.ignore_data_skip:
-            _skip_dispatched(loader, start.updates * args.gradient_accumulation_steps)
+            # A dispatcher reads a batch for each rank at a time, but `skip_first_batches` skips the
+            # batches of one rank only.
+            others = 0 if loader.split_batches else loader.state.num_processes - 1
+            self.num_skipped = others * start.updates * args.gradient_accumulation_steps
         has_other = {"ranks": self._is_on_other_ranks, "batch size": self._has_other_batch_size}
         reason = _dependence(
             loader,
@@ -202,7 +207,7 @@ class TrainerBatch:
         return {
             "sizes": self._now().state_dict(),
             "num_ranks": self._trainer.args.world_size,
-            "updates_per_epoch": self._updates_per_epoch if self._has_length else None,
+            "updates_per_epoch": (self._updates_per_epoch if self._has_length else 0) or None,
             "group_size": self._group_size,
         }
 
@@ -216,22 +221,6 @@ def _samplers_of(loader: Any) -> list[Any]:
         inner = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
     return found
-
-
-def _skip_dispatched(loader: DataLoaderDispatcher, num_batches: int) -> None:
-    """Make accelerate's ``skip_first_batches`` skip the batches of all ranks.
-
-    A dispatcher reads a batch for each rank at a time, but ``skip_first_batches`` skips the batches
-    of one rank only.
-
-    Args:
-        loader: Loader that ``skip_first_batches`` is called with.
-        num_batches: Number of batches of one rank to skip.
-    """
-    others = 0 if loader.split_batches else loader.state.num_processes - 1
-    if others and num_batches:
-        # The attribute hides the sampler of the inner loader, which stays as it is.
-        loader.batch_sampler = SkipBatchSampler(loader.batch_sampler, num_batches * others)
 
 
 def _dependence(

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
-from transformers import Trainer
 
-from mfwrap.compatibility.transformers import COUNT_ITEMS, LossSums, method_of
+from mfwrap.compatibility.transformers import COUNT_ITEMS, LossSums, has_own, method_of
 from mfwrap.outputs import LocalNormStepOutput, StepReport
 from mfwrap.step.forward import named_losses
 from mfwrap.tensors.deferred import DeferredReads
-from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.events import monitors
 
 if TYPE_CHECKING:
@@ -40,54 +38,73 @@ class Losses:
         self.step_log = StepLog(trainer.accelerator.device)
         """Counts since the last log."""
         self._training_loss: float | None = None
-        # Micro-batches of this update, each with its weight.
-        self._shares: list[tuple[Any, Tensor]] = []
+        self._is_training = False
+        self._reports = False
 
     @contextlib.contextmanager
     def filtering(self) -> Iterator[None]:
-        """Reset the counts; within the block, filter losses and count targets for the Trainer."""
+        """Reset the counts; the block is a training."""
         args = self._trainer.args
         filters = args.logging_nan_inf_filter
         self.step_log = StepLog(self._trainer.accelerator.device, filters=filters)
-        # The Trainer's own filter reads each loss on the host; `StepLog` filters on the device.
-        count = method_of(self._trainer, COUNT_ITEMS)
-        # An attribute of the trainer hides the method of its class.
-        own = vars(self._trainer)
-        own[COUNT_ITEMS] = functools.partial(self.num_items, count)
+        # A method of the user's own may refuse `return_outputs=True`.
+        self._reports = not has_own(self._trainer, "compute_loss")
         try:
-            with replaced(args, logging_nan_inf_filter=False):
-                yield
+            yield
         finally:
-            del own[COUNT_ITEMS]
+            self._reports = False
+            self.end_micro_batch()
+
+    def add(self, loss: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
+        """Count a micro-batch, and return its loss for the Trainer; see `StepLog.filtered`.
+
+        The Trainer's own filter reads each loss on the host, so it is off until
+        `end_micro_batch`. It stays on for the losses of a ``training_step`` that does not call the
+        method of `MFTrainerMixin`.
+        """
+        if self.step_log.filters:
+            self._trainer.args.logging_nan_inf_filter = False
+        return self.step_log.filtered(loss, share)
+
+    def end_micro_batch(self) -> None:
+        """Restore the user's setting of the Trainer's own filter."""
+        if self.step_log.filters:
+            self._trainer.args.logging_nan_inf_filter = True
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Within the block, report the losses that the model's output has beside its ``loss``.
+        """Within the block, `reported` reports the losses beside the ``loss`` of a model's output.
 
-        A subclass with a ``compute_loss`` of its own calls ``attached.report_losses`` instead: some
-        such methods refuse ``return_outputs=True``.
+        A subclass with a ``compute_loss`` of its own calls ``attached.report_losses`` instead.
         """
-        trainer = self._trainer
-        compute_loss: Callable[..., Any] = trainer.compute_loss
-        if getattr(compute_loss, "__func__", None) is not Trainer.compute_loss:
-            yield
-            return
-
-        def reporting_loss(
-            *args: Any, return_outputs: bool = False, **keywords: Any
-        ) -> Tensor | tuple[Tensor, Any]:
-            loss, outputs = compute_loss(*args, return_outputs=True, **keywords)
-            losses = named_losses(outputs)
-            if losses:
-                trainer.attached.report_losses(losses)
-            return (loss, outputs) if return_outputs else loss
-
-        # An attribute of the trainer hides the method of its class.
-        vars(trainer)["compute_loss"] = reporting_loss
+        self._is_training = True
         try:
             yield
         finally:
-            del vars(trainer)["compute_loss"]
+            self._is_training = False
+
+    def reported(
+        self,
+        compute_loss: Callable[..., Any],
+        *args: Any,
+        return_outputs: bool = False,
+        **keywords: Any,
+    ) -> Any:
+        """Return what the Trainer's ``compute_loss`` returns, and report its further losses.
+
+        Args:
+            compute_loss: The method.
+            args: The model and its inputs.
+            return_outputs: Whether to return the model's output, too.
+            keywords: Further keywords of the method.
+        """
+        if not (self._is_training and self._reports):
+            return compute_loss(*args, return_outputs=return_outputs, **keywords)
+        loss, outputs = compute_loss(*args, return_outputs=True, **keywords)
+        losses = named_losses(outputs)
+        if losses:
+            self._trainer.attached.report_losses(losses)
+        return (loss, outputs) if return_outputs else loss
 
     def share_later(self, inputs: dict[str, Any], num_items: Any) -> Callable[[], Tensor | float]:
         """Return a function that returns `share_of_update`; call this before the training step.
@@ -110,8 +127,6 @@ class Losses:
             num_items: Number of targets in all micro-batches of the update; ``None`` if the Trainer
                 weighs micro-batches equally.
         """
-        if self._shares and self._shares[0][0] is inputs:
-            return self._shares.pop(0)[1]
         trainer = self._trainer
         num_micro_batches = trainer.current_gradient_accumulation_steps
         if num_items is None or not self._counts_items or num_micro_batches == 1:
@@ -129,28 +144,6 @@ class Losses:
         # On several ranks, counting targets would cost a collective per micro-batch, so weigh all
         # micro-batches equally there.
         return self.step_log.filters and counts and trainer.args.world_size == 1
-
-    def num_items(self, count: Callable[..., Any], batches: list[Any], device: Any) -> Any:
-        """Return the number of targets of an update, and remember those of each micro-batch.
-
-        On a CPU those of a micro-batch are counted later, and only if its loss is non-finite.
-
-        Args:
-            count: The Trainer's own count, which takes `batches` and `device`.
-            batches: Micro-batches of the update.
-            device: Device of the number.
-        """
-        self._shares = []
-        counts_now = not self.step_log.reads_at_once and self._trainer.args.n_gpu <= 1
-        if len(batches) < 2 or not counts_now or not self._counts_items:
-            return count(batches, device)
-        each = [count([batch], device) for batch in batches]
-        if not all(isinstance(items, Tensor) and items.dim() == 0 for items in each):
-            return count(batches, device)
-        of_each = torch.stack(each)
-        total = of_each.sum()
-        self._shares = list(zip(batches, (of_each / total).unbind(), strict=True))
-        return total
 
     def completed(self, logs: dict[str, float]) -> dict[str, float]:
         """Return a log entry of the Trainer, with the values of the step and the callbacks added.
@@ -385,7 +378,8 @@ class StepLog:
         for name in counts:
             logs[name] = int(logs[name])
         before = logs["loss"]
-        if left_out < self._num_losses:
+        # A `training_step` of the user's own may count no losses here.
+        if left_out < self._num_losses or left_out == 0:
             logs["loss"] = before * (self.num_steps / (self.num_steps - left_share))
         else:
             del logs["loss"]

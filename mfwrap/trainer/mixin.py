@@ -3,16 +3,18 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
-from mfwrap.accelerate.data_workers import leave_signals_to_parent
 from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
@@ -24,6 +26,7 @@ from mfwrap.compatibility.transformers import (
     leave_accumulation_to_trainer,
     leave_meshes_to_step,
     let_cpu_ranks_load,
+    loads_weights_itself,
 )
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
@@ -34,7 +37,7 @@ from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepp
 from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
-from mfwrap.trainer.checkpoint import Checkpoints, check_parameter_groups, replaced
+from mfwrap.trainer.checkpoint import Checkpoints, replaced
 from mfwrap.trainer.console import show_in_one_place
 from mfwrap.trainer.data_position import TrainerPosition
 from mfwrap.trainer.data_skip import DataSkip
@@ -45,18 +48,14 @@ from mfwrap.trainer.events import (
     flushed_at_end,
     monitors,
 )
+from mfwrap.trainer.followed_loader import followed_loader
 from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.log import Losses
 from mfwrap.trainer.model_card import describing, extend_card
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
-from mfwrap.trainer.repeated_work import (
-    ListedNetwork,
-    TrainMode,
-    clipping_listed_parameters,
-    counting_operations,
-)
 from mfwrap.trainer.rollback import Rollback, Rollbacks
+from mfwrap.trainer.row_skip import Part
 from mfwrap.trainer.stops import save_last_step, stop
 
 if TYPE_CHECKING:
@@ -195,12 +194,14 @@ class MFTrainerMixin(_Base):
             communication_hook=communication_hook,
         )
         self._losses = Losses(self)
-        self.listed_network = ListedNetwork()
-        self._train_mode = TrainMode(self.listed_network)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the schedule, which then advances only for applied updates."""
-        schedule: Any = super().create_scheduler(*args, **kwargs)
+        result: Any = super().create_scheduler(*args, **kwargs)
+        # A method of the user's own may return nothing.
+        schedule: Any = self.lr_scheduler
+        if schedule is None:
+            return result
         steps = self.attached.step
         if not isinstance(schedule, DeferredSchedule) and not is_stepped_with_a_metric(schedule):
             optimizer = unwrapped_optimizer(self.optimizer)
@@ -211,7 +212,7 @@ class MFTrainerMixin(_Base):
             )
         if isinstance(schedule, DeferredSchedule) and schedule not in steps.schedules:
             steps.schedules.append(schedule)
-        return schedule
+        return result
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
@@ -262,8 +263,6 @@ class MFTrainerMixin(_Base):
         with (
             contextlib.nullcontext() if self._watch is None else self._watch.training(),
             self._losses.filtering(),
-            counting_operations(self),
-            clipping_listed_parameters(self, self.listed_network),
             self._skip.of_training(),
             self._position.of_training(resume_from_checkpoint, self.args),
             records_of_training(),
@@ -316,16 +315,47 @@ class MFTrainerMixin(_Base):
         has_ended = self._checkpoints.ended_early or self.state.global_step >= max_steps
         return (num_train_epochs, 0) if has_ended else (epochs, batches)
 
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
+        """Return the numbers of updates and epochs of a training; note its data loader."""
+        self._skip.rows.note_loader(dataloader)
+        return super().set_initial_training_values(args, dataloader)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        names = inspect.signature(super()._run_epoch).parameters
+        keywords = dict(zip(names, args, strict=False)) | kwargs
+
+        def follow(batches: Iterable[Any]) -> Iterator[Any]:
+            return self._position.watching(self._skip.batches(batches))
+
+        loader, num_skipped = keywords["train_dataloader"], self._batch.num_skipped
+        keywords["train_dataloader"] = followed_loader(loader, follow, num_skipped=num_skipped)
+        self._skip.run_epoch(super()._run_epoch, keywords)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Return the micro-batches of an update that have rows, and the number of their targets."""
+        read = super().get_batch_samples
+        return self._skip.rows.read(read, epoch_iterator, num_batches, device)
+
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         """Do forward and backward of a micro-batch; return its loss, or 0 if it is non-finite."""
-        if self._watch is not None:
-            self._watch.begin_update()
-        share = self._losses.share_later(inputs, num_items_in_batch)
-        with self._losses.reporting(), self._train_mode.quick(model):
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return self._losses.step_log.filtered(loss, share)
+        part = self._skip.rows.next_part()
+        if part is Part.NOTHING:
+            return torch.zeros((), device=self.args.device)
+        num_items = args[0] if args else kwargs.get("num_items_in_batch")
+        share = self._losses.share_later(inputs, num_items)
+        is_weightless = part is Part.STAND_IN
+        with self._losses.reporting(), replaced(self.attached, is_weightless=is_weightless):
+            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        loss = self._losses.add(loss, share)
+        return torch.zeros_like(loss) if is_weightless else loss
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a micro-batch; report the further losses of the model's output."""
+        return self._losses.reported(super().compute_loss, *args, **kwargs)
 
     def prediction_step(
         self,
@@ -367,15 +397,15 @@ class MFTrainerMixin(_Base):
             self._checkpoints.finishing(run_folder, keeps_last=keeps_last),
         ):
             result = super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]  # (transformers)
+        if not isinstance(result, TrainOutput):
+            return result  # of a method of the user's own
         return TrainOutput(result.global_step, loss, result.metrics | {"train_loss": loss})
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._checkpoints.staging or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with self._checkpoints.writing(
-            Path(self._get_output_dir(trial)), logging_nan_inf_filter=self._losses.step_log.filters
-        ):
+        with self._checkpoints.writing(Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -403,20 +433,20 @@ class MFTrainerMixin(_Base):
             {"global_batch": self._batch.state_dict(), "data_skip": self._skip.state_dict()},
         )
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # A method of the user's own may have other names, and no `model`.
+        checkpoint, model = [*args, *kwargs.values(), None][:2]
         check_sharded_load(self.accelerator)
         is_new = model is None and self.optimizer is None
         if model is None:
             # The Trainer loads the weights first and the optimizer later. Check the optimizer
             # before the weights are loaded, so that a checkpoint that does not fit changes nothing.
             self.create_optimizer()
-            optimizer: Any = self.optimizer
-            check_parameter_groups(Path(resume_from_checkpoint), unwrapped_optimizer(optimizer))
+            loads_itself = loads_weights_itself(self, after=MFTrainerMixin)
+            self._checkpoints.check_loaded(Path(checkpoint), loads_itself=loads_itself)
         network: Any = self.model
         before = set(network.parameters())
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(*args, **kwargs)
         if is_new and before != set(network.parameters()):
             # The model replaces parameters when it is loaded: the Trainer makes a new optimizer.
             self.optimizer = None
@@ -440,43 +470,58 @@ class MFTrainerMixin(_Base):
 
 def _before_event(self: MFTrainerMixin, event: str) -> None:
     """Bring the log and the data position up to date before callbacks are called."""
+    self._losses.end_micro_batch()
     if event == "on_train_begin":
-        # The Trainer has loaded weights, optimizer and schedule. It passes over files that are
-        # missing, so an absent file would be a fresh start.
-        self._checkpoints.check_unchanged(is_last=False)
-        self._checkpoints.restore_records(self._position.resumed_from)
-        if self._position.resumed_from is not None:
-            for callback in monitors(self.callback_handler.callbacks):
-                callback.resume_from(self._position.resumed_from)
-        self.rollbacks.begun()
-        self._skip.noted.begin()
-        self.attached.step.rate_factor = 1.0
-        self._losses.begin(self._position.saved_log)
+        _begin_training(self)
     elif event == "on_epoch_begin":
-        # A subclass may give a loader that the accelerator has not prepared.
-        leave_signals_to_parent(self.callback_handler.train_dataloader)
-        is_resumed = self._position.resumed_from is not None
-        self._batch.begin_epoch(
-            self.callback_handler.train_dataloader,
-            self._skip.begin_epoch(self.callback_handler.train_dataloader, is_resumed=is_resumed),
-        )
-        self._position.begin_epoch(
-            self.callback_handler.train_dataloader,
-            super(MFTrainerMixin, self)._load_rng_state,
-            epoch=self.state.epoch,
-            skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
-        )
+        _begin_epoch(self)
     elif event == "on_step_begin":
-        # Callbacks and random generators have loaded their states since the training began.
-        self._checkpoints.check_unchanged(is_last=True)
-        if self.rollbacks.may_slow:
-            factor = self.rollbacks.rate_factor(self.state.global_step + 1)
-            self.attached.step.rate_factor = factor
+        _begin_step(self)
+    elif event == "on_pre_optimizer_step":
+        self._skip.rows.check_update()
+    elif event == "on_save":
+        self._checkpoints.adopt()
     elif event == "on_step_end":
         if self._skip.follows_rows:
             self._skip.count_update()
         if self.attached.last_report is not None:
             self._losses.step_log.count(self.attached.last_report)
+
+
+def _begin_training(self: MFTrainerMixin) -> None:
+    # The Trainer has loaded weights, optimizer and schedule. It passes over files that are missing,
+    # so an absent file would be a fresh start.
+    self._checkpoints.check_unchanged(is_last=False)
+    self._checkpoints.restore_records(self._position.resumed_from)
+    if self._position.resumed_from is not None:
+        for callback in monitors(self.callback_handler.callbacks):
+            callback.resume_from(self._position.resumed_from)
+    self.rollbacks.begun()
+    self._skip.noted.begin()
+    self.attached.step.rate_factor = 1.0
+    self._losses.begin(self._position.saved_log)
+
+
+def _begin_epoch(self: MFTrainerMixin) -> None:
+    loader = self.callback_handler.train_dataloader
+    is_resumed = self._position.resumed_from is not None
+    self._batch.begin_epoch(loader, self._skip.begin_epoch(loader, is_resumed=is_resumed))
+    self._position.begin_epoch(
+        loader,
+        super(MFTrainerMixin, self)._load_rng_state,
+        epoch=self.state.epoch,
+        skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
+    )
+
+
+def _begin_step(self: MFTrainerMixin) -> None:
+    # Callbacks and random generators have loaded their states since the training began.
+    self._checkpoints.check_unchanged(is_last=True)
+    if self._watch is not None:
+        self._watch.begin_update()
+    if self.rollbacks.may_slow:
+        factor = self.rollbacks.rate_factor(self.state.global_step + 1)
+        self.attached.step.rate_factor = factor
 
 
 def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:

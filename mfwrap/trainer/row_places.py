@@ -3,14 +3,11 @@
 import contextlib
 import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, final
 
-from torch.utils.data import Sampler
-from transformers import Trainer
-
-from mfwrap.compatibility.transformers import prepares_inputs_itself
+from mfwrap.compatibility.transformers import makes_batches_itself
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow
 from mfwrap.trainer.dealt_rows import Dealing, EpochRows
 from mfwrap.trainer.events import MonitorCallback, monitors
@@ -38,7 +35,6 @@ class NotedRows:
     def __init__(self, trainer: "MFTrainerMixin") -> None:
         self._trainer = trainer
         self._takers: list[MonitorCallback] = []
-        self._sampler: Any = None
         # A step is judged in the next step, which may belong to the next epoch.
         self._epochs: deque[_NotedEpoch] = deque(maxlen=2)
 
@@ -51,7 +47,7 @@ class NotedRows:
 
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:
-        """Restore the sampler after the block, and take `places` from the monitors again."""
+        """Take `places` from the monitors after the block."""
         self._epochs.clear()
         try:
             yield
@@ -59,7 +55,6 @@ class NotedRows:
             for callback in self._takers:
                 callback.take_row_places(None)
             self._takers = []
-            self._release()
 
     def begin_epoch(
         self,
@@ -82,7 +77,7 @@ class NotedRows:
             return
         trainer = self._trainer
         rows = self._whole_epoch(loader, first_update) if left_out is None else left_out
-        is_unknown = trainer.args.ignore_data_skip or _makes_batches(type(trainer))
+        is_unknown = trainer.args.ignore_data_skip or makes_batches_itself(trainer)
         if rows is None or is_unknown or rows.dealing.num_updates != updates_per_epoch:
             rows = None
         num_ahead = (getattr(loader, "num_workers", 0) or 0) * (
@@ -91,13 +86,6 @@ class NotedRows:
         # The batches of the last two updates, those that workers are making, and a few more.
         num_kept = 3 * trainer.args.gradient_accumulation_steps + num_ahead + 4
         self._epochs.append(_NotedEpoch(epoch, trainer.state.global_step, rows, num_kept))
-        sampler = getattr(loader, "batch_sampler", None)
-        if self._sampler is not sampler:
-            self._release()
-        if self._sampler is None and isinstance(sampler, Sampler) and rows is not None:
-            self._sampler = sampler
-            vars(sampler)["noted_rows"] = self
-            sampler.__class__ = _noting_class(type(sampler))
 
     def _whole_epoch(self, loader: Any, first_update: int) -> EpochRows | None:
         """Return an epoch without rows left out; ``None`` if it is unknown where its rows go."""
@@ -107,17 +95,13 @@ class NotedRows:
             return None
         return EpochRows(dealing, first_update=first_update)
 
-    def _release(self) -> None:
-        sampler, self._sampler = self._sampler, None
-        if sampler is None:
-            return
-        if hasattr(type(sampler), "without_notes"):
-            sampler.__class__ = type(sampler).without_notes
-        vars(sampler).pop("noted_rows", None)
+    def noting(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Return the batches of the epoch that `begin_epoch` has begun, and note their rows.
 
-    def newest(self) -> "_NotedEpoch":
-        """Return the present epoch."""
-        return self._epochs[-1]
+        Args:
+            batches: Indices of the rows of each batch, with the slot of the batch.
+        """
+        return self._epochs[-1].noting(batches) if self._takers else iter(batches)
 
     def places(self, step: int, sizes: Sequence[int]) -> Sequence[Sequence[RowPlace | None]]:
         """Return the places of this rank's rows in a step; see `RowPlaces`.
@@ -146,23 +130,26 @@ class _NotedEpoch:
         self, number: int, steps_before: int, rows: EpochRows | None, num_kept: int
     ) -> None:
         self.steps_before = steps_before
-        self.num_iterations = 0
-        """How often the sampler has been iterated over in this pass."""
-        self.dealt: deque[tuple[int, Sequence[Any]]] = deque(maxlen=num_kept)
-        """Slots with the indices of this rank's rows."""
+        # Slots with the indices of this rank's rows.
+        self._dealt: deque[tuple[int, Sequence[Any]]] = deque(maxlen=num_kept)
         self._number = number
         self._rows = rows
+
+    def noting(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yield batches with their slots, and note them."""
+        for slot, indices in batches:
+            self._dealt.append((slot, indices))
+            yield slot, indices
 
     def places(self, step: int, sizes: Sequence[int]) -> Sequence[Sequence[RowPlace | None]]:
         """Return the places of rows, as `NotedRows.places` does."""
         rows = self._rows
-        # If a callback has iterated over the loader, too, the order may be that of its iteration.
-        if rows is None or self.num_iterations != 1:
+        if rows is None:
             return ()
         update = next(islice(rows.updates(), step - self.steps_before - 1, None), None)
         if update is None:
             return ()
-        dealt = dict(self.dealt)
+        dealt = dict(self._dealt)
         kept = rows.kept_positions(update, rows.dealing.rank)
         # A network that is called twice per micro-batch has more calls than there are slots.
         if len(kept) != len(sizes) or not kept.keys() <= dealt.keys():
@@ -186,30 +173,3 @@ class _NotedEpoch:
             RowPlace(index, SkippedRow(self._number, position))
             for index, position in zip(numbers, positions, strict=True)
         ]
-
-
-def _makes_batches(trainer_class: type[Trainer]) -> bool:
-    """Return whether a Trainer may train on other rows than those of its loader's batches."""
-    return (
-        prepares_inputs_itself(trainer_class, Trainer)
-        or trainer_class.get_batch_samples is not Trainer.get_batch_samples
-    )
-
-
-def _noting_class(sampler_class: Any) -> Any:
-    class Noting(sampler_class):  # type: ignore[misc]  # (a base that is known at run time)
-        """A batch sampler that notes the indices that it yields."""
-
-        without_notes = sampler_class
-        noted_rows: NotedRows
-
-        def __iter__(self: Self) -> Iterator[Any]:
-            epoch = self.noted_rows.newest()
-            epoch.num_iterations += 1
-            for number, indices in enumerate(super().__iter__()):
-                # If rows are left out, some batches are missing.
-                epoch.dealt.append((getattr(self, "slot", number), indices))
-                yield indices
-
-    Noting.__name__, Noting.__qualname__ = sampler_class.__name__, sampler_class.__qualname__
-    return Noting

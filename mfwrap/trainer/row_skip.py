@@ -6,7 +6,7 @@ import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ _NO_DEALING = Dealing(1, 1, 1, 0, 1, 1, fills_up=False)
 """Placeholder before a training has begun."""
 
 
-class _Part(enum.Enum):
+class Part(enum.Enum):
     """What a micro-batch of an update that lacks rows has."""
 
     NOTHING = enum.auto()
@@ -81,8 +81,10 @@ class RowSkip:
         # Of the present epoch, and of its update that is being trained on.
         self._epoch = EpochRows(_NO_DEALING)
         self._updates: Iterator[int] = iter(())
-        self._parts: deque[_Part] = deque()
+        self._parts: deque[Part] = deque()
         self._divisor: float = 1
+        self._follows = False
+        self._is_read = False
 
     @property
     def fact(self) -> str:
@@ -95,25 +97,16 @@ class RowSkip:
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:
         """Follow a training within the block."""
-        trainer = self._trainer
-        values = trainer.set_initial_training_values
-
-        def noting(args: Any, dataloader: Any) -> Any:
-            self._loader = dataloader
-            return values(args, dataloader)
-
-        # Attributes of the trainer hide the methods of its class.
-        vars(trainer)["set_initial_training_values"] = noting
         try:
             yield
         finally:
-            for name in ("set_initial_training_values", "get_batch_samples", "training_step"):
-                vars(trainer).pop(name, None)
-            sampler: Any = getattr(self._loader, "batch_sampler", None)
-            if hasattr(sampler, "skipped"):
-                sampler.__class__ = type(sampler).with_all_rows
-                del sampler.skipped
             self._loader = None
+            self._follows = self._is_read = False
+            self._parts.clear()
+
+    def note_loader(self, loader: Any) -> None:
+        """Note the data loader of the training; call it before `begin`."""
+        self._loader = loader
 
     def begin(self, saved: Iterable[Collection[int]] | None, updates_per_epoch: int) -> bool:
         """Prepare a training; return whether positions of rows are known.
@@ -133,6 +126,7 @@ class RowSkip:
         self.present = given | self.added
         self._epochs, self._empty = {}, []
         self._epoch = EpochRows(_NO_DEALING)
+        self._follows = False
         if not self.present and not self.needs_positions:
             return False
         if trainer.args.ignore_data_skip:
@@ -154,8 +148,7 @@ class RowSkip:
             rows.check(epoch)
             self._epochs[epoch] = rows
             self._empty += [epoch * updates_per_epoch + update for update in rows.empty_updates]
-        vars(trainer)["get_batch_samples"] = self._reading(trainer.get_batch_samples)
-        vars(trainer)["training_step"] = self._training(trainer.training_step)
+        self._follows = True
         return True
 
     def _rows_of(self, epoch: int, first_update: int = 0) -> EpochRows:
@@ -228,12 +221,8 @@ class RowSkip:
         if not isinstance(sampler, Sampler):
             msg = f"`skip_rows` needs a torch Sampler, got {type(sampler).__name__}"
             raise ValueError(msg)  # noqa: TRY004  (a value of the loader)
-        self._loader = loader
-        if not hasattr(sampler, "skipped"):
-            sampler.__class__ = _skipping_class(type(sampler))
         is_whole = first_update == 0 and epoch not in self._epochs
         self._epoch = self._rows_of(-1) if is_whole else self._rows_of(epoch, first_update)
-        vars(sampler)["skipped"] = self._epoch
         self._updates = self._epoch.updates()
         return self._epoch
 
@@ -254,80 +243,89 @@ class RowSkip:
             steps = keywords["steps_in_epoch"] - rows.num_empty_slots
             run(**{**keywords, "num_update_steps_per_epoch": num_updates, "steps_in_epoch": steps})
 
-    def _reading(self, read: Callable[..., tuple[list[Any], Any]]) -> Callable[..., Any]:
-        """Return a ``get_batch_samples`` that reads the micro-batches that have rows."""
-        trainer = self._trainer
+    def batches(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the batches of the epoch that `begin_epoch` has begun, without rows left out.
 
-        def get_batch_samples(
-            epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-        ) -> tuple[list[Any], Any]:
-            rows, update = self._epoch, next(self._updates, None)
-            self._parts.clear()
-            if update is None or not rows.lacks_rows(update):
-                return read(epoch_iterator, num_batches, device)
-            slots = rows.dealing.slots(update)
-            filled = [slot for slot in slots if rows.num_filled(slot)]
-            batches = [next(epoch_iterator) for _ in filled]
-            stands_in = [not rows.is_filled_here(slot) for slot in filled]
-            # The Trainer reduces gradients in the last micro-batch of an update, so that one must
-            # have rows on some rank.
-            num_left_out = len(slots) - len(filled)
-            self._parts += [_Part.NOTHING] * num_left_out
-            self._parts += [_Part.STAND_IN if each else _Part.ROWS for each in stands_in]
-            # The Trainer divides by the number of micro-batches of a rank, and the gradients are
-            # averaged over the ranks.
-            total, num_ranks = sum(map(rows.num_filled, filled)), rows.dealing.num_ranks
-            self._divisor = total // num_ranks if total % num_ranks == 0 else total / num_ranks
-            counted = [
-                _without_targets(batch) if each else batch
-                for batch, each in zip(batches, stands_in, strict=True)
-            ]
-            if all(stands_in) and not trainer.args.average_tokens_across_devices:
-                counted = batches  # a rank that divides by its own number must not divide by 0
-            num_items = method_of(trainer, COUNT_ITEMS)(counted, device)
-            return [_without_rows(batches[0])] * num_left_out + batches, num_items
+        Args:
+            batches: Indices of the rows of each of this rank's batches.
 
-        return get_batch_samples
+        Returns:
+            Pairs of a slot, which is the number of a batch among those of an epoch with all rows,
+            and indices.
+        """
+        return self._epoch.batches(batches) if self._follows else enumerate(batches)
 
-    def _training(self, train: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a ``training_step`` that gives each micro-batch its weight."""
-        trainer = self._trainer
+    def read(
+        self,
+        read: Callable[..., tuple[list[Any], Any]],
+        epoch_iterator: Iterator[Any],
+        num_batches: int,
+        device: torch.device,
+    ) -> tuple[list[Any], Any]:
+        """Read the micro-batches of an update that have rows, and count their targets.
 
-        def training_step(*args: Any, **keywords: Any) -> Tensor:
-            if not self._parts:
-                return train(*args, **keywords)
-            part = self._parts.popleft()
-            if part is _Part.NOTHING:
-                return torch.zeros((), device=trainer.args.device)
-            trainer.current_gradient_accumulation_steps = self._divisor  # type: ignore[assignment]  # (the Trainer divides by it)
-            if part is _Part.ROWS:
-                return train(*args, **keywords)
-            with _without_gradient(trainer.accelerator):
-                return torch.zeros_like(train(*args, **keywords))
+        Args:
+            read: The Trainer's ``get_batch_samples``, which takes the other arguments.
+            epoch_iterator: Iterator over the micro-batches of the epoch.
+            num_batches: Number of micro-batches of an update with all rows.
+            device: Device of the number of targets.
+        """
+        if not self._follows:
+            return read(epoch_iterator, num_batches, device)
+        rows, update = self._epoch, next(self._updates, None)
+        self._is_read = True
+        self._parts.clear()
+        if update is None or not rows.lacks_rows(update):
+            return read(epoch_iterator, num_batches, device)
+        slots = rows.dealing.slots(update)
+        filled = [slot for slot in slots if rows.num_filled(slot)]
+        batches = [next(epoch_iterator) for _ in filled]
+        stands_in = [not rows.is_filled_here(slot) for slot in filled]
+        # The Trainer reduces gradients in the last micro-batch of an update, so that one must have
+        # rows on some rank.
+        num_left_out = len(slots) - len(filled)
+        self._parts += [Part.NOTHING] * num_left_out
+        self._parts += [Part.STAND_IN if each else Part.ROWS for each in stands_in]
+        # The Trainer divides by the number of micro-batches of a rank, and the gradients are
+        # averaged over the ranks.
+        total, num_ranks = sum(map(rows.num_filled, filled)), rows.dealing.num_ranks
+        self._divisor = total // num_ranks if total % num_ranks == 0 else total / num_ranks
+        counted = [
+            _without_targets(batch) if each else batch
+            for batch, each in zip(batches, stands_in, strict=True)
+        ]
+        if all(stands_in) and not self._trainer.args.average_tokens_across_devices:
+            counted = batches  # a rank that divides by its own number must not divide by 0
+        num_items = method_of(self._trainer, COUNT_ITEMS)(counted, device)
+        return [_without_rows(batches[0])] * num_left_out + batches, num_items
 
-        return training_step
+    def next_part(self) -> Part:
+        """Return what the next micro-batch has; let the Trainer divide its loss by their number."""
+        if not self._parts:
+            return Part.ROWS
+        part = self._parts.popleft()
+        if part is not Part.NOTHING:
+            self._trainer.current_gradient_accumulation_steps = self._divisor  # type: ignore[assignment]  # (the Trainer divides by it)
+        return part
+
+    def check_update(self) -> None:
+        """Raise unless the micro-batches of the update were read and trained here; before it.
+
+        Raises:
+            RuntimeError: If a subclass of the trainer has replaced one of the two methods.
+        """
+        if self._follows and (self._parts or not self._is_read):
+            name = "training_step" if self._parts else "get_batch_samples"
+            msg = (
+                f"`skip_rows` and `rollback` need the trainer's `{name}`, got that of "
+                f"{type(self._trainer).__name__}, which does not call `super().{name}`"
+            )
+            raise RuntimeError(msg)
+        self._is_read = False
 
     def state_dict(self) -> list[list[int]]:
         """Return the rows that are left out, as JSON values."""
         return sorted([row.epoch, row.position] for row in self.present)
-
-
-def _skipping_class(sampler_class: Any) -> Any:
-    class Skipping(sampler_class):  # type: ignore[misc]  # (a base that is known at run time)
-        """A batch sampler that leaves rows out of its batches."""
-
-        with_all_rows = sampler_class
-        skipped: EpochRows
-        slot: int
-        """Number of the last batch among those of an epoch with all rows."""
-
-        def __iter__(self: Self) -> Iterator[Any]:
-            for slot, batch in self.skipped.batches(super().__iter__()):
-                self.slot = slot
-                yield batch
-
-    Skipping.__name__, Skipping.__qualname__ = sampler_class.__name__, sampler_class.__qualname__
-    return Skipping
 
 
 def _without_rows(batch: Any) -> dict[str, Any]:
@@ -351,19 +349,3 @@ def _without_targets(batch: Any) -> Any:
         if isinstance(batch.get(name), Tensor)
     }
     return {**batch, **ignored}
-
-
-@contextlib.contextmanager
-def _without_gradient(accelerator: Any) -> Iterator[None]:
-    """Within the block, run backward with gradients that are 0."""
-    backward: Callable[..., None] = accelerator.backward
-
-    def weightless(loss: Tensor, **keywords: Any) -> None:
-        backward(loss * 0, **keywords)
-
-    # An attribute of the accelerator hides the method of its class.
-    vars(accelerator)["backward"] = weightless
-    try:
-        yield
-    finally:
-        del vars(accelerator)["backward"]

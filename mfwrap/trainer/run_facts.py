@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from transformers import TrainerState
 
+from mfwrap.compatibility.transformers import has_own
 from mfwrap.records.run_facts import RunFacts, lasting_facts
 from mfwrap.records.run_files import record_folders
-from mfwrap.trainer.repeated_work import OperationCount
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -87,11 +87,11 @@ class TrainerFacts:
     def _tokens(self, state: TrainerState) -> int | None:
         """Return the tokens of the run so far; the Trainer has counted their operations."""
         trainer: Any = self._trainer
-        count = trainer.floating_point_ops
         if getattr(trainer.model, "main_input_name", None) != "input_ids":
             return None
-        if not isinstance(count, OperationCount):
+        # A formula of the user's own may need more than the number of tokens.
+        if has_own(trainer, "floating_point_ops"):
             return None
         # A training that resumes after its last update has counted nothing yet.
-        operations = count({"input_ids": torch.zeros(1)})
+        operations = trainer.floating_point_ops({"input_ids": torch.zeros(1)})
         return round(state.total_flos / operations) if operations else None

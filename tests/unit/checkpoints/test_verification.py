@@ -1,5 +1,6 @@
 """Damaged checkpoints are refused, and the newest intact checkpoint is offered."""
 
+import functools
 import os
 import warnings
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from mfwrap.checkpoints import verification
 from mfwrap.checkpoints.manifest import write_manifest
+from mfwrap.checkpoints.network_weights import foreign_weights
 from mfwrap.checkpoints.verification import (
     check_checkpoint,
     checkpoints_in,
@@ -154,7 +156,9 @@ def test_the_newest_checkpoint_of_a_network(tmp_path):
     write_checkpoint(tmp_path / "checkpoint-2")
     write_checkpoint(tmp_path / "checkpoint-3", weights={"weight": torch.ones(1)})
 
-    reason, offer = refused(tmp_path / "checkpoint-3", network=network)
+    reason, offer = refused(
+        tmp_path / "checkpoint-3", refusal=functools.partial(foreign_weights, network=network)
+    )
 
     assert reason.startswith("model.safetensors has weight with shape [1], but ")
     assert offer == f"newest intact checkpoint before it: {tmp_path / 'checkpoint-1'}"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from mfwrap.compatibility import transformers
 from mfwrap.compatibility.foreign import is_installed
@@ -67,15 +67,26 @@ def test_sums_of_losses_are_the_trainers_own():
     }
 
 
-def test_a_class_with_its_own_inputs_is_recognized():
-    """Only an override of ``_prepare_inputs`` counts."""
+@pytest.mark.parametrize("kind", [Trainer, Seq2SeqTrainer, MFTrainer])
+def test_a_method_of_the_users_own_is_recognized(kind):
+    """A method of a subclass or of the object counts, one of transformers or mfwrap does not."""
 
-    class Own(Trainer):
+    class Own(kind):
         def _prepare_inputs(self, inputs):
             return inputs
 
-    assert transformers.prepares_inputs_itself(Own, Trainer)
-    assert not transformers.prepares_inputs_itself(type("Plain", (Trainer,), {}), Trainer)
+    class Below(kind, type("Mixin", (), {"get_batch_samples": print})):
+        pass
+
+    plain, own, below = object.__new__(kind), object.__new__(Own), object.__new__(Below)
+    assert not transformers.has_own(plain, "_prepare_inputs", "get_batch_samples")
+    assert not transformers.makes_batches_itself(plain)
+    assert transformers.has_own(own, "_prepare_inputs")
+    assert transformers.makes_batches_itself(own)
+    assert not transformers.has_own(own, "get_batch_samples")
+    assert transformers.has_own(below, "get_batch_samples")
+    plain.get_batch_samples = print
+    assert transformers.makes_batches_itself(plain)
 
 
 def test_a_model_without_marks_has_none():

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from mfwrap.checkpoints.global_batch import GlobalBatch
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
 from mfwrap.trainer.data_position import DataPosition, _read_position, read_rank_file
+from mfwrap.trainer.followed_loader import followed_loader
 from mfwrap.trainer.log import StepLog
 
 
@@ -57,6 +58,12 @@ def weighted_loader(num_rows):
 LOADERS = [random_loader, weighted_loader]
 
 
+def watched(loader, position):
+    """Return a view of a loader that a position watches, as in an epoch of a training."""
+    position.watch(loader)
+    return followed_loader(loader, lambda batches: position.watching(enumerate(batches)))
+
+
 def seen(batches):
     """Return each batch's content with a random number, drawn after the batch as in training."""
     return [(batch[0].tolist(), batch[1].tolist(), torch.rand(()).item()) for batch in batches]
@@ -71,17 +78,15 @@ def test_an_epoch_goes_on_where_it_was_left(new_loader, data):
     num_done = data.draw(st.integers(1, (num_rows + 1) // 2 - 1))
     torch.manual_seed(num_rows)
     begin = random_states()
-    loader, position = new_loader(num_rows), DataPosition()
-    position.watch(loader)
-    batches = iter(loader)
+    position = DataPosition()
+    batches = iter(watched(new_loader(num_rows), position))
     seen(next(batches) for _ in range(num_done))
     saved, at_checkpoint = json.dumps(position.state_dict()), random_states()
     expected = seen(batches)
 
     torch.manual_seed(99)
-    resumed = new_loader(num_rows)
     position = DataPosition()
-    position.watch(resumed)
+    resumed = watched(new_loader(num_rows), position)
     restore_random_states(begin)
     position.resume(json.loads(saved), functools.partial(restore_random_states, at_checkpoint))
 
@@ -94,25 +99,23 @@ def test_watching_changes_nothing():
     begin = random_states()
     expected = seen(random_loader(7))
     restore_random_states(begin)
-    loader, position = random_loader(7), DataPosition()
-    position.watch(loader)
-
-    assert seen(loader) == expected
+    assert seen(watched(random_loader(7), DataPosition())) == expected
 
 
-def test_a_sampler_is_given_back():
-    """A sampler gets its class and attributes back after `release` or another `watch`."""
-    first, second, position = random_loader(4), random_loader(4), DataPosition()
-    kind, attributes = type(first.batch_sampler), dict(vars(first.batch_sampler))
-    position.watch(first)
-    assert isinstance(first.batch_sampler, kind)
-    position.watch(second)
+def test_a_loader_stays_as_it_is():
+    """A loader and its sampler keep their attributes and classes while they are watched."""
+    loader, position = random_loader(4), DataPosition()
+    owners = [loader, loader.base_dataloader, loader.batch_sampler]
+    before = [(type(owner), dict(vars(owner))) for owner in owners]
+    batches = iter(watched(loader, position))
+    next(batches)
 
-    assert type(first.batch_sampler) is kind
-    assert vars(first.batch_sampler) == attributes
+    # accelerate's loader notes in its attributes how far it is read.
+    assert [(type(owner), vars(owner)) for owner in owners[1:]] == before[1:]
+    assert type(loader) is before[0][0]
+    assert position.state_dict() is not None
     position.release()
-    position.release()
-    assert type(second.batch_sampler) is kind
+    assert position.state_dict() is None
 
 
 @pytest.mark.parametrize(
@@ -127,11 +130,9 @@ def test_a_sampler_is_given_back():
 )
 def test_what_cannot_be_watched_is_left_alone(new_loader):
     """A loader whose position cannot be saved works as before, and its state is None."""
-    loader = new_loader()
     position = DataPosition()
 
-    position.watch(loader)
-    num_batches = sum(1 for _ in loader)
+    num_batches = sum(1 for _ in watched(new_loader(), position))
 
     assert num_batches > 1
     assert position.state_dict() is None
@@ -139,8 +140,8 @@ def test_what_cannot_be_watched_is_left_alone(new_loader):
 
 def test_without_a_saved_batch_nothing_is_restored():
     """Resuming from a stock Trainer's checkpoint restores no random states."""
-    loader, position = random_loader(4), DataPosition()
-    position.watch(loader)
+    position = DataPosition()
+    loader = watched(random_loader(4), position)
     position.resume(None, functools.partial(pytest.fail, "restored"))
 
     list(loader)

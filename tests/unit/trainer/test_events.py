@@ -33,7 +33,6 @@ from mfwrap.trainer.events import (
     monitors,
     restore_in_place,
 )
-from mfwrap.trainer.repeated_work import ListedNetwork
 from support.trainer_runs import new_trainer
 
 
@@ -75,13 +74,7 @@ class Listener(TrainerCallback):
 
 def stub_trainer(handler, attached):
     """Return what a handler asks of its trainer."""
-    network = nn.Linear(1, 1)
-    return SimpleNamespace(
-        callback_handler=handler,
-        attached=attached,
-        listed_network=ListedNetwork(),
-        model_wrapped=network,
-    )
+    return SimpleNamespace(callback_handler=handler, attached=attached)
 
 
 def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]:
@@ -92,7 +85,7 @@ def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]
     listener.attached = attached
     trainer = stub_trainer(handler, attached)
     add_step_to_events(trainer, listener.order.append, lambda *_: None, RankTermination())
-    return handler, listener, attached
+    return trainer.callback_handler, listener, attached
 
 
 def send(handler: CallbackHandler, event: str) -> TrainerControl:
@@ -110,6 +103,8 @@ def test_the_handler_keeps_its_own_class():
     handler.train_dataloader = "loader"
     trainer = stub_trainer(handler, None)
     add_step_to_events(trainer, print, print, RankTermination())
+    assert type(handler) is Own
+    handler = trainer.callback_handler
 
     assert isinstance(handler, Own)
     assert isinstance(handler, StepCallbackHandler)
@@ -289,10 +284,10 @@ def test_sigterm_is_handled_between_the_flow_and_other_callbacks(first, tmp_path
     """At SIGTERM, callbacks after the flow callback get its decisions as SIGTERM changed them."""
     order, termination = Order(), RankTermination()
     handler = CallbackHandler([*first, DefaultFlowCallback(), order], None, None, None, None)
-    order.handler = handler
-    before = list(handler.callbacks)
     trainer = stub_trainer(handler, SimpleNamespace(last_report=None, answers_late=False))
     add_step_to_events(trainer, print, print, termination)
+    order.handler = handler = trainer.callback_handler
+    before = list(handler.callbacks)
     args = TrainingArguments(str(tmp_path), eval_strategy="epoch", save_strategy="epoch")
     state = TrainerState(max_steps=9, epoch=1.5, global_step=3)
 

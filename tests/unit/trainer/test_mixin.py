@@ -18,7 +18,6 @@ from mfwrap import (
     FixedLossScaleUpdateCell,
     StepConfig,
 )
-from mfwrap.accelerate.data_workers import WorkerStart
 from mfwrap.callbacks import History, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder
 from mfwrap.records import read_json_lines
@@ -315,12 +314,14 @@ class Unprepared(MFTrainer):
 
 
 def test_an_unprepared_data_loader(tmp_path):
-    """A training reads a data loader of torch, whose workers ignore the SIGTERM of a launcher."""
+    """A training reads a data loader of torch, and leaves it as it is."""
     trainer = new_trainer(Unprepared, tmp_path, max_steps=1)
+    loader = trainer.get_train_dataloader()
+    before = type(loader), dict(vars(loader)), dict(vars(loader.batch_sampler))
     trainer.train()
 
     assert trainer.state.global_step == 1
-    assert trainer.loader.worker_init_fn == WorkerStart(None)
+    assert (type(loader), vars(loader), vars(loader.batch_sampler)) == before
 
 
 def an_average(model):

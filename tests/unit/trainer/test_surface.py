@@ -25,9 +25,39 @@ from support.trainer_runs import new_trainer, train
 
 RELEASE = f"transformers {transformers.__version__}"
 
+REASONS = {
+    "create_accelerator_and_postprocess": "attach the step to the accelerator",
+    "create_scheduler": "advance the schedule for applied updates only",
+    "set_initial_training_values": "know the data loader before the training begins",
+    "get_batch_samples": "read the micro-batches that have rows, with `skip_rows`",
+    "training_step": "count and filter losses, and weigh micro-batches that lack rows",
+    "compute_loss": "report the losses that the output has beside `loss`",
+    "prediction_step": "evaluate the rows of the last batch that are not repetitions",
+    "evaluation_loop": "take the mean loss over the rows of all ranks",
+    "_run_epoch": "follow the batches of an epoch, and begin where the data were left",
+    "create_model_card": "add the settings of the step and the usage",
+    "log": "add the counts of the step, and correct the mean loss",
+    "train": "check the run folder and the checkpoint, and go back after a bad step",
+    "_inner_training_loop": "enter and leave a training: signals, records, ranks, positions",
+    "_init_training_state": "check the ranks, and leave data out",
+    "_get_output_dir": "write a checkpoint into a temporary folder",
+    "_save_checkpoint": "move a complete checkpoint into place",
+    "_save_scaler": "save the step and the position in the data",
+    "_load_optimizer_and_scheduler": "load optimizer states without an update",
+    "_load_scaler": "load the step",
+    "_load_callback_state": "restore callbacks in place",
+    "_load_rng_state": "restore the random numbers of the batch that was made ahead",
+    "_save": "keep the network's own names, leave tokens out, and write a card",
+    "_finalize_training": "take the mean loss of all steps, and keep checkpoints whole",
+    "_load_from_checkpoint": "check the optimizer before weights are loaded",
+}
+"""Methods of the Trainer that MFTrainer overrides, and what each override is for."""
+
 OVERRIDDEN = {
     "create_accelerator_and_postprocess": ("self", ["__init__"]),
     "create_scheduler": ("self, num_training_steps, optimizer=None", ["_prepare_for_training"]),
+    "set_initial_training_values": ("self, args, dataloader", ["_inner_training_loop"]),
+    "get_batch_samples": ("self, epoch_iterator, num_batches, device", ["_run_epoch"]),
     "training_step": ("self, model, inputs, num_items_in_batch=None", ["_run_epoch"]),
     "prediction_step": (
         "self, model, inputs, prediction_loss_only, ignore_keys=None",
@@ -39,6 +69,18 @@ OVERRIDDEN = {
             "metric_key_prefix='eval'"
         ),
         ["evaluate", "predict"],
+    ),
+    "compute_loss": (
+        "self, model, inputs, return_outputs=False, num_items_in_batch=None",
+        ["training_step", "prediction_step"],
+    ),
+    "_run_epoch": (
+        (
+            "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, "
+            "trial, ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
+            "steps_trained_in_current_epoch"
+        ),
+        ["_inner_training_loop"],
     ),
     "create_model_card": (
         (
@@ -80,26 +122,12 @@ OVERRIDDEN = {
 """Methods of the Trainer that MFTrainer overrides: their parameters, and their callers."""
 
 CALLED = {
-    "_clip_grad_norm": (Trainer, "self, model"),
     "_get_num_items_in_batch": (Trainer, "self, batch_samples, device"),
     "_prepare_inputs": (Trainer, "self, inputs"),
     "_push_from_checkpoint": (Trainer, "self, checkpoint_folder"),
-    "_run_epoch": (
-        Trainer,
-        (
-            "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, "
-            "trial, ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
-            "steps_trained_in_current_epoch"
-        ),
-    ),
     "call_event": (CallbackHandler, "self, event, args, state, control, **kwargs"),
-    "compute_loss": (
-        Trainer,
-        "self, model, inputs, return_outputs=False, num_items_in_batch=None",
-    ),
     "create_optimizer": (Trainer, "self, model=None"),
-    "get_batch_samples": (Trainer, "self, epoch_iterator, num_batches, device"),
-    "set_initial_training_values": (Trainer, "self, args, dataloader"),
+    "floating_point_ops": (Trainer, "self, inputs"),
     "state": (ExportableState, "self"),
     "save_to_json": (TrainerState, "self, json_path"),
 }
@@ -200,7 +228,7 @@ def test_no_other_method_is_overridden():
     """`OVERRIDDEN` lists every method of the Trainer that MFTrainerMixin overrides."""
     shared = {name for name in vars(MFTrainerMixin) if name in vars(Trainer)}
 
-    assert shared - OF_EVERY_CLASS == OVERRIDDEN.keys()
+    assert shared - OF_EVERY_CLASS == OVERRIDDEN.keys() == REASONS.keys()
 
 
 class _WithAnnotation:
