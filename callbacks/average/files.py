@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file, save_model
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,11 +19,14 @@ from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mfwrap import ExponentialMovingAverage
+from mfwrap.arguments import takes
 from mfwrap.checkpoints.folders import complete_move, whole_file, whole_folder
+from mfwrap.checkpoints.network_weights import foreign_weights
 from mfwrap.tensors.shards import is_distributed
 
 _EXPORT = "ema"
 _STATE = "mfwrap_ema.safetensors"
+_WEIGHTS = "mfwrap_weights.safetensors"
 _TRAINER_STATE = "trainer_state.json"
 _PARTS = ("averages", "buffers", "counters")
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -121,19 +124,33 @@ def export_averages(
 
 
 def _save(model: nn.Module, folder: Path, gathered: dict[str, Any] | None) -> None:
-    saves_itself: Any = model
-    if isinstance(model, PreTrainedModel):
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None or (gathered is not None and not takes(save, "state_dict")):
+        _save_weights(model, folder / "model.safetensors", gathered)
+        return
+    keywords: dict[str, Any] = {} if gathered is None else {"state_dict": gathered}
+    if isinstance(model, PreTrainedModel) and takes(save, "save_original_format"):
         # transformers converts some checkpoints when it loads them. By default it saves such a
         # model in the original format, with parameter names that `load_exported` could not load.
-        saves_itself.save_pretrained(folder, state_dict=gathered, save_original_format=False)
-    elif hasattr(model, "save_pretrained"):
-        saves_itself.save_pretrained(folder, state_dict=gathered)
+        keywords["save_original_format"] = False
+    save(str(folder), **keywords)
+    if not _can_be_loaded(folder, model):
+        # A method of the user's own has saved the model in a form of its own.
+        _save_weights(model, folder / _WEIGHTS, gathered)
+
+
+def _save_weights(model: nn.Module, path: Path, gathered: dict[str, Any] | None) -> None:
+    if gathered is None:
+        save_model(model, str(path))
     else:
-        path = folder / "model.safetensors"
-        if gathered is None:
-            save_model(model, str(path))
-        else:
-            save_file(gathered, path)
+        save_file(gathered, path)
+
+
+def _can_be_loaded(folder: Path, model: nn.Module) -> bool:
+    """Return whether an exported model has the names of the network, or is an adapter."""
+    if (folder / "adapter_model.safetensors").exists():
+        return True
+    return any(folder.glob("model*.safetensors")) and foreign_weights(folder, model) is None
 
 
 def load_exported(model: nn.Module, checkpoint: Path) -> bool:
@@ -149,6 +166,8 @@ def load_exported(model: nn.Module, checkpoint: Path) -> bool:
     adapted: Any = model
     if (folder / "adapter_model.safetensors").exists():
         adapted.load_adapter(str(folder), adapted.active_adapters[0], is_trainable=True)
+    elif (folder / _WEIGHTS).exists():
+        load_model(model, folder / _WEIGHTS)
     elif files:
         for file in files:
             weights: dict[str, Any] = _tensors_of(file, "load the average of another checkpoint")

@@ -54,6 +54,11 @@ NAMES = (
     ForeignName(_TRAINER, "Trainer._total_loss_scalar", _SUMS),
     ForeignName(_TRAINER, "Trainer._get_num_items_in_batch", "count the targets of micro-batches"),
     ForeignName(_TRAINER, "Trainer._prepare_inputs", "whether a subclass makes its own batches"),
+    ForeignName(
+        _TRAINER,
+        "Trainer._save_optimizer_and_scheduler",
+        "whether a subclass saves its optimizer in a form of its own",
+    ),
     ForeignName(_TRAINER, "Trainer._push_from_checkpoint", "upload a checkpoint"),
     ForeignName(_TRAINER, "Trainer._train_batch_size", "size that `auto_find_batch_size` found"),
     ForeignName(

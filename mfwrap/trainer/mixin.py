@@ -65,6 +65,9 @@ else:
     _Base = object
 
 
+_USUAL: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
 class MFTrainerMixin(_Base):
     """Give a Trainer, or any subclass of it, MindFormers' training step.
 
@@ -347,11 +350,12 @@ class MFTrainerMixin(_Base):
             return torch.zeros((), device=self.args.device)
         num_items = args[0] if args else kwargs.get("num_items_in_batch")
         share = self._losses.share_later(inputs, num_items)
-        is_weightless = part is Part.STAND_IN
-        with self._losses.reporting(), replaced(self.attached, is_weightless=is_weightless):
+        stands_in = part is Part.STAND_IN
+        weight = replaced(self.attached, is_weightless=True) if stands_in else _USUAL
+        with self._losses.reporting(), weight:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         loss = self._losses.add(loss, share)
-        return torch.zeros_like(loss) if is_weightless else loss
+        return torch.zeros_like(loss) if stands_in else loss
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a micro-batch; report the further losses of the model's output."""

@@ -28,6 +28,9 @@ _MARK = (
     "here. -->"
 )
 
+_TEMPLATE = "# Model Card for Model ID"
+"""Title of the hub's template of a card, as long as nobody has filled it in."""
+
 WITHOUT_EFFECT = frozenset(
     {
         *("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica"),
@@ -238,7 +241,8 @@ def describing(
 ) -> Iterator[None]:
     """Write the card of the model that a Trainer saves within the block.
 
-    A card that mfwrap has not written stays, except PEFT's, which is written within the block.
+    A card that mfwrap has not written stays, also one that is written within the block. Only the
+    hub's empty template, which PEFT writes, is replaced.
 
     Args:
         trainer: The trainer.
@@ -249,7 +253,7 @@ def describing(
     folder = Path(output_dir or held.args.output_dir)
     is_writer = held.args.should_save and not is_checkpoint and not _is_taken_over(folder)
     yield
-    if is_writer:
+    if is_writer and not _is_taken_over(folder, by_template=False):
         model = held.accelerator.unwrap_model(held.model, keep_torch_compile=False)
         write_card(model, _tokenizer(held), _card_of_trainer(held, model, folder), folder)
 
@@ -267,6 +271,8 @@ def extend_card(trainer: "MFTrainerMixin") -> None:
     if not held.is_world_process_zero():
         return
     file = Path(held.args.output_dir) / CARD
+    if not file.is_file():
+        return  # a method of the user's own writes none, or to another place
     written = ModelCard.load(file, ignore_metadata_errors=True)
     model = held.accelerator.unwrap_model(held.model, keep_torch_compile=False)
     card = _card_of_trainer(held, model, file.parent)
@@ -397,9 +403,19 @@ def _tokenizer(trainer: Any) -> Any:
     return collator if trainer.processing_class is None else trainer.processing_class
 
 
-def _is_taken_over(folder: Path) -> bool:
+def _is_taken_over(folder: Path, *, by_template: bool = True) -> bool:
+    """Return whether a folder has a card that mfwrap has not written.
+
+    Args:
+        folder: Folder of the model.
+        by_template: Whether the hub's empty template counts as a card.
+    """
     file = folder / CARD
-    return file.is_file() and _MARK not in file.read_text(encoding="utf-8", errors="replace")
+    if not file.is_file():
+        return False
+    text = file.read_text(encoding="utf-8", errors="replace")
+    is_template = _TEMPLATE in text and not by_template
+    return _MARK not in text and not is_template
 
 
 def _save(file: Path, data: ModelCardData, text: str) -> None:
