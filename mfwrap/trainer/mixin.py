@@ -124,8 +124,9 @@ class MFTrainerMixin(_Base):
 
     Raises:
         ReleaseError: If transformers is older than 5.5; it is an ImportError.
-        TypeError: If an argument has the wrong type, or the optimizer changes its weights during
-            backward (LOMO, layer-wise GaLore and APOLLO).
+        TypeError: If an argument has the wrong type, if the optimizer changes its weights during
+            backward (LOMO, layer-wise GaLore and APOLLO), or if a subclass has a
+            ``create_accelerator_and_postprocess`` that does not call ``super``.
         ValueError: If a setting contradicts the training arguments, or ``args.optim`` names such an
             optimizer.
     """
@@ -161,6 +162,10 @@ class MFTrainerMixin(_Base):
         self._watch: RankWatch | None = None
         self._back_to: str | None = None
         super().__init__(*args, **kwargs)
+        if not hasattr(self, "attached"):
+            name = "create_accelerator_and_postprocess"
+            msg = f"`{name}` of {type(self).__name__} must call `super().{name}()`"
+            raise TypeError(msg)
         # Where gradients lie on several meshes, the Trainer would clip them itself, although they
         # are still scaled. The attached accelerator clips the gradients of any meshes.
         leave_meshes_to_step(self)
@@ -438,8 +443,10 @@ class MFTrainerMixin(_Base):
         )
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        # A method of the user's own may have other names, and no `model`.
-        checkpoint, model = [*args, *kwargs.values(), None][:2]
+        # A method of the user's own may call its first argument otherwise, and take no `model`.
+        model = args[1] if len(args) > 1 else kwargs.get("model")
+        named = (value for name, value in kwargs.items() if name != "model")
+        checkpoint = args[0] if args else next(named)
         check_sharded_load(self.accelerator)
         is_new = model is None and self.optimizer is None
         if model is None:

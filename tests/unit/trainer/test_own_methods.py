@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Trainer
+from transformers import BertConfig, BertModel, BertTokenizerFast, Trainer
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback
@@ -193,7 +193,7 @@ class OneArgument(Trainer):
         self.model.load_state_dict(weights)
 
     def _load_best_model(self):
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self._load_from_checkpoint(checkpoint_path=self.state.best_model_checkpoint)
 
 
 BEST = {
@@ -349,7 +349,10 @@ WITHOUT_SUPER = {"create_accelerator_and_postprocess"}
 def test_any_method_may_be_overridden(name, calls_super, tmp_path):
     """A subclass that overrides a method trains, saves and resumes as stock does."""
     if not calls_super and name in WITHOUT_SUPER:
-        pytest.skip("without it there is no step")
+        kind, _ = overriding(MFTrainer, name, calls_super=False)
+        with pytest.raises(TypeError, match=rf"`{name}` of MFTrainer must call `super\(\)"):
+            new_trainer(kind, tmp_path)
+        return
     stock, _, stock_calls = outcome(Trainer, name, tmp_path / "stock", calls_super=calls_super)
     ours, resumed, calls = outcome(MFTrainer, name, tmp_path / "ours", calls_super=calls_super)
 
@@ -357,3 +360,78 @@ def test_any_method_may_be_overridden(name, calls_super, tmp_path):
     assert_same_weights(stock, ours)
     assert_same_weights(ours, resumed, difference=0.0 if calls_super else 1e-1)
     assert (calls > 0) == (stock_calls > 0)
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d", "e", "f", "g", "h"]
+
+
+def sentence_encoder(folder):
+    """Return a small model of sentence-transformers."""
+    from sentence_transformers import SentenceTransformer  # noqa: PLC0415  (optional)
+    from sentence_transformers.models import Pooling, Transformer  # noqa: PLC0415  (optional)
+
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(WORDS), encoding="utf-8")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=len(WORDS), intermediate_size=8, **sizes, **rates)
+    BertModel(config).save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    modules = [Transformer(str(folder)), Pooling(sizes["hidden_size"])]
+    return SentenceTransformer(modules=modules, device="cpu")
+
+
+def encoder_run(kind, folder, resume=None, **keywords):
+    """Train a sentence encoder, and return the trainer."""
+    from datasets import Dataset  # noqa: PLC0415  (optional)
+    from sentence_transformers import losses, training_args  # noqa: PLC0415  (optional)
+
+    model = sentence_encoder(folder / "base")
+    texts = [" ".join(WORDS[5 + (i + j) % 8] for j in range(3)) for i in range(24)]
+    columns = {"anchor": texts, "positive": texts[::-1], "score": [i / 24 for i in range(24)]}
+    args = training_args.SentenceTransformerTrainingArguments(
+        str(folder),
+        max_steps=4,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **BEST,
+    )
+    data = Dataset.from_dict(columns)
+    loss = losses.CosineSimilarityLoss(model)
+    trainer = kind(
+        model=model, args=args, train_dataset=data, eval_dataset=data, loss=loss, **keywords
+    )
+    return train(trainer, resume)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library about its own names
+def test_a_trainer_of_sentence_transformers(tmp_path):
+    """Its trainer trains, resumes and writes its card as without the mixin."""
+    library = pytest.importorskip("sentence_transformers")
+    kinds = [library.SentenceTransformerTrainer, mixed(library.SentenceTransformerTrainer)]
+    runs, cards = [], []
+    for kind in kinds:
+        folder = tmp_path / kind.__name__
+        folder.mkdir()
+        keywords = {}
+        if kind is kinds[1]:
+            keywords["ema"] = lambda model: ExponentialMovingAverage(model, 0.5)
+            keywords["callbacks"] = [EMACallback(evaluate=False)]
+        runs.append(encoder_run(kind, folder, **keywords))
+        resumed = encoder_run(kind, folder, folder / "checkpoint-2", **keywords)
+        assert_same_weights(runs[-1], resumed)
+        resumed.trainer.save_model(str(folder / "final"))
+        cards.append((folder / "final" / "README.md").read_text(encoding="utf-8"))
+
+    assert_same_weights(*runs)
+    assert_same_log(*runs)
+    titles = [[line for line in card.splitlines() if line.startswith("#")] for card in cards]
+    assert titles[0] == titles[1]
+    export = folder / "checkpoint-4" / "ema"
+    assert (export / "modules.json").is_file()
+    assert load_file(export / "mfwrap_weights.safetensors").keys() == runs[1].weights.keys()
