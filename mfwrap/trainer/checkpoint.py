@@ -350,9 +350,9 @@ class Checkpoints:
             run_folder: Folder of the run's checkpoints.
         """
         with owning_run(run_folder):  # a training without checkpoints is stopped with one
-            yield from self._writing(run_folder, logging_nan_inf_filter=logging_nan_inf_filter)
+            yield from self._writing(run_folder)
 
-    def _writing(self, run_folder: Path, *, logging_nan_inf_filter: bool) -> Iterator[None]:
+    def _writing(self, run_folder: Path) -> Iterator[None]:
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()
         known = {"model": trainer.model, "optimizer": trainer.optimizer}
