@@ -16,6 +16,7 @@ trainer for some seconds, and whether it notices a file that was deleted, depend
 
 import contextlib
 import datetime as dt
+import errno
 import glob
 import json
 import os
@@ -44,6 +45,7 @@ PARTIAL = ".partial"
 RUN_LOCK = "_mfwrap.lock"
 """Name of the lock file of a run folder."""
 
+_NOT_WRITABLE = {errno.EACCES, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS}
 _SECONDS_OF_BEAT = 30.0
 _SECONDS_TO_LIVE = 180.0
 _SECONDS_BETWEEN_LOOKS = 5.0
@@ -93,11 +95,12 @@ def owning(lock: Path, *, waits: bool = False) -> Iterator[bool]:
         OSError: If the lock file cannot be written.
     """
     created = [each for each in (lock.parent, *lock.parent.parents) if not each.exists()]
-    lock.parent.mkdir(parents=True, exist_ok=True)
     key = lock.parent.resolve() / lock.name
     is_new = key not in _held
     if is_new:
-        _held[key] = _acquire(lock, waits=waits)
+        with _naming_folder(lock.parent):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            _held[key] = _acquire(lock, waits=waits)
         # A process that was killed in `_create` has left its file.
         for left in lock.parent.glob(f"{glob.escape(lock.name)}.*{PARTIAL}"):
             with contextlib.suppress(OSError):
@@ -156,6 +159,18 @@ def owning_if_free(folder: Path) -> Iterator[bool]:
             yield False
         else:
             yield True
+
+
+@contextlib.contextmanager
+def _naming_folder(folder: Path) -> Iterator[None]:
+    """Name the folder in the error if it cannot be created or written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        msg = f"cannot write to the folder {folder}: {error.strerror}; choose a writable folder"
+        raise OSError(error.errno, msg) from error
 
 
 def _acquire(lock: Path, *, waits: bool) -> _Held:
