@@ -87,6 +87,7 @@ class Checkpoints:
         self._is_auto = False
         self._writes = False
         self._is_loading = False
+        self._checked: Path | None = None
         self._verified: tuple[Path, Mapping[str, Identity]] | None = None
         """Checkpoint to resume from, and its files, on the rank of each node that verifies it."""
         self.ended_early = False
@@ -109,6 +110,7 @@ class Checkpoints:
             OSError: On all ranks, if any rank cannot write.
         """
         self.ended_early = self._is_loading = False  # of an earlier training
+        self._checked = None
         args = self._trainer.args
         has_monitors = bool(monitors(self._trainer.callback_handler.callbacks))
         self._writes = args.save_strategy != "no" or has_monitors
@@ -161,7 +163,8 @@ class Checkpoints:
             )
             raise ValueError(msg)
         if asked_for is True or asked_for == AUTO:
-            return str(run_folder / names[0]) if names[0] else None
+            asked_for = str(run_folder / names[0]) if names[0] else None
+        self._checked = None if asked_for is None else Path(asked_for)
         return asked_for
 
     def _intact(self, asked_for: Any, trial: Any) -> str:
@@ -252,7 +255,7 @@ class Checkpoints:
 
         Args:
             checkpoint: Checkpoint that the training resumes from; ``None`` for a training from the
-                start.
+                start, and for one whose loop is a method of the user's own.
 
         Does nothing if the training neither saves nor records, and another program owns the folder.
         """
@@ -264,7 +267,7 @@ class Checkpoints:
                     stack.enter_context(owning_run(run_folder))
                 except BlockingIOError:
                     return  # another program trains in the folder; leave it alone
-            self._restore_records(run_folder, checkpoint)
+            self._restore_records(run_folder, checkpoint or self._checked)
 
     def _restore_records(self, run_folder: Path, checkpoint: Path | None) -> None:
         step = self._trainer.state.global_step
