@@ -378,7 +378,7 @@ class MFTrainerMixin(_Base):
         return self._evaluation.predicted(
             self.accelerator,
             inputs,
-            lambda rows: predict(model, rows, prediction_loss_only, ignore_keys),
+            lambda rows: predict(model, rows, prediction_loss_only, ignore_keys=ignore_keys),
         )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
