@@ -175,7 +175,7 @@ class Checkpoints:
         # In a trial, do not compare the checkpoint with the current network: `model_init` may build
         # a different network for the trial.
         is_compared = trial is None and not loads_weights_itself(trainer)
-        refusal = self._foreign_weights if is_compared else None
+        refusal = functools.partial(_foreign_weights, trainer) if is_compared else None
         found = asked_for
         if asked_for == AUTO:
             newest = find_checkpoint(run_folder, refusal=refusal, required=[TRAINER_STATE])
@@ -220,12 +220,6 @@ class Checkpoints:
                     msg = f"cannot resume from {checkpoint}: {error}; start the training again"
                     raise ValueError(msg) from error
 
-    def _foreign_weights(self, folder: Path) -> str | None:
-        """Return why the weights of a checkpoint do not belong to the trainer's model."""
-        model: Any = self._trainer.model
-        may_be_partial = saves_weights_itself(self._trainer)
-        return foreign_weights(folder, model, may_be_partial=may_be_partial)
-
     def check_loaded(self, folder: Path, *, loads_itself: bool) -> None:
         """Check a checkpoint whose weights and optimizer are about to be loaded.
 
@@ -240,7 +234,7 @@ class Checkpoints:
         trainer = self._trainer
         # `checked` has not compared the weights if a method of the user's own calls the Trainer's.
         is_unchecked = loads_weights_itself(trainer) and not loads_itself
-        if is_unchecked and (reason := self._foreign_weights(folder)):
+        if is_unchecked and (reason := _foreign_weights(trainer, folder)):
             msg = f"cannot load {folder}: {reason}"
             raise ValueError(msg)
         if not saves_optimizer_itself(trainer):
@@ -604,3 +598,9 @@ def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:
             f"but the optimizer's groups hold {sizes}"
         )
         raise ValueError(msg)
+
+
+def _foreign_weights(trainer: "MFTrainerMixin", folder: Path) -> str | None:
+    """Return why the weights of a checkpoint do not belong to the trainer's model."""
+    model: Any = trainer.model
+    return foreign_weights(folder, model, may_be_partial=saves_weights_itself(trainer))
