@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from transformers import TrainingArguments
 
@@ -14,8 +15,11 @@ from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive
 from mfwrap.checkpoints.random_states import (
     HostStates,
+    check_generator_states,
     check_random_states,
+    generator_states,
     random_states,
+    restore_generators,
     restore_random_states,
 )
 from mfwrap.records.skipped_rows import checked_row
@@ -31,6 +35,7 @@ class TrainerPosition:
 
     - the random states at the start of the epoch, which decide the order of the data and the seeds
       of the workers;
+    - the states of the generators of samplers, at the start of the epoch and now;
     - the random states of the batch that was made ahead (`DataPosition`);
     - the sums of the log (`mfwrap.trainer.log.Losses`).
     """
@@ -38,6 +43,8 @@ class TrainerPosition:
     def __init__(self) -> None:
         self._data = DataPosition()
         self._epoch_random_states: dict[str, Any] | None = None
+        self._generators: list[torch.Generator] = []
+        self._epoch_samplers: list[str] = []
         self._on_other_ranks: dict[str, Any] | None = None
         self._saved: dict[str, Any] | None = None
         self.resumed_from: Path | None = None
@@ -127,6 +134,10 @@ class TrainerPosition:
         saved, self._saved = self._saved, None
         checkpoint, self.resumed_from = self.resumed_from, None
         self._data.watch(loader)
+        self._generators = _generators(loader)
+        if saved is not None:
+            name = "samplers" if float(epoch or 0).is_integer() else "epoch_samplers"
+            restore_generators(self._generators, saved.get(name, ()))
         if checkpoint is not None and float(epoch or 0).is_integer():
             self.restore_random_states(str(checkpoint), load_random_states)
         elif checkpoint is not None and saved is not None:
@@ -135,6 +146,7 @@ class TrainerPosition:
                 restore = functools.partial(load_random_states, str(checkpoint))
                 self._data.resume(saved.get("data"), restore)
         self._epoch_random_states = random_states()
+        self._epoch_samplers = generator_states(self._generators)
 
     def save(
         self,
@@ -159,6 +171,8 @@ class TrainerPosition:
             **others,
             "epoch_random_states": self._epoch_random_states,
             "random_states": random_states(),
+            "epoch_samplers": self._epoch_samplers,
+            "samplers": generator_states(self._generators),
             **log(),
             "data": self._data.state_dict(),
         }
@@ -166,6 +180,19 @@ class TrainerPosition:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _file_name(args.process_index, args.world_size)
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a loader's samplers, which draw the order of its rows."""
+    found = []
+    part = loader
+    while part is not None:
+        inner = getattr(part, "batch_sampler", None)
+        part = getattr(part, "sampler", None) if inner is None else inner
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
+            found.append(generator)
+    return found
 
 
 def _file_name(rank: int, num_ranks: int) -> str:
@@ -199,6 +226,8 @@ def _read(path: Path) -> dict[str, Any]:
         positive(content.get("num_ranks", 1))
         HostStates.decoded(content["epoch_random_states"])
         check_random_states(content.get("random_states", content["epoch_random_states"]))
+        for name in ("epoch_samplers", "samplers"):
+            check_generator_states(content.get(name, ()))
         check_log(content)
         if content.get("data") is not None:
             _check_count(content["data"]["batch"])

@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from mfwrap.checkpoints.global_batch import GlobalBatch
-from mfwrap.checkpoints.random_states import random_states, restore_random_states
+from mfwrap.checkpoints.random_states import (
+    check_generator_states,
+    generator_states,
+    random_states,
+    restore_generators,
+    restore_random_states,
+)
+from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.data_position import DataPosition, _read_position, read_rank_file
 from mfwrap.trainer.followed_loader import followed_loader
 from mfwrap.trainer.log import StepLog
+from support.trainer_runs import Counting, new_trainer
 
 
 class Numbers(Dataset):
@@ -255,3 +263,40 @@ def test_a_truncated_file(tmp_path, share):
 
     with pytest.raises(ValueError, match=f"^{path} is not valid JSON$"):
         read_rank_file(tmp_path, 0, 2)
+
+
+class Drawing(MFTrainer):
+    """Draw rows with a generator of its own, and note them."""
+
+    def _get_train_sampler(self, *_):
+        self.drawn = []
+        generator = torch.Generator().manual_seed(3)
+        return WeightedRandomSampler([1.0] * 24, 24, generator=generator)
+
+    def training_step(self, model, inputs, *rest):
+        self.drawn += inputs["input_ids"][:, 0].tolist()
+        return super().training_step(model, inputs, *rest)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_a_sampler_with_a_generator_of_its_own_goes_on(step, tmp_path):
+    """A training that is resumed within or between epochs sees the rows of one that was not."""
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "data": Counting(24)}
+    whole = new_trainer(Drawing, tmp_path, **settings)
+    whole.train()
+    resumed = new_trainer(Drawing, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
+
+    assert resumed.drawn == whole.drawn[8 * step :]
+
+
+def test_a_damaged_state_of_a_sampler():
+    """A state that fits no generator is refused, and other numbers of generators are left alone."""
+    generator = torch.Generator().manual_seed(1)
+    [state] = generator_states([generator])
+    restore_generators([generator], [])
+    restore_generators([generator, torch.Generator()], [state])
+
+    assert generator_states([generator]) == [state]
+    with pytest.raises(ValueError, match="size"):
+        check_generator_states([state[:40]])
