@@ -147,6 +147,8 @@ class TrainerPosition:
                 self._data.resume(saved.get("data"), restore)
         self._epoch_random_states = random_states()
         self._epoch_samplers = generator_states(self._generators)
+        if getattr(loader, "persistent_workers", False) and float(epoch or 0) >= 1:
+            self._data.keep_states()
 
     def save(
         self,
@@ -330,6 +332,7 @@ class DataPosition:
         self._watches = False
         self._made: _MadeBatch | None = None
         self._resumed: _Resumed | None = None
+        self._kept: HostStates | None = None
         self.is_resumed = False
         """Whether this epoch has reached the batch that was made ahead of the checkpoint."""
 
@@ -343,10 +346,18 @@ class DataPosition:
         draws_here = getattr(loader, "num_workers", 0) == 0
         self._watches = draws_here and not isinstance(loader, DataLoaderDispatcher)
 
+    def keep_states(self) -> None:
+        """Make the next epoch begin with the present random states.
+
+        Workers that persist are started in the first epoch, and their seed is drawn then. In a
+        resumed training they are started later, and that draw must not count.
+        """
+        self._kept = HostStates.now()
+
     def release(self) -> None:
         """Record nothing from now on, and discard all recorded states."""
         self._watches = False
-        self._made = self._resumed = None
+        self._made = self._resumed = self._kept = None
         self.is_resumed = False
 
     def watching(self, batches: Iterable[tuple[int, Any]]) -> Iterator[Any]:
@@ -355,6 +366,9 @@ class DataPosition:
         Args:
             batches: Indices of the rows of each batch, with the number of the batch in its epoch.
         """
+        if self._kept is not None:  # the loader has started its workers before the first index
+            self._kept.restore()
+            self._kept = None
         for number, indices in batches:
             if self._watches:
                 self.before_batch(number)

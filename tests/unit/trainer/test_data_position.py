@@ -290,6 +290,27 @@ def test_a_sampler_with_a_generator_of_its_own_goes_on(step, tmp_path):
     assert resumed.drawn == whole.drawn[8 * step :]
 
 
+class Throwing(MFTrainer):
+    """Draw a random number in each micro-batch, as dropout does, and note it."""
+
+    def training_step(self, *args):
+        self.drawn = [*getattr(self, "drawn", []), torch.rand(()).item()]
+        return super().training_step(*args)
+
+
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_workers_that_persist_draw_their_seed_once(step, tmp_path):
+    """Workers that a resumed training starts in a later epoch do not change its random numbers."""
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "data": Counting(24)}
+    settings |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    whole = new_trainer(Throwing, tmp_path, **settings)
+    whole.train()
+    resumed = new_trainer(Throwing, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
+
+    assert resumed.drawn == whole.drawn[4 * step :]
+
+
 def test_a_damaged_state_of_a_sampler():
     """A state that fits no generator is refused, and other numbers of generators are left alone."""
     generator = torch.Generator().manual_seed(1)
