@@ -55,7 +55,7 @@ ROWS: Mapping[str, Row] = {
         (*OLDEST, "mfwrap[test-core]"),
         num_skipped=154,
     ),
-    "trainer": Row("3.11", "everything", (*OLDEST, WHOLE, "transformers>=5.5.4"), num_skipped=101),
+    "trainer": Row("3.11", "everything", (*OLDEST, WHOLE, "transformers>=5.5.4"), num_skipped=114),
     "torch-2.11": Row(
         "3.12",
         "everything",
