@@ -65,17 +65,17 @@ class AveragedGroup(NamedTuple):
         # A step of fused SGD takes a rate on the device. Without it, the share is the rate.
         rate = -share.float() if self.fused else share
         move = move_by_sgd if self.fused else _lerp
-        blocks = list(map(_blocks, averages, weights))
-        if self.converted:
-            for targets, sources in _pieces([found for found in blocks if found is not None]):
-                move(targets, _converted(sources, targets), rate)
-        else:
-            found = [pair for pair in blocks if pair is not None]
-            if found:
-                move([pair[0] for pair in found], [pair[1] for pair in found], rate)
-        for average, weight, pair in zip(averages, weights, blocks, strict=True):
-            if pair is None:
+        blocks: list[tuple[Tensor, Tensor]] = []
+        for average, weight in zip(averages, weights, strict=True):
+            if (block := _block(average, weight)) is None:
                 average.lerp_(weight.to(average), share)
+            else:
+                blocks.append(block)
+        if self.converted:
+            for targets, sources in _pieces(blocks):
+                move(targets, _converted(sources, targets), rate)
+        elif blocks:
+            move([average for average, _ in blocks], [weight for _, weight in blocks], rate)
 
     def check_placement(self) -> None:
         """Raise ``RuntimeError`` if a weight was moved or converted after construction."""
@@ -125,7 +125,7 @@ def _lerp(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
     foreach_lerp_(averages, weights, [share] * len(averages))
 
 
-def _blocks(average: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+def _block(average: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return both tensors in the order of their memory; ``None`` if one is not a block of memory.
 
     Weights in the format channels_last and transposed ones are blocks as well. Equal strides make
