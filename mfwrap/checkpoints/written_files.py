@@ -51,6 +51,7 @@ def _write(path: Path, text: str, flag: int) -> None:
 def listed_names(folder: Path) -> set[str] | None:
     """Return the names in the list of a folder; ``None`` if it has no list."""
     try:
-        return set((folder / LIST).read_text(encoding="utf-8").splitlines())
+        text = (folder / LIST).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+    return set(filter(None, text.split("\n")))  # `splitlines` knows other ends of lines, too
