@@ -155,9 +155,10 @@ def matmul_precision() -> str:
         # torch 2.9.0 warns that this function is old.
         warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
         try:
-            return {"medium": "medium"}.get(torch.get_float32_matmul_precision(), "high")
+            is_medium = torch.get_float32_matmul_precision() == "medium"
         except RuntimeError:  # set by the newer name
-            return "high"
+            is_medium = False
+    return "medium" if is_medium else "high"
 
 
 def version_of(tensor: Tensor) -> int:
