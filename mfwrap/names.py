@@ -43,7 +43,7 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "MatMul": "`torch.matmul`",
         "MicroBatchInterleaved": _ACCUMULATION,
         "Momentum": "`torch.optim.SGD`, which has an argument `momentum`",
-        "Muon": "`torch.optim.Muon` for the matrices and `torch.optim.AdamW` for all other "
+        "Muon": "`mfwrap.optimizers.Muon` for the matrices and `torch.optim.AdamW` for all other "
         "weights, in a `mfwrap.ChainedOptimizer`; its `qk_clip_threshold` is "
         "`mfwrap.optimizers.QKClip`",
         "PYNATIVE_MODE": "nothing: torch runs eagerly by default",

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Optimizer, _muon
 from torch.utils import _pytree
 
 from mfwrap.compatibility.foreign import ForeignName
@@ -70,6 +70,7 @@ NAMES = (
     ForeignName(
         "torch._dynamo.eval_frame", "OptimizedModule._orig_mod", "module in `torch.compile(module)`"
     ),
+    ForeignName("torch.optim", "_muon", "the step of Muon for one matrix"),
     ForeignName("torch.optim", "Optimizer._optimizer_step_pre_hooks", _OPTIMIZER_HOOKS),
     ForeignName("torch.optim", "Optimizer._optimizer_step_post_hooks", _OPTIMIZER_HOOKS),
     ForeignName(
@@ -112,6 +113,9 @@ foreach_div_ = torch._foreach_div_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+
+muon = _muon.muon
+"""Step of Muon for lists of matrices, gradients and momentums."""
 
 BatchNorm = _BatchNorm
 """Base class of the batch normalizations of torch and of other libraries."""

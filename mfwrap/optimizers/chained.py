@@ -22,8 +22,8 @@ class ChainedOptimizer(Optimizer):
     the chain: pass all changes, such as a loaded state, to the chain.
 
     An update is skipped on the device if each of the optimizers can do that (torch's fused
-    optimizers and `AdamWeightDecay`). Otherwise, the step synchronizes with the device once.
-    torch's Muon has no fused form.
+    optimizers, `AdamWeightDecay` and `mfwrap.optimizers.Muon`). Otherwise, the step synchronizes
+    with the device once.
 
     Args:
         optimizers: Optimizers of torch, each for other parameters. A chain among them is replaced
@@ -34,11 +34,12 @@ class ChainedOptimizer(Optimizer):
         ValueError: If there is no optimizer, or two of them have a parameter in common.
 
     Example:
+        >>> from mfwrap.optimizers import Muon
         >>> network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
         >>> matrices = [p for p in network.parameters() if p.ndim == 2]
         >>> others = [p for p in network.parameters() if p.ndim != 2]
         >>> optimizer = ChainedOptimizer(
-        ...     torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw"),
+        ...     Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw"),
         ...     torch.optim.AdamW(others, lr=1e-3, fused=True),
         ... )
         >>> len(optimizer.param_groups)

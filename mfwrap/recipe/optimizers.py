@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
-from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer, QKClip, hidden_matrices
+from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer, Muon, QKClip, hidden_matrices
 from mfwrap.recipe.document import RecipeDocument
 from mfwrap.recipe.objects import RecipeObjects
 from mfwrap.recipe.parameter_groups import RateGroup, parameter_groups
@@ -146,7 +146,7 @@ def _muon(
     optimizers: list[Optimizer] = []
     if any(of_muon):
         optimizers.append(
-            torch.optim.Muon(
+            Muon(
                 list(filter(None, of_muon)),
                 lr=rate,
                 momentum=section.momentum,

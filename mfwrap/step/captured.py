@@ -301,10 +301,10 @@ def _obstacle(
     devices = sorted({str(parameter.device) for parameter in update.parameters.tensors})
     if len(devices) > 1:
         return f"for a network on several devices, got {', '.join(devices)}"
-    if not update.skips_on_device:
+    if not update.is_fused:
         return (
-            f"for {type(optimizer).__name__}, whose updates are skipped by the host; use a fused "
-            "optimizer of torch (fused=True), or AdamWeightDecay"
+            f"for {type(optimizer).__name__}, whose host reads the skip flag or the learning rate; "
+            "use a fused optimizer of torch (fused=True), or AdamWeightDecay"
         )
     return None if ema is None else ema.obstacle_to_capture
 

@@ -2,9 +2,9 @@
 
 torch's fused Adam, AdamW, SGD and Adagrad, and `AdamWeightDecay`, divide the gradients by the
 optimizer's attribute ``grad_scale``, and change nothing if its attribute ``found_inf`` is 1. Both
-happen inside the kernel that updates the weights. For every other optimizer, `SkippableOptimizer`
-reads the skip flag on the host, which synchronizes once per step, and divides the gradients in
-place.
+happen inside the kernel that updates the weights. `mfwrap.optimizers.Muon` does the same without
+such a kernel. For every other optimizer, `SkippableOptimizer` reads the skip flag on the host,
+which synchronizes once per step, and divides the gradients in place.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from mfwrap.compatibility.gradient_dtypes import replace_gradient
 from mfwrap.compatibility.torch import foreach_copy_, foreach_div_, step_hooks
 from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
 from mfwrap.optimizers.chained import parts_of
+from mfwrap.optimizers.muon import Muon
 from mfwrap.optimizers.qk_clip import discard_logits
 from mfwrap.tensors.shards import is_distributed, local_tensor, local_tensors, on_device
 
@@ -134,9 +135,9 @@ class SkippableOptimizer:
 
     torch's fused optimizers do not synchronize with the device, except for fused SGD with
     dampening, which synchronizes until each of its parameters has had an applied update. They run
-    on the local shards of distributed parameters. Any other optimizer synchronizes once per step to
-    read the skip flag, and runs on the distributed parameters. A chain of optimizers synchronizes
-    if any of them does.
+    on the local shards of distributed parameters. `mfwrap.optimizers.Muon` does not synchronize
+    either, and runs on the distributed parameters. So does any other optimizer, which synchronizes
+    once per step to read the skip flag. A chain of optimizers synchronizes if any of them does.
 
     Args:
         optimizer: Optimizer without accelerate's wrapper.
@@ -156,7 +157,9 @@ class SkippableOptimizer:
         for part in self._parts:
             _refuse_closure(part)
             _refuse_idle_sgd(part)
-        self._with_fused_kernels = tuple(filter(_has_fused_kernel, self._parts))
+        self._with_fused_kernels = tuple(part for part in self._parts if _keeps_step(part, _FUSED))
+        self._others = tuple(part for part in self._parts if part not in self._with_fused_kernels)
+        self._others_skip_on_device = all(_keeps_step(part, (Muon,)) for part in self._others)
         self.see_parameters()
 
     @property
@@ -165,7 +168,12 @@ class SkippableOptimizer:
 
         Loading an optimizer state may change this: the state includes ``fused``.
         """
-        return self._with_fused_kernels == self._parts and all(map(_is_fused, self._parts))
+        return self._others_skip_on_device and all(map(_is_fused, self._with_fused_kernels))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether fused kernels do the whole step, so that a graph can hold it."""
+        return not self._others and self.skips_on_device
 
     def step(self, divisor: Tensor | None, skip: Tensor, num_added: int = 1) -> bool | None:
         """Update the parameters from their gradients, or do nothing if `skip` is true.
@@ -352,8 +360,9 @@ def _is_fused(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _has_fused_kernel(optimizer: Optimizer) -> bool:
-    kind = next((kind for kind in _FUSED if isinstance(optimizer, kind)), None)
+def _keeps_step(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> bool:
+    """Return whether an optimizer is of one of the kinds, and its step is that of the kind."""
+    kind = next((kind for kind in kinds if isinstance(optimizer, kind)), None)
     # A subclass that overrides `step` may ignore `grad_scale` and `found_inf`.
     return kind is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 

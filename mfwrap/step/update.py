@@ -318,9 +318,9 @@ class StepUpdate:
         return [place for owner in self.state_owners() for place in owner.replaced()]
 
     @property
-    def skips_on_device(self) -> bool:
-        """Whether no update needs the host to know whether to skip it."""
-        return self._optimizer.skips_on_device
+    def is_fused(self) -> bool:
+        """Whether fused kernels do the optimizer's whole step, so that a graph can hold it."""
+        return self._optimizer.is_fused
 
     def _skips(self, measured: Measurement, spike: SpikeVerdict | None) -> Tensor:
         skips = measured.overflow if spike is None else measured.overflow | spike.skips

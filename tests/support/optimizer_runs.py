@@ -7,9 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 
 from mfwrap import AdamWeightDecay, ChainedOptimizer
+from mfwrap.optimizers import Muon
 from mfwrap.step.optimizers import SkippableOptimizer
 
 # Vectorized kernels have separate code for more elements than a vector holds, for fewer elements,
@@ -63,12 +64,12 @@ def rate():
     return torch.tensor(0.05)
 
 
-def muon_with_adamw(parameters):
-    """Return Muon for matrices and fused AdamW for all other parameters, as one optimizer."""
+def muon_with_adamw(kind, parameters):
+    """Return a kind of Muon for matrices, and fused AdamW for all others, as one optimizer."""
     # Muon computes in bfloat16, whose roundings may differ by 1 % of a step between two ways to
     # divide. So the steps are small.
     return ChainedOptimizer(
-        Muon([p for p in parameters if p.ndim == 2], lr=1e-5),
+        kind([p for p in parameters if p.ndim == 2], lr=1e-5),
         AdamW([p for p in parameters if p.ndim != 2], lr=0.1, fused=True),
     )
 
@@ -98,6 +99,7 @@ FOLDED = {
         AdamWeightDecay, lr=0.1, fp32_state=True, bias_correction=True
     ),
     "chain of two fused": Kind(functools.partial(two_fused), folds=True),
+    "Muon with AdamW": Kind(functools.partial(muon_with_adamw, Muon), folds=True),
     "fused Adagrad decay": fused(Adagrad, lr=0.1, weight_decay=0.1),
 }
 # This optimizer reads the flag on the host until its first applied update, not afterwards.
@@ -111,7 +113,9 @@ IN_PLACE = {
     "RMSprop": kind(RMSprop, lr=0.01, momentum=0.9, centered=True),
     "Adafactor": kind(Adafactor, lr=0.01),
     "unfused AdamWeightDecay": kind(AdamWeightDecay, lr=0.1, fp32_state=True, fused=False),
-    "Muon with AdamW": Kind(functools.partial(muon_with_adamw), folds=False),
+    "torch's Muon with AdamW": Kind(
+        functools.partial(muon_with_adamw, torch.optim.Muon), folds=False
+    ),
     "NAdam": kind(NAdam, lr=0.1),
     "own step": kind(OwnStep, lr=0.1, fused=True),
 }

@@ -8,9 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from mfwrap import AdamWeightDecay, ChainedOptimizer
+from mfwrap.optimizers import Muon
 from support.small_networks import IGNORED, labelled_batches
 
 __all__ = [
@@ -137,7 +138,8 @@ def optimizer_of(name: str, network: nn.Module, *, plain: bool = False) -> Optim
         # Muon computes in bfloat16. Its steps have an error of 2 %, and shards change the order of
         # its sums. At this rate, 2 % of the steps are less than the tests' tolerance of 2e-6, but
         # the steps of matrices that are not whole would differ by more.
-        return ChainedOptimizer(Muon(matrices, lr=2e-5), AdamW(others, lr=1e-2, fused=not plain))
+        muon = torch.optim.Muon if plain else Muon
+        return ChainedOptimizer(muon(matrices, lr=2e-5), AdamW(others, lr=1e-2, fused=not plain))
     if name.endswith("AdamW"):
         return AdamW(network.parameters(), lr=1e-2, **way)
     dampening = 0.5 if "dampened" in name else 0.0

@@ -16,7 +16,9 @@ from mfwrap import (
 )
 from mfwrap.callbacks import RankClock
 from mfwrap.collectives import section_clock
+from mfwrap.optimizers import Muon
 from support.captured_training import numbers, train, training
+from support.optimizer_runs import muon_with_adamw
 from support.small_networks import Classifier, TokenClassifier, labelled_batches
 from support.versions import needs
 
@@ -245,7 +247,12 @@ class Loop(MFTrainOneStepCell):
         (
             {"make_optimizer": lambda parameters: AdamW(parameters, foreach=True)},
             ValueError,
-            "skipped by the host",
+            "whose host reads the skip flag",
+        ),
+        (
+            {"make_optimizer": lambda parameters: muon_with_adamw(Muon, [*parameters])},
+            ValueError,
+            "for ChainedOptimizer, whose host reads the skip flag or the learning rate",
         ),
         (
             {"make_schedule": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 1.0, 10)},
@@ -258,7 +265,7 @@ class Loop(MFTrainOneStepCell):
             "rates must be numbers",
         ),
     ],
-    ids=["optimizer", "schedule", "rates"],
+    ids=["optimizer", "Muon", "schedule", "rates"],
 )
 def test_what_cannot_be_captured_is_refused(settings, error, match):
     """A cell that no graph can hold is refused when it is built."""

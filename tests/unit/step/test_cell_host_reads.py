@@ -1,22 +1,24 @@
 """A step reads nothing on the host if the optimizer can skip on the device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap import (
     AdaptiveLossScaleUpdateCell,
+    ChainedOptimizer,
     DynamicLossScaleUpdateCell,
     ExponentialMovingAverage,
     MFTrainOneStepCell,
     TrainOneStepWithLossScaleCell,
 )
+from mfwrap.optimizers import Muon
 from support.devices import skip_if_refused
 from support.host_reads import HostReads
 from support.small_networks import Classifier, TokenClassifier, labelled_batches
@@ -29,12 +31,23 @@ FACTORS = {
 }
 """Factors that the losses of successive steps are multiplied by."""
 
+
+def muon_with_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return Muon for matrices and fused AdamW for all other parameters, as one optimizer."""
+    held = list(parameters)
+    return ChainedOptimizer(
+        Muon([parameter for parameter in held if parameter.ndim == 2]),
+        AdamW([parameter for parameter in held if parameter.ndim != 2], fused=True),
+    )
+
+
 FUSED = {
     "AdamW": lambda parameters: AdamW(parameters, lr=1e-2, fused=True),
     "Adam": lambda parameters: Adam(parameters, lr=1e-2, fused=True),
     "SGD with momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, fused=True),
     "SGD": lambda parameters: SGD(parameters, lr=0.1, fused=True),
     "Adagrad": lambda parameters: Adagrad(parameters, lr=1e-2, fused=True),
+    "Muon with AdamW": muon_with_adamw,
 }
 NOT_FUSED = {
     "SGD": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, foreach=True),

@@ -354,7 +354,7 @@ def test_groups_keep_their_settings(build):
     ids=[*ALL, "half fused", "subclass"],
 )
 def test_skips_on_device_tells_the_way(build, expected):
-    """``skips_on_device`` is True for torch's fused optimizers and their subclasses."""
+    """``skips_on_device`` is True for fused optimizers, `Muon` and their subclasses."""
     assert Run(build).skippable.skips_on_device is expected
 
 
