@@ -82,6 +82,8 @@ class Checkpoints:
         self._keeps_average = keeps_average
         self.staging: Path | None = None
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
+        self._hides_checkpoints = False
+        self._pushes = False
         self.saved_step: int | None = None
         """Step of the last checkpoint of this training; ``None`` before the first one."""
         self._is_auto = False
@@ -366,7 +368,8 @@ class Checkpoints:
         self.staging = staging
         with naming_written_file(staging / name):
             try:
-                with replaced(args, push_to_hub=False, save_total_limit=None):
+                self._pushes = args.push_to_hub
+                with replaced(args, push_to_hub=False):
                     yield
             finally:
                 self.staging = None
@@ -450,6 +453,29 @@ class Checkpoints:
             ]
         remove_checkpoints(selected, run_folder)
 
+    def output_folder(self, own: str) -> str:
+        """Return the folder in which the Trainer writes or looks for checkpoints.
+
+        While a checkpoint is written, it is the staging folder. At the end of a training, the
+        Trainer would remove checkpoints itself, so it gets a folder that does not exist.
+
+        Args:
+            own: Folder that the Trainer would take.
+        """
+        if self._hides_checkpoints:
+            return str(staging_folder(Path(own, "checkpoint")) / "none")
+        return own if self.staging is None else str(self.staging)
+
+    def show(self) -> None:
+        """End what `finishing` hides; call it before ``on_train_end``."""
+        self._hides_checkpoints = False
+
+    def users_arguments(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block, the training's arguments are the user's, also while `writing`."""
+        if self.staging is None:
+            return contextlib.nullcontext()
+        return replaced(self._trainer.args, push_to_hub=self._pushes)
+
     @contextlib.contextmanager
     def keeping_weight_names(self) -> Iterator[None]:
         """Within the block, make ``save_pretrained`` keep the network's own weight names.
@@ -515,11 +541,12 @@ class Checkpoints:
         """
         args = self._trainer.args
         loads_best = args.load_best_model_at_end
-        with (
-            self._loading_best() if loads_best else contextlib.nullcontext(),
-            replaced(args, save_total_limit=None),
-        ):
-            yield
+        self._hides_checkpoints = True
+        try:
+            with self._loading_best() if loads_best else contextlib.nullcontext():
+                yield
+        finally:
+            self.show()
         best = self._trainer.state.best_model_checkpoint
         if best is None or args.save_total_limit != 1 or not args.should_save or keeps_last:
             return

@@ -411,7 +411,7 @@ class MFTrainerMixin(_Base):
         return TrainOutput(result.global_step, loss, result.metrics | {"train_loss": loss})
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._checkpoints.staging or super()._get_output_dir(trial))
+        return self._checkpoints.output_folder(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with self._checkpoints.writing(Path(self._get_output_dir(trial))):
@@ -420,6 +420,7 @@ class MFTrainerMixin(_Base):
     def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         with (
             self._checkpoints.keeping_weight_names(),
+            self._checkpoints.users_arguments(),
             without_saved_token(self.args),
             describing(self, output_dir, is_checkpoint=self._checkpoints.staging is not None),
         ):
@@ -492,6 +493,8 @@ def _before_event(self: MFTrainerMixin, event: str) -> None:
         self._skip.rows.check_update()
     elif event == "on_save":
         self._checkpoints.adopt()
+    elif event == "on_train_end":
+        self._checkpoints.show()
     elif event == "on_step_end":
         if self._skip.follows_rows:
             self._skip.count_update()

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -430,3 +431,61 @@ def test_rows_are_not_left_out_without_the_methods(name, tmp_path):
         trainer.train()
     after = trainer.model.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+OF_THE_STATE = {"stateful_callbacks", "log_history"}
+"""Entries of the Trainer's state with which MFTrainer's callbacks and log differ."""
+PATHS = {"output_dir", "logging_dir", "best_model_checkpoint"}
+
+
+class Reading(TrainerCallback):
+    """Note arguments, control and state at each event."""
+
+    def __init__(self):
+        self.seen = []
+
+    def note(self, event, args, state, control):
+        """Note all values but paths and the log."""
+        of_state = {name: v for name, v in vars(state).items() if name not in OF_THE_STATE}
+        self.seen.append((
+            event,
+            *(
+                {name: repr(v) for name, v in held.items() if name not in PATHS}
+                for held in (vars(args), of_state, vars(control) | {"should_save": None})
+            ),
+        ))  # fmt: skip
+
+    def __getattribute__(self, name):
+        if name not in EVENTS:
+            return super().__getattribute__(name)
+        return lambda args, state, control, **_: self.note(name, args, state, control)
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_arguments_control_and_state_are_the_users_at_each_event(limit, tmp_path):
+    """Callbacks read what a stock Trainer's read, and checkpoints hold the user's arguments."""
+    settings = {
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "save_total_limit": limit,
+    }
+    seen, saved = [], []
+    for kind in KINDS:
+        reading = Reading()
+        trainer = new_trainer(kind, tmp_path / kind.__name__, callbacks=[reading], **settings)
+        trainer.train()
+        # MFTrainer postpones the checkpoint of the last step until the epoch's end.
+        seen.append(sorted(reading.seen, key=operator.itemgetter(0)))
+        file = tmp_path / kind.__name__ / "checkpoint-5" / "training_args.bin"
+        args = vars(torch.load(file, weights_only=False))
+        saved.append({name: repr(v) for name, v in args.items() if name not in PATHS})
+
+    assert [event for event, *_ in seen[1]] == [event for event, *_ in seen[0]]
+    for ours, theirs in zip(seen[1], seen[0], strict=True):
+        assert ours == theirs
+    assert saved[1] == saved[0]
