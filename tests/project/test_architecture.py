@@ -1,8 +1,6 @@
-"""Imports go to lower levels only, classes stay small, and each file has a test."""
+"""Imports go to lower levels only, and each file has a test."""
 
 import ast
-import importlib
-import inspect
 import os
 import subprocess
 import sys
@@ -11,10 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import Trainer
 
-from mfwrap.model import Callback
-from mfwrap.trainer import MonitorCallback
 from support.paths import ROOT, TESTS
 
 LEVELS = (
@@ -299,40 +294,6 @@ def test_no_more_than_a_dozen_files_lie_beside_the_packages():
     """mfwrap/ and callbacks/ each have at most 12 files outside of packages."""
     for folder in ("mfwrap", "callbacks"):
         assert len([path for path in (ROOT / folder).iterdir() if path.is_file()]) <= 12
-
-
-GENERATED = {"__replace__", "__annotate__", "__annotate_func__"}
-"""Functions that Python 3.13 adds to dataclasses, and Python 3.14 to classes with annotations."""
-
-
-def methods_of(kind: type) -> set[str]:
-    """Return the methods and properties of a class that are defined in mfwrap, also by its bases.
-
-    The events that `mfwrap.model.Callback` declares do not count: MindSpore prescribes them.
-    Those of `mfwrap.trainer.MonitorCallback` count only where a class overrides them: by default
-    they do nothing. Overrides of the Trainer's methods do not count: they stand in one class, and
-    tests/unit/trainer/test_surface.py lists them. What Python itself adds does not count.
-    """
-    bases = [base for base in kind.__mro__ if base.__module__.startswith("mfwrap")]
-    is_trainer = kind.__module__ in {"mfwrap.trainer.mixin", "mfwrap.trainer.trainer"}
-    overridden = set(dir(Trainer)) if is_trainer else set()
-    return {
-        name
-        for base in bases
-        if base not in {Callback, MonitorCallback}
-        for name, member in vars(base).items()
-        if name not in GENERATED | overridden
-        if inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
-    }
-
-
-@pytest.mark.parametrize("module", sorted(MODULES - {"mfwrap.__main__"}))
-def test_no_class_is_too_wide(module: str):
-    """No class has more than 20 methods, including methods inherited from classes of mfwrap."""
-    kinds = inspect.getmembers(importlib.import_module(module), inspect.isclass)
-    own = {name: methods_of(kind) for name, kind in kinds if kind.__module__ == module}
-
-    assert {name: len(found) for name, found in own.items() if len(found) > 20} == {}
 
 
 def test_every_file_has_a_test_of_its_name():
