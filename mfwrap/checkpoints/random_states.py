@@ -3,7 +3,6 @@
 import base64
 import ctypes
 import random
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,35 +143,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
     if torch.cuda.is_available() and "cuda" in states:
         for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
             torch.cuda.random.set_rng_state(_state(state), device)
-
-
-def generator_states(generators: Iterable[torch.Generator]) -> list[str]:
-    """Return the states of generators of torch on the CPU, ready for JSON."""
-    return [_encoded(generator.get_state().numpy().tobytes()) for generator in generators]
-
-
-def check_generator_states(states: Sequence[str]) -> None:
-    """Check states that `generator_states` returned.
-
-    Raises:
-        TypeError: If a state has another type.
-        ValueError: If a state does not fit a generator.
-    """
-    restore_generators([torch.Generator() for _ in states], states)
-
-
-def restore_generators(generators: Sequence[torch.Generator], states: Iterable[str]) -> None:
-    """Set generators to states that `generator_states` returned.
-
-    Does nothing if their numbers differ: the program has other generators now.
-    """
-    given = [_state(state) for state in states]
-    if len(given) == len(generators):
-        try:
-            for generator, state in zip(generators, given, strict=True):
-                generator.set_state(state)
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
 
 
 def _encoded(state: bytes) -> str:

@@ -7,19 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-import torch
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from transformers import TrainingArguments
 
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive
+from mfwrap.checkpoints.held_generators import (
+    check_states,
+    held_generators,
+    restore_generators,
+    states_of,
+)
 from mfwrap.checkpoints.random_states import (
     HostStates,
-    check_generator_states,
     check_random_states,
-    generator_states,
     random_states,
-    restore_generators,
     restore_random_states,
 )
 from mfwrap.records.skipped_rows import checked_row
@@ -35,16 +37,17 @@ class TrainerPosition:
 
     - the random states at the start of the epoch, which decide the order of the data and the seeds
       of the workers;
-    - the states of the generators of samplers, at the start of the epoch and now;
-    - the random states of the batch that was made ahead (`DataPosition`);
+    - the states of the generators that samplers hold, at the start of the epoch and now;
+    - the random states of the batch that was made ahead, and those of the generators that the data
+      set and the collator hold (`DataPosition`);
     - the sums of the log (`mfwrap.trainer.log.Losses`).
     """
 
     def __init__(self) -> None:
         self._data = DataPosition()
         self._epoch_random_states: dict[str, Any] | None = None
-        self._generators: list[torch.Generator] = []
-        self._epoch_samplers: list[str] = []
+        self._samplers: dict[str, object] = {}
+        self._epoch_samplers: dict[str, Any] = {}
         self._on_other_ranks: dict[str, Any] | None = None
         self._saved: dict[str, Any] | None = None
         self.resumed_from: Path | None = None
@@ -134,11 +137,14 @@ class TrainerPosition:
         saved, self._saved = self._saved, None
         checkpoint, self.resumed_from = self.resumed_from, None
         self._data.watch(loader)
-        self._generators = _generators(loader)
+        self._samplers = _samplers(loader)
+        is_between_epochs = float(epoch or 0).is_integer()
         if saved is not None:
-            name = "samplers" if float(epoch or 0).is_integer() else "epoch_samplers"
-            restore_generators(self._generators, saved.get(name, ()))
-        if checkpoint is not None and float(epoch or 0).is_integer():
+            name = "samplers" if is_between_epochs else "epoch_samplers"
+            restore_generators(self._samplers, saved.get(name, {}))
+        if saved is not None and is_between_epochs:
+            restore_generators(self._data.makers, saved.get("makers", {}))
+        if checkpoint is not None and is_between_epochs:
             self.restore_random_states(str(checkpoint), load_random_states)
         elif checkpoint is not None and saved is not None:
             restore_random_states(saved["epoch_random_states"])
@@ -146,7 +152,7 @@ class TrainerPosition:
                 restore = functools.partial(load_random_states, str(checkpoint))
                 self._data.resume(saved.get("data"), restore)
         self._epoch_random_states = random_states()
-        self._epoch_samplers = generator_states(self._generators)
+        self._epoch_samplers = self._sampler_states()
         if getattr(loader, "persistent_workers", False) and float(epoch or 0) >= 1:
             self._data.keep_states()
 
@@ -174,7 +180,8 @@ class TrainerPosition:
             "epoch_random_states": self._epoch_random_states,
             "random_states": random_states(),
             "epoch_samplers": self._epoch_samplers,
-            "samplers": generator_states(self._generators),
+            "samplers": self._sampler_states(),
+            "makers": states_of(held_generators(self._data.makers)),
             **log(),
             "data": self._data.state_dict(),
         }
@@ -183,18 +190,19 @@ class TrainerPosition:
         path = folder / _file_name(args.process_index, args.world_size)
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
+    def _sampler_states(self) -> dict[str, Any]:
+        # Samplers hold the data set. accelerate's own sampler seeds its generator anew in each
+        # pass, and has none before its first one.
+        found = held_generators(
+            self._samplers, but=self._data.makers.values(), opaque=SeedableRandomSampler
+        )
+        return states_of(found)
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators of a loader's samplers, which draw the order of its rows."""
-    found = []
-    part = loader
-    while part is not None:
-        inner = getattr(part, "batch_sampler", None)
-        part = getattr(part, "sampler", None) if inner is None else inner
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
-            found.append(generator)
-    return found
+
+def _samplers(loader: Any) -> dict[str, object]:
+    """Return what draws the order of a loader's rows, by name."""
+    names = ("batch_sampler", "sampler", "generator")
+    return {name: getattr(loader, name, None) for name in names}
 
 
 def _file_name(rank: int, num_ranks: int) -> str:
@@ -228,12 +236,13 @@ def _read(path: Path) -> dict[str, Any]:
         positive(content.get("num_ranks", 1))
         HostStates.decoded(content["epoch_random_states"])
         check_random_states(content.get("random_states", content["epoch_random_states"]))
-        for name in ("epoch_samplers", "samplers"):
-            check_generator_states(content.get(name, ()))
+        for name in ("epoch_samplers", "samplers", "makers"):
+            check_states(content.get(name, {}))
         check_log(content)
         if content.get("data") is not None:
             _check_count(content["data"]["batch"])
             HostStates.decoded(content["data"]["random_states"])
+            check_states(content["data"].get("makers", {}))
         if content.get("global_batch") is not None:
             _check_batch(content["global_batch"])
         if content.get("data_skip") is not None:
@@ -306,6 +315,9 @@ class _MadeBatch(NamedTuple):
     states: HostStates
     """States of the random generators just before the batch was made."""
 
+    makers: Mapping[str, Any]
+    """States of the generators that the data set and the collator hold, at the same time."""
+
 
 class _Resumed(NamedTuple):
     ahead: _MadeBatch
@@ -330,6 +342,9 @@ class DataPosition:
 
     def __init__(self) -> None:
         self._watches = False
+        self.makers: dict[str, Any] = {}
+        """Data set and collator of the watched loader, which may hold generators, by name."""
+        self._may_hold = False
         self._made: _MadeBatch | None = None
         self._resumed: _Resumed | None = None
         self._kept: HostStates | None = None
@@ -345,6 +360,9 @@ class DataPosition:
         self.release()
         draws_here = getattr(loader, "num_workers", 0) == 0
         self._watches = draws_here and not isinstance(loader, DataLoaderDispatcher)
+        if self._watches:
+            self.makers = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
+            self._may_hold = True
 
     def keep_states(self) -> None:
         """Make the next epoch begin with the present random states.
@@ -356,7 +374,7 @@ class DataPosition:
 
     def release(self) -> None:
         """Record nothing from now on, and discard all recorded states."""
-        self._watches = False
+        self._watches, self.makers = False, {}
         self._made = self._resumed = self._kept = None
         self.is_resumed = False
 
@@ -386,7 +404,8 @@ class DataPosition:
                 that was made ahead has been made again, and before the next batch is made.
         """
         if saved is not None and self._watches:
-            ahead = _MadeBatch(saved["batch"], HostStates.decoded(saved["random_states"]))
+            states = HostStates.decoded(saved["random_states"])
+            ahead = _MadeBatch(saved["batch"], states, saved.get("makers", {}))
             self._resumed = _Resumed(ahead, restore_rest)
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -396,7 +415,11 @@ class DataPosition:
         """
         if self._made is None:
             return None
-        return {"batch": self._made.number, "random_states": self._made.states.encoded()}
+        return {
+            "batch": self._made.number,
+            "random_states": self._made.states.encoded(),
+            "makers": self._made.makers,
+        }
 
     def before_batch(self, number: int) -> None:
         """Record the generators' states before a batch; in a resumed epoch, restore states first.
@@ -409,8 +432,17 @@ class DataPosition:
         elif self._resumed is not None and number >= self._resumed.ahead.number:
             # The batch itself may lack since then, because its rows are left out.
             self._resumed.ahead.states.restore()
+            restore_generators(self.makers, self._resumed.ahead.makers)
             self.is_resumed = True
-        self._made = _MadeBatch(number, HostStates.now())
+        self._made = _MadeBatch(number, HostStates.now(), self._maker_states())
+
+    def _maker_states(self) -> dict[str, Any]:
+        # A collator may make its generator for the first batch.
+        if self._may_hold:
+            generators = held_generators(self.makers)
+            self._may_hold = bool(generators) or self._made is None
+            return states_of(generators)
+        return {}
 
     def after_batches(self) -> None:
         """Call ``restore_rest`` if the batch made ahead was the last batch of the epoch."""

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 
 import numpy as np
 import pytest
@@ -9,16 +10,12 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from tokenizers import Tokenizer, models
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from mfwrap.checkpoints.global_batch import GlobalBatch
-from mfwrap.checkpoints.random_states import (
-    check_generator_states,
-    generator_states,
-    random_states,
-    restore_generators,
-    restore_random_states,
-)
+from mfwrap.checkpoints.random_states import random_states, restore_random_states
 from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.data_position import DataPosition, _read_position, read_rank_file
 from mfwrap.trainer.followed_loader import followed_loader
@@ -238,6 +235,8 @@ DAMAGE = {
     "updates": changed("global_batch/updates_per_epoch", 1.5),
     "offset of the data": changed("data_skip/offset", "3"),
     "skipped steps": changed("data_skip/steps", 1.5),
+    "generators of samplers": changed("samplers", {"sampler.rng": {"python": [3, [1], None]}}),
+    "generators of data": changed("makers", {"dataset.rng": {"other": 1}}),
     "skipped rows": changed("data_skip/rows", [[0, -1]]),
 }
 
@@ -265,29 +264,115 @@ def test_a_truncated_file(tmp_path, share):
         read_rank_file(tmp_path, 0, 2)
 
 
-class Drawing(MFTrainer):
-    """Draw rows with a generator of its own, and note them."""
+class Lazy(Sampler):
+    """A sampler of the user's own, which draws each index when it is asked for."""
 
-    def _get_train_sampler(self, *_):
-        self.drawn = []
-        generator = torch.Generator().manual_seed(3)
-        return WeightedRandomSampler([1.0] * 24, 24, generator=generator)
+    def __init__(self, num_rows, rng):
+        self.num_rows, self.rng = num_rows, rng
+
+    def __len__(self):
+        return self.num_rows
+
+    def __iter__(self):
+        for _ in range(self.num_rows):
+            yield int(self.rng.random() * self.num_rows)
+
+
+SAMPLERS = {
+    "torch": lambda: WeightedRandomSampler(
+        [1.0] * 24, 24, generator=torch.Generator().manual_seed(3)
+    ),
+    "Python": lambda: Lazy(24, random.Random(3)),  # noqa: S311  (not for cryptography)
+    "NumPy": lambda: Lazy(24, np.random.default_rng(3)),
+    "old NumPy": lambda: Lazy(24, np.random.RandomState(3)),
+}
+"""Samplers with generators of their own."""
+
+
+class Noting(MFTrainer):
+    """Note the rows that are trained on."""
+
+    make_sampler = None
+
+    def _get_train_sampler(self, *args):
+        self.seen = []
+        make = type(self).make_sampler
+        return super()._get_train_sampler(*args) if make is None else make()
 
     def training_step(self, model, inputs, *rest):
-        self.drawn += inputs["input_ids"][:, 0].tolist()
+        self.seen += inputs["input_ids"].tolist()
         return super().training_step(model, inputs, *rest)
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 6])
-def test_a_sampler_with_a_generator_of_its_own_goes_on(step, tmp_path):
-    """A training that is resumed within or between epochs sees the rows of one that was not."""
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "data": Counting(24)}
-    whole = new_trainer(Drawing, tmp_path, **settings)
-    whole.train()
-    resumed = new_trainer(Drawing, tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
+def assert_rows_go_on(kind, step, folder, make_data=lambda: Counting(24), **extras):
+    """Compare the rows and the last position of a resumed training with those of a whole one."""
+    file = folder / "checkpoint-8" / "mfwrap_position.json"
+    names = ("epoch_samplers", "samplers", "makers", "data")
+    positions = []
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1}
 
-    assert resumed.drawn == whole.drawn[8 * step :]
+    def trainer():
+        made = {name: make() for name, make in extras.items()}
+        return new_trainer(kind, folder, **settings, data=make_data(), extras=made)
+
+    whole, resumed = trainer(), trainer()
+    for each, checkpoint in ((whole, None), (resumed, folder / f"checkpoint-{step}")):
+        each.train(resume_from_checkpoint=checkpoint)
+        positions.append({name: json.loads(file.read_text())[name] for name in names})
+    assert resumed.seen == whole.seen[8 * step :]
+    assert positions[1] == positions[0]
+    return positions[0]
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_a_sampler_with_a_generator_of_its_own_goes_on(make, step, tmp_path):
+    """A training that is resumed within or between epochs sees the rows of one that was not."""
+    assert_rows_go_on(type("Own", (Noting,), {"make_sampler": make}), step, tmp_path)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_accelerates_sampler_is_not_saved(step, tmp_path):
+    """It seeds its generator anew in each pass, and has none before its first one."""
+    position = assert_rows_go_on(Noting, step, tmp_path)
+
+    assert position["samplers"] == position["epoch_samplers"] == position["makers"] == {}
+
+
+class Augmented(Counting):
+    """A data set that changes its rows with a generator of its own."""
+
+    def __init__(self, num_rows):
+        super().__init__(num_rows, length=6)
+        self.transforms = [functools.partial(shifted, np.random.default_rng(1))]
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        return {name: self.transforms[0](values) for name, values in row.items()}
+
+
+def shifted(rng, values):
+    """Rotate a row by a random number of places."""
+    return values.roll(int(rng.integers(6)))
+
+
+def masking():
+    """Return a collator of transformers that masks words with a generator of its own."""
+    special = {"pad_token": "[PAD]", "mask_token": "[MASK]"}
+    words = models.WordLevel({"[PAD]": 0, "[MASK]": 1} | {str(n): n for n in range(2, 16)})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special)
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5, seed=5)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.mark.parametrize("owner", ["data set", "collator"])
+def test_a_generator_that_makes_the_data_goes_on(owner, step, tmp_path):
+    """Augmentation and masking with generators of their own continue as if never stopped."""
+    if owner == "data set":
+        assert_rows_go_on(Noting, step, tmp_path, lambda: Augmented(24))
+    else:
+        make_data = functools.partial(Counting, 24, length=6)
+        assert_rows_go_on(Noting, step, tmp_path, make_data, data_collator=masking)
 
 
 class Throwing(MFTrainer):
@@ -309,15 +394,3 @@ def test_workers_that_persist_draw_their_seed_once(step, tmp_path):
     resumed.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
 
     assert resumed.drawn == whole.drawn[4 * step :]
-
-
-def test_a_damaged_state_of_a_sampler():
-    """A state that fits no generator is refused, and other numbers of generators are left alone."""
-    generator = torch.Generator().manual_seed(1)
-    [state] = generator_states([generator])
-    restore_generators([generator], [])
-    restore_generators([generator, torch.Generator()], [state])
-
-    assert generator_states([generator]) == [state]
-    with pytest.raises(ValueError, match="size"):
-        check_generator_states([state[:40]])

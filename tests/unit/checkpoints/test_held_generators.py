@@ -1,0 +1,129 @@
+"""The generators that objects hold are found, and go on from their saved states."""
+
+import functools
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from mfwrap.checkpoints.held_generators import (
+    check_states,
+    held_generators,
+    restore_generators,
+    states_of,
+)
+
+
+class Holder:
+    """An object with a generator."""
+
+    def __init__(self, rng=None):
+        self.rng = rng
+
+    def draw(self, *_):
+        """Return four numbers, the last of which takes a part of a number that is left over."""
+        if isinstance(self.rng, torch.Generator):
+            return torch.rand(4, generator=self.rng).tolist()
+        normal = getattr(self.rng, "gauss", None) or self.rng.normal
+        return [self.rng.random(), normal(0, 1), normal(0, 1), normal(0, 1)]
+
+
+BITS = [np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64]
+MAKERS = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "Python": lambda: random.Random(1),  # noqa: S311  (not for cryptography)
+    "old NumPy": lambda: np.random.RandomState(1),
+    **{
+        kind.__name__: functools.partial(lambda kind: np.random.Generator(kind(1)), kind)
+        for kind in BITS
+    },
+}
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_generator_goes_on(make, is_lazy):
+    """After a way through JSON, the same numbers follow, also in a program that makes it late."""
+    holder = Holder(make())
+    holder.draw()
+    states = json.loads(json.dumps(states_of(held_generators({"dataset": holder}))))
+    check_states(states)
+    expected = holder.draw()
+    other = Holder(None if is_lazy else make())
+    restore_generators({"dataset": other}, states)
+
+    assert list(states) == ["dataset.rng"]
+    assert other.draw() == expected
+
+
+def inner_function(generator):
+    """Return a function that uses a generator of its surroundings."""
+    return lambda rows: (rows, generator)
+
+
+GENERATOR = random.Random(1)  # noqa: S311  (not for cryptography)
+WAYS = {
+    "root": GENERATOR,
+    "root.rng.rng": Holder(Holder(GENERATOR)),
+    "root.1.args.0": [1, functools.partial(print, GENERATOR)],
+    "root.keywords.rng": functools.partial(print, rng=GENERATOR),
+    "root.func.self.rng": functools.partial(Holder(GENERATOR).draw),
+    "root.generator": inner_function(GENERATOR),
+    "root.rng.transforms.0": Holder({"transforms": (GENERATOR,)}),
+}
+
+
+@pytest.mark.parametrize("path", WAYS)
+def test_where_generators_are_found(path):
+    """Attributes, containers, partial functions, methods and inner functions are followed."""
+    assert held_generators({"root": WAYS[path]}) == {path: GENERATOR}
+
+
+def test_what_is_not_followed():
+    """Networks, modules, classes, generators of the system and given objects are left alone."""
+    network = torch.nn.Linear(2, 2)
+    network.rng = GENERATOR
+    itself = Holder()
+    itself.rng = itself
+    held = Holder(GENERATOR)
+    roots = [network, random, Holder, random.SystemRandom(), itself, held, None, torch.ones(2)]
+
+    assert held_generators({"root": roots}, but=[held]) == {}
+
+
+def test_a_program_that_has_changed():
+    """States without a generator of their kind at their place change nothing."""
+    states = states_of(
+        {"dataset.rng": GENERATOR, "dataset.gone": GENERATOR, "other.rng": GENERATOR}
+    )
+    holder = Holder(np.random.default_rng(2))
+    expected = Holder(np.random.default_rng(2)).draw()
+    restore_generators({"dataset": holder}, states)
+    named = Holder("a name")
+    restore_generators({"dataset": named}, states)
+
+    assert holder.draw() == expected
+    assert vars(named) == {"rng": "a name"}
+
+
+PCG64 = states_of({"rng": np.random.default_rng(1)})["rng"]["numpy"]
+OLD = states_of({"rng": np.random.RandomState(1)})["rng"]["numpy_legacy"]
+DAMAGE = {
+    "kind": {"cuda": "AAAA"},
+    "torch": {"torch": "AAAA"},
+    "Python": {"python": [3, [1, 2], None]},
+    "name": {"numpy": PCG64 | {"bit_generator": "seed"}},
+    "number": {"numpy": PCG64 | {"state": {"state": -1, "inc": 1}}},
+    "part": {"numpy": {"bit_generator": "PCG64"}},
+    "position": {"numpy_legacy": OLD | {"state": OLD["state"] | {"pos": 10**6}}},
+    "mapping": {},
+}
+
+
+@pytest.mark.parametrize("state", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_state_is_refused(state):
+    """A state that fits no generator raises one of the documented errors."""
+    with pytest.raises((AttributeError, LookupError, TypeError, ValueError)):
+        check_states({"dataset.rng": state})
