@@ -1,8 +1,11 @@
 """Find passwords and access tokens in settings, which must not be written to disk."""
 
+import argparse
+import dataclasses
 import math
 import re
 import shlex
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,13 +22,19 @@ _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|(sk|gsk|nvapi)-[\w-]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}"
     r"|github_pat_\w{16,}|gl[a-z]{2,6}-[\w-]{16,}|xox[a-z]-[\w-]{10,}|AIza[\w-]{30,}"
     r"|(AKIA|ASIA)[0-9A-Z]{16}|(npm|r8)_[A-Za-z0-9]{20,}|pypi-[\w-]{16,}|ya29\.[\w-]{16,}"
+    r"|dckr_[a-z]{2,4}_[\w-]{16,}|[rs]k_(live|test)_[A-Za-z0-9]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
     r"|://[^/\s:@]+:[^/\s@]*@|(?<=https)://[^/\s@]+@|(?<=http)://[^/\s@]+@"
-    r"|(?i:\bauthorization\s*[:=]\s*(\w+\s+)?[^\s'\"]+|\bbearer\s+[\w.~+/-]{8,}=*)"
+    r"|(?<=hooks\.slack\.com/)services/[\w/]+"
+    r"|(?<=[?&])(?i:(access|api|auth|private)_?(token|key)|token|password|secret|sig(nature)?)"
+    r"=[^&\s'\"]+"
+    r"|(?i:\bauthorization\s*[:=]\s*(\w+\s+)?[^\s'\"]+|\bbearer\s+[\w.~+/-]{8,}=*"
+    r"|\b(x-api-key|private-token)\s*[:=]\s*[^\s'\"]+)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 """What is a secret by its form: tokens of common services, JSON web tokens, private keys, headers
-that authorize a request, and the user of a URL, if it has a password or the URL is one of HTTP."""
+that authorize a request, parameters of a URL, and its user, if it has a password or the URL is one
+of HTTP."""
 
 _HIDDEN = "***"
 
@@ -69,11 +78,13 @@ def without_secrets(value: Any, path: tuple[str | int, ...] = ()) -> Any:
     A list or mapping under the name of a secret is hidden as a whole.
 
     Args:
-        value: Mappings, lists and plain values; anything else becomes text.
+        value: Mappings, lists, plain values, and objects with fields, which become mappings:
+            dataclasses, named tuples and namespaces. Anything else becomes text.
         path: Path of `value`.
     """
     if is_secret(path) and not _is_absent(value):
         return _HIDDEN
+    value = _fields(value)
     if isinstance(value, Mapping):
         return {
             _SECRET_VALUE.sub(_HIDDEN, str(key)): without_secrets(inner, (*path, str(key)))
@@ -84,6 +95,15 @@ def without_secrets(value: Any, path: tuple[str | int, ...] = ()) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _SECRET_VALUE.sub(_HIDDEN, str(value))
+
+
+def _fields(value: Any) -> Any:
+    """Return the fields of an object by name; any other value unchanged."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return vars(value)
+    return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
 
 
 def _is_absent(value: Any) -> bool:

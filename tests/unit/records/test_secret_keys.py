@@ -1,5 +1,10 @@
 """Passwords and access tokens in a recipe are refused before anything is written."""
 
+import argparse
+import dataclasses
+import types
+from typing import NamedTuple
+
 import pytest
 import torch
 import yaml
@@ -56,6 +61,9 @@ def test_secrets_are_refused(text):
         "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
         "https://" + 12 * "d2" + "@github.com/me/data",
         "authorization: token " + 8 * "e",
+        "X-Api-Key: " + 8 * "f",
+        "dckr_pat_" + 20 * "g",
+        "sk_live_" + 20 * "h",
     ],
 )
 def test_secrets_are_known_by_their_form(value):
@@ -76,6 +84,50 @@ def test_all_values_under_the_name_of_a_secret_are_hidden(name, secret):
     """A list, a mapping or a number under the name of a secret is hidden as a text is."""
     assert without_secrets({"a": [{name: secret}]}) == {"a": [{name: "***"}]}
     assert without_secrets({name: {}, "b": {name: []}}) == {name: {}, "b": {name: []}}
+
+
+@pytest.mark.parametrize(
+    ("address", "hidden"),
+    [
+        ("https://hooks.slack.com/services/T1/B2/x3", "https://hooks.slack.com/***"),
+        ("https://host/data?sv=1&sig=a%2Fb&se=2", "https://host/data?sv=1&***&se=2"),
+        ("https://host/data?api_key=abc", "https://host/data?***"),
+        ("https://host/data?page=2&sort=key", "https://host/data?page=2&sort=key"),
+    ],
+)
+def test_secrets_in_addresses_are_hidden(address, hidden):
+    """Parameters of a URL that authorize a request are hidden, and the rest of it stays."""
+    assert without_secrets({"note": address}) == {"note": hidden}
+
+
+@dataclasses.dataclass
+class Service:
+    """Settings of a user's own class."""
+
+    api_key: str
+    name: str = "x"
+
+
+class Login(NamedTuple):
+    """Settings of a user's own tuple."""
+
+    password: str
+    user: str = "me"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (Service("PASSWORD"), {"api_key": "***", "name": "x"}),
+        (Login("PASSWORD"), {"password": "***", "user": "me"}),
+        (argparse.Namespace(auth_token=1234, lr=1), {"auth_token": "***", "lr": 1}),
+        (types.SimpleNamespace(a=[Service("PASSWORD")]), {"a": [{"api_key": "***", "name": "x"}]}),
+        (Service, str(Service)),
+    ],
+)
+def test_fields_of_objects_are_hidden(value, written):
+    """An object with fields is written as a mapping, so that the names of its secrets count."""
+    assert without_secrets({"settings": value}) == {"settings": written}
 
 
 @pytest.mark.parametrize(
