@@ -48,8 +48,13 @@ class EMACallback(MonitorCallback):
     - ``checkpoint-*/ema`` holds the model with averaged weights, for ``from_pretrained``. For a
       plain ``nn.Module`` it holds ``model.safetensors`` only.
     - With ``args.load_best_model_at_end``, the model ends with the averaged weights of the best
-      checkpoint. Otherwise it ends with its raw weights; ``callback.ema.copy_to()`` replaces them
-      with the averages.
+      checkpoint, whose raw weights are in ``trainer.state.best_model_checkpoint``. With
+      `load_best` False, it ends with these raw weights; the averaged ones are in the folder ``ema``
+      of the checkpoint. ``callback.ema`` stays the average of the last step.
+    - Otherwise the model ends with its raw weights of the last step; ``callback.ema.copy_to()``
+      replaces them with the averages.
+    - `mfwrap train` saves the raw weights as ``model`` and the averaged ones as ``model_ema``,
+      whatever `load_best` says, both of the best checkpoint or both of the last step.
 
     In the list of callbacks, place this callback after any callback that requests an evaluation.
     From then on, the averages are in the model until the evaluation is done. With several
@@ -103,9 +108,10 @@ class EMACallback(MonitorCallback):
             raise ValueError(msg)
         self.ema: ExponentialMovingAverage | None = None
         """The average in use; ``None`` before training begins."""
+        self.loads_best = evaluate and export if load_best is None else load_best
+        """Whether the model ends with the averaged weights of the best checkpoint."""
         self._evaluates = evaluate
         self._exports = export
-        self._loads_best = evaluate and export if load_best is None else load_best
         self._is_own = False
         self._updates: AppliedUpdates | None = None
         self._evaluated = EvaluatedAverages()
@@ -220,7 +226,9 @@ class EMACallback(MonitorCallback):
         self._evaluated.end()
         self._is_saved = True
         if self.ema is not None:
-            self._write(self.ema, folder, model, is_writer=args.should_save)
+            # Without the files of the step, the checkpoint would lack the Trainer's average.
+            keeps = self._is_own or (args.save_only_model and not is_sharded(model))
+            self._write(self.ema, folder, model, keeps_state=keeps, is_writer=args.should_save)
 
     def resume_from(self, folder: Path) -> None:
         """Set the checkpoint from which the average is resumed; called by an `MFTrainer`."""
@@ -248,7 +256,8 @@ class EMACallback(MonitorCallback):
                 stacklevel=2,
             )
         else:
-            self._write(self.ema, folder, model, is_writer=True)
+            keeps = self._is_own
+            self._write(self.ema, folder, model, keeps_state=keeps, is_writer=True)
 
     def on_train_end(
         self,
@@ -263,7 +272,7 @@ class EMACallback(MonitorCallback):
         self._evaluated.end()
         self._stop_watching()
         best = state.best_model_checkpoint
-        if self._loads_best and args.load_best_model_at_end and best:
+        if self.loads_best and args.load_best_model_at_end and best:
             note_loaded_averages(state, are_loaded=load_exported(model, Path(best)))
 
     def put_weights_back(self) -> None:
@@ -314,9 +323,15 @@ class EMACallback(MonitorCallback):
             self._evaluated.hold(self.ema, model, state.global_step, control)
 
     def _write(
-        self, ema: ExponentialMovingAverage, folder: Path, model: nn.Module, *, is_writer: bool
+        self,
+        ema: ExponentialMovingAverage,
+        folder: Path,
+        model: nn.Module,
+        *,
+        keeps_state: bool,
+        is_writer: bool,
     ) -> None:
-        if self._is_own and is_writer:
+        if keeps_state and is_writer:
             save_state(ema, folder)
         if self._exports and (is_writer or is_sharded(model)):
             export_averages(ema, model, folder, is_writer=is_writer)

@@ -80,16 +80,29 @@ def load_state(ema: ExponentialMovingAverage, folder: Path) -> bool:
         KeyError: If a name is missing or unknown. `ema` is unchanged.
         ValueError: If the file is damaged, or a shape differs. `ema` is unchanged.
     """
-    path = folder / _STATE
-    if not path.exists():
+    if not has_state(folder):
         return False
-    flat = _tensors_of(path, "delete this file to resume without the average")
+    ema.load_state_dict(read_state(folder))
+    return True
+
+
+def has_state(folder: Path) -> bool:
+    """Return whether a checkpoint folder holds the state of an average."""
+    return (folder / _STATE).exists()
+
+
+def read_state(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the state of an average in a checkpoint folder.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    flat = _tensors_of(folder / _STATE, "delete this file to resume without the average")
     state: dict[str, dict[str, torch.Tensor]] = {part: {} for part in _PARTS}
     for full_name, tensor in flat.items():
         part, _, name = full_name.partition("/")
         state.setdefault(part, {})[name] = tensor
-    ema.load_state_dict(state)
-    return True
+    return state
 
 
 def _tensors_of(path: Path, advice: str) -> dict[str, torch.Tensor]:

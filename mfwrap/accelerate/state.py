@@ -12,7 +12,12 @@ from accelerate.utils import ProjectConfiguration
 from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.average.ema import ExponentialMovingAverage
-from mfwrap.checkpoints.step_files import has_step_files, read_step_files, write_step_files
+from mfwrap.checkpoints.step_files import (
+    has_step_files,
+    read_step_files,
+    read_step_parts,
+    write_step_files,
+)
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.step.counts import COUNTERS
 
@@ -116,6 +121,30 @@ def load_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None
             stacklevel=callers_stacklevel(),
         )
         ema.restart()
+
+
+def has_average(folder: Path) -> bool:
+    """Return whether a folder holds an average that `save_step` wrote.
+
+    Raises:
+        FileNotFoundError: If only some of the step's files exist.
+        ValueError: If the record of the step is damaged.
+    """
+    return has_step_files(folder) and "ema" in read_step_parts(folder)
+
+
+def saved_average(folder: Path, step: LoopStep) -> dict[str, Any]:
+    """Return the state of the average that `save_step` wrote; call it on every rank.
+
+    Args:
+        folder: Folder of the checkpoint, for which `has_average` is true.
+        step: Step of the average.
+
+    Raises:
+        ValueError: If a file is damaged.
+    """
+    state: dict[str, Any] = read_step_files(folder, step.state_dict())["ema"]
+    return state
 
 
 def _fitting(

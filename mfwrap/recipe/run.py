@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from datasets import Dataset
 from transformers import set_seed
 
-from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
 from mfwrap.checkpoints.folders import owning_run, whole_file, whole_folder
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.collectives import gather_objects, raising_together, this_rank
+from mfwrap.recipe.averages import average_of
 from mfwrap.recipe.document import RECIPE_FILE, RecipeError, yaml_text
 from mfwrap.recipe.folder import (
     AVERAGED_MODEL,
@@ -175,6 +175,9 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         says = "expected held-out rows because training.eval_strategy is set, got none"
         raise recipe.document.error(("data",), says)
     callbacks = [make() for make in recipe.make_callbacks]
+    for callback in callbacks:
+        if isinstance(callback, EMACallback):
+            callback.loads_best = False  # a run saves the raw weights as `model`
     folder = Path(arguments.output_dir or "")
     has_record = any(isinstance(one, MFLossMonitor) for one in callbacks)
     recorder = MetricsRecorder(
@@ -302,7 +305,7 @@ def finish(recipe: Recipe, trainer: Any, recorder: MetricsRecorder) -> dict[str,
     Returns:
         Metrics of the evaluation; those of averaged weights begin with ``ema_``.
     """
-    average = _average(trainer)
+    average = average_of(trainer)
     metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
     run = FinishedRun(recipe, trainer, average, metrics)
     if average is not None:
@@ -332,10 +335,3 @@ def _save_model(run: FinishedRun, name: str) -> None:
     else:
         # The other ranks write nothing, but they may have to send shards of the weights.
         trainer.save_model(str(folder), _internal_call=True)
-
-
-def _average(trainer: Any) -> ExponentialMovingAverage | None:
-    """Return the average of the Trainer or of an `EMACallback`; ``None`` if there is none."""
-    found: list[ExponentialMovingAverage | None] = [trainer.ema]
-    found += [one.ema for one in trainer.callback_handler.callbacks if isinstance(one, EMACallback)]
-    return next((one for one in found if one is not None), None)

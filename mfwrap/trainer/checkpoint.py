@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from mfwrap.accelerate.state import has_average
 from mfwrap.arguments import takes
 from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.checkpoints.folders import (
@@ -34,7 +35,6 @@ from mfwrap.checkpoints.manifest import MANIFEST, Verified, write_manifest
 from mfwrap.checkpoints.network_weights import foreign_weights
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO, find_checkpoint
-from mfwrap.checkpoints.step_files import has_step_files, read_step_parts
 from mfwrap.checkpoints.verification import (
     check_checkpoint,
     is_checkpoint,
@@ -596,7 +596,7 @@ def check_average(folder: Path, *, is_given: bool) -> None:
     Raises:
         ValueError: If the checkpoint holds an average and the trainer keeps none.
     """
-    if not is_given and has_step_files(folder) and "ema" in read_step_parts(folder):
+    if not is_given and has_average(folder):
         msg = (
             f"cannot resume from {folder}: it holds an average of the weights, but `ema` is None; "
             "give the trainer the `ema` that the checkpoint was written with"

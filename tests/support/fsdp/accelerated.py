@@ -23,6 +23,7 @@ from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import EMACallback
 from mfwrap.compatibility import accelerate as compatibility
+from mfwrap.recipe.averages import average_of
 from mfwrap.trainer import MFTrainerMixin
 from support.attached_runs import new_accelerator
 from support.fsdp.accumulation import MessageBytes
@@ -347,7 +348,8 @@ def train_with_trainer(
 def evaluate_averages(rank: int, folder: str, num_ranks: int = 2) -> dict[str, Any]:
     """Train with `EMACallback`; return the evaluation losses, averages and final weights.
 
-    ``"exported"`` and ``"best"`` are the averages in the last and in the best checkpoint.
+    ``"exported"`` and ``"best"`` are the averages in the last and in the best checkpoint, and
+    ``"of best"`` those that a recipe loads from the best checkpoint.
     """
     del rank
     trainer = new_trainer(
@@ -358,14 +360,19 @@ def evaluate_averages(rank: int, folder: str, num_ranks: int = 2) -> dict[str, A
         eval_strategy="steps",
         eval_steps=3,
         load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # so the best checkpoint is not the last one
     )
     trainer.train()
     log = trainer.state.log_history
     best = Path(trainer.state.best_model_checkpoint)
+    averages = _averages(trainer)
+    average_of(trainer)
     return {
+        "of best": _averages(trainer),
         "losses": torch.tensor([entry["eval_loss"] for entry in log if "eval_loss" in entry]),
         "exported": load_file(Path(folder, "checkpoint-6", "ema", "model.safetensors")),
-        "averages": _averages(trainer),
+        "averages": averages,
         "best": load_file(best / "ema" / "model.safetensors"),
         "end": _weights(trainer),
     }

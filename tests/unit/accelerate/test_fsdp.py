@@ -127,4 +127,6 @@ def test_the_trainer_with_averages(two_ranks, tmp_path):
         torch.testing.assert_close(result["losses"], alone["losses"], rtol=1e-5, atol=0)
         torch.testing.assert_close(result["exported"], result["averages"], **EXACT)
         torch.testing.assert_close(result["end"], result["best"], **EXACT)
+        torch.testing.assert_close(result["of best"], result["best"], **EXACT)
+        assert any((result["best"][n] != each).any() for n, each in result["averages"].items())
         torch.testing.assert_close(result["end"], alone["end"], **ROUNDED)
