@@ -1,6 +1,8 @@
 """Use averaged weights to evaluate, to choose the best checkpoint and to export the model."""
 
+import contextlib
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -21,6 +23,7 @@ from mfwrap.callbacks.average.files import (
     saved_checkpoint,
 )
 from mfwrap.records.evaluations import (
+    ends_with_averages,
     mark_averages,
     note_averages,
     note_loaded_averages,
@@ -56,12 +59,16 @@ class EMACallback(MonitorCallback):
     - `mfwrap train` saves the raw weights as ``model`` and the averaged ones as ``model_ema``,
       whatever `load_best` says, both of the best checkpoint or both of the last step.
 
-    In the list of callbacks, place this callback after any callback that requests an evaluation.
-    From then on, the averages are in the model until the evaluation is done. With several
-    evaluation data sets they stay there until the model is saved, loaded or trained again. mfwrap's
-    monitors read the raw weights at all times, in any order of the callbacks. A callback of your
-    own that reads weights must do so inside ``with mfwrap.average.swap.training_weights():``, or it
-    may read the averages. The callback adds no host-device synchronization to a step.
+    In an `MFTrainer`, the averages are in the model during an evaluation of the training, and at no
+    other time, in any order of the callbacks. So ``on_prediction_step``, ``on_log`` of the results
+    and ``on_evaluate`` see the averages, and each other event sees the raw weights. mfwrap's
+    monitors read the raw weights at all times, and so does a callback of your own inside ``with
+    mfwrap.average.swap.training_weights():``. ``trainer.save_model()`` saves the raw weights there,
+    too. The callback adds no host-device synchronization to a step.
+
+    In a stock Trainer, place this callback after any callback that requests an evaluation. From
+    then on, the averages are in the model until the evaluation is done. With several evaluation
+    data sets they stay there until the model is saved, loaded or trained again.
 
     Args:
         decay: Decay of the callback's own average, in [0, 1); 0.999 by default.
@@ -113,6 +120,7 @@ class EMACallback(MonitorCallback):
         self._evaluates = evaluate
         self._exports = export
         self._is_own = False
+        self._is_entered = self._will_be_entered = False
         self._updates: AppliedUpdates | None = None
         self._evaluated = EvaluatedAverages()
         self._resumed_from: Path | None = None
@@ -131,22 +139,23 @@ class EMACallback(MonitorCallback):
         self._evaluated.end()
         self._stop_watching()
         self._is_saved = False
+        self._is_entered, self._will_be_entered = self._will_be_entered, False
         resumed_from, self._resumed_from = self._resumed_from, None
         self._refuse_another(state)
         attachment = getattr(optimizer, "attachment", None)
         of_trainer = getattr(attachment, "ema", None)
         self._is_own = of_trainer is None
         if of_trainer is not None:
-            self._refuse_settings()
+            _refuse_settings(self._settings)
             self.ema = of_trainer
         else:
-            self.ema = self._own_average(model)
+            self.ema = _own_average(model, self._settings)
             if state.global_step > 0:
                 _resume(self.ema, resumed_from or resumed_checkpoint(args, state))
             if attachment is None:
                 self._updates = AppliedUpdates(optimizer)
-        if self._evaluates and args.eval_on_start:
-            self._evaluated.hold(self.ema, model, state.global_step, control)
+        if args.eval_on_start:
+            self._prepare_evaluation(state, control, model, is_due=True)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -172,11 +181,11 @@ class EMACallback(MonitorCallback):
         step_report: StepReport | None = None,
         **_: Any,
     ) -> None:
-        """Update the callback's own average; before an evaluation, put averages into the model."""
+        """Update the callback's own average; prepare the evaluation of a stock Trainer."""
         del args
         if self.ema is not None and self._is_own:
             self.ema.update(self._applied(step_report))
-        self._prepare_evaluation(state, control, model)
+        self._prepare_evaluation(state, control, model, is_due=control.should_evaluate)
 
     def on_epoch_end(
         self,
@@ -186,17 +195,34 @@ class EMACallback(MonitorCallback):
         model: Any = None,
         **_: Any,
     ) -> None:
-        """Put the averages into the model if an evaluation follows."""
+        """Put the averages into the model if an evaluation of a stock Trainer follows."""
         del args
         self._evaluated.end()
-        self._prepare_evaluation(state, control, model)
+        self._prepare_evaluation(state, control, model, is_due=control.should_evaluate)
+
+    def expect_evaluations(self) -> None:
+        """Leave the model as it is in the events before an evaluation; `evaluation` is entered."""
+        self._will_be_entered = True
+
+    @contextlib.contextmanager
+    def evaluation(self, state: TrainerState, model: nn.Module) -> Iterator[None]:
+        """Have the averages in the model within the block."""
+        if not self._evaluates or self.ema is None:
+            yield
+            return
+        self._evaluated.hold(self.ema, model, state.global_step, control=None)
+        try:
+            yield
+        finally:
+            self._evaluated.end()
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Note which weights are evaluated, also if the caller has put the averages in."""
         del args, control
-        note_averages(state, are_evaluated=self.ema is not None and self.ema.is_swapped)
+        is_swapped = self.ema is not None and self.ema.is_swapped
+        note_averages(state, are_evaluated=is_swapped or ends_with_averages(state))
 
     def on_evaluate(
         self,
@@ -206,14 +232,17 @@ class EMACallback(MonitorCallback):
         metrics: Any = None,
         **_: Any,
     ) -> None:
-        """Mark what used averages in the log; restore the weights if there is one data set."""
+        """Mark what used averages in the log; restore the weights in a stock Trainer."""
         del args, control
         if prefix_of(state):
             mark_averages(state, metrics or {})
-        if not self._evaluated.evaluated(metrics, state.global_step):
+        saw_averages = self._evaluated.evaluated(metrics, state.global_step)
+        # A callback may load other weights within `on_evaluate`, when the data set is evaluated.
+        if not saw_averages and not (self._is_entered and prefix_of(state)):
+            does = "load_state_dict" if self._is_entered else "state_dict"
             warnings.warn(
                 "a data set was evaluated with raw weights: something called the model's "
-                "state_dict between two data sets, which restores the raw weights",
+                f"{does} between two data sets, which restores the raw weights",
                 stacklevel=2,
             )
 
@@ -223,7 +252,6 @@ class EMACallback(MonitorCallback):
         An `MFTrainer` calls this on every rank before it renames the checkpoint to its final name.
         `on_save` then writes nothing.
         """
-        self._evaluated.end()
         self._is_saved = True
         if self.ema is not None:
             # Without the files of the step, the checkpoint would lack the Trainer's average.
@@ -244,7 +272,8 @@ class EMACallback(MonitorCallback):
     ) -> None:
         """Write the averages into the checkpoint, if the Trainer has not called `save_into`."""
         del control
-        self._evaluated.end()
+        if not self._is_entered:
+            self._evaluated.end()
         is_saved, self._is_saved = self._is_saved, False
         if is_saved or self.ema is None or not args.should_save:
             return
@@ -279,24 +308,6 @@ class EMACallback(MonitorCallback):
         """Restore the raw weights if an interrupted evaluation left averages in the model."""
         self._evaluated.end()
 
-    def _own_average(self, model: nn.Module) -> ExponentialMovingAverage:
-        if is_sharded(model):
-            msg = (
-                "EMACallback cannot average weights that are sharded over ranks; give the Trainer "
-                "an average instead: MFTrainer(..., ema=...)"
-            )
-            raise ValueError(msg)
-        return ExponentialMovingAverage(model, **self._settings)
-
-    def _refuse_settings(self) -> None:
-        if self._settings:
-            given = ", ".join(f"{name}={value}" for name, value in self._settings.items())
-            msg = (
-                f"EMACallback got {given}, but the Trainer has an average with settings of its "
-                "own; leave these arguments out"
-            )
-            raise ValueError(msg)
-
     def _refuse_another(self, state: TrainerState) -> None:
         # Refuse a second EMACallback: while the first one holds averages in the model for an
         # evaluation, the second one would average those averages. All callbacks of a training
@@ -317,9 +328,9 @@ class EMACallback(MonitorCallback):
             self._updates = None
 
     def _prepare_evaluation(
-        self, state: TrainerState, control: TrainerControl, model: nn.Module
+        self, state: TrainerState, control: TrainerControl, model: nn.Module, *, is_due: bool
     ) -> None:
-        if self._evaluates and self.ema is not None and control.should_evaluate:
+        if is_due and self._evaluates and self.ema is not None and not self._is_entered:
             self._evaluated.hold(self.ema, model, state.global_step, control)
 
     def _write(
@@ -335,6 +346,26 @@ class EMACallback(MonitorCallback):
             save_state(ema, folder)
         if self._exports and (is_writer or is_sharded(model)):
             export_averages(ema, model, folder, is_writer=is_writer)
+
+
+def _own_average(model: nn.Module, settings: Mapping[str, Any]) -> ExponentialMovingAverage:
+    if is_sharded(model):
+        msg = (
+            "EMACallback cannot average weights that are sharded over ranks; give the Trainer an "
+            "average instead: MFTrainer(..., ema=...)"
+        )
+        raise ValueError(msg)
+    return ExponentialMovingAverage(model, **settings)
+
+
+def _refuse_settings(settings: Mapping[str, Any]) -> None:
+    if settings:
+        given = ", ".join(f"{name}={value}" for name, value in settings.items())
+        msg = (
+            f"EMACallback got {given}, but the Trainer has an average with settings of its own; "
+            "leave these arguments out"
+        )
+        raise ValueError(msg)
 
 
 def _resume(ema: ExponentialMovingAverage, checkpoint: Path | None) -> None:

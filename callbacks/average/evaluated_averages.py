@@ -15,10 +15,11 @@ from mfwrap.tensors.module_hooks import keep_out_of_copies
 class EvaluatedAverages:
     """Hold averaged weights in a model while a Trainer evaluates it.
 
-    With a single data set, the raw weights are restored as soon as it has been evaluated. With
-    several data sets, the Trainer does not say which data set is the last. The averages then stay
-    in the model until the caller calls `end`, or until the model's ``state_dict`` or
-    ``load_state_dict`` is called. Hooks on these two methods restore the raw weights first.
+    An `MFTrainer` says when an evaluation begins and ends. A stock Trainer does not: with a single
+    data set, the raw weights are restored as soon as it has been evaluated. With several data sets,
+    the averages stay in the model until the caller calls `end`, or until the model's
+    ``state_dict`` is called. Under both Trainers they stay until ``load_state_dict`` is called.
+    Hooks on these two methods restore the raw weights first.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,11 @@ class EvaluatedAverages:
         self._are_held = False
 
     def hold(
-        self, ema: ExponentialMovingAverage, model: nn.Module, step: int, control: TrainerControl
+        self,
+        ema: ExponentialMovingAverage,
+        model: nn.Module,
+        step: int,
+        control: TrainerControl | None,
     ) -> None:
         """Put the averages into the model for the evaluation that follows.
 
@@ -38,16 +43,17 @@ class EvaluatedAverages:
             ema: Average of the weights of `model`.
             model: Model that is evaluated.
             step: Number of updates so far.
-            control: Control of the Trainer. Its ``should_evaluate`` is true until the first data
-                set has been evaluated.
+            control: Control of a stock Trainer. Its ``should_evaluate`` is true until the first
+                data set has been evaluated. ``None`` if the caller ends the evaluation with `end`.
         """
         self.end()
         self._swap.enter_context(ema.swap())
-        before_saving = model.register_state_dict_pre_hook(self._before_saving)
-        before_loading = model.register_load_state_dict_pre_hook(self._before_loading)
-        keep_out_of_copies(model, before_saving, before_loading)
-        self._hooks.callback(before_saving.remove)
-        self._hooks.callback(before_loading.remove)
+        hooks = [model.register_load_state_dict_pre_hook(self._before_loading)]
+        if control is not None:
+            hooks.append(model.register_state_dict_pre_hook(self._before_saving))
+        keep_out_of_copies(model, *hooks)
+        for hook in hooks:
+            self._hooks.callback(hook.remove)
         self._are_held, self._ema, self._control, self._step = True, ema, control, step
 
     def put_back(self) -> None:
@@ -64,7 +70,9 @@ class EvaluatedAverages:
         self._step = None
 
     def evaluated(self, metrics: Mapping[str, Any] | None, step: int) -> bool:
-        """Note that a data set was evaluated; restore the raw weights if it is the only data set.
+        """Note that a data set was evaluated; restore the raw weights if no other one follows.
+
+        Without a `control`, the raw weights are left to `end`.
 
         Args:
             metrics: Metrics of the data set. If they contain ``eval_runtime``, this is the only
@@ -78,7 +86,7 @@ class EvaluatedAverages:
         """
         saw_averages = self._are_held or self._step != step
         times = [name for name in metrics or () if name.endswith("_runtime")]
-        if not times or "eval_runtime" in times:
+        if self._control is not None and (not times or "eval_runtime" in times):
             self.end()
         return saw_averages
 

@@ -30,6 +30,7 @@ NAMES = (
     *(
         ForeignName(_TRAINER, f"Trainer.{name}", _OVERRIDDEN)
         for name in (
+            "_evaluate",
             "_get_output_dir",
             "_inner_training_loop",
             "_load_callback_state",

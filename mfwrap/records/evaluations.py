@@ -43,12 +43,18 @@ def mark_averages(state: Any, metrics: Mapping[str, Any]) -> None:
 
     Args:
         state: A ``TrainerState``.
-        metrics: Metrics of the evaluation. Nothing is marked if the log does not end with them, as
-            in a Trainer that logs in its own way.
+        metrics: Metrics of the evaluation. Nothing is marked if the log of this step does not have
+            them, as in a Trainer that logs in its own way.
     """
     results, log = results_of(metrics), state.log_history
-    if results and log and results_of(log[-1]) == results:
-        log.append({_MARK: True, "step": state.global_step})
+    for index in range(len(log), 0, -1) if results else ():
+        entry = log[index - 1]
+        if entry.get("step") != state.global_step or _MARK in entry:
+            return
+        if results_of(entry) == results:
+            # Another callback may have logged since.
+            log.insert(index, {_MARK: True, "step": state.global_step})
+            return
 
 
 def note_loaded_averages(state: Any, *, are_loaded: bool) -> None:

@@ -27,6 +27,8 @@ class Evaluation:
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._num_rows = 0
+        self.is_of_training = False
+        """Whether the training itself has requested the evaluation that is running."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -144,6 +144,24 @@ class MonitorCallback(TrainerCallback):
         del attributes
         return False
 
+    def expect_evaluations(self) -> None:
+        """Learn that the Trainer will enter `evaluation`; called before ``on_train_begin``."""
+
+    def evaluation(
+        self, state: TrainerState, model: nn.Module
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of an evaluation of the training, of all data sets.
+
+        `MFTrainer` enters it after the events that request the evaluation, and leaves it after
+        ``on_evaluate``. It does not enter it if ``trainer.evaluate()`` is called by hand.
+
+        Args:
+            state: State of the training.
+            model: The trainer's model.
+        """
+        del state, model
+        return _NOTHING
+
     def put_weights_back(self) -> None:
         """Restore the raw weights if the model holds averaged weights; called after an error."""
 
@@ -151,6 +169,17 @@ class MonitorCallback(TrainerCallback):
 def monitors(callbacks: Iterable[object]) -> list[MonitorCallback]:
     """Return the callbacks that are instances of `MonitorCallback`."""
     return [callback for callback in callbacks if isinstance(callback, MonitorCallback)]
+
+
+@contextlib.contextmanager
+def evaluating(
+    callbacks: Iterable[object], state: TrainerState, model: nn.Module
+) -> Iterator[None]:
+    """Run an evaluation of a training within the block; see `MonitorCallback.evaluation`."""
+    with contextlib.ExitStack() as stack:
+        for callback in monitors(callbacks):
+            stack.enter_context(callback.evaluation(state, model))
+        yield
 
 
 class StepCallbackHandler(CallbackHandler):

@@ -18,6 +18,7 @@ from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.setup import EMA
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.average.swap import training_weights
 from mfwrap.collectives import RankWatch, rank_watch
 from mfwrap.compatibility.accelerate import check_sharded_load
 from mfwrap.compatibility.transformers import (
@@ -45,6 +46,7 @@ from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
     add_step_to_events,
     check_given_callbacks,
+    evaluating,
     flushed_at_end,
     monitors,
 )
@@ -381,6 +383,15 @@ class MFTrainerMixin(_Base):
             lambda rows: predict(model, rows, prediction_loss_only, ignore_keys=ignore_keys),
         )
 
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        # The evaluation that the training requests; `evaluate` is called by hand, too.
+        model: Any = self.model
+        with (
+            evaluating(self.callback_handler.callbacks, self.state, model),
+            replaced(self._evaluation, is_of_training=True),
+        ):
+            return super()._evaluate(*args, **kwargs)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; on several ranks, the loss is the mean over the rows of the data set."""
         with self._evaluation.running():
@@ -413,8 +424,13 @@ class MFTrainerMixin(_Base):
     def _get_output_dir(self, trial: Any) -> str:
         return self._checkpoints.output_folder(super()._get_output_dir(trial))
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model as the Trainer does; within an evaluation, save the training's weights."""
+        with training_weights() if self._evaluation.is_of_training else _USUAL:
+            super().save_model(*args, **kwargs)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with self._checkpoints.writing(Path(self._get_output_dir(trial))):
+        with training_weights(), self._checkpoints.writing(Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -503,6 +519,8 @@ def _before_event(self: MFTrainerMixin, event: str) -> None:
 
 
 def _begin_training(self: MFTrainerMixin) -> None:
+    for callback in monitors(self.callback_handler.callbacks):
+        callback.expect_evaluations()
     # The Trainer has loaded weights, optimizer and schedule. It passes over files that are missing,
     # so an absent file would be a fresh start.
     self._checkpoints.check_unchanged(is_last=False)

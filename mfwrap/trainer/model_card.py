@@ -304,7 +304,7 @@ def _results(trainer: Any) -> tuple[str, dict[str, float]]:
     ends = [index for index, entry in enumerate(log) if "train_loss" in entry]
     numbers, are_averages = last_evaluation(log[ends[-1] :] if ends else [])
     if numbers:
-        return _AVERAGES if are_averages else _SAVED, numbers
+        return _SAVED if are_averages == ends_with_averages(state) else _AVERAGES, numbers
     if ends and trainer.args.load_best_model_at_end and state.best_model_checkpoint:
         best = int(Path(state.best_model_checkpoint).name.rpartition("-")[2])
         log = [entry for entry in log if entry.get("step") == best]

@@ -1,6 +1,7 @@
-"""Monitors read the weights of the training, whatever the order of callbacks."""
+"""Callbacks read the same weights, whatever their order: monitors those of the training."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ NUM_CALLBACKS = 6
 ORDERS = list(itertools.permutations(range(NUM_CALLBACKS)))
 SAMPLE = [ORDERS[-1], ORDERS[250], ORDERS[500]]
 FILES = ("training_state.jsonl", "anomalies.jsonl", "checkpoint_health.jsonl")
-EVENTS = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_epoch_end")
+WEIGHTS = "model.safetensors"
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_") and "init" not in name]
+OF_EVALUATIONS = {"on_prediction_step", "on_evaluate", "on_log of results"}
 
 
 class Line(nn.Module):
@@ -42,17 +45,20 @@ class Line(nn.Module):
 
 
 class Weights(TrainerCallback):
-    """Record the weights of the training at each event."""
+    """Record the weights of the training, and those in the model, at each event."""
 
     def __init__(self) -> None:
-        self.seen = []
+        self.seen, self.plain = [], []
         for event in EVENTS:
             setattr(self, event, self._recording(event))
 
     def _recording(self, event):
-        def record(_args, state, _control, model=None, **_):
+        def record(_args, state, _control, model=None, logs=(), **_):
+            of_results = any("eval_" in name for name in logs)
+            when = state.global_step, f"{event} of results" if of_results else event
+            self.plain.append((*when, model.state_dict()["layer.weight"].tolist()))
             with training_weights():
-                self.seen.append((state.global_step, event, model.layer.weight.tolist()))
+                self.seen.append((*when, model.layer.weight.tolist()))
 
         return record
 
@@ -119,27 +125,30 @@ def run(folder, order, *, evaluate=True, names=("one", "two")):
             del record[key]
     saved = {
         path.relative_to(folder): load_file(path)["layer.weight"].tolist()
-        for path in folder.rglob("model.safetensors")
+        for path in folder.rglob(WEIGHTS)
     }
     log = [
         {name: value for name, value in entry.items() if name.endswith("_loss")}
         for entry in trainer.state.log_history
     ]
     final = trainer.model.layer.weight.tolist()
-    return records, saved, losses, weights.seen, final, log
+    return records, saved, losses, weights.seen, final, log, weights.plain
 
 
 def assert_same_in_each_order(folder, orders, names):
     """Check the runs, and that their records are those of a run that evaluates no averages."""
     first = run(folder / "first", ORDERS[0], names=names)
-    *raw, log = run(folder / "raw", ORDERS[0], evaluate=False, names=names)
+    *raw, log, _ = run(folder / "raw", ORDERS[0], evaluate=False, names=names)
 
     assert first[0]["training_state.jsonl"]
     assert all(one["healthy"] for one in first[0].get("checkpoint_health.jsonl", ()))
     assert not first[0].get("anomalies.jsonl")
     assert len(first[2]) == 6
-    assert list(first[:-1]) == raw
-    assert first[-1] != log  # the averages are evaluated
+    assert list(first[:-2]) == raw
+    assert first[-2] != log  # the averages are evaluated
+    differ = [seen[1] for seen, plain in zip(first[3], first[-1], strict=True) if seen != plain]
+    assert set(differ) == OF_EVALUATIONS
+    assert len(differ) == sum(seen[1] in OF_EVALUATIONS for seen in first[3])
     for number, order in enumerate(orders):
         assert run(folder / str(number), order, names=names) == first, order
 
@@ -155,6 +164,76 @@ def test_some_orders(tmp_path, names):
 def test_all_orders(tmp_path, part):
     """Records, weights, evaluations and files are the same in all 720 orders."""
     assert_same_in_each_order(tmp_path, ORDERS[part::8], ("one", "two"))
+
+
+class Saving(TrainerCallback):
+    """Save the model and a checkpoint, and read the weights, in an event of an evaluation."""
+
+    def __init__(self, event) -> None:
+        self.saved = []
+        setattr(self, event, self._save)
+
+    def _save(self, args, state, _control, model=None, **_):
+        if state.global_step in {step for step, _ in self.saved}:
+            return  # the second data set
+        before = model.layer.weight.clone()
+        folder = Path(args.output_dir)
+        self.trainer.save_model(str(folder / "own"))
+        self.trainer._save_checkpoint(model, None)
+        files = [folder / name / WEIGHTS for name in ("own", f"checkpoint-{state.global_step}")]
+        assert torch.equal(before, model.layer.weight)
+        saved = [load_file(file)["layer.weight"].tolist() for file in files]
+        self.saved.append((state.global_step, saved))
+
+
+@pytest.mark.parametrize("event", ["on_prediction_step", "on_evaluate"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_saved_within_an_evaluation(tmp_path, event, is_first):
+    """It has the weights of the training, and the evaluation goes on with the averages."""
+    saving, weights, average = Saving(event), Weights(), EMACallback(0.5)
+    callbacks = [saving, average] if is_first else [average, saving]
+    args = TrainingArguments(
+        tmp_path,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        learning_rate=0.1,
+        use_cpu=True,
+        report_to="none",
+    )
+    data = {"one": points(8), "two": points(4)}
+    saving.trainer = MFTrainer(
+        Line(), args, train_dataset=points(32), eval_dataset=data, callbacks=[*callbacks, weights]
+    )
+    saving.trainer.train()
+
+    ends = {step: weight for step, event, weight in weights.seen if event == "on_step_end"}
+    assert saving.saved == [(step, [ends[step]] * 2) for step in (2, 4)]
+    evaluated = [(step, weight) for step, event, weight in weights.plain if event in OF_EVALUATIONS]
+    assert {step for step, _ in evaluated} == {2, 4}
+    assert all(weight != ends[step] for step, weight in evaluated)
+
+
+def test_weights_that_a_callback_loads_within_an_evaluation(tmp_path):
+    """They stay when the evaluation ends."""
+
+    class Loading(TrainerCallback):
+        def on_evaluate(self, _args, state, _control, model=None, **_):
+            if state.global_step == 2:
+                zeros = {name: 0 * value for name, value in model.state_dict().items()}
+                model.load_state_dict(zeros)
+
+    weights = Weights()
+    args = TrainingArguments(
+        tmp_path, max_steps=3, eval_strategy="steps", eval_steps=2, use_cpu=True, report_to="none"
+    )
+    callbacks = [Loading(), EMACallback(0.5), weights]
+    MFTrainer(
+        Line(), args, train_dataset=points(32), eval_dataset=points(4), callbacks=callbacks
+    ).train()
+
+    begun = {step: weight for step, event, weight in weights.plain if event == "on_step_begin"}
+    assert begun[2] == [[0.0] * 4]
 
 
 def test_an_evaluation_of_the_users_own_within_a_step(tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 from mfwrap.callbacks import EMACallback, MetricsRecorder, TrainingStateMonitor
-from mfwrap.records.evaluations import last_evaluation
+from mfwrap.records.evaluations import last_evaluation, named
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.averaged_training import (
@@ -344,6 +344,20 @@ def test_records_say_which_weights_were_evaluated(tmp_path, kind, evaluate, is_f
         assert found == expected
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_log_of_the_users_own_after_an_evaluation(tmp_path, is_first):
+    """What another callback logs does not hide which weights were evaluated."""
+    log = At(2, on_evaluate=lambda *_: trainer.log({"own": 1.0}))
+    place = {"before" if is_first else "after": [log]}
+    trainer, _, _, _ = trainer_of(
+        tmp_path, "its average", **place, max_steps=2, load_best_model_at_end=False
+    )
+    trainer.train()
+
+    (found,) = [one for one in named(trainer.state.log_history) if "ema_eval_loss" in one]
+    assert found["step"] == 2
+
+
 @pytest.mark.parametrize("is_swapped", [False, True])
 def test_a_second_evaluation_of_the_same_step(tmp_path, is_swapped):
     """What is evaluated by hand after an evaluation of averages has the name of its weights.
@@ -378,12 +392,21 @@ def test_a_second_evaluation_of_the_same_step(tmp_path, is_swapped):
 @pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_evaluation_and_prediction_after_training(tmp_path, kind):
-    """After training, ``evaluate`` and ``predict`` use the best averages, bit for bit."""
+    """After training, ``evaluate`` and ``predict`` use the best averages, bit for bit.
+
+    The log and the card say so.
+    """
     trainer, follower, _, callback = trainer_of(tmp_path, kind)
     trainer.train()
     best = follower.averages[trainer.state.best_global_step]
 
     assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+    assert last_evaluation(trainer.state.log_history)[1]
+    if kind != "stock":
+        trainer.save_model(str(tmp_path / "saved"))
+        card = (tmp_path / "saved" / "README.md").read_text()
+        assert f"{trainer.state.best_metric:.4f}"[:4] in card
+        assert "averaged weights, not in this model" not in card
     assert trainer.predict(Rows()).metrics["test_loss"] == trainer.state.best_metric
     with callback.ema.swap():
         averaged = trainer.predict(Rows()).metrics["test_loss"]
