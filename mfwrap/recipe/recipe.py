@@ -88,6 +88,9 @@ class Recipe:
     data_skip_steps: int | None
     """Number of updates whose data are skipped at the start."""
 
+    eval_per_token_loss: bool
+    """Whether ``eval_loss`` is the mean over all targets, and not over the rows."""
+
     rollback: Rollback | None
     """When to go back to a checkpoint; ``None`` for never."""
 
@@ -163,6 +166,9 @@ def read_document(document: RecipeDocument) -> Recipe:
         says = "expected a number of updates, because streamed data have no length"
         got = training.arguments.max_steps
         raise document.error(("training", "max_steps"), f"{says}, got {got}")
+    if sections.eval_per_token_loss and task.needs_reference:
+        says = f"expected false, because the pairs of the task {sections.task} have no targets"
+        raise document.error(("eval_per_token_loss",), f"{says} to count, got true")
     check_optimizer(objects, training)
     if network is not None and training.optimizer is not None and sections.peft is None:
         # With an adapter, the trained parameters have other names.
@@ -188,6 +194,7 @@ def read_document(document: RecipeDocument) -> Recipe:
         make_average=read_average(objects, sections.ema),
         peft=read_peft(objects, sections.peft, task.peft_task_type),
         data_skip_steps=sections.data_skip_steps,
+        eval_per_token_loss=sections.eval_per_token_loss,
         rollback=_read_rollback(objects, sections.rollback),
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),

@@ -194,6 +194,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         data_skip_steps=recipe.data_skip_steps,
         skip_rows=skip_rows,
         rollback=recipe.rollback,
+        eval_per_token_loss=recipe.eval_per_token_loss,
         **keywords,
     )
     trainer.callback_handler.facts.configuration = recipe.document.data

@@ -55,6 +55,9 @@ class Sections(Section):
     data_skip_steps: int | None = None
     """Number of updates whose data are skipped at the start; see `mfwrap.trainer.MFTrainer`."""
 
+    eval_per_token_loss: bool = False
+    """Whether ``eval_loss`` is the mean over all targets; see `mfwrap.trainer.MFTrainer`."""
+
     rollback: dict[str, Any] | None = None
     """Fields of `mfwrap.trainer.Rollback`."""
 

@@ -16,7 +16,7 @@ from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.setup import EMA
-from mfwrap.arguments import described
+from mfwrap.arguments import check_bool, described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
 from mfwrap.collectives import RankWatch, rank_watch
@@ -122,6 +122,10 @@ class MFTrainerMixin(_Base):
             (`mfwrap.records.read_skipped_rows`). See `mfwrap.trainer.row_skip.RowSkip`. A training
             that resumes without the argument leaves out the rows of its checkpoint.
         rollback: When to go back to a checkpoint after a bad step; ``None`` for never.
+        eval_per_token_loss: Whether the loss of an evaluation is the mean over all targets, on any
+            number of ranks. The targets are the ``labels`` that are not -100, without the first one
+            of each row if the model predicts the next token. By default the loss is the mean over
+            the rows: the mean loss of each batch, weighted by its rows.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -143,6 +147,7 @@ class MFTrainerMixin(_Base):
         data_skip_steps: int | None = None,
         skip_rows: SkipRows | None = None,
         rollback: Rollback | None = None,
+        eval_per_token_loss: bool = False,
         **kwargs: Any,
     ) -> None:
         check_trainer_release()
@@ -159,7 +164,8 @@ class MFTrainerMixin(_Base):
         self._skip = DataSkip(self, data_skip_steps, skip_rows)
         self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
-        self._evaluation = Evaluation()
+        check_bool("eval_per_token_loss", eval_per_token_loss)
+        self._evaluation = Evaluation(self, per_token=eval_per_token_loss)
         self._termination = RankTermination()
         self._watch: RankWatch | None = None
         self._back_to: str | None = None
@@ -378,7 +384,6 @@ class MFTrainerMixin(_Base):
         """Evaluate a batch; rows that only fill up the last batch do not count in the loss."""
         predict = super().prediction_step
         return self._evaluation.predicted(
-            self.accelerator,
             inputs,
             lambda rows: predict(model, rows, prediction_loss_only, ignore_keys=ignore_keys),
         )
@@ -393,14 +398,11 @@ class MFTrainerMixin(_Base):
             return super()._evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; on several ranks, the loss is the mean over the rows of the data set."""
+        """Evaluate; the loss is the mean over the rows of the data set, or over its targets."""
         with self._evaluation.running():
             result: Any = super().evaluation_loop(*args, **kwargs)
-            loss = self._evaluation.mean(self.accelerator)
-        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-        if loss is not None and f"{prefix}_loss" in result.metrics:
-            result.metrics[f"{prefix}_loss"] = loss
-        return result
+            prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+            return self._evaluation.corrected(result, f"{prefix}_loss")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log an entry; add the values of the step and the callbacks to training logs."""

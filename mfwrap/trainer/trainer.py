@@ -35,8 +35,9 @@ class MFTrainer(MFTrainerMixin, Trainer):
     """`transformers.Trainer` with MindFormers' training step.
 
     `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
-    ``communication_hook``, ``data_skip_steps``, ``skip_rows`` and ``rollback``) and what differs
-    from the Trainer; the other arguments are the Trainer's.
+    ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback`` and
+    ``eval_per_token_loss``) and what differs from the Trainer; the other arguments are the
+    Trainer's.
 
     Example:
         >>> import torch
@@ -89,6 +90,7 @@ class MFTrainer(MFTrainerMixin, Trainer):
         data_skip_steps: int | None = None,
         skip_rows: SkipRows | None = None,
         rollback: Rollback | None = None,
+        eval_per_token_loss: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -111,4 +113,5 @@ class MFTrainer(MFTrainerMixin, Trainer):
             data_skip_steps=data_skip_steps,
             skip_rows=skip_rows,
             rollback=rollback,
+            eval_per_token_loss=eval_per_token_loss,
         )

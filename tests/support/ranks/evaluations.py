@@ -6,12 +6,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EvalPrediction, Trainer, default_data_collator
+from transformers import (
+    EvalPrediction,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    default_data_collator,
+)
 
 from mfwrap.trainer import MFTrainer
 from support.trainer_runs import new_trainer
 
-__all__ = ["BATCH", "evaluate", "expected_evaluation"]
+__all__ = [
+    "BATCH",
+    "evaluate",
+    "evaluate_texts",
+    "expected_evaluation",
+    "language_model",
+    "rows",
+    "texts",
+    "token_losses",
+]
 
 BATCH = 8
 
@@ -87,3 +102,111 @@ def evaluate(
         )
         found = trainer.evaluate(rows(number))
     return {"loss": found["eval_loss"], **got}
+
+
+class OwnLoss(nn.Module):
+    """A model of language whose own forward returns the mean loss over its targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.table(input_ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+VOCABULARY, LENGTH = 16, 6
+
+
+def texts(number: int) -> list[dict[str, Tensor]]:
+    """Return rows with 0 to 6 labels that are targets; with 4 rows or more, the first 2 have none.
+
+    So the first batch of one rank has no targets.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (number, LENGTH), generator=generator)
+    lengths = (torch.arange(number) + 2) % (LENGTH + 1)
+    if number > 3:
+        lengths[:2] = 0
+    places = torch.arange(LENGTH).expand(number, LENGTH)
+    labels = torch.where(places < LENGTH - lengths[:, None], -100, ids)
+    return [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
+
+
+def language_model(kind: str) -> nn.Module:
+    """Return a model that predicts the next token, or the label of each token."""
+    if kind == "own loss":
+        return OwnLoss()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def token_losses(kind: str, number: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses of each row's targets, and their number, in float64."""
+    data = texts(number)
+    ids, labels = (torch.stack([row[name] for row in data]) for name in ("input_ids", "labels"))
+    model = language_model(kind).double().eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids, labels=labels)["logits"]
+    if kind != "own loss":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = nn.functional.cross_entropy(
+        logits.transpose(1, 2), labels, reduction="none", label_smoothing=smoothing
+    )
+    return losses.sum(dim=1), labels.ne(-100).sum(dim=1)
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return the loss of a model of language as a user's own function computes it."""
+    losses = nn.functional.cross_entropy(
+        outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum"
+    )
+    targets = labels[:, 1:].ne(-100).sum()
+    return losses / (targets if num_items_in_batch is None else num_items_in_batch)
+
+
+def evaluate_texts(
+    rank: int,
+    kind: str,
+    numbers: tuple[int, ...],
+    per_token: bool,  # noqa: FBT001  (a pool of ranks passes positional arguments)
+    settings: dict[str, Any],
+) -> list[float]:
+    """Evaluate data sets of texts on all ranks, and return their losses.
+
+    Args:
+        rank: Number of this rank.
+        kind: Kind of the model: ``model``, ``own loss`` or ``own function``.
+        numbers: Number of rows of each data set.
+        per_token: Whether the loss is the mean over the targets.
+        settings: Training arguments.
+    """
+    del rank
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = new_trainer(
+            MFTrainer,
+            Path(folder),
+            model=language_model(kind),
+            extras={
+                "data_collator": default_data_collator,
+                "eval_per_token_loss": per_token,
+                "compute_loss_func": summed if kind == "own function" else None,
+                "compute_metrics": lambda found: {"rows": len(found.predictions)},
+            },
+            per_device_eval_batch_size=2,
+            **settings,
+        )
+        found = trainer.evaluate({str(number): texts(number) for number in numbers})
+    assert all(found[f"eval_{number}_rows"] == number for number in numbers)
+    return [found[f"eval_{number}_loss"] for number in numbers]

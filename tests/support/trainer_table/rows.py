@@ -14,6 +14,7 @@ from support.trainer_table.packages import package_of
 from support.trainer_table.trainings import (
     Outcome,
     best_of_three,
+    evaluated_on_two_ranks,
     failing_at_first,
     generated,
     reloaded,
@@ -127,7 +128,12 @@ def _schedule(name: str) -> Row:
 
 
 def _option(name: str, run: Run = trained, note: str = "", **arguments: Any) -> Row:
-    but = "`train_loss`, [the mean over all steps](trainer.md#what-is-different)"
+    buts = {
+        resumed: "`train_loss`, [the mean over all steps](trainer.md#what-is-different)",
+        evaluated_on_two_ranks: (
+            "`eval_loss`, [the mean over the rows](trainer.md#what-is-different)"
+        ),
+    }
     return Row(
         section="options",
         name=name,
@@ -135,7 +141,7 @@ def _option(name: str, run: Run = trained, note: str = "", **arguments: Any) -> 
         run=run,
         note=note,
         package=package_of(name),
-        but=but if run is resumed else "",
+        but=buts.get(run, ""),
     )
 
 
@@ -206,6 +212,7 @@ _OPTIONS = [
     _option("eval_on_start", eval_on_start=True, eval_strategy="steps", eval_steps=2),
     _option("eval_accumulation_steps", eval_accumulation_steps=1),
     _option("eval_do_concat_batches=False", eval_do_concat_batches=False),
+    _option("evaluate", evaluated_on_two_ranks, "11 rows in batches of 4 on two ranks"),
     _option("save_strategy=steps", reloaded, "the weights of the checkpoint", **_BY_STEPS),
     _option(
         "save_only_model",

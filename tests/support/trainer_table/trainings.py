@@ -18,12 +18,14 @@ from transformers import (
 )
 
 from mfwrap.trainer import MFTrainerMixin
+from support.ranks.pool import RankPool
 from support.trainer_runs import VOCABULARY, Counting, new_trainer, padded, tiny_llama
 
 __all__ = [
     "Outcome",
     "best_of_three",
     "differences",
+    "evaluated_on_two_ranks",
     "failing_at_first",
     "generated",
     "reloaded",
@@ -135,6 +137,40 @@ def best_of_three(kind: type[Trainer], folder: Path, arguments: Mapping[str, Any
     )
 
 
+def evaluated_on_two_ranks(
+    kind: type[Trainer], folder: Path, arguments: Mapping[str, Any]
+) -> Outcome:
+    """Evaluate 11 rows in batches of 4 on two ranks, so that rows fill up the last batch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with RankPool(2, folder) as ranks:
+        (metrics, logits, labels), _ = ranks.run(_evaluate, kind, str(folder), dict(arguments))
+    # Those rows count in the stock Trainer's loss.
+    del metrics["eval_loss"]
+    return Outcome([{"step": 0, **metrics}], {"logits": logits, "labels": labels})
+
+
+def _evaluate(
+    rank: int, kind: type[Trainer], folder: str, arguments: Mapping[str, Any]
+) -> tuple[dict[str, float], Tensor, Tensor]:
+    del rank
+    found = []
+
+    def keep(outputs: Any) -> dict[str, float]:
+        found.extend(torch.as_tensor(each) for each in (outputs.predictions, outputs.label_ids))
+        return {"rows": float(len(outputs.predictions))}
+
+    trainer = new_trainer(
+        kind,
+        Path(folder),
+        extras={"compute_metrics": keep},
+        per_device_eval_batch_size=4,
+        **arguments,
+    )
+    data: Any = Counting(11, length=8)
+    metrics = trainer.evaluate(data)
+    return metrics, found[0], found[1]
+
+
 def failing_at_first(kind: type[Trainer], folder: Path, arguments: Mapping[str, Any]) -> Outcome:
     """Train a model that runs out of memory with more than three rows."""
     model = tiny_llama()
@@ -213,7 +249,7 @@ def searched(kind: type[Trainer], folder: Path, arguments: Mapping[str, Any]) ->
     return outcome(trainer, facts, objective=best.objective)
 
 
-_UNCOMPARED = ("_runtime", "_per_second")
+_UNCOMPARED = ("_runtime", "_per_second", "_preparation_time")
 
 
 def differences(stock: Outcome, ours: Outcome) -> list[str]:

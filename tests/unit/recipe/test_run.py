@@ -57,6 +57,31 @@ def run(folder, *overrides, text=None, resume=False, **sections):
     return run_recipe(recipe, resume=resume)
 
 
+@pytest.mark.parametrize(
+    "name", ["causal_lm", pytest.param("supervised_tuning", marks=pytest.mark.slow)]
+)
+def test_a_loss_per_token(tmp_path, name):
+    """With `eval_per_token_loss`, `eval_loss` is the mean over the targets of all held-out rows."""
+    settings = [*TINY, *SMALL[name], "data.max_eval_samples=7", "eval_per_token_loss=true"]
+    recipe = parse_recipe(
+        shipped_recipes()[name].text,
+        name,
+        [*settings, "training.per_device_eval_batch_size=2", f"training.output_dir={tmp_path}"],
+    )
+    trainer, _ = build_trainer(recipe)
+    losses = targets = 0.0
+    for batch in trainer.get_eval_dataloader():
+        with torch.no_grad():
+            logits = trainer.model.eval()(**batch).logits[:, :-1].double()
+        labels = batch["labels"][:, 1:]
+        losses += torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels, reduction="sum"
+        ).item()
+        targets += labels.ne(-100).sum().item()
+
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses / targets, rel=1e-5)
+
+
 QUICK = {"causal_lm", "regression"}
 
 

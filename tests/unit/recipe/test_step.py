@@ -5,7 +5,7 @@ import pytest
 from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from mfwrap.recipe.document import RecipeError
 from mfwrap.trainer import Rollback
-from support.recipe_texts import parsed
+from support.recipe_texts import SMALL_LLAMA, parsed
 from support.versions import needs
 
 SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 2}
@@ -88,6 +88,24 @@ def test_rollback():
         parsed(rollback={"max_rollback": 2})
     with pytest.raises(RecipeError, match=r"rollback.* must be >= 1, got 0"):
         parsed(rollback={"max_rollbacks": 0})
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL
+def test_the_loss_of_evaluations():
+    """`eval_per_token_loss` must be true or false, and the task must have targets."""
+    assert not parsed().eval_per_token_loss
+    assert parsed(eval_per_token_loss=True).eval_per_token_loss
+    with pytest.raises(RecipeError, match="eval_per_token_loss"):
+        parsed(eval_per_token_loss=1.5)
+    pairs = {
+        "task": "preference_tuning",
+        "model": {"config": SMALL_LLAMA, "tokenizer": "bytes"},
+        "data": {"type": "docstrings"},
+    }
+    with pytest.raises(
+        RecipeError, match=r"eval_per_token_loss: .* preference_tuning have no targ"
+    ):
+        parsed(**pairs, eval_per_token_loss=True)
 
 
 def test_skipped_data():

@@ -1,8 +1,24 @@
 """An evaluation on two ranks gives the numbers of one process."""
 
-import pytest
+import math
 
-from support.ranks.evaluations import BATCH, evaluate, expected_evaluation, rows
+import pytest
+import torch
+from torch import nn
+from transformers import default_data_collator
+
+from mfwrap.trainer import MFTrainer
+from support.ranks.evaluations import (
+    BATCH,
+    evaluate,
+    evaluate_texts,
+    expected_evaluation,
+    language_model,
+    rows,
+    texts,
+    token_losses,
+)
+from support.trainer_runs import new_trainer
 
 NUMBERS = [1, BATCH - 1, BATCH, BATCH + 3, 2 * BATCH, 2 * BATCH + 3, 3 * BATCH + 3]
 """Numbers of rows: on two ranks, the last batch is whole, or one rank or both lack rows."""
@@ -28,3 +44,125 @@ def test_the_stock_trainer_counts_them(two_ranks):
     with_metrics, split, stock = False, False, True
     for found in two_ranks.run(evaluate, 2 * BATCH + 3, with_metrics, split, stock):
         assert abs(found["loss"] - loss) > 0.1 * loss
+
+
+class Distance(nn.Module):
+    """A layer with a loss of data without labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x, return_loss=True):  # noqa: FBT002  (transformers' signature)
+        """Return outputs, with their mean square as loss."""
+        del return_loss  # its default tells the Trainer that there is a loss
+        outputs = self.layer(x)[:, 0]
+        return {"loss": outputs.square().mean(), "logits": outputs}
+
+
+class Own(MFTrainer):
+    """Evaluate batches in another way."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Return a loss that no method of MFTrainer has seen."""
+        return torch.zeros(()), None, None
+
+
+def trainer_of(folder, kind=MFTrainer, model=None, **extras):
+    """Return a trainer whose losses are means over targets."""
+    extras |= {"data_collator": default_data_collator, "eval_per_token_loss": True}
+    return new_trainer(kind, folder, model=Distance() if model is None else model, extras=extras)
+
+
+def test_data_without_targets(tmp_path):
+    """They are refused if there is a loss, and predicted if there is none."""
+    data = [{"x": row["x"]} for row in rows(4)]
+    with pytest.raises(ValueError, match=r"`eval_per_token_loss` needs .*`labels`.*, got \['x'\]"):
+        trainer_of(tmp_path, model=Distance()).evaluate(data)
+    texts_alone = [{"input_ids": row["input_ids"]} for row in texts(4)]
+    shown = trainer_of(tmp_path, model=language_model("model")).predict(texts_alone)
+    assert len(shown.predictions) == 4
+
+
+def test_a_prediction_step_of_the_users_own(tmp_path):
+    """It is refused if it does not call that of MFTrainer, whose mean would lack its batches."""
+    trainer = trainer_of(tmp_path, Own)
+    with pytest.raises(
+        ValueError, match=r"needs the method `prediction_step` of MFTrainer, got .*Own"
+    ):
+        trainer.evaluate(rows(4))
+
+
+def test_the_argument(tmp_path):
+    """`eval_per_token_loss` must be a bool."""
+    with pytest.raises(TypeError, match="`eval_per_token_loss` must be a bool, got 1"):
+        new_trainer(MFTrainer, tmp_path, extras={"eval_per_token_loss": 1})
+
+
+def test_no_targets_at_all(tmp_path):
+    """The mean over no targets is NaN, and no error."""
+    found = evaluate_texts(0, "model", (2,), PER_TOKEN, {})
+    assert found == pytest.approx([mean_over_targets("model", 2)], rel=1e-5)
+    data = [row | {"labels": torch.full_like(row["labels"], -100)} for row in texts(4)]
+    trainer = trainer_of(tmp_path, model=language_model("model"))
+    assert math.isnan(trainer.evaluate(data)["eval_loss"])
+
+
+def mean_over_targets(kind, number, smoothing=0.0):
+    """Return the mean loss over all targets of the texts."""
+    losses, targets = token_losses(kind, number, smoothing)
+    return float(losses.sum() / targets.sum())
+
+
+def mean_over_rows(kind, number):
+    """Return the mean over the rows, each of which has the mean loss of its batch of 2 rows."""
+    losses, targets = token_losses(kind, number)
+    batches = zip(losses.split(2), targets.split(2), strict=True)
+    means = [loss.sum() / count.sum() * len(loss) for loss, count in batches if count.sum()]
+    return float(sum(means)) / number
+
+
+PER_TOKEN = True
+KINDS = ["model", "own loss", "own function"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_target_counts_the_same(kind):
+    """On one process, `eval_per_token_loss` gives the mean over the targets of each data set."""
+    found = evaluate_texts(0, kind, (5, 9), PER_TOKEN, {})
+
+    assert found == pytest.approx([mean_over_targets(kind, number) for number in (5, 9)], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("across", [True, False])
+def test_each_target_counts_the_same_on_two_ranks(two_ranks, kind, across):
+    """The mean over the targets is the same, also if a rank has no rows or no targets."""
+    numbers = tuple(range(3, 10))
+    expected = [mean_over_targets(kind, number) for number in numbers]
+    settings = {"average_tokens_across_devices": across}
+    for found in two_ranks.run(evaluate_texts, kind, numbers, PER_TOKEN, settings):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("across", [True, False])
+def test_rows_with_different_numbers_of_targets(two_ranks, kind, across):
+    """By default, two ranks give the mean over the rows that one process gives."""
+    expected = [mean_over_rows(kind, 3)]
+    assert evaluate_texts(0, kind, (3,), not PER_TOKEN, {}) == pytest.approx(expected, rel=1e-5)
+    settings = {"average_tokens_across_devices": across}
+    for found in two_ranks.run(evaluate_texts, kind, (3,), not PER_TOKEN, settings):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("on_ranks", [False, True])
+def test_smoothed_labels(two_ranks, on_ranks):
+    """With label smoothing, the loss is the mean of the smoothed losses of all targets."""
+    settings = {"label_smoothing_factor": 0.2}
+    arguments = "model", (7,), PER_TOKEN, settings
+    results = (
+        two_ranks.run(evaluate_texts, *arguments) if on_ranks else [evaluate_texts(0, *arguments)]
+    )
+    for found in results:
+        assert found == pytest.approx([mean_over_targets("model", 7, 0.2)], rel=1e-5)
