@@ -3,13 +3,15 @@
 import contextlib
 import functools
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
+from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive
 from mfwrap.checkpoints.held_generators import (
@@ -24,6 +26,7 @@ from mfwrap.checkpoints.random_states import (
     random_states,
     restore_random_states,
 )
+from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.records.skipped_rows import checked_row
 from mfwrap.trainer.log import check_log
 
@@ -46,6 +49,7 @@ class TrainerPosition:
     def __init__(self) -> None:
         self._data = DataPosition()
         self._epoch_random_states: dict[str, Any] | None = None
+        self._loader: Any = None
         self._samplers: dict[str, object] = {}
         self._epoch_samplers: dict[str, Any] = {}
         self._on_other_ranks: dict[str, Any] | None = None
@@ -78,6 +82,7 @@ class TrainerPosition:
             yield
         finally:
             self._data.release()
+            self._loader = None
 
     def watching(self, batches: Iterable[tuple[int, Any]]) -> Iterator[Any]:
         """Yield the batches of the epoch that `begin_epoch` has begun; see `DataPosition`.
@@ -95,6 +100,35 @@ class TrainerPosition:
         has begun.
         """
         return self._saved
+
+    def warn_of_repeated_rows(self, args: TrainingArguments, max_steps: int) -> None:
+        """Warn if a training of data without a length resumes within a second or later pass.
+
+        The Trainer then skips as many batches of the first pass as it has trained on, finds no
+        further batch, and begins the next pass at its first row. Call it before the first epoch.
+
+        Args:
+            args: Training arguments, which contain the rank.
+            max_steps: Number of updates of the training.
+        """
+        if self.resumed_from is None or args.ignore_data_skip or args.process_index != 0:
+            return
+        state = TrainerState.load_from_json(str(self.resumed_from / TRAINER_STATE))
+        # Without a length, a pass counts as one epoch, and each update as a share of `max_steps`.
+        passes, part = divmod(float(state.epoch or 0), 1)
+        updates = round(part * state.max_steps)
+        # The last update of the training may come before that point.
+        updates = min(updates, max_steps - state.global_step)
+        has_ended = self._saved is not None and self._saved.get("pass_has_ended", False)
+        if passes and updates and not has_ended:
+            warnings.warn(
+                f"{self.resumed_from} was written within a second or later pass over training data "
+                "without a length, and the Trainer begins this pass again: the rows of its first "
+                f"{updates} update(s) are trained on twice; to continue exactly, use data with a "
+                "length, or data that repeat their rows in one pass, such as `dataset.repeat(None)`"
+                " of datasets",
+                stacklevel=callers_stacklevel(),
+            )
 
     def restore_random_states(self, checkpoint: str | None, load: Callable[[str], None]) -> None:
         """Restore the random states of a checkpoint, unless that is done already.
@@ -137,6 +171,7 @@ class TrainerPosition:
         saved, self._saved = self._saved, None
         checkpoint, self.resumed_from = self.resumed_from, None
         self._data.watch(loader)
+        self._loader = loader
         self._samplers = _samplers(loader)
         is_between_epochs = float(epoch or 0).is_integer()
         if saved is not None:
@@ -183,6 +218,7 @@ class TrainerPosition:
             "samplers": self._sampler_states(),
             "makers": states_of(held_generators(self._data.makers)),
             **log(),
+            "pass_has_ended": bool(getattr(self._loader, "end_of_dataloader", False)),
             "data": self._data.state_dict(),
         }
         # The rank that saves the model may not have made the folder yet.

@@ -329,7 +329,11 @@ class MFTrainerMixin(_Base):
         )
         # The Trainer looks at `max_steps` only after an update, so it would make one more.
         has_ended = self._checkpoints.ended_early or self.state.global_step >= max_steps
-        return (num_train_epochs, 0) if has_ended else (epochs, batches)
+        if has_ended:
+            return num_train_epochs, 0
+        if not has_length:
+            self._position.warn_of_repeated_rows(self.args, max_steps)
+        return epochs, batches
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Return the numbers of updates and epochs of a training; note its data loader."""
