@@ -238,9 +238,10 @@ def plot(run: Path, output: Path | None) -> None:
     Example:
       mfwrap plot runs/causal_lm
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
+    from mfwrap.report.own_files import is_own_picture  # noqa: PLC0415  (loads torch)
     from mfwrap.report.picture import draw_run  # noqa: PLC0415  (loads matplotlib)
 
-    picture = run / "run.png" if output is None else output
+    picture = _chosen(run / "run.png", output, is_own_picture)
     _draw(picture, lambda: draw_run(run, picture))
 
 
@@ -272,12 +273,12 @@ def report(runs: Sequence[Path], output: Path | None, watch: int | None) -> None
       mfwrap report runs/first runs/second --output compared.html
       mfwrap report runs/causal_lm --watch
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
+    from mfwrap.report.own_files import is_own_page  # noqa: PLC0415  (loads torch)
     from mfwrap.report.page import write_run_page  # noqa: PLC0415  (loads torch)
     from mfwrap.report.watch import watch_runs  # noqa: PLC0415  (loads torch)
 
-    page = output
-    if page is None:
-        page = runs[0] / "run.html" if len(runs) == 1 else Path("run.html")
+    usual = runs[0] / "run.html" if len(runs) == 1 else Path("run.html")
+    page = _chosen(usual, output, is_own_page)
     if watch is None:
         _draw(page, lambda: write_run_page(runs, page))
         return
@@ -385,6 +386,17 @@ def _leave_process_group() -> None:
     # If the network outlives the process group, the processes may hang at exit.
     gc.collect()
     PartialState().destroy_process_group()
+
+
+def _chosen(usual: Path, output: Path | None, is_own: Callable[[Path], bool]) -> Path:
+    """Return the file to write: `output`, or the usual one unless somebody else has written it."""
+    if output is None and os.path.lexists(usual) and not is_own(usual):
+        msg = (
+            f"{usual} is in the way: mfwrap has not written it; move it away, or choose another "
+            "file with --output"
+        )
+        raise RecipeError(msg)
+    return usual if output is None else output
 
 
 def _draw(file: Path, draw: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from mfwrap.report.about import about
 from mfwrap.report.curves import COLORS
 from mfwrap.report.drawing import Panel, color_of
 from mfwrap.report.episodes import episode_table, headline
+from mfwrap.report.own_files import WRITER
 from mfwrap.report.panels import axes_of, has_averages, panels_of, spans_of
 
 PLOTLY = "plotly-cartesian.min.js.gz"
@@ -26,6 +27,7 @@ _PAGE = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="{writer}">
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -80,6 +82,7 @@ def page_text(folders: Sequence[Path], *, watch: int = 0) -> str:
     panels = panels_of(runs)
     live = f'<p class="live">Loaded again every {watch} seconds.</p>'
     return _PAGE.format(
+        writer=WRITER,
         title=html.escape(", ".join(run.name for run in runs)),
         watch=f' data-watch="{watch}"' * bool(watch),
         live=live * bool(watch),

@@ -16,6 +16,7 @@ from mfwrap.checkpoints.folders import whole_file
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.run_record import Curve, RunRecord, read_run
 from mfwrap.report.curves import COLORS, NOT_FINITE_COLOR, NUMBER, binned, overflow_steps, smoothed
+from mfwrap.report.own_files import WRITER
 
 _RAW, _AVERAGED = COLORS[:2]
 _EVALUATIONS = (
@@ -84,7 +85,7 @@ def draw_run(
         panels[-1].set_xlabel("step")
         panels[-1].set_xlim(0.5, run.last_step() + 0.5)
         with whole_file(picture) as partial:
-            figure.savefig(partial, format="png")
+            figure.savefig(partial, format="png", metadata={"Software": WRITER})
 
 
 def _draw_loss(axes: Axes, loss: Curve, run: RunRecord) -> None:

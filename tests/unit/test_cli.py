@@ -437,6 +437,26 @@ def test_a_watched_run(runs, capsys):
     assert "first/run.json: invalid JSON" in err
 
 
+@pytest.mark.parametrize(("command", "name"), [("report", "run.html"), ("plot", "run.png")])
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_a_file_of_somebody_else_is_not_replaced(runs, capsys, command, name, kind):
+    """A page or picture that another tool has written stays; ``--output`` says where to write."""
+    usual = runs[0] / name
+    if kind == "file":
+        usual.write_text("of another tool")
+    elif kind == "link":
+        usual.symlink_to("nothing")
+    else:
+        usual.mkdir()
+    before = usual.lstat()
+
+    code, out, err = call(capsys, command, runs[0])
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"mfwrap: first/{name} is in the way: mfwrap has not written it; ")
+    assert usual.lstat() == before
+    assert call(capsys, command, runs[0], "--output", "other")[0] == 0
+
+
 def test_several_runs(runs, capsys):
     """The page of several runs is written to the current folder, or to ``--output``."""
     assert call(capsys, "report", *runs)[:2] == (0, "wrote run.html\n")

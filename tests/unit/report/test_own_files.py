@@ -1,0 +1,68 @@
+"""Pages and pictures that mfwrap has written are recognized, and no others."""
+
+import matplotlib as mpl
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from mfwrap.report.own_files import is_own_page, is_own_picture
+from mfwrap.report.page import write_run_page
+from mfwrap.report.picture import draw_run
+from support.run_folders import write_lines, write_run
+
+HEAD = '<!doctype html>\n<html lang="en"'
+
+
+def losses_only(folder):
+    """Write a run without norms, whose picture has one panel."""
+    write_lines(folder / "metrics.jsonl", [{"step": step, "loss": 1.0} for step in (1, 2)])
+    return folder
+
+
+@pytest.mark.parametrize("write", [write_run, losses_only])
+def test_own_files(tmp_path, write):
+    """The page and the picture of a run are mfwrap's; neither is the other."""
+    run = write(tmp_path / "run")
+    write_run_page([run], tmp_path / "page")
+    draw_run(run, tmp_path / "picture")
+
+    assert [is_own_page(tmp_path / name) for name in ("page", "picture")] == [True, False]
+    assert [is_own_picture(tmp_path / name) for name in ("page", "picture")] == [False, True]
+
+
+@pytest.mark.parametrize("write", [write_run, losses_only])
+def test_files_of_earlier_releases(tmp_path, write):
+    """A page and a picture that do not name mfwrap are recognized by what all of them have."""
+    run = write(tmp_path / "run")
+    write_run_page([run], tmp_path / "page")
+    page = (tmp_path / "page").read_text(encoding="utf-8")
+    named = '<meta name="generator" content="mfwrap">\n'
+    (tmp_path / "page").write_text(page.replace(named, ""), encoding="utf-8")
+    first = f'{HEAD} data-last-step="2">\n<script id="panels" type="application/json">[]</script>'
+    (tmp_path / "first").write_text(first, encoding="utf-8")
+    draw_run(run, tmp_path / "picture")
+    with Image.open(tmp_path / "picture") as picture:
+        older = Figure(figsize=(9, picture.size[1] / 150), dpi=150)
+    older.savefig(tmp_path / "older.png")
+
+    assert named in page
+    assert is_own_page(tmp_path / "page")
+    assert is_own_page(tmp_path / "first")
+    assert is_own_picture(tmp_path / "older.png")
+
+
+def test_files_of_others(tmp_path):
+    """Pages and pictures of other tools, links, folders and broken files are not mfwrap's."""
+    (tmp_path / "page").write_text(f"{HEAD}>\n<title>mfwrap</title>", encoding="utf-8")
+    with mpl.rc_context():
+        Figure().savefig(tmp_path / "picture.png")
+        Figure(figsize=(9, 7), dpi=150).savefig(tmp_path / "wide.png")
+    (tmp_path / "cut").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (tmp_path / "folder").mkdir()
+    write_run_page([write_run(tmp_path / "run")], tmp_path / "own")
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "broken").symlink_to("nothing")
+
+    for path in tmp_path.iterdir():
+        assert is_own_page(path) == (path.name == "own")
+        assert not is_own_picture(path)
