@@ -26,9 +26,11 @@ from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states, bad_weights
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.training_weights import monitors_training
-from mfwrap.checkpoints.folders import checkpoints_of_run, remove_checkpoints
+from mfwrap.checkpoints.folders import remove_checkpoints
+from mfwrap.checkpoints.written_files import list_own
 from mfwrap.collectives import broadcast_from_main, gather_objects
 from mfwrap.records.json_lines import JsonLines
+from mfwrap.records.own_names import begin_folder, own_checkpoints
 from mfwrap.tensors.shards import meeting_device, on_device
 from mfwrap.trainer import MonitorCallback
 
@@ -192,6 +194,8 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         self._lines = None
         if self._records_health and state.is_world_process_zero:
             self._lines = open_health_records(Path(args.output_dir or "."), state.global_step)
+        if self._keep and state.is_world_process_zero:
+            begin_folder(Path(args.output_dir or "."))
         if state.global_step:
             # The earlier process may have been killed after it saved a checkpoint and before it
             # deleted the old ones. Delete them now.
@@ -256,6 +260,9 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
             self.on_pre_save(args, state, control, model, optimizer)
         self._recorded_step = None
         self._is_time = False
+        if self._keep and state.is_world_process_zero:
+            # Only what this training saves is deleted later. A stock Trainer writes no manifest.
+            list_own(Path(args.output_dir or ".") / f"{_PREFIX}{state.global_step}")
         self._rotate(args, state)
         self._saved_at = self._clock()
 
@@ -369,7 +376,7 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
 
 
 def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> None:
-    """Delete the oldest checkpoints of a run.
+    """Delete the oldest checkpoints of a run; those that mfwrap has not written stay.
 
     Args:
         run_folder: Folder of the checkpoints.
@@ -378,7 +385,7 @@ def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> Non
         best: Folder of the Trainer's best checkpoint, which is kept in addition; ``None`` if there
             is no best checkpoint.
     """
-    ordered = checkpoints_of_run(run_folder)
+    ordered = own_checkpoints(run_folder)
     kept = set(ordered[-num_kept:])
     healthy = recorded_health(run_folder)
     kept |= set([path for path in ordered if healthy.get(path.name)][-1:])

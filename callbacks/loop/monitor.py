@@ -25,13 +25,21 @@ from mfwrap.callbacks.shared.progress import UNKNOWN_LENGTH
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.locks import OwnedFolders
 from mfwrap.collectives import this_rank
-from mfwrap.records.run_facts import RunFacts
+from mfwrap.records.own_names import begin_folder, check_own
+from mfwrap.records.run_facts import PROGRESS, RunFacts
+from mfwrap.records.run_files import owning_record_folders
+from mfwrap.records.run_record import FACTS
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 STATE_FILE = "mfwrap_monitor.json"
 _FORMATS = ("jsonl", "trackers")
 _STEPS_BETWEEN_TIMES = 10
+_CSV = "metrics.csv"
+
+_WRITERS: "weakref.WeakValueDictionary[Path, LoopMonitor]" = weakref.WeakValueDictionary()
+"""The monitor that writes each run folder in this process."""
 
 
 @final
@@ -70,6 +78,10 @@ class LoopMonitor:
         settings: Keywords of `TrainingStateMonitor`, such as ``weight_state_format``. The formats
             ``"jsonl"`` and ``"trackers"`` write to the files and to the trackers; the CSV file has
             what the trackers get.
+
+    The monitor owns the run folder from the first forward pass, for all ranks, until `close`. No
+    other program can then write it: its first forward pass raises ``BlockingIOError``. In the same
+    program, a new monitor for the folder takes the place of an older one, whose loop has ended.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -122,6 +134,8 @@ class LoopMonitor:
         self._global_batch_size, self._max_steps = global_batch_size, max_steps
         self._configuration = dict(configuration or {})
         self._has_begun = False
+        self._owned = OwnedFolders()
+        self._predecessor = _WRITERS.get(self._folder.resolve())
         self._args: LoopArguments | None = None
         self._last_report: StepReport | None = None
         self._ends: list[Callable[[], None]] = [
@@ -212,7 +226,12 @@ class LoopMonitor:
         for end in ends:
             with contextlib.suppress(ValueError):
                 end()
-        self._stop()
+        try:
+            self._stop()
+        finally:
+            self._owned.close()
+            if _WRITERS.get(self._folder.resolve()) is self:
+                del _WRITERS[self._folder.resolve()]
 
     def __enter__(self) -> Self:
         return self
@@ -251,6 +270,7 @@ class LoopMonitor:
     def _begin(self) -> None:
         if self._has_begun:
             return
+        self._own_folder()
         self._has_begun = True
         self._args = loop_arguments(
             self._folder,
@@ -259,8 +279,10 @@ class LoopMonitor:
             global_batch_size=self._global_batch_size,
         )
         self._last_report = self._source.report()
+        with owning_record_folders(self._owned):
+            self._send("on_train_begin", train_dataloader=self._source.loader)
         if self._state.is_world_process_zero:
-            self._csv = CsvFile(self._folder / "metrics.csv", self._state.global_step)
+            self._csv = CsvFile(self._folder / _CSV, self._state.global_step)
             self._facts = RunFacts(
                 self._folder,
                 {**self._configuration, **self._source.settings},
@@ -268,8 +290,26 @@ class LoopMonitor:
                 first_step=self._state.global_step,
                 max_steps=self._max_steps,
             )
-        self._send("on_train_begin", train_dataloader=self._source.loader)
         self._send("on_step_begin")
+
+    def _own_folder(self) -> None:
+        """Own the run folder, and check that the loop replaces nobody's files in it."""
+        key = self._folder.resolve()
+        writer = _WRITERS.get(key)
+        if writer is not None and writer is not self:
+            if writer is not self._predecessor:
+                msg = (
+                    f"{self._folder} is in use: another LoopMonitor of this program is writing it; "
+                    "give each loop a folder of its own"
+                )
+                raise BlockingIOError(msg)
+            writer.close()
+        self._predecessor = None
+        self._owned.own(self._folder)
+        _WRITERS[key] = self
+        if self._state.is_world_process_zero:
+            check_own(self._folder / name for name in (_CSV, FACTS, PROGRESS))
+            begin_folder(self._folder)
 
     def _before_update(self) -> None:
         self._begin()

@@ -1,5 +1,6 @@
 """Save checkpoints in files, and keep the newest ones."""
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -16,7 +17,11 @@ from mfwrap.arguments import described
 from mfwrap.average.swap import training_weights
 from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.locks import lock_of, owning
 from mfwrap.model import Callback, CallbackParameters, RunContext
+
+_BREAKPOINT = "_breakpoint"
+"""End of the name of a checkpoint that is saved when a training raises an error."""
 
 
 class _Saved(NamedTuple):
@@ -48,8 +53,8 @@ class ModelCheckpoint(Callback):
         cell.load_state_dict(state["cell"])
         schedule.load_state_dict(state["lr_scheduler"])
 
-    If `directory` already has checkpoints with the prefix, this training uses ``<prefix>_1``, and
-    so on.
+    If `directory` already has checkpoints with the prefix, or another training is writing them,
+    this training uses ``<prefix>_1``, and so on.
 
     Source: MindSpore, ``train.ModelCheckpoint``, which also writes a graph, and writes files in
     place.
@@ -84,6 +89,7 @@ class ModelCheckpoint(Callback):
         self._config = CheckpointConfig() if config is None else config
         self._clock = clock
         self._saved: list[_Saved] = []
+        self._owned = contextlib.ExitStack()
         self._parameters: CallbackParameters | None = None
         self._last_step: int | None = None
         self._last_seconds = 0.0
@@ -91,9 +97,13 @@ class ModelCheckpoint(Callback):
         """Path of the newest checkpoint; empty before the first."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Choose a prefix that no earlier checkpoint has."""
+        """Choose a prefix that no earlier checkpoint and no other training has."""
         self._parameters = run_context.original_args()
-        self._prefix = _free_prefix(self._directory, self._given_prefix, self._config.format)
+        self._owned.close()
+        if self._parameters.is_world_process_zero:
+            self._prefix = _own_prefix(
+                self._owned, self._directory, self._given_prefix, self._config.format
+            )
         self._saved, self._last_step = [], None
         self._last_seconds = self._clock()
 
@@ -110,6 +120,7 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, run_context: RunContext) -> None:
         """Save if the last step has no checkpoint yet."""
         self._save(run_context.original_args())
+        self._owned.close()
 
     def __exit__(
         self,
@@ -118,8 +129,9 @@ class ModelCheckpoint(Callback):
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None and self._config.exception_save and self._parameters is not None:
-            self._save(self._parameters, suffix="_breakpoint")
+            self._save(self._parameters, suffix=_BREAKPOINT)
         self._parameters = None
+        self._owned.close()
 
     def _save(self, parameters: CallbackParameters, suffix: str = "") -> None:
         step: int = parameters.cur_step_num
@@ -191,12 +203,31 @@ def _state_of(parameters: CallbackParameters) -> dict[str, Any]:
     return state
 
 
-def _free_prefix(directory: Path, prefix: str, suffix: str) -> str:
-    """Return the prefix, followed by a free number if checkpoints with the prefix exist."""
+def _own_prefix(owned: contextlib.ExitStack, directory: Path, prefix: str, suffix: str) -> str:
+    """Own the prefix, followed by a number if a checkpoint or another training has it.
+
+    Args:
+        owned: Gets the lock of the prefix that is returned.
+        directory: Folder of the checkpoints.
+        prefix: Prefix to begin with.
+        suffix: Suffix of the files.
+    """
+    number = 0
+    while True:
+        number = max(number, _first_free(directory, prefix, suffix))
+        name = f"{prefix}_{number}" if number else prefix
+        with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError):
+            is_new = stack.enter_context(owning(lock_of(directory / name)))
+            # Another training may have saved and ended since the first look.
+            if is_new and _first_free(directory, prefix, suffix) <= number:
+                owned.enter_context(stack.pop_all())
+                return name
+        number += 1
+
+
+def _first_free(directory: Path, prefix: str, suffix: str) -> int:
+    """Return the number after those of all checkpoints with the prefix; 0 without a checkpoint."""
     names = [path.name for path in directory.glob(f"*.{suffix}")] if directory.is_dir() else []
-    taken = {
-        int(match[1] or 0)
-        for name in names
-        if (match := re.fullmatch(rf"{re.escape(prefix)}(?:_(\d+))?-\d+_\d+\.{suffix}", name))
-    }
-    return f"{prefix}_{max(taken) + 1}" if taken else prefix
+    pattern = rf"{re.escape(prefix)}(?:_(\d+))?-\d+_\d+({_BREAKPOINT})?\.{suffix}"
+    taken = [int(match[1] or 0) for name in names if (match := re.fullmatch(pattern, name))]
+    return max(taken) + 1 if taken else 0

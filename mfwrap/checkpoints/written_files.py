@@ -17,12 +17,31 @@ LIST = "_mfwrap_files.txt"
 """Name of the list in a run folder."""
 
 
+def begin_list(folder: Path, names: Iterable[str]) -> None:
+    """Begin the list of a run folder with names that it has already; keep a list that is there."""
+    if (folder / LIST).exists():
+        return
+    partial = _partial_list(folder, names)
+    try:
+        # Unlike a rename, a link does not replace the list that another rank has begun meanwhile.
+        (folder / LIST).hardlink_to(partial)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        partial.replace(folder / LIST)
+    partial.unlink(missing_ok=True)
+
+
 def rewrite_list(folder: Path, names: Iterable[str]) -> None:
     """Write the list of a run folder anew, or begin it."""
+    _partial_list(folder, names).replace(folder / LIST)
+
+
+def _partial_list(folder: Path, names: Iterable[str]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{LIST}.{secrets.token_hex(8)}{PARTIAL}"
     _write(partial, "".join(f"{name}\n" for name in sorted(names)), os.O_CREAT | os.O_EXCL)
-    partial.replace(folder / LIST)
+    return partial
 
 
 def note_written(path: Path) -> None:
@@ -31,8 +50,12 @@ def note_written(path: Path) -> None:
     Call it before the file or folder gets its name. One that exists belongs to somebody else, or is
     in the list already.
     """
-    if os.path.lexists(path):
-        return
+    if not os.path.lexists(path):
+        list_own(path)
+
+
+def list_own(path: Path) -> None:
+    """Add a file or folder that a run has written to the list, if the folder has one."""
     names = listed_names(path.parent)
     if names is not None and path.name not in names:
         _write(path.parent / LIST, f"{path.name}\n", os.O_APPEND)

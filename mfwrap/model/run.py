@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from mfwrap.arguments import described
+from mfwrap.checkpoints.locks import OwnedFolders
 from mfwrap.compatibility.torch import foreach_mul_
 from mfwrap.mindspore.managers import LossScaleManager
 from mfwrap.model.callback import (
@@ -26,6 +27,7 @@ from mfwrap.model.callback import (
 from mfwrap.model.data import Batches
 from mfwrap.model.train_network import TrainNetwork
 from mfwrap.outputs import named_output
+from mfwrap.records.run_files import owning_record_folders
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.forward import NetworkCall
 from mfwrap.step.mindspore_cells import TrainOneStepWithLossScaleCell
@@ -124,6 +126,9 @@ class ModelRun:
         self._handler.train_dataloader = None if batches.sinks else batches.dataset
 
     def __enter__(self) -> Self:
+        # Monitors open their files in `on_train_begin`.
+        owned = self._entered.enter_context(contextlib.closing(OwnedFolders()))
+        self._entered.enter_context(owning_record_folders(owned))
         for callback in self._callbacks:
             if isinstance(callback, Callback):
                 self._entered.enter_context(callback)

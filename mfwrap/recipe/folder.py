@@ -18,11 +18,17 @@ from mfwrap.checkpoints.folders import (
     sync,
     whole_file,
 )
-from mfwrap.checkpoints.written_files import listed_names, rewrite_list
-from mfwrap.recipe.document import RECIPE_FILE, RecipeDocument
-from mfwrap.records.rollbacks import ROLLBACKS_FILE
-from mfwrap.records.run_record import read_facts
-from mfwrap.trainer.rollback import SKIP_ROWS_FILE
+from mfwrap.checkpoints.written_files import rewrite_list
+from mfwrap.recipe.document import RecipeDocument
+from mfwrap.records.own_names import (
+    CHECKPOINT,
+    EARLIER,
+    RECORD,
+    base_name,
+    begin_folder,
+    known_names,
+    own_names,
+)
 
 RESULT = "result.json"
 """File with the metrics of a run, written when the run has finished."""
@@ -33,60 +39,15 @@ MODEL = "model"
 AVERAGED_MODEL = "model_ema"
 """Folder of the averaged weights."""
 
-EARLIER = "earlier_"
-"""Prefix of the tracebacks of attempts before the one that has finished the run."""
-
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
-_RECORD = re.compile(
-    r"(anomalies|checkpoint_health|fingerprints|local_norms|metrics|progress|rank_clock|throughput"
-    r"|training_state)(_rank\d+)?\.jsonl"
-    rf"|({re.escape(RESULT)}|{re.escape(ROLLBACKS_FILE)}|{re.escape(SKIP_ROWS_FILE)}"
-    r"|abnormal_global_norm\.json|run\.(html|json|png)"
-    rf"|({EARLIER})?error_rank_\d+\.txt)({OWN_PARTIAL})?"
-)
 _EVENTS = "tensorboard"
 """Folder of TensorBoard's event files."""
+
+_RECORDS = re.compile(rf"({RECORD.pattern})({OWN_PARTIAL})?")
+"""Files of a run, and what `whole_file` leaves of them if it is killed."""
 
 _MODELS = (MODEL, AVERAGED_MODEL)
 _OF_OTHERS = re.compile(rf"run\.(html|png)|({EARLIER})?error_rank_.*")
 """Files that a training does not write. Its failed starts leave tracebacks."""
-
-
-def _base(name: str) -> str:
-    """Return the name that a file had before mfwrap has set it aside."""
-    return re.sub(rf"^{ABANDONED}(checkpoint-\d+)(\.\d+)?$|^{EARLIER}", r"\1", name)
-
-
-def _known(folder: Path) -> set[str]:
-    """Return the names in a folder that a run may write."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return {
-        name
-        for name in names
-        if name in {*_MODELS, RECIPE_FILE, _EVENTS}
-        or _CHECKPOINT.fullmatch(_base(name))
-        or _RECORD.fullmatch(name)
-    }
-
-
-def own_names(folder: Path) -> set[str]:
-    """Return the names in a run folder that runs of mfwrap have written.
-
-    A folder without a list of them was written by an `MFTrainer` without a recipe, or by nobody: if
-    it has a ``run.json`` of mfwrap, all names that a run writes count as written by that run.
-    """
-    known, listed = _known(folder), listed_names(folder)
-    if listed is None:
-        return known if _has_facts_of_mfwrap(folder) else set()
-    return {name for name in known if {name, _base(name)} & listed}
-
-
-def _has_facts_of_mfwrap(folder: Path) -> bool:
-    try:
-        versions = read_facts(folder).get("versions")
-    except ValueError:  # of another tool
-        return False
-    return isinstance(versions, dict) and "mfwrap" in versions
 
 
 def check_others_files(document: RecipeDocument, folder: Path) -> None:
@@ -101,8 +62,8 @@ def check_others_files(document: RecipeDocument, folder: Path) -> None:
     """
     others = sorted(
         name
-        for name in _known(folder) - own_names(folder)
-        if name != _EVENTS and not _OF_OTHERS.fullmatch(name) and not _CHECKPOINT.search(name)
+        for name in known_names(folder) - own_names(folder)
+        if name != _EVENTS and not _OF_OTHERS.fullmatch(name) and not CHECKPOINT.search(name)
     )
     if others:
         says = (
@@ -182,8 +143,8 @@ def begin_anew(folder: Path, arguments: TrainingArguments, *, overwrite: bool) -
 def claim(folder: Path, arguments: TrainingArguments) -> None:
     """Begin the list of a run that is resumed, if its folder has none; on all ranks."""
     with arguments.main_process_first():
-        if arguments.local_process_index == 0 and listed_names(folder) is None:
-            rewrite_list(folder, own_names(folder))
+        if arguments.local_process_index == 0:
+            begin_folder(folder)
 
 
 def _remove(folder: Path, *, overwrite: bool) -> list[str]:
@@ -204,13 +165,13 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         # before that, the earlier run can still be resumed without repeating a step.
         remove_checkpoints(folders, folder)
         removed += [path.name for path in folders]
-    files = [path for name in own if _RECORD.fullmatch(name) and (path := folder / name).is_file()]
+    files = [path for name in own if _RECORDS.fullmatch(name) and (path := folder / name).is_file()]
     if _EVENTS in own:
         files += (folder / _EVENTS).glob("events.out.tfevents.*")
     for path in files:
         path.unlink(missing_ok=True)
     removed += [path.relative_to(folder).as_posix() for path in files]
-    rewrite_list(folder, {_base(name) for name in own_names(folder)})
+    rewrite_list(folder, {base_name(name) for name in own_names(folder)})
     return sorted(removed)
 
 
@@ -225,8 +186,7 @@ def write_traceback(folder: Path, error: BaseException) -> Path | None:
     """
     file = folder / f"error_rank_{os.environ.get('RANK', '0')}.txt"
     try:
-        if listed_names(folder) is None:
-            rewrite_list(folder, own_names(folder))
+        begin_folder(folder)
         with whole_file(file) as partial:
             partial.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     except OSError:  # the run may have failed because the disk is full
@@ -255,5 +215,5 @@ def checkpoints(folder: Path) -> list[Path]:
     If a process was killed while it replaced a checkpoint, the checkpoint may be in its staging
     folder. Such checkpoints are included.
     """
-    replaced = [each for each in being_replaced(folder) if _CHECKPOINT.fullmatch(each.name)]
+    replaced = [each for each in being_replaced(folder) if CHECKPOINT.fullmatch(each.name)]
     return sorted({*checkpoints_of_run(folder), *replaced}, key=step_of_checkpoint)

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple, final
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.folders import check_writable, sync, whole_file
-from mfwrap.checkpoints.written_files import note_written
+from mfwrap.checkpoints.locks import OwnedFolders
+from mfwrap.checkpoints.written_files import list_own
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.records.json_lines import JsonLines, step_of
+from mfwrap.records.own_names import begin_folder, check_own, refuse_others
 
 _LIST = "mfwrap_records_{}.json"
 _LIST_NAME = re.compile(r"mfwrap_records_(\d+)\.json")
@@ -43,6 +45,9 @@ class RunFiles:
 
     def __init__(self) -> None:
         self._open: weakref.WeakSet[JsonLines] = weakref.WeakSet()
+        self.owned: OwnedFolders | None = None
+        """Folders of the loop that opens files; ``None`` if the loop owns no folders."""
+
         self.begin()
 
     def begin(self) -> None:
@@ -67,10 +72,17 @@ class RunFiles:
             global_step: Steps finished before this training; 0 for a training from the start.
 
         Raises:
+            BlockingIOError: If another program owns the folder.
+            FileExistsError: If there is a file of this name that no run of mfwrap has written.
             OSError: If files cannot be written to the folder.
         """
         path = path.absolute()
+        if self.owned is not None:
+            self.owned.own(path.parent)
         check_writable(path.parent)
+        if path not in self._committed:
+            check_own([path])
+        begin_folder(path.parent)
         committed = self._committed.pop(path, None)
         if self._cut_at.get(path) != global_step:
             if committed is not None:
@@ -79,7 +91,7 @@ class RunFiles:
                 set_aside(path)
             else:
                 _remove_later_records(path, global_step)
-        note_written(path)
+        list_own(path)
         lines = JsonLines(path)
         self._open.add(lines)
         self.folders[path.parent] = None
@@ -154,6 +166,8 @@ class RunFiles:
                 self._cut(path, self._committed[path], global_step)
 
     def _cut(self, path: Path, committed: _Committed, global_step: int) -> None:
+        if path.is_symlink():
+            refuse_others([path])
         self._cut_at[path] = global_step
         size = path.stat().st_size if path.exists() else 0
         num_bytes = committed.num_bytes
@@ -223,13 +237,27 @@ def resume_records(checkpoint: Path) -> None:
 
 
 @contextlib.contextmanager
-def records_of_training() -> Iterator[None]:
-    """Begin a training within the block; afterwards forget which checkpoint it resumed from."""
-    _RUN_FILES.begin()
+def owning_record_folders(owned: OwnedFolders) -> Iterator[None]:
+    """Own each folder in which files are opened within the block, until `owned` is closed."""
+    before, _RUN_FILES.owned = _RUN_FILES.owned, owned
     try:
         yield
     finally:
-        _RUN_FILES.begin()
+        _RUN_FILES.owned = before
+
+
+@contextlib.contextmanager
+def records_of_training() -> Iterator[None]:
+    """Begin a training within the block; afterwards forget which checkpoint it resumed from.
+
+    Within the block, the training owns the folders in which it opens files.
+    """
+    _RUN_FILES.begin()
+    with contextlib.closing(OwnedFolders()) as owned, owning_record_folders(owned):
+        try:
+            yield
+        finally:
+            _RUN_FILES.begin()
 
 
 def resume_run(checkpoint: Path, run_folder: Path, global_step: int) -> None:

@@ -29,6 +29,7 @@ from mfwrap.checkpoints.folders import (
     remove_checkpoints,
     set_aside_later_checkpoints,
     staging_folder,
+    step_of_checkpoint,
 )
 from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.manifest import MANIFEST, Verified, write_manifest
@@ -50,10 +51,22 @@ from mfwrap.compatibility.transformers import (
     saves_optimizer_itself,
     saves_weights_itself,
 )
+from mfwrap.records.own_names import (
+    CHECKPOINT,
+    begin_folder,
+    check_own,
+    is_own_checkpoint,
+    own_checkpoints,
+    refuse_others,
+)
+from mfwrap.records.rollbacks import ROLLBACKS_FILE
+from mfwrap.records.run_facts import PROGRESS
 from mfwrap.records.run_files import resume_run, save_records
+from mfwrap.records.run_record import FACTS
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
+from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 from mfwrap.trainer.stops import had_ended
 from mfwrap.trainer.views import view_of
 
@@ -109,6 +122,8 @@ class Checkpoints:
 
         Raises:
             BlockingIOError: On all ranks, if another program trains in the folder.
+            FileExistsError: On all ranks, if the training would replace files in the folder that no
+                training of mfwrap has written.
             OSError: On all ranks, if any rank cannot write.
         """
         self.ended_early = self._is_loading = False  # of an earlier training
@@ -123,6 +138,10 @@ class Checkpoints:
         with owning_run(folder, waits=asked_for == AUTO):
             with raising_together():
                 check_writable(Path(str(args.output_dir)))
+                if args.local_process_index == 0:
+                    _check_own(
+                        self._trainer, folder, has_monitors=has_monitors, is_new=not asked_for
+                    )
             yield
 
     def checked(self, asked_for: Any, trial: Any) -> Any:
@@ -181,7 +200,10 @@ class Checkpoints:
         found = asked_for
         if asked_for == AUTO:
             newest = find_checkpoint(run_folder, refusal=refusal, required=[TRAINER_STATE])
-            return "" if newest is None else self._accepted(*newest)
+            if newest is None:
+                _refuse_others_checkpoints(run_folder, after=-1)
+                return ""
+            return self._accepted(*newest)
         if is_last:
             found = get_last_checkpoint(str(run_folder)) if run_folder.is_dir() else None
         if found is None:
@@ -196,6 +218,11 @@ class Checkpoints:
 
     def _accepted(self, checkpoint: Path, verified: Verified) -> str:
         check_average(checkpoint, is_given=self._keeps_average)
+        run_folder = Path(str(self._trainer.args.output_dir))
+        if checkpoint.absolute().parent != run_folder.absolute():
+            _refuse_others_checkpoints(run_folder, after=-1)
+        elif CHECKPOINT.fullmatch(checkpoint.name):
+            _refuse_others_checkpoints(run_folder, after=step_of_checkpoint(checkpoint))
         self._verified = checkpoint, verified.identities
         return checkpoint.name
 
@@ -422,7 +449,8 @@ class Checkpoints:
     def _remove_old(self, run_folder: Path, kept: Path) -> None:
         """Remove the checkpoints that the Trainer's own function would remove, except one.
 
-        A folder such as ``checkpoint-backup`` is a user's copy: it is neither counted nor removed.
+        A folder such as ``checkpoint-backup`` is a user's copy, and a checkpoint that a stock
+        Trainer has written belongs to that training: they are neither counted nor removed.
 
         The Trainer's function deletes folders file by file, so a crash could leave half a
         checkpoint. The function is therefore applied to empty folders with the names and times of
@@ -431,7 +459,7 @@ class Checkpoints:
         limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
         if limit is None:
             return
-        folders = checkpoints_of_run(run_folder)
+        folders = own_checkpoints(run_folder)
         with tempfile.TemporaryDirectory(prefix="mfwrap-") as choice:
             copies = {folder: Path(choice, folder.name) for folder in folders}
             for folder, copy in copies.items():
@@ -550,8 +578,37 @@ class Checkpoints:
         best = self._trainer.state.best_model_checkpoint
         if best is None or args.save_total_limit != 1 or not args.should_save or keeps_last:
             return
-        others = [each for each in checkpoints_of_run(run_folder) if not each.samefile(best)]
+        others = [each for each in own_checkpoints(run_folder) if not each.samefile(best)]
         remove_checkpoints(others, run_folder)
+
+
+def _check_own(
+    trainer: "MFTrainerMixin", folder: Path, *, has_monitors: bool, is_new: bool
+) -> None:
+    """Check that a training replaces nobody's files in its run folder.
+
+    Raises:
+        FileExistsError: If it would.
+    """
+    rolls_back = trainer.rollbacks.writes_files
+    names = [FACTS, PROGRESS] if has_monitors else []
+    names += [ROLLBACKS_FILE, SKIP_ROWS_FILE] if rolls_back else []
+    check_own(folder / name for name in names)
+    if is_new:
+        _refuse_others_checkpoints(folder, after=-1)
+    if rolls_back:
+        begin_folder(folder)
+
+
+def _refuse_others_checkpoints(run_folder: Path, *, after: int) -> None:
+    """Refuse checkpoints of later steps that mfwrap has not written: the training would move them.
+
+    Raises:
+        FileExistsError: If there are any, of whatever kind: folders, files or links.
+    """
+    found = [path for path in run_folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
+    later = [path for path in found if step_of_checkpoint(path) > after]
+    refuse_others([path for path in later if not is_own_checkpoint(path)])
 
 
 def _move_others(staging: Path, run_folder: Path, *, but: str) -> None:

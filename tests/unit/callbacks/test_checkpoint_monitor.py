@@ -13,6 +13,7 @@ from mfwrap import StepConfig
 from mfwrap.callbacks import CheckpointMonitor, newest_healthy_checkpoint
 from mfwrap.callbacks.checkpoint_health import CheckpointHealth, open_health_records, record_health
 from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
+from mfwrap.checkpoints.written_files import list_own
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.host_reads import HostReads
@@ -242,19 +243,22 @@ def test_the_embeddings_gradient(tmp_path):
     ],
 )
 def test_what_is_left(num_kept, best, healthy, left, tmp_path):
-    """The newest, the best and the newest healthy checkpoints are kept, and other folders."""
+    """The newest, the best and the newest healthy checkpoints are kept, and others' folders."""
     lines = open_health_records(tmp_path, 0)
     for step in (1, 2, 3, 4, 10):
         (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
         name = f"checkpoint-{step}"
         record_health(lines, CheckpointHealth(checkpoint=name, step=step, healthy=step in healthy))
-    (tmp_path / "checkpoint-x").mkdir()
+        list_own(tmp_path / name)
+    for other in ("checkpoint-x", "checkpoint-5"):
+        (tmp_path / other).mkdir()
     rotate_checkpoints(
         tmp_path, num_kept, None if best is None else str(tmp_path / f"checkpoint-{best}")
     )
 
     kept = {f"checkpoint-{step}" for step in left}
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == kept | {"checkpoint-x"}
+    found = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert found == kept | {"checkpoint-x", "checkpoint-5"}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
 """Callbacks of MindSpore and of transformers are called in the order of their libraries."""
 
+import subprocess
+import sys
+
 import pytest
 from torch import nn
 from transformers import TrainerCallback
 
 from mfwrap import FixedLossScaleManager, Model
 from mfwrap.callbacks import Callback
+from mfwrap.callbacks.metrics_recorder import MetricsRecorder
+from mfwrap.checkpoints.written_files import LIST
 from mfwrap.trainer import MonitorCallback
 from support.model_runs import Notes, ScriptedMetric, batches, classifier, sgd
 
@@ -14,6 +19,32 @@ def model(**settings) -> Model:
     """Return a model to train."""
     network = classifier()
     return Model(network, nn.CrossEntropyLoss(), sgd(network), **settings)
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from mfwrap.checkpoints.locks import RUN_LOCK, owning
+with owning(Path(sys.argv[1], RUN_LOCK)):
+    print("owned", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_monitors_in_the_folder_of_another_program(tmp_path):
+    """A training whose monitors would write there is refused; afterwards the folder is free."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, text=True, **pipes) as other:
+        other.stdout.readline()
+        before = {path.name for path in tmp_path.iterdir()}
+        with pytest.raises(BlockingIOError, match="has been writing it since"):
+            model().train(1, batches(2), MetricsRecorder(tmp_path))
+        assert {path.name for path in tmp_path.iterdir()} == before
+        other.communicate()
+
+    model().train(1, batches(2), MetricsRecorder(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {LIST, "metrics.jsonl"}
 
 
 STEP = ["on_train_step_begin", "on_train_step_end"]

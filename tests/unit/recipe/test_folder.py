@@ -241,11 +241,11 @@ def test_overwrite_removes_what_a_killed_rotation_left(tmp_path, monkeypatch):
     """``overwrite`` also removes checkpoints whose deletion by a `CheckpointMonitor` was killed."""
     for step in (3, 6):
         (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
+    rewrite_list(tmp_path, ["checkpoint-3", "checkpoint-6"])
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", raise_killed)
         with pytest.raises(Killed):
             rotate_checkpoints(tmp_path, 1, None)
-    rewrite_list(tmp_path, ["checkpoint-3", "checkpoint-6"])
 
     run(tmp_path, overwrite=True)
 

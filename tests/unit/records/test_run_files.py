@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mfwrap.checkpoints.written_files import LIST, listed_names
 from mfwrap.records import run_files
 from mfwrap.records.json_lines import JsonLines, read_json_lines
 from mfwrap.records.run_files import RunFiles
@@ -33,6 +34,17 @@ def resumed(checkpoint, step, *, run_folder=None):
     files = RunFiles()
     files.resume(checkpoint, run_folder=run_folder, global_step=step)
     return files
+
+
+def state(folder):
+    """Return all names below a folder, with their kinds, link targets and contents."""
+    return {
+        path: (
+            path.lstat().st_mode,
+            path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes(),
+        )
+        for path in folder.rglob("*")
+    }
 
 
 @given(
@@ -85,7 +97,7 @@ def test_files_that_nobody_opens_are_cut_and_kept_in_the_list(tmp_path):
 @pytest.mark.parametrize("has_list", [True, False])
 def test_a_file_that_a_checkpoint_does_not_list(tmp_path, has_list):
     """Records of later steps are removed by their step; other lines stay as they are."""
-    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines = RunFiles().open(tmp_path / "metrics.jsonl", 0)
     lines.append({"max_grad_norm": 1.0})
     append(lines, [1, 2, 3, 4, 3, 5])
     damaged = b"{\xff\n"
@@ -102,10 +114,65 @@ def test_a_file_that_a_checkpoint_does_not_list(tmp_path, has_list):
 
 def test_a_file_of_later_steps_only(tmp_path):
     """A file that began after the checkpoint is gone, as if it had never been written."""
-    append(JsonLines(tmp_path / "anomalies.jsonl"), [4])
+    append(RunFiles().open(tmp_path / "anomalies.jsonl", 0), [4])
     resumed(tmp_path / "checkpoint-3", 3, run_folder=tmp_path).open(tmp_path / "anomalies.jsonl", 3)
 
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [LIST]
+
+
+@pytest.mark.parametrize("kind", ["file", "empty file", "link", "broken link", "folder"])
+@pytest.mark.parametrize("first_step", [0, 3])
+def test_a_file_of_somebody_else(tmp_path, kind, first_step):
+    """It is neither renamed nor cut nor continued; the error names it."""
+    path, other = tmp_path / "run" / "metrics.jsonl", tmp_path / "other.jsonl"
+    path.parent.mkdir()
+    if kind == "folder":
+        path.mkdir()
+    elif "link" in kind:
+        path.symlink_to(other)
+    if kind in {"file", "link"}:
+        append(JsonLines(other if kind == "link" else path), [1, 5])
+    if kind == "empty file":
+        path.touch()
+    before = state(tmp_path)
+
+    with pytest.raises(
+        FileExistsError, match=r"run has metrics\.jsonl, which mfwrap has not written"
+    ):
+        RunFiles().open(path, first_step)
+
+    assert state(tmp_path) == before
+
+
+def test_a_link_in_the_place_of_a_committed_file(tmp_path):
+    """A resume does not cut the file that a link points to."""
+    first = RunFiles()
+    lines = first.open(tmp_path / "metrics.jsonl", 0)
+    append(lines, [1, 2])
+    first.save(tmp_path / "checkpoint-2")
+    append(lines, [3])
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "other")
+    (tmp_path / "metrics.jsonl").symlink_to("other")
+
+    with pytest.raises(FileExistsError, match=r"metrics\.jsonl, which mfwrap has not written"):
+        resumed(tmp_path / "checkpoint-2", 2, run_folder=tmp_path)
+
+    assert steps_in(tmp_path / "other") == [1, 2, 3]
+
+
+def test_a_committed_file_is_the_runs_own(tmp_path):
+    """A checkpoint lists the run's files, also if the folder has no list of them."""
+    first = RunFiles()
+    lines = first.open(tmp_path / "metrics.jsonl", 0)
+    append(lines, [1, 2])
+    first.save(tmp_path / "checkpoint-2")
+    append(lines, [3])
+    (tmp_path / LIST).unlink()
+
+    resumed(tmp_path / "checkpoint-2", 2).open(lines.path, 2)
+
+    assert steps_in(lines.path) == [1, 2]
+    assert listed_names(tmp_path) == {"metrics.jsonl"}
 
 
 @pytest.mark.parametrize("fault", ["shorter", "gone", "other"])
@@ -153,7 +220,7 @@ def test_a_resume_into_another_folder(tmp_path):
     first.save(tmp_path / "a" / "checkpoint-2")
     append(lines, [3])
     other = tmp_path / "b" / "metrics.jsonl"
-    append(JsonLines(other), [1, 2])
+    append(RunFiles().open(other, 0), [1, 2])
     again = resumed(tmp_path / "a" / "checkpoint-2", 2, run_folder=tmp_path / "b")
     with pytest.warns(UserWarning, match="has records of an earlier run"):
         lines_of_branch = again.open(other, 2)

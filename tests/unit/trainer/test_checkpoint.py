@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.checkpoints.folders import staging_folder
+from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.checkpoints.verification import verify
 from mfwrap.trainer import MFTrainer
 from support.resumed_training import (
@@ -295,11 +296,36 @@ def test_a_step_that_is_saved_again(unbroken, tmp_path):
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "stale.txt").write_text("from another run")
+        (tmp_path / f"checkpoint-{step}" / MANIFEST).touch()
 
     trainer = trained(tmp_path, EVERY_OTHER)
 
     assert_whole(tmp_path)
     assert_same_state(unbroken[1], end_of(trainer))
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "broken link"])
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_checkpoint_of_somebody_else(tmp_path, kind, resume):
+    """A training that would move or replace it is refused before it writes, and names it."""
+    run, theirs = tmp_path / "run", tmp_path / "run" / "checkpoint-4"
+    run.mkdir()
+    if kind == "folder":
+        theirs.mkdir()
+        (theirs / "weights.bin").write_text("mine")
+    elif kind == "file":
+        theirs.write_text("mine")
+    else:
+        theirs.symlink_to("." if kind == "link" else "nothing")
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+
+    with pytest.raises((FileExistsError, ValueError), match=r"checkpoint-4") as caught:
+        new_trainer(run, EVERY_OTHER).train(resume_from_checkpoint=resume)
+
+    assert isinstance(caught.value, FileExistsError) or resume
+    found = {path: path.lstat() for path in tmp_path.rglob("*")}
+    assert found.keys() == before.keys()
+    assert found[theirs] == before[theirs]
 
 
 def test_what_lies_in_the_folder_at_the_end(unbroken):

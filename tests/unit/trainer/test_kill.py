@@ -10,6 +10,7 @@ import pytest
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.records import read_json_lines
 from support.killed_training import PLACES, Moment, new_recorder, start_process
 from support.resumed_training import (
@@ -382,7 +383,8 @@ def test_one_call_that_comes_back(left_alone, tmp_path):
     with pytest.raises(SystemExit):
         trainer.train(resume_from_checkpoint="auto")
     (tmp_path / "checkpoint-8").mkdir()
-    (tmp_path / "checkpoint-8" / "model.safetensors").touch()
+    for name in ("model.safetensors", MANIFEST):
+        (tmp_path / "checkpoint-8" / name).touch()
     trainer = new_trainer(tmp_path, SETTINGS, seed=1)
     with pytest.warns(UserWarning, match=r"checkpoint-8: .*; resuming from .*checkpoint-4$"):
         trainer.train(resume_from_checkpoint="auto")

@@ -6,6 +6,10 @@ import csv
 import io
 import json
 import math
+import re
+import signal
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -17,6 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from mfwrap import MFTrainOneStepCell, StepConfig, WithLossCell
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import LocalNormMonitor, LoopMonitor, MFLossMonitor
+from mfwrap.checkpoints.locks import RUN_LOCK
+from mfwrap.checkpoints.written_files import LIST
 from mfwrap.records import read_json_lines
 from support.attached_runs import new_accelerator
 from support.deferral import late_results
@@ -174,10 +180,126 @@ def test_a_second_run_in_the_folder_keeps_the_first(tmp_path):
 
     run = tmp_path / "run"
     renamed = [line for line in (str(one.message) for one in caught) if "renamed" in line]
-    new = {file.name for file in run.iterdir() if not file.name.endswith(".1")}
+    files = {file.name for file in run.iterdir()} - {LIST}
+    new = {name for name in files if not name.endswith(".1")}
     assert len(renamed) == len(new) == 6
-    assert {file.name for file in run.iterdir()} == new | {f"{name}.1" for name in new}
+    assert files == new | {f"{name}.1" for name in new}
     assert (run / "metrics.csv").read_text() == (run / "metrics.csv.1").read_text()
+
+
+OTHER_LOOP = """
+import os, sys, torch
+from torch import nn
+from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap.callbacks import LoopMonitor
+network = WithLossCell(nn.Linear(2, 1), nn.MSELoss())
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=True)
+cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, local_norm=True)
+monitor = LoopMonitor(cell, sys.argv[1])
+for _ in range(2):
+    cell(torch.ones(4, 2), torch.ones(4, 1))
+    monitor.end_step()
+monitor.flush()
+if sys.argv[2:] == ["worker"] and os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print("began", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_loop(tmp_path):
+    """Start a loop in another program that writes the folder ``run`` until it is killed."""
+    started = []
+
+    def start(*words):
+        command = [sys.executable, "-c", OTHER_LOOP, str(tmp_path / "run"), *words]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen(command, text=True, **pipes))
+        assert started[-1].stdout.readline() == "began\n"
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.communicate()
+
+
+def contents(folder):
+    """Return the names and bytes of the files in a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_loop_in_the_folder_of_another_program(tmp_path, other_loop):
+    """It is refused before it writes; the other loop's files stay as they are."""
+    other_loop()
+    before = contents(tmp_path / "run")
+    loop = Loop(tmp_path)
+
+    with pytest.raises(
+        BlockingIOError, match=r"run is in use: process \d+ on .* has been writing it"
+    ):
+        loop.train()
+    loop.monitor.close()
+
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("words", [(), ("worker",)])
+def test_a_loop_after_a_killed_one(tmp_path, other_loop, words):
+    """The folder of a killed loop is free, also while a forked data worker of it lives."""
+    program = other_loop(*words)
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+
+    with pytest.warns(UserWarning, match="records of an earlier run"):
+        Loop(tmp_path).train()
+
+
+def test_a_loop_in_the_place_of_an_older_one(tmp_path):
+    """A new monitor ends the one of a loop that has failed, and writes its own records."""
+    older = Loop(tmp_path)
+    older.train(list(older.loader)[:4])
+    newer = Loop(tmp_path)
+    with pytest.warns(UserWarning, match="records of an earlier run"):
+        newer.train()
+    with pytest.raises(BlockingIOError, match="another LoopMonitor of this program"):
+        older.train()
+    newer.monitor.close()
+
+    run = tmp_path / "run"
+    assert [row["step"] for row in rows_of(run / "metrics.csv")] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows_of(run / "metrics.csv.1")] == [1, 2]
+    assert not (run / RUN_LOCK).exists()
+
+
+def test_two_loops_in_one_folder(tmp_path):
+    """The second of two loops that train at the same time is refused."""
+    first, second = Loop(tmp_path), Loop(tmp_path)
+    first.train()
+    with pytest.raises(BlockingIOError, match="give each loop a folder of its own"):
+        second.train()
+    first.monitor.close()
+
+    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.csv")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.csv", "run.json", "progress.jsonl", "training_state.jsonl", "_mfwrap.lock"],
+)
+def test_files_of_somebody_else_stay(tmp_path, name):
+    """A loop that would replace or continue them is refused, and names them."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text('{"step": 9}\n')
+    loop = Loop(tmp_path)
+
+    with pytest.raises(FileExistsError, match=re.escape(name)):
+        loop.train()
+
+    assert (tmp_path / "run" / name).read_text() == '{"step": 9}\n'
+    loop.monitor.close()
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {name, LIST}
 
 
 def test_all_monitors_know_the_batch_size(tmp_path, caplog):

@@ -1,5 +1,8 @@
 """Checkpoints of `Model`: complete, resumable, and deleted when they are old."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -168,6 +171,46 @@ def test_another_training_has_names_of_its_own(tmp_path):
     (tmp_path / "ab-1_1.ckpt").touch()
 
     assert names(tmp_path) == ["a-1_1.ckpt", "a_1-1_1.ckpt", "a_2-1_1.ckpt", "ab-1_1.ckpt"]
+
+
+def test_two_trainings_at_once(tmp_path):
+    """Each has a prefix of its own, and deletes only its own checkpoints."""
+
+    class TrainingInside(Callback):
+        def on_train_step_end(self, run_context):
+            if run_context.original_args().cur_step_num == 2:
+                model().train(1, batches(3), [ModelCheckpoint(directory=tmp_path, config=newest)])
+
+    newest = CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=1)
+    outer = [TrainingInside(), ModelCheckpoint(directory=tmp_path, config=newest)]
+    model().train(1, batches(3), outer)
+
+    assert names(tmp_path) == ["CKP-1_3.ckpt", "CKP_1-1_3.ckpt"]
+
+
+def test_a_training_in_another_program(tmp_path):
+    """A prefix that another program writes is left to it, although it has no checkpoint yet."""
+    program = (
+        "import sys; from pathlib import Path; from mfwrap.checkpoints.locks import lock_of, owning"
+        f"\nwith owning(lock_of(Path({str(tmp_path / 'CKP')!r}))): print(flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as other:
+        other.stdout.readline()
+        config = CheckpointConfig(save_checkpoint_steps=2, keep_checkpoint_max=1)
+        model().train(1, batches(2), [ModelCheckpoint(directory=tmp_path, config=config)])
+        other.communicate("\n")
+
+    assert names(tmp_path) == ["CKP_1-1_2.ckpt"]
+
+
+def test_a_checkpoint_of_an_error_is_not_replaced(tmp_path):
+    """A training after one that has failed takes another prefix."""
+    (tmp_path / "CKP-1_1_breakpoint.ckpt").write_text("mine")
+    config = CheckpointConfig(save_checkpoint_steps=1)
+    model().train(1, batches(1), [ModelCheckpoint(directory=tmp_path, config=config)])
+
+    assert names(tmp_path) == ["CKP-1_1_breakpoint.ckpt", "CKP_1-1_1.ckpt"]
 
 
 def test_a_checkpoint_that_breaks_off_is_not_there(tmp_path, monkeypatch):

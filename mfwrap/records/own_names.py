@@ -1,0 +1,115 @@
+"""Tell what runs of mfwrap have written in a run folder from what is there besides."""
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL, checkpoints_of_run
+from mfwrap.checkpoints.manifest import MANIFEST
+from mfwrap.checkpoints.written_files import begin_list, listed_names
+from mfwrap.records.run_record import read_facts
+
+CHECKPOINT = re.compile(r"checkpoint-\d+")
+"""Names of the checkpoints of a Trainer."""
+
+EARLIER = "earlier_"
+"""Prefix of the tracebacks of attempts before the one that has finished the run."""
+
+RECORD = re.compile(
+    r"(anomalies|checkpoint_health|fingerprints|local_norms|metrics|progress|rank_clock|throughput"
+    r"|training_state)(_rank\d+)?\.jsonl"
+    r"|(result|rollbacks|abnormal_global_norm)\.json|skip_rows\.jsonl|run\.(html|json|png)"
+    rf"|({EARLIER})?error_rank_\d+\.txt"
+)
+"""Names of the files that a run writes."""
+
+OTHER_NAMES = ("model", "model_ema", "recipe.yaml", "tensorboard")
+"""Names of the further files and folders of a recipe's run."""
+
+
+def known_names(folder: Path) -> set[str]:
+    """Return the names in a folder that a run may write."""
+    partial = re.compile(rf"({RECORD.pattern}){OWN_PARTIAL}")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return {
+        name
+        for name in names
+        if name in OTHER_NAMES
+        or CHECKPOINT.fullmatch(base_name(name))
+        or RECORD.fullmatch(name)
+        or partial.fullmatch(name)
+    }
+
+
+def base_name(name: str) -> str:
+    """Return the name that a file had before mfwrap has set it aside."""
+    return re.sub(rf"^{ABANDONED}(checkpoint-\d+)(\.\d+)?$|^{EARLIER}", r"\1", name)
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a run of mfwrap has written a file or folder.
+
+    The list of its folder tells it. A folder without a list was written by an earlier release, or
+    by nobody: if it has a ``run.json`` of mfwrap, its files count as written by that run. A link is
+    never mfwrap's.
+    """
+    if path.is_symlink():
+        return False
+    listed = listed_names(path.parent)
+    if listed is None:
+        return _has_facts_of_mfwrap(path.parent)
+    return bool({path.name, base_name(path.name)} & listed)
+
+
+def own_names(folder: Path) -> set[str]:
+    """Return the names in a run folder that runs of mfwrap have written."""
+    return {name for name in known_names(folder) if is_own(folder / name)}
+
+
+def is_own_checkpoint(path: Path) -> bool:
+    """Return whether a training of mfwrap has written a checkpoint: it then has a manifest."""
+    return not path.is_symlink() and ((path / MANIFEST).is_file() or is_own(path))
+
+
+def own_checkpoints(run_folder: Path) -> list[Path]:
+    """Return the checkpoints in a run folder that trainings of mfwrap have written, by step."""
+    return [path for path in checkpoints_of_run(run_folder) if is_own_checkpoint(path)]
+
+
+def begin_folder(folder: Path) -> None:
+    """Begin the list of a run folder, if it has none."""
+    if listed_names(folder) is None:
+        begin_list(folder, own_names(folder))
+
+
+def check_own(paths: Iterable[Path]) -> None:
+    """Check that a run may write some files, all in one folder.
+
+    Raises:
+        FileExistsError: If there are such files, and no run of mfwrap has written them.
+    """
+    refuse_others([path for path in paths if os.path.lexists(path) and not is_own(path)])
+
+
+def refuse_others(others: Iterable[Path]) -> None:
+    """Raise an error that names files and folders of one folder that mfwrap has not written.
+
+    Raises:
+        FileExistsError: If there are any.
+    """
+    if found := sorted(others):
+        names = ", ".join(path.name for path in found)
+        msg = (
+            f"{found[0].parent} has {names}, which mfwrap has not written and would replace; "
+            "choose another folder, or move these files away"
+        )
+        raise FileExistsError(msg)
+
+
+def _has_facts_of_mfwrap(folder: Path) -> bool:
+    try:
+        versions = read_facts(folder).get("versions")
+    except (OSError, ValueError):  # of another tool
+        return False
+    return isinstance(versions, dict) and "mfwrap" in versions
