@@ -314,10 +314,13 @@ def verify(run: Path) -> None:
     num_damaged = 0
     for folder in folders:
         try:
-            verified = verification.verify(folder)
+            verified = verification.verify_of_run(folder)
         except ValueError as error:
             num_damaged += 1
             echo(f"{folder}: damaged: {error}")
+            continue
+        if verified is None:
+            echo(f"{folder}: deleted by the run meanwhile")
             continue
         found = f"intact ({verified.num_files} files, {verified.num_bytes:,} bytes)"
         if verified.caveat is not None:

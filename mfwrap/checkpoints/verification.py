@@ -52,6 +52,37 @@ def verify(folder: Path, required: Sequence[str] = ()) -> Verified:
         raise ValueError(msg) from error
 
 
+def verify_of_run(folder: Path) -> Verified | None:
+    """Verify a checkpoint of a run that may go on.
+
+    If the run replaces the checkpoint meanwhile, the new one is verified.
+
+    Returns:
+        ``None`` if the run has deleted the checkpoint meanwhile.
+
+    Raises:
+        ValueError: If the checkpoint is damaged or incomplete, as in `verify`.
+    """
+    while True:
+        before = _inode(folder)
+        try:
+            return verify(folder)
+        except ValueError:
+            after = _inode(folder)
+            if after is None:
+                return None
+            if after == before:
+                raise
+
+
+def _inode(folder: Path) -> int | None:
+    """Return the number by which the disk knows a folder; ``None`` if there is no such folder."""
+    try:
+        return folder.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
 def check_checkpoint(
     folder: Path, refusal: Refusal | None = None, required: Sequence[str] = ()
 ) -> Verified:

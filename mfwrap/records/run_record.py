@@ -1,5 +1,6 @@
 """Read the folder of a run as curves, local norms, episodes of anomalies and rollbacks."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -245,8 +246,11 @@ def trainer_log(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: If ``trainer_state.json`` is damaged.
     """
-    state = _trainer_state(folder)
-    return [] if state is None else _log_of(state)
+    while (state := _trainer_state(folder)) is not None:
+        # The run may delete the checkpoint just now, after it has written a newer one.
+        with contextlib.suppress(FileNotFoundError):
+            return _log_of(state)
+    return []
 
 
 def _trainer_state(folder: Path) -> Path | None:

@@ -16,6 +16,7 @@ from mfwrap.checkpoints.verification import (
     checkpoints_in,
     newest_whole_checkpoint,
     verify,
+    verify_of_run,
 )
 from support.checkpoint_folders import MANIFEST, list_sizes_only, write_checkpoint
 
@@ -48,6 +49,33 @@ def test_an_intact_checkpoint(tmp_path):
         check_checkpoint(write_checkpoint(tmp_path / "checkpoint-2", listed=False))
 
     assert newest_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+@pytest.mark.parametrize("becomes", ["deleted", "replaced", "damaged"])
+def test_a_checkpoint_of_a_run_that_goes_on(tmp_path, monkeypatch, becomes):
+    """A checkpoint that its run deletes or replaces while it is read is not called damaged."""
+    folder = write_checkpoint(tmp_path / "checkpoint-1")
+    read = verification.verify_by_manifest
+
+    def read_later(checkpoint):
+        monkeypatch.undo()
+        if becomes == "damaged":
+            flip(checkpoint / "model.safetensors")
+            return read(checkpoint)
+        checkpoint.rename(tmp_path / "old")
+        if becomes == "replaced":
+            write_checkpoint(checkpoint)
+        flip(tmp_path / "old" / "model.safetensors")  # the run has begun to delete it
+        return read(tmp_path / "old")
+
+    monkeypatch.setattr(verification, "verify_by_manifest", read_later)
+    if becomes == "damaged":
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+            verify_of_run(folder)
+    elif becomes == "deleted":
+        assert verify_of_run(folder) is None
+    else:
+        assert verify_of_run(folder) == verify(folder)
 
 
 def test_a_manifest_of_sizes_gives_one_warning(tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
-from mfwrap.records.run_record import Curve, read_facts, read_run
+from mfwrap.records import run_record
+from mfwrap.records.run_record import Curve, read_facts, read_run, trainer_log
 from support.run_folders import GROUPS, write_lines, write_run, write_trainer_run
 
 
@@ -135,3 +137,20 @@ def test_damaged_facts(tmp_path, text, says):
     with pytest.raises(ValueError, match=says) as error:
         read_facts(tmp_path)
     assert str(error.value).startswith(str(tmp_path / "run.json"))
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile(tmp_path, monkeypatch):
+    """The log is read from the checkpoint that the run has kept."""
+    run = write_trainer_run(tmp_path / "run")
+    expected = trainer_log(run)
+    shutil.copytree(run / "checkpoint-10", run / "checkpoint-12")
+    find = run_record._trainer_state
+
+    def found_and_deleted(folder):
+        monkeypatch.undo()
+        found = find(folder)
+        shutil.rmtree(found.parent)
+        return found
+
+    monkeypatch.setattr(run_record, "_trainer_state", found_and_deleted)
+    assert trainer_log(run) == expected
