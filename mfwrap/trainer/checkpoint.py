@@ -131,18 +131,23 @@ class Checkpoints:
         args = self._trainer.args
         has_monitors = bool(monitors(self._trainer.callback_handler.callbacks))
         self._writes = args.save_strategy != "no" or has_monitors
-        if not self._writes:
-            yield
-            return
         folder = Path(output_folder_of(self._trainer, trial))
-        with owning_run(folder, waits=asked_for == AUTO):
-            with raising_together():
-                check_writable(Path(str(args.output_dir)))
-                if args.local_process_index == 0:
-                    _check_own(
-                        self._trainer, folder, has_monitors=has_monitors, is_new=not asked_for
-                    )
-            yield
+        with contextlib.ExitStack() as stack:
+            if self._writes:
+                stack.enter_context(owning_run(folder, waits=asked_for == AUTO))
+                with raising_together():
+                    check_writable(Path(str(args.output_dir)))
+                    if args.local_process_index == 0:
+                        _check_own(
+                            self._trainer, folder, has_monitors=has_monitors, is_new=not asked_for
+                        )
+            try:
+                yield
+            except Exception:
+                # Another program may delete the checkpoint while it is being loaded.
+                if self._is_loading:
+                    _refuse_changed(self._verified)
+                raise
 
     def checked(self, asked_for: Any, trial: Any) -> Any:
         """Find the checkpoint to resume from, and check that it is intact and fits the trainer.
@@ -241,13 +246,7 @@ class Checkpoints:
             return
         self._is_loading = not is_last
         with raising_together():
-            if self._verified is not None:
-                checkpoint, identities = self._verified
-                try:
-                    check_unchanged(checkpoint, identities)
-                except DamagedFileError as error:
-                    msg = f"cannot resume from {checkpoint}: {error}; start the training again"
-                    raise ValueError(msg) from error
+            _refuse_changed(self._verified)
 
     def check_loaded(self, folder: Path, *, loads_itself: bool) -> None:
         """Check a checkpoint whose weights and optimizer are about to be loaded.
@@ -580,6 +579,17 @@ class Checkpoints:
             return
         others = [each for each in own_checkpoints(run_folder) if not each.samefile(best)]
         remove_checkpoints(others, run_folder)
+
+
+def _refuse_changed(verified: tuple[Path, Mapping[str, Identity]] | None) -> None:
+    """Raise ``ValueError`` if a file of a verified checkpoint has been deleted or changed."""
+    if verified is not None:
+        checkpoint, identities = verified
+        try:
+            check_unchanged(checkpoint, identities)
+        except DamagedFileError as error:
+            msg = f"cannot resume from {checkpoint}: {error}; start the training again"
+            raise ValueError(msg) from error
 
 
 def _check_own(
