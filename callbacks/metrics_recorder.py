@@ -46,6 +46,7 @@ class MetricsRecorder(MonitorCallback):
         self._path = Path(folder) / "metrics.jsonl"
         self._lines: JsonLines | None = None
         self._reports: list[tuple[int, StepReport]] = []
+        self._limit: float | None = None
         self._is_training = False
 
     def on_train_begin(
@@ -57,13 +58,14 @@ class MetricsRecorder(MonitorCallback):
             OSError: If files cannot be written to the run folder.
         """
         self._reports.clear()
-        self._is_training, self._lines = True, None
+        self._is_training, self._lines, self._limit = True, None, None
         if not state.is_world_process_zero:
             return
         self._lines = open_records(self._path, state.global_step)
         limit = None if args is None else args.max_grad_norm
         if limit and last_value(self._path, "max_grad_norm") != limit:
-            self._lines.append({"max_grad_norm": limit})
+            # Written before the first record: another monitor may still refuse the folder.
+            self._limit = limit
 
     def on_step_end(
         self,
@@ -102,7 +104,7 @@ class MetricsRecorder(MonitorCallback):
         if self._lines is not None and self._is_training and metrics is not None:
             self.write_steps()
             results = results_of(metrics, prefix_of(state))
-            self._lines.append({"step": state.global_step, **results})
+            self.write({"step": state.global_step, **results})
             if self.evaluation_lines:
                 said = ", ".join(f"{name}: {value:.6g}" for name, value in results.items())
                 run_logger(EvalCallback.__module__).info(
@@ -111,8 +113,12 @@ class MetricsRecorder(MonitorCallback):
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an additional record, on the main process only."""
-        if self._lines is not None:
-            self._lines.append(record)
+        if self._lines is None:
+            return
+        if self._limit is not None:
+            self._lines.append({"max_grad_norm": self._limit})
+            self._limit = None
+        self._lines.append(record)
 
     def write_steps(self) -> None:
         """Write the steps since the last call, with one copy from the device per field."""
@@ -144,7 +150,7 @@ class MetricsRecorder(MonitorCallback):
             rates = record.get("learning_rates")
             if rates is not None:
                 record["learning_rates"] = dict(zip(rate_names, rates, strict=True))
-            self._lines.append({"step": step, **record})
+            self.write({"step": step, **record})
 
 
 @final

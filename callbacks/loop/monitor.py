@@ -24,8 +24,7 @@ from mfwrap.callbacks.loop.trackers import Tracker, Trackers
 from mfwrap.callbacks.shared.progress import UNKNOWN_LENGTH
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.checkpoints.file_formats import json_content
-from mfwrap.checkpoints.folders import whole_file
-from mfwrap.checkpoints.locks import OwnedFolders
+from mfwrap.checkpoints.folders import OwnedFolders, whole_file
 from mfwrap.collectives import this_rank
 from mfwrap.records.own_names import begin_folder, check_own
 from mfwrap.records.run_facts import PROGRESS, RunFacts

@@ -8,7 +8,9 @@ checkpoint.
 
 import contextlib
 import os
+import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
@@ -19,6 +21,7 @@ from mfwrap.accelerate.global_batch import LoopBatch
 from mfwrap.accelerate.state import check_saved_step, is_writer, named_automatically
 from mfwrap.checkpoints.folders import (
     adopt_files,
+    clear_staging,
     complete_move,
     is_replaceable,
     move_files_into_place,
@@ -27,11 +30,12 @@ from mfwrap.checkpoints.folders import (
     staging_folder,
 )
 from mfwrap.checkpoints.identities import Identity, check_unchanged
-from mfwrap.checkpoints.locks import owning_together
-from mfwrap.checkpoints.manifest import MANIFEST, files_of, write_manifest
+from mfwrap.checkpoints.locks import PARTIAL, owning_together
+from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
 from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.compatibility.accelerate import check_sharded_load
+from mfwrap.records.own_names import is_own_checkpoint, refuse_others
 from mfwrap.records.run_files import resume_records, save_records
 
 if TYPE_CHECKING:
@@ -40,6 +44,13 @@ if TYPE_CHECKING:
 
 _OWN_FILES = ("mfwrap_loop.json", "mfwrap_step.json", "mfwrap_step.safetensors")
 """Files that every save writes."""
+
+
+_STATE_FILE = re.compile(
+    r"(mfwrap_.+|(custom_checkpoint|model|optimizer|pytorch_model|random_states|sampler|scaler"
+    r"|scheduler)(_\d+|-\d+-of-\d+)?)\.(bin|json|pkl|pt|safetensors)(\.index\.json)?"
+)
+"""Names of the files of a checkpoint. accelerate's sharded weights have folders of their own."""
 
 
 class LoopObserver(Protocol):
@@ -155,7 +166,12 @@ class AttachedCheckpoints:
                 # A process may have been killed while it replaced the checkpoint.
                 complete_move(path.absolute())
                 verified.update(check_checkpoint(path).identities)
-        loaded = self._load_stock(load)
+        try:
+            loaded = self._load_stock(load)
+        except Exception:
+            # Say so if another program has deleted the checkpoint meanwhile.
+            check_unchanged(path, verified)
+            raise
         with raising_together():
             # Before the step's own files are loaded: they may be missing in a checkpoint that was
             # written without the step.
@@ -225,6 +241,7 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
 
     Raises:
         BlockingIOError: If another program is saving to the same folder.
+        FileExistsError: If the checkpoint would replace files that no save has written.
         ValueError: If accelerate names checkpoints and the next name is taken.
     """
     configuration: Any = accelerator.project_configuration
@@ -244,7 +261,8 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
                     )
                     raise ValueError(msg)
                 complete_move(final.absolute())
-                shutil.rmtree(staging, ignore_errors=True)
+                _check_own(final)
+                clear_staging(staging)
             may_stage = is_replaceable(final)
         choices = gather_objects((str(final), may_stage))
         stages = len(dict(choices)) == 1 and all(each for _, each in choices)
@@ -284,11 +302,35 @@ def _next_named(accelerator: Any, project: Path) -> Path:
 def _move(written: Path, final: Path) -> None:
     """Move a complete checkpoint to its place, and keep the other files of a folder there."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    if final.exists() and set(files_of(final)) - set(files_of(written)):
+    if final.exists() and any(
+        path.is_symlink() or not os.path.lexists(written / path.relative_to(final))
+        for path in final.rglob("*")
+        if path.suffix != PARTIAL
+    ):
         move_files_into_place(written, final, last=MANIFEST)
         shutil.rmtree(written.parent, ignore_errors=True)
     else:
         move_into_place(written, final)
+
+
+def _check_own(final: Path) -> None:
+    """Check that a checkpoint replaces nothing but a checkpoint of mfwrap or accelerate.
+
+    Raises:
+        FileExistsError: If it would.
+    """
+    if os.path.lexists(final) and not final.is_dir():
+        refuse_others([final])
+    names = [path for path in final.glob("*") if _STATE_FILE.fullmatch(path.name)]
+    is_ours = (final / MANIFEST).is_file() or _is_of_torch(final / "random_states_0.pkl")
+    refuse_others(
+        [path for path in names if not is_ours or path.is_symlink() or not path.is_file()]
+    )
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Return whether a file is an archive, as ``torch.save`` writes it."""
+    return path.is_file() and zipfile.is_zipfile(path)
 
 
 def _surplus(configuration: Any, newest: Path) -> list[Path]:
@@ -296,5 +338,5 @@ def _surplus(configuration: Any, newest: Path) -> list[Path]:
     if configuration.total_limit is None:
         return []
     ordered = named_automatically(configuration)
-    older = [path for path in ordered if path.name != newest.name]
+    older = [path for path in ordered if path.name != newest.name and is_own_checkpoint(path)]
     return older[: max(len(ordered) - configuration.total_limit, 0)]

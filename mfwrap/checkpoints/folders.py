@@ -1,5 +1,6 @@
 """Write files and folders that are complete or absent, even if the process or the power fails."""
 
+import collections
 import contextlib
 import errno
 import os
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import ClassVar, final
 
 from mfwrap.checkpoints.locks import (
     PARTIAL,
@@ -22,7 +24,9 @@ from mfwrap.checkpoints.locks import (
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.checkpoints.written_files import note_written
-from mfwrap.collectives import is_first_on_node, raising_together
+from mfwrap.collectives import is_first_on_node, num_ranks, raising_together, this_rank
+from mfwrap.collectives.store import has_keys, new_connection
+from mfwrap.compatibility.torch import default_store
 
 ABANDONED = "_abandoned-"
 """Prefix of checkpoints that a run has set aside: it resumed from an older one, or began anew. The
@@ -40,6 +44,7 @@ _STAGING = re.compile(
 _LEFT_FILE = re.compile(rf"(?!run\.(html|png)\.).+{OWN_PARTIAL}")
 _REPLACED = "replaced"
 _REMOVED = "removed"
+_SECONDS_FOR_RANK_0 = 30.0
 _SECONDS_OF_A_WRITE = 3600.0
 """Age from which a temporary file counts as left behind by a process that was killed."""
 
@@ -107,11 +112,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         BlockingIOError: If another program is writing the folder.
+        FileExistsError: If the name of the temporary folder is taken.
     """
     with owning(lock_of(folder)):
         complete_move(folder)
         staging = staging_folder(folder)
-        shutil.rmtree(staging, ignore_errors=True)
+        clear_staging(staging)
         written = staging / folder.name
         written.mkdir(parents=True)
         try:
@@ -130,6 +136,27 @@ def staging_folder(folder: Path) -> Path:
     name begins with an underscore, so the Trainer does not push it to the Hub.
     """
     return folder.with_name(f"_{folder.name}{PARTIAL}")
+
+
+def clear_staging(staging: Path) -> None:
+    """Delete what a killed process has left in a staging folder.
+
+    Raises:
+        FileExistsError: If somebody else has written it.
+    """
+    if os.path.lexists(staging):
+        if not _is_own_staging(staging):
+            msg = f"{staging} is in the way: mfwrap has not written it; rename it"
+            raise FileExistsError(msg)
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _is_own_staging(staging: Path) -> bool:
+    """Return whether a staging folder has only what this module puts there."""
+    if staging.is_symlink() or not staging.is_dir():
+        return False
+    own = {staging.name.removeprefix("_").removesuffix(PARTIAL), _REPLACED, _REMOVED}
+    return {path.name for path in staging.iterdir()} <= own
 
 
 def move_into_place(written: Path, final: Path) -> None:
@@ -285,7 +312,7 @@ def set_aside_later_checkpoints(run_folder: Path, step: int) -> list[Path]:
     for one in reversed(later):
         final = first = run_folder / f"{ABANDONED}{one.name}"
         number = 1
-        while final.exists():
+        while os.path.lexists(final):
             number += 1
             final = first.with_name(f"{first.name}.{number}")
         # If nodes share the disk, another node may have renamed the folder just now.
@@ -310,6 +337,8 @@ def remove_checkpoints(folders: Iterable[Path], run_folder: Path) -> None:
     renamed = []
     for folder in folders:
         staging = staging_folder(run_folder / folder.name)
+        if os.path.lexists(staging) and not _is_own_staging(staging):
+            continue  # a training does not end because it cannot delete a checkpoint
         shutil.rmtree(staging, ignore_errors=True)
         (staging / _REMOVED).mkdir(parents=True)
         folder.rename(staging / _REMOVED / folder.name)
@@ -331,7 +360,7 @@ def remove_leftovers(run_folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             if path.is_symlink():
                 continue
-            if _STAGING.fullmatch(path.name) and path.is_dir():
+            if _STAGING.fullmatch(path.name) and _is_own_staging(path):
                 shutil.rmtree(path, ignore_errors=True)
             elif _LEFT_FILE.fullmatch(path.name) and path.is_file():
                 path.unlink()
@@ -349,6 +378,60 @@ def owning_run(folder: Path, *, waits: bool = False) -> Iterator[None]:
                 if is_first_on_node():
                     remove_leftovers(folder)
         yield
+
+
+@final
+class OwnedFolders:
+    """The run folders that a loop owns, each from the first file in it to `close`.
+
+    What killed loops have left in a folder is deleted when the loop gets it.
+    Rank 0 owns a folder for all ranks. The other ranks take its answer from the key-value store of
+    the process group, because a rank may begin to write without the others, for example after it
+    has restored a monitor. So no rank starts a collective here.
+    """
+
+    _numbers: ClassVar[collections.Counter[str]] = collections.Counter()
+    """How often this process has asked for each folder; the same number on all ranks."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._folders: set[Path] = set()
+
+    def own(self, folder: Path) -> None:
+        """Own a run folder; does nothing if this loop owns it already.
+
+        A rank other than 0 waits for rank 0, but at most half a minute: rank 0 may have no files in
+        the folder.
+
+        Raises:
+            BlockingIOError: If another program owns the folder; on each rank that calls this.
+            OSError: If the lock file cannot be written.
+        """
+        if folder.absolute() in self._folders:
+            return
+        self._numbers[str(folder)] += 1
+        key = f"{self._numbers[str(folder)]} {folder}"
+        store = new_connection(default_store(), "mfwrap/owned") if num_ranks() > 1 else None
+        said = ""
+        try:
+            if this_rank() == 0:
+                if self._stack.enter_context(owning(folder / RUN_LOCK)):
+                    remove_leftovers(folder)
+            elif store is not None and has_keys(store, [key], _SECONDS_FOR_RANK_0):
+                said = store.get(key).decode()
+        except BlockingIOError as error:
+            said = str(error)
+        finally:
+            if this_rank() == 0 and store is not None:
+                store.set(key, said)
+        if said:
+            raise BlockingIOError(said)
+        self._folders.add(folder.absolute())
+
+    def close(self) -> None:
+        """Give the folders back."""
+        self._folders.clear()
+        self._stack.close()
 
 
 def check_writable(folder: Path) -> None:

@@ -14,7 +14,6 @@ while it holds the kernel's lock.
 trainer for some seconds, and whether it notices a file that was deleted, depends on its version.
 """
 
-import collections
 import contextlib
 import datetime as dt
 import errno
@@ -28,12 +27,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, NamedTuple
 
 from mfwrap.checkpoints.write_errors import naming_written_file
-from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
-from mfwrap.collectives.store import has_keys, new_connection
-from mfwrap.compatibility.torch import default_store
+from mfwrap.collectives import gather_objects, raising_together, this_rank
 
 try:
     import fcntl
@@ -52,7 +49,6 @@ _NOT_WRITABLE = {errno.EACCES, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.
 _SECONDS_OF_BEAT = 30.0
 _SECONDS_TO_LIVE = 180.0
 _SECONDS_BETWEEN_LOOKS = 5.0
-_SECONDS_FOR_RANK_0 = 30.0
 
 
 class _Held(NamedTuple):
@@ -146,58 +142,6 @@ def owning_together(lock: Path, *, waits: bool = False) -> Iterator[bool]:
             if this_rank() == 0:
                 is_new = stack.enter_context(owning(lock, waits=waits))
         yield gather_objects(is_new)[0]
-
-
-@final
-class OwnedFolders:
-    """The run folders that a loop owns, each from the first file in it to `close`.
-
-    Rank 0 owns a folder for all ranks. The other ranks take its answer from the key-value store of
-    the process group, because a rank may begin to write without the others, for example after it
-    has restored a monitor. So no rank starts a collective here.
-    """
-
-    _numbers: ClassVar[collections.Counter[str]] = collections.Counter()
-    """How often this process has asked for each folder; the same number on all ranks."""
-
-    def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        self._folders: set[Path] = set()
-
-    def own(self, folder: Path) -> None:
-        """Own a run folder; does nothing if this loop owns it already.
-
-        A rank other than 0 waits for rank 0, but at most half a minute: rank 0 may have no files in
-        the folder.
-
-        Raises:
-            BlockingIOError: If another program owns the folder; on each rank that calls this.
-            OSError: If the lock file cannot be written.
-        """
-        if folder.absolute() in self._folders:
-            return
-        self._numbers[str(folder)] += 1
-        key = f"{self._numbers[str(folder)]} {folder}"
-        store = new_connection(default_store(), "mfwrap/owned") if num_ranks() > 1 else None
-        said = ""
-        try:
-            if this_rank() == 0:
-                self._stack.enter_context(owning(folder / RUN_LOCK))
-            elif store is not None and has_keys(store, [key], _SECONDS_FOR_RANK_0):
-                said = store.get(key).decode()
-        except BlockingIOError as error:
-            said = str(error)
-        finally:
-            if this_rank() == 0 and store is not None:
-                store.set(key, said)
-        if said:
-            raise BlockingIOError(said)
-        self._folders.add(folder.absolute())
-
-    def close(self) -> None:
-        """Give the folders back."""
-        self._folders.clear()
-        self._stack.close()
 
 
 @contextlib.contextmanager
@@ -322,6 +266,10 @@ def _living_owner(lock: Path) -> _Owner | None:
         descriptor = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.EISDIR}:  # a link or a folder
+            raise _in_the_way(lock) from error
+        raise
     try:
         is_ours = _try_flock(descriptor)
         facts = _read(lock, descriptor)
@@ -379,9 +327,12 @@ def _read(lock: Path, descriptor: int) -> dict[str, Any]:
     except ValueError:
         facts = None
     if not isinstance(facts, dict) or "machine" not in facts:
-        msg = f"{lock} is in the way: it must be a lock file of mfwrap; rename it"
-        raise FileExistsError(msg)
+        raise _in_the_way(lock)
     return facts
+
+
+def _in_the_way(lock: Path) -> FileExistsError:
+    return FileExistsError(f"{lock} is in the way: it must be a lock file of mfwrap; rename it")
 
 
 def _time_of_disk(folder: Path) -> float:

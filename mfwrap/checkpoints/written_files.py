@@ -5,6 +5,7 @@ file gets it, so a run that is killed at any moment has all its files in the lis
 and commands such as ``mfwrap report``, may add names at the same time.
 """
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable
@@ -19,7 +20,13 @@ LIST = "_mfwrap_files.txt"
 
 def begin_list(folder: Path, names: Iterable[str]) -> None:
     """Begin the list of a run folder with names that it has already; keep a list that is there."""
+    names = set(names)
     if (folder / LIST).exists():
+        return
+    if not names:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            _write(folder / LIST, "", os.O_CREAT | os.O_EXCL)
         return
     partial = _partial_list(folder, names)
     try:

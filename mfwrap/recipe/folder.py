@@ -26,6 +26,7 @@ from mfwrap.records.own_names import (
     RECORD,
     base_name,
     begin_folder,
+    check_own,
     known_names,
     own_names,
 )
@@ -63,7 +64,9 @@ def check_others_files(document: RecipeDocument, folder: Path) -> None:
     others = sorted(
         name
         for name in known_names(folder) - own_names(folder)
-        if name != _EVENTS and not _OF_OTHERS.fullmatch(name) and not CHECKPOINT.search(name)
+        if name != _EVENTS
+        and not _OF_OTHERS.fullmatch(name)
+        and not (CHECKPOINT.search(name) and (folder / name).is_dir())
     )
     if others:
         says = (
@@ -178,7 +181,8 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
 def write_traceback(folder: Path, error: BaseException) -> Path | None:
     """Write the traceback of a run's error to its folder, and return the file.
 
-    If the folder cannot be written, print the traceback and return ``None``.
+    If the folder cannot be written, or has a file of this name that is not mfwrap's, print the
+    traceback and return ``None``.
 
     Args:
         folder: Run folder, which may be missing.
@@ -186,6 +190,7 @@ def write_traceback(folder: Path, error: BaseException) -> Path | None:
     """
     file = folder / f"error_rank_{os.environ.get('RANK', '0')}.txt"
     try:
+        check_own([file])
         begin_folder(folder)
         with whole_file(file) as partial:
             partial.write_text("".join(traceback.format_exception(error)), encoding="utf-8")

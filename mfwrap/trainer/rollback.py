@@ -17,6 +17,7 @@ from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.checkpoints.verification import newest_whole_checkpoint
 from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
+from mfwrap.records.own_names import is_own
 from mfwrap.records.rollbacks import ROLLBACKS_FILE
 from mfwrap.records.skipped_rows import SkippedRow, checked_row
 from mfwrap.tensors.wrappers import unwrapped_optimizer
@@ -179,7 +180,8 @@ class Rollbacks:
     def begin(self, asked_for: Any) -> Any:
         """Read the rollbacks of the run, and return the checkpoint to resume from.
 
-        Call it on all ranks before each training. The file of an earlier run is deleted.
+        Call it on all ranks before each training. The file of an earlier run is deleted; one that
+        mfwrap has not written stays.
 
         Args:
             asked_for: Checkpoint that the user asks for, as in ``resume_from_checkpoint``.
@@ -198,10 +200,11 @@ class Rollbacks:
             callback.bad_steps()  # found while the last training ended: it is undone
         content = None
         with raising_together():
-            if this_rank() == 0 and path.exists() and asked_for:
-                content = _read(path)
-            elif this_rank() == 0 and path.exists():
-                path.unlink()
+            if this_rank() == 0 and path.exists() and is_own(path):
+                if asked_for:
+                    content = _read(path)
+                else:
+                    path.unlink()
         content = gather_objects(content)[0] if asked_for else None
         if content is not None:
             self._done, self._pending = content

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mfwrap.checkpoints.locks import OwnedFolders, owning_together
+from mfwrap.checkpoints.folders import OwnedFolders
+from mfwrap.checkpoints.locks import owning_together
 
 __all__ = ["own_one_after_the_other", "try_together"]
 

@@ -1,5 +1,6 @@
 """`save_state` of an attached accelerator never leaves a loop without a complete checkpoint."""
 
+import re
 import shutil
 
 import pytest
@@ -90,7 +91,58 @@ def test_saves_into_folders_beside_each_other(tmp_path):
         assert_same_state(state, resumed.state())
 
 
-def test_files_that_vanish_between_check_and_load(tmp_path):
+THEIRS = {
+    "file": lambda path: path.write_text("mine"),
+    "link": lambda path: path.symlink_to("notes.txt"),
+    "broken link": lambda path: path.symlink_to("nothing"),
+    "folder": lambda path: path.mkdir(),
+}
+"""What somebody else has put where a checkpoint would be written."""
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "mfwrap_step.json", ""])
+def test_files_of_somebody_else_are_not_replaced(tmp_path, kind, name):
+    """A save into a folder with such a file is refused before it writes, and names the file."""
+    folder = tmp_path / "a"
+    if name:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    elif kind == "folder":
+        pytest.skip("an empty folder is in nobody's way")
+    THEIRS[kind](folder / name)
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    run = AttachedRun()
+    run.train(0, 1)
+
+    with pytest.raises(FileExistsError, match=re.escape(name or "a, which mfwrap has not written")):
+        run.accelerator.save_state(folder)
+
+    after = {path: path.lstat() for path in tmp_path.rglob("*")}
+    assert {path: each.st_mtime_ns for path, each in after.items()} == {
+        path: each.st_mtime_ns for path, each in before.items()
+    }
+
+
+def test_what_somebody_else_has_put_into_a_checkpoint(tmp_path):
+    """Links, folders and files of other names stay when the checkpoint is saved again."""
+    run = AttachedRun()
+    run.train(0, 1)
+    run.accelerator.save_state(tmp_path / "a")
+    (tmp_path / "a" / "empty").mkdir()
+    (tmp_path / "a" / "latest").symlink_to("nothing")
+    run.train(1, 2)
+    run.accelerator.save_state(tmp_path / "a")
+
+    assert (tmp_path / "a" / "empty").is_dir()
+    assert (tmp_path / "a" / "latest").is_symlink()
+    resumed = AttachedRun(RunSettings(seed=1))
+    resumed.accelerator.load_state(tmp_path / "a")
+    assert_same_state(run.state(), resumed.state())
+
+
+@pytest.mark.parametrize("names", ["mfwrap_*", "model*", "optimizer*"])
+def test_files_that_vanish_between_check_and_load(tmp_path, names):
     """A load does not take files that were deleted meanwhile for files that were never written."""
     run = AttachedRun()
     run.train(0, 1)
@@ -98,11 +150,11 @@ def test_files_that_vanish_between_check_and_load(tmp_path):
     resumed = AttachedRun(RunSettings(seed=1))
 
     def delete(*_):
-        for path in (tmp_path / "a").glob("mfwrap_*"):
+        for path in (tmp_path / "a").glob(names):
             path.unlink()
 
     resumed.accelerator.register_load_state_pre_hook(delete)
-    with pytest.raises(ValueError, match=r"mfwrap_\w+\.\w+ was deleted by another program"):
+    with pytest.raises(ValueError, match=r"\w+\.\w+ was deleted by another program"):
         resumed.accelerator.load_state(tmp_path / "a")
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.checkpoints.folders import (
+    OwnedFolders,
     adopt_files,
     complete_move,
     move_into_place,
@@ -22,6 +23,8 @@ from mfwrap.checkpoints.folders import (
     whole_file,
     whole_folder,
 )
+from mfwrap.checkpoints.locks import RUN_LOCK, owning
+from support.ranks.locks import own_one_after_the_other
 
 NAME = "checkpoint-2"
 CHANGES = ("rename", "replace", "rmdir", "unlink", "mkdir", "fsync")
@@ -418,6 +421,31 @@ def test_leftovers_of_a_run(tmp_path):
     assert contents(tmp_path) == dict.fromkeys(kept, "mine")
 
 
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_a_staging_folder_of_somebody_else(tmp_path, kind):
+    """It is neither deleted nor written: a folder is refused, and a checkpoint stays."""
+    theirs, other = tmp_path / "_checkpoint-4.partial", tmp_path / "other"
+    ours = checkpoint(tmp_path / "checkpoint-4")
+    other.mkdir()
+    (other / "notes.txt").touch()
+    if kind == "folder":
+        other.rename(theirs)
+    elif kind == "file":
+        theirs.touch()
+    else:
+        theirs.symlink_to("other")
+    before = theirs.lstat()
+
+    with pytest.raises(FileExistsError, match="is in the way"), whole_folder(ours):
+        pass
+    remove_checkpoints([ours], tmp_path)
+    remove_leftovers(tmp_path)
+
+    assert ours.is_dir()
+    assert theirs.lstat().st_ino == before.st_ino
+    assert kind == "file" or (theirs / "notes.txt").exists()
+
+
 @pytest.mark.parametrize("number", range(30))
 def test_a_folder_whose_writing_is_killed(tmp_path, monkeypatch, number):
     """After a killed write, the older or the new folder is complete once the next write begins."""
@@ -475,3 +503,37 @@ def test_later_checkpoints_are_set_aside(tmp_path):
         "checkpoint-x",
         "model",
     }
+
+
+def test_the_ranks_of_a_loop_own_its_folder(two_ranks, tmp_path):
+    """Rank 0 owns it for both; a second loop of the same program may enter, too."""
+    assert two_ranks.run(own_one_after_the_other, str(tmp_path)) == [["owned", "owned"]] * 2
+
+
+def test_all_ranks_of_a_loop_are_refused(two_ranks, tmp_path):
+    """Each rank raises the error of rank 0, although none starts a collective."""
+    with owning(tmp_path / RUN_LOCK):
+        first, second = two_ranks.run(own_one_after_the_other, str(tmp_path))
+    assert first == second
+    assert all(said.startswith(f"BlockingIOError: {tmp_path} is in use: ") for said in first)
+
+
+def test_folders_of_a_loop(tmp_path):
+    """A loop owns folders from its first file there until it gives them back, and again."""
+    owned = OwnedFolders()
+    for _ in range(2):
+        for name in ("a", "b", "a"):
+            owned.own(tmp_path / name)
+        assert (tmp_path / "a" / RUN_LOCK).exists()
+        assert (tmp_path / "b" / RUN_LOCK).exists()
+        owned.close()
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_loop_has_left(tmp_path):
+    """It is deleted by the loop that gets the folder."""
+    for name in ("run.json.0123456789abcdef.partial", "notes.partial"):
+        (tmp_path / name).touch()
+    OwnedFolders().own(tmp_path)
+
+    assert [path.name for path in tmp_path.glob("*.partial")] == ["notes.partial"]

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from mfwrap.checkpoints import locks
-from mfwrap.checkpoints.locks import RUN_LOCK, OwnedFolders, lock_of, owning
-from support.ranks.locks import own_one_after_the_other, try_together
+from mfwrap.checkpoints.locks import lock_of, owning
+from support.ranks.locks import try_together
 
 OWNER = """
 import os, sys
@@ -216,14 +216,18 @@ def test_a_file_of_somebody_else(lock, content):
     assert lock.read_text() == content
 
 
-def test_a_link_is_not_followed(lock):
-    """Nothing is written through a link under the name of the lock."""
-    lock.symlink_to(lock.parent / "elsewhere")
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_link_or_a_folder_of_somebody_else(lock, kind):
+    """It stays, and nothing is written through a link."""
+    if kind == "link":
+        lock.symlink_to(lock.parent / "elsewhere")
+    else:
+        lock.mkdir()
 
-    with pytest.raises(OSError, match=r"_run\.lock"), owning(lock):
+    with pytest.raises(FileExistsError, match=r"_run\.lock is in the way"), owning(lock):
         pass
 
-    assert not (lock.parent / "elsewhere").exists()
+    assert list(lock.parent.iterdir()) == [lock]
 
 
 def test_all_ranks_learn_of_a_refusal(two_ranks, lock):
@@ -233,28 +237,3 @@ def test_all_ranks_learn_of_a_refusal(two_ranks, lock):
         first, second = two_ranks.run(try_together, str(lock))
     assert first == second
     assert first.startswith(f"BlockingIOError: {lock.parent / 'run'} is in use: process ")
-
-
-def test_the_ranks_of_a_loop_own_its_folder(two_ranks, tmp_path):
-    """Rank 0 owns it for both; a second loop of the same program may enter, too."""
-    assert two_ranks.run(own_one_after_the_other, str(tmp_path)) == [["owned", "owned"]] * 2
-
-
-def test_all_ranks_of_a_loop_are_refused(two_ranks, tmp_path):
-    """Each rank raises the error of rank 0, although none starts a collective."""
-    with owning(tmp_path / RUN_LOCK):
-        first, second = two_ranks.run(own_one_after_the_other, str(tmp_path))
-    assert first == second
-    assert all(said.startswith(f"BlockingIOError: {tmp_path} is in use: ") for said in first)
-
-
-def test_folders_of_a_loop(tmp_path):
-    """A loop owns folders from its first file there until it gives them back, and again."""
-    owned = OwnedFolders()
-    for _ in range(2):
-        for name in ("a", "b", "a"):
-            owned.own(tmp_path / name)
-        assert (tmp_path / "a" / RUN_LOCK).exists()
-        assert (tmp_path / "b" / RUN_LOCK).exists()
-        owned.close()
-        assert not list(tmp_path.iterdir())

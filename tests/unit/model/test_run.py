@@ -44,7 +44,7 @@ def test_monitors_in_the_folder_of_another_program(tmp_path):
         other.communicate()
 
     model().train(1, batches(2), MetricsRecorder(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {LIST, "metrics.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {LIST}
 
 
 STEP = ["on_train_step_begin", "on_train_step_end"]

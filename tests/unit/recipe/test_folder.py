@@ -8,6 +8,7 @@ import pytest
 from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
 from mfwrap.checkpoints.written_files import LIST, note_written, rewrite_list
 from mfwrap.recipe import RecipeError, parse_recipe
+from mfwrap.recipe.folder import write_traceback
 from mfwrap.recipe.run import run_recipe
 from support.recipe_texts import recipe_text
 
@@ -143,6 +144,7 @@ FOREIGN = {
     "result.json": "result.json",
     "run.json": "run.json",
     "rollbacks.json": "rollbacks.json",
+    "checkpoint-3": "checkpoint-3",
 }
 """A file of another tool for each name that a run would replace or delete."""
 
@@ -181,6 +183,23 @@ def test_files_of_others_that_are_not_in_the_way(tmp_path):
     run(tmp_path, overwrite=True, **SAVING)
 
     assert {name: (tmp_path / name).read_text() for name in kept} == dict.fromkeys(kept, "mine")
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_traceback_replaces_no_file_of_others(tmp_path, capsys, kind):
+    """It is printed instead."""
+    file = tmp_path / "error_rank_0.txt"
+    if kind == "file":
+        file.write_text("mine")
+    else:
+        file.symlink_to("nothing")
+    before = file.lstat()
+
+    assert write_traceback(tmp_path, KeyError("the fault")) is None
+
+    assert "KeyError: 'the fault'" in capsys.readouterr().err
+    assert file.lstat() == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_checkpoints_of_others_are_not_overwritten(tmp_path):

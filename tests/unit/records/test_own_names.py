@@ -51,6 +51,12 @@ def test_without_a_list(folder):
     assert listed_names(folder) == known_names(folder)
 
 
+def test_a_list_in_a_new_folder(tmp_path):
+    """The folder is created with its list."""
+    begin_folder(tmp_path / "a" / "b")
+    assert listed_names(tmp_path / "a" / "b") == set()
+
+
 def test_with_a_list(folder):
     """Names in it are mfwrap's, also those of checkpoints that were set aside, but no link."""
     begin_list(folder, ["metrics.jsonl", "checkpoint-4", "progress.jsonl", "model"])

@@ -328,6 +328,20 @@ def test_a_checkpoint_of_somebody_else(tmp_path, kind, resume):
     assert found[theirs] == before[theirs]
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_rollbacks_of_somebody_else(tmp_path, resumes):
+    """A training without `rollback` neither deletes nor reads a file of that name."""
+    if resumes:
+        trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(2)])
+    (tmp_path / "rollbacks.json").write_text("mine")
+
+    new_trainer(tmp_path, EVERY_OTHER, callbacks=[StopAfter(4)]).train(
+        resume_from_checkpoint=resumes
+    )
+
+    assert (tmp_path / "rollbacks.json").read_text() == "mine"
+
+
 def test_what_lies_in_the_folder_at_the_end(unbroken):
     """The run folder contains checkpoints only, and no temporary files."""
     names = sorted(path.name for path in unbroken[0].iterdir())
