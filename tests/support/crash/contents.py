@@ -16,7 +16,7 @@ from mfwrap.checkpoints.written_files import LIST
 __all__ = ["contents", "differences"]
 
 _TIMES = re.compile(
-    r"runtime|per_second|throughput|_time$|seconds|started|command|^progress\.jsonl$"
+    r"runtime|per_second|throughput|_time$|seconds|started|command|(^|/)progress\.jsonl$"
 )
 """Names of what depends on the clock, and of the command, which is another one after a crash."""
 
@@ -27,14 +27,18 @@ _IGNORED = re.compile(
 run is resumed, and checkpoints and records that a run has set aside. The list names them, too."""
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def contents(folder: Path, pattern: str = "*") -> dict[str, Any]:
     """Return the contents of all files in a folder, as one flat mapping.
 
     A name is a file, followed by a line, a key or a tensor in the file. A tensor's value is its
     bytes, so that NaN equals NaN. Times and checksums are left out.
+
+    Args:
+        folder: The folder.
+        pattern: Pattern of the names of files, in all subfolders.
     """
     found: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob(pattern)):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and not _IGNORED.fullmatch(name):
             found[name] = path.suffix
@@ -68,7 +72,7 @@ def _read(path: Path) -> Any:
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
-    if path.suffix in {".bin", ".pkl", ".pt", ".pth"}:
+    if path.suffix in {".bin", ".ckpt", ".pkl", ".pt", ".pth"}:
         # The test's own files. Some hold objects, such as the training arguments.
         loaded = torch.load(path, weights_only=False)
         return loaded if isinstance(loaded, (Mapping, Tensor)) else vars(loaded)

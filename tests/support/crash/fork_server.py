@@ -51,7 +51,10 @@ class Task:
     """Positional arguments of the function: values that JSON can represent."""
 
     folder: str
-    """Current folder of the ranks. It gets their output, ``output_<rank>.txt``."""
+    """Current folder of the ranks. It gets their output, ``<name>_<rank>.txt``."""
+
+    name: str = "output"
+    """Beginning of the name of the output."""
 
     num_ranks: int = 1
 
@@ -190,7 +193,7 @@ def _run_rank(task: Task, rank: int, environment: dict[str, str], gate: int) -> 
     try:
         os.read(gate, 1)  # until strace is attached
         os.chdir(task.folder)
-        output = os.open(f"output_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        output = os.open(f"{task.name}_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
         if environment:
