@@ -53,6 +53,7 @@ from mfwrap.trainer.events import (
 from mfwrap.trainer.followed_loader import followed_loader
 from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.hub_token import without_saved_token
+from mfwrap.trainer.kept_attributes import restore_attributes, save_attributes
 from mfwrap.trainer.log import Losses
 from mfwrap.trainer.model_card import describing, extend_card
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
@@ -464,6 +465,7 @@ class MFTrainerMixin(_Base):
             self._losses.state_dict,
             {"global_batch": self._batch.state_dict(), "data_skip": self._skip.state_dict()},
         )
+        save_attributes(self, folder)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         # A method of the user's own may call its first argument otherwise, and take no `model`.
@@ -538,6 +540,8 @@ def _begin_training(self: MFTrainerMixin) -> None:
     self._skip.noted.begin()
     self.attached.step.rate_factor = 1.0
     self._losses.begin(self._position.saved_log)
+    if self._position.resumed_from is not None:
+        restore_attributes(self, self._position.resumed_from)
 
 
 def _begin_epoch(self: MFTrainerMixin) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "assert_same_log",
     "assert_same_weights",
     "counted_labels",
+    "logged",
     "messages_of",
     "new_trainer",
     "padded",
@@ -227,7 +228,16 @@ def messages_of(name: str) -> Iterator[list[str]]:
         logging.getLogger(name).removeHandler(handler)
 
 
-_TIMES = ("_runtime", "_per_second")
+_TIMES = ("_runtime", "_per_second", "step_time")
+
+
+def logged(run: Run, after: int = 0) -> list[dict[str, Any]]:
+    """Return the entries of a log later than a step, without times."""
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
+        for entry in run.log
+        if entry["step"] > after
+    ]
 
 
 def assert_same_log(stock: Run, ours: Run, *, relative: float = 1e-6) -> None:
