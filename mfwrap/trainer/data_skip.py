@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows
+from mfwrap.trainer.followed_loader import skippable_loader
 from mfwrap.trainer.row_places import NotedRows
 from mfwrap.trainer.row_skip import RowSkip
 
@@ -107,11 +108,15 @@ class DataSkip:
             # The Trainer skips batches only in a resumed training. The name of no checkpoint
             # restores no random states.
             resumed_from = ""
-        moved = {
+        moved: dict[str, Any] = {
             "epoch": keywords["epoch"] + self._epochs_added,
             "epochs_trained": keywords["epochs_trained"] + self._epochs_added,
             "resume_from_checkpoint": resumed_from,
         }
+        is_resumed = resumed_from is not None and moved["epoch"] == moved["epochs_trained"]
+        if is_resumed and keywords["steps_trained_in_current_epoch"] > 0:
+            loader = skippable_loader(keywords["train_dataloader"], moved["epoch"])
+            moved["train_dataloader"] = loader
         self.rows.run_epoch(run, {**keywords, **moved})
 
     def batches(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:

@@ -1,16 +1,64 @@
 """Follow the batches of a Trainer's data loader, which may be the user's own."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, final
 
+import torch
 from accelerate.data_loader import SkipBatchSampler
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mfwrap.accelerate.data_workers import worker_start
 from mfwrap.trainer.views import view_of
 
 Follow = Callable[[Iterable[Any]], Iterator[Any]]
 """Function that takes the batches of a batch sampler, lists of indices, and yields those to use."""
+
+
+_LIBRARIES = {"accelerate", "torch", "torchdata"}
+
+
+@final
+class _Batches(IterableDataset[Any]):
+    """The batches of a loader with an iteration of its own.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+def skippable_loader(loader: Any, epoch: int) -> Any:
+    """Return a loader whose first batches ``skip_first_batches`` of accelerate can skip.
+
+    That function makes a new loader of torch or accelerate from the parts of the old one. So a
+    loader with an iteration of its own, which repeats or changes the batches of another loader,
+    would lose it in a resumed epoch. Such a loader is returned as a data set of batches: those to
+    skip are read and thrown away.
+
+    Args:
+        loader: Any iterable. One with the iteration of torch or accelerate is returned unchanged.
+        epoch: Number of the epoch, for loaders and samplers that have ``set_epoch``.
+    """
+    iterate = getattr(type(loader), "__iter__", None)
+    if getattr(iterate, "__module__", "").partition(".")[0] in _LIBRARIES:
+        return loader
+    # The Trainer tells this to the loader that it iterates over, and to the sampler of a shard.
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    for part in (loader, sampler):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+    # With a generator of its own, the outer loader draws no random number for the inner one.
+    settings: Any = {"batch_size": None, "collate_fn": _unchanged, "generator": torch.Generator()}
+    return DataLoader(_Batches(loader), **settings)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def followed_loader(loader: Any, follow: Follow, *, num_skipped: int = 0) -> Any:

@@ -7,7 +7,7 @@ from accelerate.data_loader import skip_first_batches
 from torch.utils.data import DataLoader
 
 from mfwrap.accelerate.data_workers import WorkerStart
-from mfwrap.trainer.followed_loader import followed_loader
+from mfwrap.trainer.followed_loader import followed_loader, skippable_loader
 
 KINDS = {
     "torch": lambda loader: loader,
@@ -71,3 +71,48 @@ def test_what_cannot_be_followed_is_read_as_it_is(other):
     view = followed_loader(other, without_first)
 
     assert [str(batch) for batch in view] == [str(batch) for batch in other]
+
+
+class Repeating:
+    """A loader that gives each batch of another one twice, and has the other's attributes."""
+
+    def __init__(self, loader) -> None:
+        self.loader = loader
+        self.epoch = None
+
+    def __iter__(self):
+        for batch in self.loader:
+            yield batch
+            yield batch
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def set_epoch(self, epoch):
+        """Note the epoch."""
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_a_loader_of_the_users_own_are_skipped(kind):
+    """The batches that the user's loader gives are skipped; accelerate alone undoes the loader."""
+    loader = Repeating(loader_of(kind, shuffle=True))
+    expected = {}
+    for label, make in (
+        ("whole", lambda: loader),
+        ("rest", lambda: skip_first_batches(skippable_loader(loader, epoch=2), 3)),
+        ("undone", lambda: skip_first_batches(loader, 3)),
+    ):
+        torch.manual_seed(0)
+        expected[label] = [batch.tolist() for batch in make()]
+
+    assert expected["rest"] == expected["whole"][3:]
+    assert expected["undone"] != expected["whole"][3:]
+    assert loader.epoch == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_of_torch_can_skip(kind):
+    """A loader of torch or accelerate, and a view of it, are left as they are."""
+    for loader in (loader_of(kind), followed_loader(loader_of(kind), iter)):
+        assert skippable_loader(loader, epoch=0) is loader

@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BertConfig, BertModel, BertTokenizerFast, Trainer
+from torch.utils.data import DataLoader
+from transformers import Trainer
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
+from support.other_trainers import sentence_encoder
 from support.trainer_runs import (
     Run,
     assert_same_log,
@@ -265,6 +267,58 @@ def test_the_average_of_a_network_that_saves_itself(network, tmp_path):
     assert all(torch.equal(weights[name], best[name]) for name in best)
 
 
+class Pairs:
+    """A loader that gives each batch of another one twice."""
+
+    def __init__(self, loader) -> None:
+        self.loader = loader
+
+    def __iter__(self):
+        for batch in self.loader:
+            yield from (batch, batch)
+
+    def __len__(self) -> int:
+        return 2 * len(self.loader)
+
+
+class Delegating(Pairs):
+    """Such a loader with the attributes of the other one."""
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+class Doubled(DataLoader):
+    """A loader of torch's class that gives each batch twice."""
+
+    def __init__(self, loader) -> None:
+        batches = {"batch_sampler": loader.batch_sampler, "collate_fn": loader.collate_fn}
+        super().__init__(loader.dataset, **batches)
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loader", [Pairs, Delegating, Doubled])
+def test_a_loader_of_the_users_own(loader, way, tmp_path):
+    """A resume in the middle of an epoch gets the batches as the user's loader gives them."""
+
+    class OwnLoader(Trainer):
+        def get_train_dataloader(self):
+            return loader(Trainer.get_train_dataloader(self))
+
+    kind = WAYS[way](OwnLoader)
+    whole = train(new_trainer(kind, tmp_path, **SAVING, max_steps=6))
+    for step in (2, 4):
+        again = new_trainer(kind, tmp_path, **SAVING, max_steps=6)
+        assert_same_weights(whole, train(again, resume=tmp_path / f"checkpoint-{step}"))
+
+
 CARD = "---\nlibrary_name: mine\n---\n\n# My model\n"
 
 
@@ -362,33 +416,13 @@ def test_any_method_may_be_overridden(name, calls_super, tmp_path):
     assert (calls > 0) == (stock_calls > 0)
 
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d", "e", "f", "g", "h"]
-
-
-def sentence_encoder(folder):
-    """Return a small model of sentence-transformers."""
-    from sentence_transformers import SentenceTransformer  # noqa: PLC0415  (optional)
-    from sentence_transformers.models import Pooling, Transformer  # noqa: PLC0415  (optional)
-
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(WORDS), encoding="utf-8")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = BertConfig(vocab_size=len(WORDS), intermediate_size=8, **sizes, **rates)
-    BertModel(config).save_pretrained(folder)
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    modules = [Transformer(str(folder)), Pooling(sizes["hidden_size"])]
-    return SentenceTransformer(modules=modules, device="cpu")
-
-
 def encoder_run(kind, folder, resume=None, **keywords):
     """Train a sentence encoder, and return the trainer."""
     from datasets import Dataset  # noqa: PLC0415  (optional)
     from sentence_transformers import losses, training_args  # noqa: PLC0415  (optional)
 
     model = sentence_encoder(folder / "base")
-    texts = [" ".join(WORDS[5 + (i + j) % 8] for j in range(3)) for i in range(24)]
+    texts = [" ".join("abcdefgh"[(i + j) % 8] for j in range(3)) for i in range(24)]
     columns = {"anchor": texts, "positive": texts[::-1], "score": [i / 24 for i in range(24)]}
     args = training_args.SentenceTransformerTrainingArguments(
         str(folder),
