@@ -46,6 +46,9 @@ _ORIGIN = re.compile(
 )
 """What stock cards say of a model that was trained from random weights."""
 
+_USAGE = re.compile(r"^#+ (Quick start|Usage)\b", re.MULTILINE)
+"""Heading of a card that says already how to load the model: TRL's, sentence-transformers'."""
+
 _OF_THE_MACHINE = frozenset(
     {"accelerator_config", "dataloader_pin_memory", "report_to", "resume_from_checkpoint"}
 )
@@ -283,7 +286,7 @@ def extend_card(trainer: "MFTrainerMixin") -> None:
         data.eval_results, data.model_name = own.eval_results, data.model_name or own.model_name
     text = _ORIGIN.sub(card.origin.replace("It", "This model", 1).rstrip("."), written.text.strip())
     text = text.replace('model="None"', 'model="."')
-    if "## Quick start" not in text:  # TRL's
+    if _USAGE.search(text) is None:
         text += "\n\n## Use\n\n" + usage(model, _tokenizer(held), card.repository, "")
     text += f"\n\n## Training with mfwrap\n\n{card.training}"
     text += f"\n\n### Versions\n\n{versions_text(card.facts['versions'])}"

@@ -277,6 +277,15 @@ def _sparse_encoder(folder: Path) -> dict[str, Any]:
     return _encoded(model, loss, pairs)
 
 
+def _multi_vector_encoder(folder: Path) -> dict[str, Any]:
+    from sentence_transformers import MultiVectorEncoder  # noqa: PLC0415  (optional)
+    from sentence_transformers.multi_vector_encoder import losses  # noqa: PLC0415  (optional)
+
+    model = MultiVectorEncoder(_bert(folder, BertModel), device="cpu")
+    pairs = {name: _SCORED[name] for name in ("anchor", "positive")}
+    return _encoded(model, losses.MultiVectorMultipleNegativesRankingLoss(model), pairs)
+
+
 _GENERATES = {"num_generations": 2, "max_completion_length": 6, "steps_per_generation": 4}
 _TRL, _TRIALS = "trl", "trl.experimental"
 _ENCODERS = "sentence_transformers"
@@ -309,6 +318,13 @@ OTHERS = {
         "SparseEncoderTrainer",
         "SparseEncoderTrainingArguments",
         _sparse_encoder,
+        {},
+    ),
+    "MultiVectorEncoder": Other(
+        f"{_ENCODERS}.multi_vector_encoder",
+        "MultiVectorEncoderTrainer",
+        "MultiVectorEncoderTrainingArguments",
+        _multi_vector_encoder,
         {},
     ),
     "SFT": Other(_TRL, "SFTTrainer", "SFTConfig", _sentences, {"max_length": 32}),

@@ -4,14 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-)
+from transformers import LlamaForSequenceClassification, PrinterCallback
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -27,6 +20,7 @@ from trl import (
 
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.trainer import MFTrainerMixin
+from support.other_trainers import letters, llama, num_letters
 
 # TRL and PEFT raise warnings about their own code, which cannot be fixed here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,32 +59,6 @@ class OurReward(MFTrainerMixin, RewardTrainer):
 
 class OurGRPO(MFTrainerMixin, GRPOTrainer):
     """TRL's reinforcement learning with MindFormers' step."""
-
-
-def llama(kind=LlamaForCausalLM) -> LlamaForCausalLM | LlamaForSequenceClassification:
-    """Return a small model, with the same weights at every call."""
-    torch.manual_seed(0)
-    return kind(
-        LlamaConfig(
-            vocab_size=32,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_labels=1,
-            pad_token_id=0,
-        )
-    )
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single letters."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-    vocabulary |= {c: i + 3 for i, c in enumerate("abcdefghijklmnopqrstuvwxyz ")}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  (a word of the vocabulary, not a password)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def adapter() -> LoraConfig:
@@ -133,11 +101,6 @@ def reinforced(kind, folder, settings=SETTINGS, **ours):
     arguments = GRPOConfig(str(folder), num_generations=4, max_completion_length=6, **settings)
     prompts = {"prompt": ["hello ", "another ", "words ", "some text "] * 10}
     return trained(kind, arguments, prompts, reward_funcs=num_letters, **ours)
-
-
-def num_letters(completions, **_):
-    """Return the number of different letters of each completion."""
-    return [float(len(set(completion))) for completion in completions]
 
 
 def trained(kind, arguments, data, *, model=None, **others):
