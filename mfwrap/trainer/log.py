@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
 
 
+_OUTPUTS_AT = 2
+"""Place of ``return_outputs`` among the positional arguments of the Trainer's ``compute_loss``."""
+
+
 @final
 class Losses:
     """Filter the losses of an `MFTrainer`, and correct the means that the Trainer logs.
@@ -83,28 +87,31 @@ class Losses:
         finally:
             self._is_training = False
 
-    def reported(
-        self,
-        compute_loss: Callable[..., Any],
-        *args: Any,
-        return_outputs: bool = False,
-        **keywords: Any,
-    ) -> Any:
+    def reported(self, compute_loss: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Return what the Trainer's ``compute_loss`` returns, and report its further losses.
+
+        A method of the user's own gets exactly the arguments of the call: it may have fewer
+        parameters than that of the Trainer.
 
         Args:
             compute_loss: The method.
-            args: The model and its inputs.
-            return_outputs: Whether to return the model's output, too.
-            keywords: Further keywords of the method.
+            args: Positional arguments of the call: the model, its inputs, perhaps whether to return
+                the model's output, too, and the number of targets.
+            keywords: Keyword arguments of the call.
         """
         if not (self._is_training and self._reports):
-            return compute_loss(*args, return_outputs=return_outputs, **keywords)
-        loss, outputs = compute_loss(*args, return_outputs=True, **keywords)
+            return compute_loss(*args, **keywords)
+        if len(args) > _OUTPUTS_AT:
+            returns_outputs = args[_OUTPUTS_AT]
+            args = (*args[:_OUTPUTS_AT], True, *args[_OUTPUTS_AT + 1 :])
+        else:
+            returns_outputs = keywords.get("return_outputs", False)
+            keywords["return_outputs"] = True
+        loss, outputs = compute_loss(*args, **keywords)
         losses = named_losses(outputs)
         if losses:
             self._trainer.attached.report_losses(losses)
-        return (loss, outputs) if return_outputs else loss
+        return (loss, outputs) if returns_outputs else loss
 
     def share_later(self, inputs: dict[str, Any], num_items: Any) -> Callable[[], Tensor | float]:
         """Return a function that returns `share_of_update`; call this before the training step.

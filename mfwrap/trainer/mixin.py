@@ -261,8 +261,12 @@ class MFTrainerMixin(_Base):
                 asked_for = self.rollbacks.begin(asked_for)
                 if asked_for:
                     asked_for = self._checkpoints.checked(asked_for, trial)
+                # A method of the user's own may take fewer arguments.
+                given = (asked_for or None, trial, *args)
+                while given and given[-1] is None:
+                    given = given[:-1]
                 with self._batch.resuming(Path(asked_for) if asked_for else None):
-                    result = super().train(asked_for or None, trial, *args, **kwargs)
+                    result = super().train(*given, **kwargs)
                 asked_for, self._back_to = self._back_to, None
                 if asked_for is None:
                     return result
@@ -380,17 +384,12 @@ class MFTrainerMixin(_Base):
         return self._losses.reported(super().compute_loss, *args, **kwargs)
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,  # noqa: FBT001  (transformers' signature)
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch; rows that only fill up the last batch do not count in the loss."""
         predict = super().prediction_step
         return self._evaluation.predicted(
-            inputs,
-            lambda rows: predict(model, rows, prediction_loss_only, ignore_keys=ignore_keys),
+            inputs, lambda rows: predict(model, rows, *args, **kwargs)
         )
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -267,6 +267,78 @@ def test_the_average_of_a_network_that_saves_itself(network, tmp_path):
     assert all(torch.equal(weights[name], best[name]) for name in best)
 
 
+WITH_OUTPUTS = True
+
+
+class FewerArguments(Trainer):
+    """A trainer whose methods take what its own calls give them."""
+
+    def train(self, resume_from_checkpoint=None):
+        return super().train(resume_from_checkpoint)
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss * 1.5
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss, None, None
+
+
+class MoreArguments(Trainer):
+    """A trainer whose methods take more than those of the Trainer."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None, factor=1.0):
+        return super().training_step(model, inputs, num_items_in_batch) * factor
+
+    def compute_loss(self, model, inputs, *args, scale=1.0, **keywords):
+        found = super().compute_loss(model, inputs, *args, **keywords)
+        return (found[0] * scale, found[1]) if isinstance(found, tuple) else found * scale
+
+    def evaluation_loop(self, dataloader, description, *args, **keywords):
+        for batch in dataloader:
+            self.prediction_step(self.model, batch, WITH_OUTPUTS, None, "note")
+        return super().evaluation_loop(dataloader, description, *args, **keywords)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, note=""):
+        del note
+        with torch.no_grad():
+            loss, _ = self.compute_loss(
+                model, self._prepare_inputs(inputs), WITH_OUTPUTS, scale=2.0
+            )
+        return loss, None, None
+
+
+class ByPosition(Trainer):
+    """A trainer that asks for the output of the model by position in its training step."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss, output = self.compute_loss(model, inputs, WITH_OUTPUTS, num_items_in_batch)
+        assert output["logits"].shape[:2] == inputs["labels"].shape
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [FewerArguments, MoreArguments, ByPosition])
+def test_methods_with_other_arguments(kind, way, tmp_path):
+    """A method gets the arguments of the call, and no others."""
+    if way == "on top":  # the methods call those of the class before them by its name
+        kinds = [kind, type("OnTop", (kind, MFTrainerMixin, Trainer), {})]
+    else:
+        kinds = [kind, mixed(kind)]
+    runs = [
+        train(new_trainer(each, tmp_path / each.__name__, **BEST | {"greater_is_better": False}))
+        for each in kinds
+    ]
+
+    assert_same_log(*runs)
+    assert_same_weights(*runs)
+
+
 class Pairs:
     """A loader that gives each batch of another one twice."""
 
