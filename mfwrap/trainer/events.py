@@ -194,7 +194,7 @@ class StepCallbackHandler(CallbackHandler):
 
     trainer: "MFTrainerMixin"
     before_event: Callable[[str], None]
-    after_event: Callable[[str, TrainerControl], None] | None
+    after_event: Callable[[str, TrainerControl], None]
     termination: "TerminationCallback"
     facts: TrainerFacts
     postpones_save: bool = False
@@ -260,8 +260,7 @@ class StepCallbackHandler(CallbackHandler):
         if event == "on_save":
             # The signal may have come during the save, which may take long.
             changed.should_training_stop |= self.termination.stops_after_save()
-        if self.after_event is not None:
-            self.after_event(event, changed)
+        self.after_event(event, changed)
         return changed
 
     def _call_with_step(
@@ -363,7 +362,7 @@ def check_given_callbacks(
 def add_step_to_events(
     trainer: "MFTrainerMixin",
     before_event: Callable[[str], None],
-    after_event: Callable[[str, TrainerControl], None] | None,
+    after_event: Callable[[str, TrainerControl], None],
     termination: RankTermination,
 ) -> None:
     """Give a trainer a callback handler that passes the step's results to callbacks.
@@ -375,7 +374,7 @@ def add_step_to_events(
         trainer: A trainer that already has its callback handler.
         before_event: Function that is called with the name of each event, before the callbacks.
         after_event: Function that is called with the name of each event and the trainer's control,
-            which it may change, after the callbacks; ``None`` for none.
+            which it may change, after the callbacks.
         termination: Decides after which step SIGTERM ends the training.
     """
     before = trainer.callback_handler

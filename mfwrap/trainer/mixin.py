@@ -44,6 +44,7 @@ from mfwrap.trainer.data_position import TrainerPosition
 from mfwrap.trainer.data_skip import DataSkip
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
+    StepCallbackHandler,
     add_step_to_events,
     check_given_callbacks,
     evaluating,
@@ -179,15 +180,20 @@ class MFTrainerMixin(_Base):
         # are still scaled. The attached accelerator clips the gradients of any meshes.
         leave_meshes_to_step(self)
         check_construction(self)
-        after_event = None if rollback is None else self.rollbacks.after_event
-        before_event = functools.partial(_before_event, self)
-        add_step_to_events(self, before_event, after_event, self._termination)
-        show_in_one_place(self.callback_handler)
+        self._connect_events()
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:
         """Average of the weights; ``None`` without an average or before its creation."""
         return self.attached.ema
+
+    def _connect_events(self) -> None:
+        """Pass the step's results to the callbacks of the handler, which may be a new one."""
+        if not isinstance(self.callback_handler, StepCallbackHandler):
+            before_event = functools.partial(_before_event, self)
+            after_event = self.rollbacks.after_event
+            add_step_to_events(self, before_event, after_event, self._termination)
+            show_in_one_place(self.callback_handler)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, and attach the step to it."""
@@ -256,6 +262,7 @@ class MFTrainerMixin(_Base):
                 when the error is raised.
         """
         asked_for = resume_from_checkpoint
+        self._connect_events()
         with self._checkpoints.owning_run_folder(asked_for, trial):
             while True:
                 asked_for = self.rollbacks.begin(asked_for)

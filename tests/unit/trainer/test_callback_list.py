@@ -2,9 +2,16 @@
 
 import pytest
 from transformers import DefaultFlowCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from mfwrap.trainer import MFTrainer
-from support.trainer_runs import messages_of, new_trainer, train
+from support.trainer_runs import (
+    assert_same_log,
+    assert_same_weights,
+    messages_of,
+    new_trainer,
+    train,
+)
 
 KINDS = {"stock": Trainer, "MFTrainer": MFTrainer}
 
@@ -148,3 +155,57 @@ def test_a_list_that_is_replaced_in_a_training(tmp_path):
     train(trainer)
 
     assert names(trainer.callback_handler) == before
+
+
+class Own(CallbackHandler):
+    """A handler of a user's own, which counts events."""
+
+    num_events = 0
+
+    def call_event(self, *args, **keywords):
+        self.num_events += 1
+        return super().call_event(*args, **keywords)
+
+
+class Reports(TrainerCallback):
+    """Record whether each step has its report."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_step_end(self, args, state, control, step_report=None, **_):
+        """Record it."""
+        self.seen.append(step_report is not None)
+
+
+def with_own_handler(kind, folder, reports):
+    """Return a trainer whose handler a user has replaced after its construction."""
+    trainer = new_trainer(kind, folder, callbacks=[reports], save_strategy="steps", save_steps=2)
+    before = trainer.callback_handler
+    parts = ("callbacks", "model", "processing_class", "optimizer", "lr_scheduler")
+    trainer.callback_handler = Own(*(getattr(before, part) for part in parts))
+    return trainer
+
+
+def test_a_handler_of_the_users_own(tmp_path):
+    """A handler that is set after the construction keeps its methods, and its callbacks work."""
+    runs, ours = [], Reports()
+    for label, kind in KINDS.items():
+        trainer = with_own_handler(kind, tmp_path / label, ours)
+        runs.append(train(trainer))
+        assert trainer.callback_handler.num_events > 4
+    resumed = with_own_handler(MFTrainer, tmp_path / "again", Reports())
+    resumed = train(resumed, tmp_path / "MFTrainer" / "checkpoint-2")
+
+    assert_same_log(*runs)
+    assert_same_weights(*runs, difference=1e-6)
+    assert_same_weights(runs[1], resumed)
+    assert ours.seen == [False] * 4 + [True] * 4
+
+
+def test_a_handler_that_is_set_after_the_training(tmp_path):
+    """The model can be saved, with its card."""
+    trainer = with_own_handler(MFTrainer, tmp_path, Reports())
+    trainer.save_model(str(tmp_path / "model"))
+
+    assert "mfwrap" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
