@@ -57,6 +57,7 @@ from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.kept_attributes import restore_attributes, save_attributes
 from mfwrap.trainer.log import Losses
 from mfwrap.trainer.model_card import describing, extend_card
+from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.rollback import Rollback, Rollbacks
 from mfwrap.trainer.row_skip import Part
@@ -472,6 +473,7 @@ class MFTrainerMixin(_Base):
             {"global_batch": self._batch.state_dict(), "data_skip": self._skip.state_dict()},
         )
         save_attributes(self, folder)
+        save_outer_weights(self, folder)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         # A method of the user's own may call its first argument otherwise, and take no `model`.
@@ -548,6 +550,7 @@ def _begin_training(self: MFTrainerMixin) -> None:
     self._losses.begin(self._position.saved_log)
     if self._position.resumed_from is not None:
         restore_attributes(self, self._position.resumed_from)
+        restore_outer_weights(self, self._position.resumed_from)
 
 
 def _begin_epoch(self: MFTrainerMixin) -> None:
