@@ -13,6 +13,10 @@ from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.collectives import this_rank
+from mfwrap.records.own_names import begin_folder, check_own
+
+_TRACE = "trace.json"
+_TABLE = "operators.txt"
 
 
 @final
@@ -22,7 +26,9 @@ class ProfileMonitor(TrainerCallback):
     Each rank writes two files to ``<output_path>/rank_<rank>``: ``trace.json`` for Perfetto or
     ``chrome://tracing``, and ``operators.txt``, a table of operators sorted by time. If
     `start_step` is > 1, the profiler warms up in the step before `start_step`. If the training ends
-    before `stop_step`, the profile ends with the last step of the training.
+    before `stop_step`, the profile ends with the last step of the training. An earlier profile is
+    replaced; if files of these names are not mfwrap's, a warning names them, and nothing is
+    profiled.
 
     Source: MindFormers, ``ProfileMonitor``.
 
@@ -74,6 +80,13 @@ class ProfileMonitor(TrainerCallback):
         if self._ranks is not None and rank not in self._ranks:
             return
         folder = self._folder(args) / f"rank_{rank}"
+        try:
+            check_own(folder / name for name in (_TRACE, _TABLE))
+        except FileExistsError as error:
+            # An error of this rank alone would let the other ranks wait for it.
+            run_logger(__name__).warning("Nothing is profiled: %s", error)
+            return
+        begin_folder(folder)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -129,10 +142,10 @@ class ProfileMonitor(TrainerCallback):
             profiler.stop()
 
     def _write(self, profiler: profile, folder: Path) -> None:
-        with whole_file(folder / "trace.json") as partial:
+        with whole_file(folder / _TRACE) as partial:
             profiler.export_chrome_trace(str(partial))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=100)
-        with whole_file(folder / "operators.txt") as partial:
+        with whole_file(folder / _TABLE) as partial:
             partial.write_text(table, encoding="utf-8")
         run_logger(__name__).info("Profile written to %s", folder)

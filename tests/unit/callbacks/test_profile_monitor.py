@@ -50,6 +50,22 @@ def test_each_run_is_profiled(tmp_path):
         assert steps_in(tmp_path / name / "profile" / "rank_0") == {2}
 
 
+@pytest.mark.parametrize("name", ["trace.json", "operators.txt"])
+def test_files_of_others_stay(name, tmp_path, caplog):
+    """An earlier profile is replaced; a file of somebody else is named, and nothing is written."""
+    folder = tmp_path / "rank_0"
+    run(ProfileMonitor(1, 1, tmp_path))
+    run(ProfileMonitor(3, 3, tmp_path))
+    assert steps_in(folder) == {3}
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / name).write_text("mine")
+    run(ProfileMonitor(1, 1, tmp_path))
+
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
+    assert f"Nothing is profiled: {folder} has {name}, which mfwrap has not written" in caplog.text
+
+
 def test_other_ranks(tmp_path):
     """A rank that is not in `profile_rank_ids` writes nothing."""
     run(ProfileMonitor(1, 2, tmp_path / "profile", profile_rank_ids=[1, 2]))
