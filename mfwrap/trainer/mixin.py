@@ -191,8 +191,7 @@ class MFTrainerMixin(_Base):
     def _connect_events(self) -> None:
         """Pass the step's results to the callbacks of the handler, which may be a new one."""
         if not isinstance(self.callback_handler, StepCallbackHandler):
-            before_event = functools.partial(_before_event, self)
-            after_event = self.rollbacks.after_event
+            before_event, after_event = self._before_event, self.rollbacks.after_event
             add_step_to_events(self, before_event, after_event, self._termination)
             show_in_one_place(self.callback_handler)
 
@@ -511,68 +510,64 @@ class MFTrainerMixin(_Base):
         # `DataSkip` gives an empty name in a training from the start.
         self._position.restore_random_states(checkpoint or None, super()._load_rng_state)
 
+    def _before_event(self, event: str) -> None:
+        """Bring the log and the data position up to date before callbacks are called."""
+        self._losses.end_micro_batch()
+        if event == "on_train_begin":
+            self._begin_training()
+        elif event == "on_epoch_begin":
+            self._begin_epoch()
+        elif event == "on_step_begin":
+            self._begin_step()
+        elif event == "on_pre_optimizer_step":
+            self._skip.rows.check_update()
+        elif event == "on_save":
+            self._checkpoints.adopt()
+        elif event == "on_train_end":
+            self._checkpoints.show()
+        elif event == "on_step_end":
+            if self._skip.follows_rows:
+                self._skip.count_update()
+            if self.attached.last_report is not None:
+                self._losses.step_log.count(self.attached.last_report)
 
-def _before_event(self: MFTrainerMixin, event: str) -> None:
-    """Bring the log and the data position up to date before callbacks are called."""
-    self._losses.end_micro_batch()
-    if event == "on_train_begin":
-        _begin_training(self)
-    elif event == "on_epoch_begin":
-        _begin_epoch(self)
-    elif event == "on_step_begin":
-        _begin_step(self)
-    elif event == "on_pre_optimizer_step":
-        self._skip.rows.check_update()
-    elif event == "on_save":
-        self._checkpoints.adopt()
-    elif event == "on_train_end":
-        self._checkpoints.show()
-    elif event == "on_step_end":
-        if self._skip.follows_rows:
-            self._skip.count_update()
-        if self.attached.last_report is not None:
-            self._losses.step_log.count(self.attached.last_report)
-
-
-def _begin_training(self: MFTrainerMixin) -> None:
-    for callback in monitors(self.callback_handler.callbacks):
-        callback.expect_evaluations()
-    # The Trainer has loaded weights, optimizer and schedule. It passes over files that are missing,
-    # so an absent file would be a fresh start.
-    self._checkpoints.check_unchanged(is_last=False)
-    self._checkpoints.restore_records(self._position.resumed_from)
-    if self._position.resumed_from is not None:
+    def _begin_training(self) -> None:
         for callback in monitors(self.callback_handler.callbacks):
-            callback.resume_from(self._position.resumed_from)
-    self.rollbacks.begun()
-    self._skip.noted.begin()
-    self.attached.step.rate_factor = 1.0
-    self._losses.begin(self._position.saved_log)
-    if self._position.resumed_from is not None:
-        restore_attributes(self, self._position.resumed_from)
-        restore_outer_weights(self, self._position.resumed_from)
+            callback.expect_evaluations()
+        # The Trainer has loaded weights, optimizer and schedule. It passes over files that are
+        # missing, so an absent file would be a fresh start.
+        self._checkpoints.check_unchanged(is_last=False)
+        self._checkpoints.restore_records(self._position.resumed_from)
+        if self._position.resumed_from is not None:
+            for callback in monitors(self.callback_handler.callbacks):
+                callback.resume_from(self._position.resumed_from)
+        self.rollbacks.begun()
+        self._skip.noted.begin()
+        self.attached.step.rate_factor = 1.0
+        self._losses.begin(self._position.saved_log)
+        if self._position.resumed_from is not None:
+            restore_attributes(self, self._position.resumed_from)
+            restore_outer_weights(self, self._position.resumed_from)
 
+    def _begin_epoch(self) -> None:
+        loader = self.callback_handler.train_dataloader
+        is_resumed = self._position.resumed_from is not None
+        self._batch.begin_epoch(loader, self._skip.begin_epoch(loader, is_resumed=is_resumed))
+        self._position.begin_epoch(
+            loader,
+            super()._load_rng_state,
+            epoch=self.state.epoch,
+            skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
+        )
 
-def _begin_epoch(self: MFTrainerMixin) -> None:
-    loader = self.callback_handler.train_dataloader
-    is_resumed = self._position.resumed_from is not None
-    self._batch.begin_epoch(loader, self._skip.begin_epoch(loader, is_resumed=is_resumed))
-    self._position.begin_epoch(
-        loader,
-        super(MFTrainerMixin, self)._load_rng_state,
-        epoch=self.state.epoch,
-        skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
-    )
-
-
-def _begin_step(self: MFTrainerMixin) -> None:
-    # Callbacks and random generators have loaded their states since the training began.
-    self._checkpoints.check_unchanged(is_last=True)
-    if self._watch is not None:
-        self._watch.begin_update()
-    if self.rollbacks.may_slow:
-        factor = self.rollbacks.rate_factor(self.state.global_step + 1)
-        self.attached.step.rate_factor = factor
+    def _begin_step(self) -> None:
+        # Callbacks and random generators have loaded their states since the training began.
+        self._checkpoints.check_unchanged(is_last=True)
+        if self._watch is not None:
+            self._watch.begin_update()
+        if self.rollbacks.may_slow:
+            factor = self.rollbacks.rate_factor(self.state.global_step + 1)
+            self.attached.step.rate_factor = factor
 
 
 def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:
