@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -146,10 +146,10 @@ class EMACallback(MonitorCallback):
         of_trainer = getattr(attachment, "ema", None)
         self._is_own = of_trainer is None
         if of_trainer is not None:
-            _refuse_settings(self._settings)
+            self._refuse_settings()
             self.ema = of_trainer
         else:
-            self.ema = _own_average(model, self._settings)
+            self.ema = self._own_average(model)
             if state.global_step > 0:
                 _resume(self.ema, resumed_from or resumed_checkpoint(args, state))
             if attachment is None:
@@ -308,6 +308,24 @@ class EMACallback(MonitorCallback):
         """Restore the raw weights if an interrupted evaluation left averages in the model."""
         self._evaluated.end()
 
+    def _own_average(self, model: nn.Module) -> ExponentialMovingAverage:
+        if is_sharded(model):
+            msg = (
+                "EMACallback cannot average weights that are sharded over ranks; give the Trainer "
+                "an average instead: MFTrainer(..., ema=...)"
+            )
+            raise ValueError(msg)
+        return ExponentialMovingAverage(model, **self._settings)
+
+    def _refuse_settings(self) -> None:
+        if self._settings:
+            given = ", ".join(f"{name}={value}" for name, value in self._settings.items())
+            msg = (
+                f"EMACallback got {given}, but the Trainer has an average with settings of its "
+                "own; leave these arguments out"
+            )
+            raise ValueError(msg)
+
     def _refuse_another(self, state: TrainerState) -> None:
         # Refuse a second EMACallback: while the first one holds averages in the model for an
         # evaluation, the second one would average those averages. All callbacks of a training
@@ -346,26 +364,6 @@ class EMACallback(MonitorCallback):
             save_state(ema, folder)
         if self._exports and (is_writer or is_sharded(model)):
             export_averages(ema, model, folder, is_writer=is_writer)
-
-
-def _own_average(model: nn.Module, settings: Mapping[str, Any]) -> ExponentialMovingAverage:
-    if is_sharded(model):
-        msg = (
-            "EMACallback cannot average weights that are sharded over ranks; give the Trainer an "
-            "average instead: MFTrainer(..., ema=...)"
-        )
-        raise ValueError(msg)
-    return ExponentialMovingAverage(model, **settings)
-
-
-def _refuse_settings(settings: Mapping[str, Any]) -> None:
-    if settings:
-        given = ", ".join(f"{name}={value}" for name, value in settings.items())
-        msg = (
-            f"EMACallback got {given}, but the Trainer has an average with settings of its own; "
-            "leave these arguments out"
-        )
-        raise ValueError(msg)
 
 
 def _resume(ema: ExponentialMovingAverage, checkpoint: Path | None) -> None:
