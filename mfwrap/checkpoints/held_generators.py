@@ -1,13 +1,14 @@
 """Random generators that samplers, data sets and collators hold, and their states, as JSON."""
 
 import base64
+import contextlib
 import functools
-import inspect
 import itertools
 import types
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from random import Random, SystemRandom
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 _Python = Random  # noqa: S311  (not for cryptography)
 Generator = torch.Generator | _Python | np.random.Generator | np.random.RandomState
 
-_MOST_ITEMS = 32
+_MOST_ITEMS = 256
 """Items of a list or dict in which generators are looked for; data have more."""
 
-_LEVELS = 6
-"""Objects within objects in which generators are looked for."""
+_MOST_OBJECTS = 4096
+"""Objects in which generators are looked for, those nearest to the roots first."""
 
 _OPAQUE = (type, types.ModuleType, nn.Module, Tensor, np.ndarray)
+_PLAIN = (type(None), bool, int, float, str, bytes)
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
@@ -45,18 +47,18 @@ def held_generators(
     found: dict[str, Generator] = {}
     # The objects are kept, so that no other one gets the number of one that was seen.
     seen = {id(each): each for each in but}
-    level = list(roots.items())
-    for _ in range(_LEVELS):
-        inner: list[tuple[str, object]] = []
-        for path, value in level:
-            if id(value) in seen or (opaque is not None and isinstance(value, opaque)):
-                continue
-            seen[id(value)] = value
-            if _is_generator(value):
-                found[path] = value
-            else:
-                inner += [(f"{path}.{name}", each) for name, each in _members(value)]
-        level = inner
+    waiting = deque(roots.items())
+    num_left = _MOST_OBJECTS
+    while waiting and num_left:
+        path, value = waiting.popleft()
+        if id(value) in seen or (opaque is not None and isinstance(value, opaque)):
+            continue
+        seen[id(value)] = value
+        num_left -= 1
+        if _is_generator(value):
+            found[path] = value
+        else:
+            waiting += [(f"{path}.{name}", each) for name, each in _members(value)]
     return found
 
 
@@ -95,7 +97,7 @@ def restore_generators(roots: Mapping[str, object], states: Mapping[str, Any]) -
         generator = found.get(path)
         if generator is None:
             _fill(roots, path, new)
-        elif type(generator) is type(new):
+        elif isinstance(generator, type(new)):
             _copy(new, generator)
 
 
@@ -105,28 +107,49 @@ def _fill(roots: Mapping[str, object], path: str, generator: Generator) -> None:
     owner = roots.get(first)
     for name in names[:-1]:
         owner = dict(_members(owner)).get(name)
-    values = getattr(owner, "__dict__", {})
+    values = _attributes(owner)
     if names and names[-1] in values and values[names[-1]] is None:
         setattr(owner, names[-1], generator)
 
 
 def _members(value: object) -> Iterable[tuple[str, object]]:
-    """Return what an object holds, by name."""
+    """Return what an object holds, by name; nothing of the user's own code is run."""
     if isinstance(value, _OPAQUE):
         return ()
     if isinstance(value, functools.partial):
         return (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     if isinstance(value, types.MethodType):
         return (("self", value.__self__),)
+    items: Iterable[tuple[object, object]]
     if isinstance(value, types.FunctionType):
-        return inspect.getclosurevars(value).nonlocals.items()
-    if isinstance(value, list | tuple):
-        items: Iterable[tuple[object, object]] = enumerate(value[:_MOST_ITEMS])
-    elif isinstance(value, dict):
+        items = _closure(value)
+    elif type(value) in {list, tuple}:
+        items = enumerate(cast("list[object]", value)[:_MOST_ITEMS])
+    elif type(value) is dict:
         items = itertools.islice(value.items(), _MOST_ITEMS)
     else:
-        items = getattr(value, "__dict__", {}).items()
-    return [(str(name), each) for name, each in items]
+        items = _attributes(value).items()
+    return [
+        (name if isinstance(name, str) else f"[{name!r}]", each)
+        for name, each in items
+        if not isinstance(each, _PLAIN)
+    ]
+
+
+def _closure(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield the variables of an inner function that it takes from its surroundings, by name."""
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        with contextlib.suppress(ValueError):  # the variable was deleted
+            yield name, cell.cell_contents
+
+
+def _attributes(value: object) -> dict[str, object]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:  # noqa: BLE001  (any error of a property of the user's own)
+        return {}
+    return found if type(found) is dict else {}
 
 
 def _is_generator(value: object) -> TypeGuard[Generator]:
@@ -134,8 +157,9 @@ def _is_generator(value: object) -> TypeGuard[Generator]:
         return value.device.type == "cpu"
     if isinstance(value, np.random.Generator):
         return type(value.bit_generator).__name__ in _BIT_GENERATORS
-    is_pythons = isinstance(value, _Python) and not isinstance(value, SystemRandom)
-    return is_pythons or isinstance(value, np.random.RandomState)
+    if isinstance(value, np.random.RandomState):
+        return bool(value.get_state(legacy=False)["bit_generator"] == "MT19937")
+    return isinstance(value, _Python) and not isinstance(value, SystemRandom)
 
 
 def _state(generator: Generator) -> dict[str, Any]:
@@ -143,7 +167,7 @@ def _state(generator: Generator) -> dict[str, Any]:
         encoded = base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
         return {"torch": encoded}
     if isinstance(generator, _Python):
-        version, words, gauss = generator.getstate()
+        version, words, gauss = _Python.getstate(generator)  # a subclass may have its own
         return {"python": [version, list(words), gauss]}
     if isinstance(generator, np.random.Generator):
         return {"numpy": _plain(generator.bit_generator.state)}
@@ -184,7 +208,7 @@ def _copy(source: Any, target: Any) -> None:
     if isinstance(target, torch.Generator):
         target.set_state(source.get_state())
     elif isinstance(target, _Python):
-        target.setstate(source.getstate())
+        _Python.setstate(target, source.getstate())
     elif isinstance(target, np.random.RandomState):
         target.set_state(source.get_state(legacy=False))
     elif type(source.bit_generator) is type(target.bit_generator):

@@ -72,7 +72,9 @@ def find_secret(value: Any, path: tuple[str | int, ...] = ()) -> tuple[str | int
     return next((one for one in found if one is not None), None)
 
 
-def without_secrets(value: Any, path: tuple[str | int, ...] = ()) -> Any:
+def without_secrets(
+    value: Any, path: tuple[str | int, ...] = (), within: tuple[int, ...] = ()
+) -> Any:
     """Return settings as plain values for JSON, with ``***`` in the place of each secret.
 
     A list or mapping under the name of a secret is hidden as a whole.
@@ -81,17 +83,22 @@ def without_secrets(value: Any, path: tuple[str | int, ...] = ()) -> Any:
         value: Mappings, lists, plain values, and objects with fields, which become mappings:
             dataclasses, named tuples and namespaces. Anything else becomes text.
         path: Path of `value`.
+        within: Identities of the objects that hold `value`. An object that holds itself is written
+            as ``...`` there.
     """
     if is_secret(path) and not _is_absent(value):
         return _HIDDEN
+    if id(value) in within:
+        return "..."
+    inside = (*within, id(value))
     value = _fields(value)
     if isinstance(value, Mapping):
         return {
-            _SECRET_VALUE.sub(_HIDDEN, str(key)): without_secrets(inner, (*path, str(key)))
-            for key, inner in value.items()
+            _SECRET_VALUE.sub(_HIDDEN, str(key)): without_secrets(each, (*path, str(key)), inside)
+            for key, each in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [without_secrets(inner, (*path, place)) for place, inner in enumerate(value)]
+        return [without_secrets(each, (*path, place), inside) for place, each in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _SECRET_VALUE.sub(_HIDDEN, str(value))
@@ -100,10 +107,18 @@ def without_secrets(value: Any, path: tuple[str | int, ...] = ()) -> Any:
 def _fields(value: Any) -> Any:
     """Return the fields of an object by name; any other value unchanged."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return {field.name: _field(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         return vars(value)
     return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
+
+
+def _field(owner: object, name: str) -> Any:
+    """Return a field; if the user's class computes it and fails, the error as text."""
+    try:
+        return getattr(owner, name, None)
+    except Exception as error:  # noqa: BLE001  (any error of the user's code)
+        return f"({type(error).__name__})"
 
 
 def _is_absent(value: Any) -> bool:

@@ -95,6 +95,7 @@ class Checkpoints:
         self._keeps_average = keeps_average
         self.staging: Path | None = None
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
+        self._is_finishing = False
         self._hides_checkpoints = False
         self._pushes = False
         self.saved_step: int | None = None
@@ -493,9 +494,18 @@ class Checkpoints:
             return str(staging_folder(Path(own, "checkpoint")) / "none")
         return own if self.staging is None else str(self.staging)
 
+    def hide(self) -> None:
+        """Hide the checkpoints if the Trainer would remove some next; call it after each log.
+
+        It would do so at the end of a training, after the last log.
+        """
+        args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
+        removes = args.save_total_limit == 1 and args.should_save and best is not None
+        self._hides_checkpoints = self._is_finishing and removes
+
     def show(self) -> None:
-        """End what `finishing` hides; call it before ``on_train_end``."""
-        self._hides_checkpoints = False
+        """End what `hide` has begun; call it before ``on_train_end``."""
+        self._hides_checkpoints = self._is_finishing = False
 
     def users_arguments(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, the training's arguments are the user's, also while `writing`."""
@@ -568,7 +578,7 @@ class Checkpoints:
         """
         args = self._trainer.args
         loads_best = args.load_best_model_at_end
-        self._hides_checkpoints = True
+        self._is_finishing = True
         try:
             with self._loading_best() if loads_best else contextlib.nullcontext():
                 yield

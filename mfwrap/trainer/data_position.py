@@ -1,7 +1,6 @@
 """Save and restore a training's position in its data, so that a resume gets the same batches."""
 
 import contextlib
-import functools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive
 from mfwrap.checkpoints.held_generators import (
+    Generator,
     check_states,
     held_generators,
     restore_generators,
@@ -175,16 +175,20 @@ class TrainerPosition:
         self._samplers = _samplers(loader)
         is_between_epochs = float(epoch or 0).is_integer()
         if saved is not None:
-            name = "samplers" if is_between_epochs else "epoch_samplers"
+            name = "sampler_generators" if is_between_epochs else "epoch_sampler_generators"
             restore_generators(self._samplers, saved.get(name, {}))
         if saved is not None and is_between_epochs:
-            restore_generators(self._data.makers, saved.get("makers", {}))
+            restore_generators(self._data.makers, saved.get("maker_generators", {}))
         if checkpoint is not None and is_between_epochs:
             self.restore_random_states(str(checkpoint), load_random_states)
         elif checkpoint is not None and saved is not None:
             restore_random_states(saved["epoch_random_states"])
             if skips_data:
-                restore = functools.partial(load_random_states, str(checkpoint))
+
+                def restore() -> None:
+                    load_random_states(str(checkpoint))
+                    restore_generators(self._data.makers, saved.get("maker_generators", {}))
+
                 self._data.resume(saved.get("data"), restore)
         self._epoch_random_states = random_states()
         self._epoch_samplers = self._sampler_states()
@@ -214,9 +218,9 @@ class TrainerPosition:
             **others,
             "epoch_random_states": self._epoch_random_states,
             "random_states": random_states(),
-            "epoch_samplers": self._epoch_samplers,
-            "samplers": self._sampler_states(),
-            "makers": states_of(held_generators(self._data.makers)),
+            "epoch_sampler_generators": self._epoch_samplers,
+            "sampler_generators": self._sampler_states(),
+            "maker_generators": states_of(held_generators(self._data.makers)),
             **log(),
             "pass_has_ended": bool(getattr(self._loader, "end_of_dataloader", False)),
             "data": self._data.state_dict(),
@@ -236,9 +240,16 @@ class TrainerPosition:
 
 
 def _samplers(loader: Any) -> dict[str, object]:
-    """Return what draws the order of a loader's rows, by name."""
-    names = ("batch_sampler", "sampler", "generator")
-    return {name: getattr(loader, name, None) for name in names}
+    """Return what draws the order of a loader's rows, by name.
+
+    accelerate wraps the batch sampler once for several ranks. It is unwrapped here, so that a
+    generator has one name on any number of ranks.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(batches, "batch_sampler", None)) is not None:
+        batches = inner
+    others = {name: getattr(loader, name, None) for name in ("sampler", "generator")}
+    return {"batch_sampler": batches, **others}
 
 
 def _file_name(rank: int, num_ranks: int) -> str:
@@ -272,7 +283,7 @@ def _read(path: Path) -> dict[str, Any]:
         positive(content.get("num_ranks", 1))
         HostStates.decoded(content["epoch_random_states"])
         check_random_states(content.get("random_states", content["epoch_random_states"]))
-        for name in ("epoch_samplers", "samplers", "makers"):
+        for name in ("epoch_sampler_generators", "sampler_generators", "maker_generators"):
             check_states(content.get(name, {}))
         check_log(content)
         if content.get("data") is not None:
@@ -380,7 +391,8 @@ class DataPosition:
         self._watches = False
         self.makers: dict[str, Any] = {}
         """Data set and collator of the watched loader, which may hold generators, by name."""
-        self._may_hold = False
+        self._held: dict[str, Generator] = {}
+        self._num_looks = 0
         self._made: _MadeBatch | None = None
         self._resumed: _Resumed | None = None
         self._kept: HostStates | None = None
@@ -398,7 +410,7 @@ class DataPosition:
         self._watches = draws_here and not isinstance(loader, DataLoaderDispatcher)
         if self._watches:
             self.makers = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
-            self._may_hold = True
+            self._num_looks = 0
 
     def keep_states(self) -> None:
         """Make the next epoch begin with the present random states.
@@ -410,7 +422,7 @@ class DataPosition:
 
     def release(self) -> None:
         """Record nothing from now on, and discard all recorded states."""
-        self._watches, self.makers = False, {}
+        self._watches, self.makers, self._held = False, {}, {}
         self._made = self._resumed = self._kept = None
         self.is_resumed = False
 
@@ -425,10 +437,12 @@ class DataPosition:
             self._kept = None
         for number, indices in batches:
             if self._watches:
-                self.before_batch(number)
+                self._before_batch(number)
             yield indices
-        if self._watches:
-            self.after_batches()
+            # The batch is made, unless it is one to skip: then none was made ahead. The sampler
+            # may draw for the next one now.
+            if self._watches and self.is_resumed:
+                self._restore_rest()
 
     def resume(self, saved: Mapping[str, Any] | None, restore_rest: Callable[[], None]) -> None:
         """Make the next epoch restore a checkpoint's random states at the right batch.
@@ -457,33 +471,25 @@ class DataPosition:
             "makers": self._made.makers,
         }
 
-    def before_batch(self, number: int) -> None:
+    def _before_batch(self, number: int) -> None:
         """Record the generators' states before a batch; in a resumed epoch, restore states first.
 
-        The batch that was made ahead of the checkpoint gets the same states as the first time. The
-        batch after it gets the states that the generators had when the checkpoint was written.
+        The batch that was made ahead of the checkpoint gets the same states as the first time.
         """
-        if self.is_resumed:
-            self._restore_rest()
-        elif self._resumed is not None and number >= self._resumed.ahead.number:
+        if self._resumed is not None and number >= self._resumed.ahead.number:
             # The batch itself may lack since then, because its rows are left out.
             self._resumed.ahead.states.restore()
             restore_generators(self.makers, self._resumed.ahead.makers)
+            self._num_looks = 0
             self.is_resumed = True
         self._made = _MadeBatch(number, HostStates.now(), self._maker_states())
 
     def _maker_states(self) -> dict[str, Any]:
-        # A collator may make its generator for the first batch.
-        if self._may_hold:
-            generators = held_generators(self.makers)
-            self._may_hold = bool(generators) or self._made is None
-            return states_of(generators)
-        return {}
-
-    def after_batches(self) -> None:
-        """Call ``restore_rest`` if the batch made ahead was the last batch of the epoch."""
-        if self.is_resumed:
-            self._restore_rest()
+        # A collator may make its generator for the first batch, so look again before the second.
+        if self._num_looks < 2:
+            self._held = held_generators(self.makers)
+            self._num_looks += 1
+        return states_of(self._held)
 
     def _restore_rest(self) -> None:
         resumed, self._resumed = self._resumed, None

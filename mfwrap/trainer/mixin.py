@@ -16,7 +16,7 @@ from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.setup import EMA
-from mfwrap.arguments import check_bool, described
+from mfwrap.arguments import check_bool, described, needed_arguments
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
 from mfwrap.collectives import RankWatch, rank_watch
@@ -268,9 +268,10 @@ class MFTrainerMixin(_Base):
                 asked_for = self.rollbacks.begin(asked_for)
                 if asked_for:
                     asked_for = self._checkpoints.checked(asked_for, trial)
-                # A method of the user's own may take fewer arguments.
                 given = (asked_for or None, trial, *args)
-                while given and given[-1] is None:
+                # A method of the user's own may take fewer arguments, and need some.
+                num_needed = len(needed_arguments(super(), "train"))
+                while len(given) > num_needed and given[-1] is None:
                     given = given[:-1]
                 with self._batch.resuming(Path(asked_for) if asked_for else None):
                     result = super().train(*given, **kwargs)
@@ -418,6 +419,7 @@ class MFTrainerMixin(_Base):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log an entry; add the values of the step and the callbacks to training logs."""
         super().log(self._losses.completed(logs), *args, **kwargs)
+        self._checkpoints.hide()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         if self._watch is not None:

@@ -67,11 +67,11 @@ GENERATOR = random.Random(1)  # noqa: S311  (not for cryptography)
 WAYS = {
     "root": GENERATOR,
     "root.rng.rng": Holder(Holder(GENERATOR)),
-    "root.1.args.0": [1, functools.partial(print, GENERATOR)],
+    "root.[1].args.[0]": [1, functools.partial(print, GENERATOR)],
     "root.keywords.rng": functools.partial(print, rng=GENERATOR),
     "root.func.self.rng": functools.partial(Holder(GENERATOR).draw),
     "root.generator": inner_function(GENERATOR),
-    "root.rng.transforms.0": Holder({"transforms": (GENERATOR,)}),
+    "root.rng.transforms.[0]": Holder({"transforms": (GENERATOR,)}),
 }
 
 
@@ -88,9 +88,86 @@ def test_what_is_not_followed():
     itself = Holder()
     itself.rng = itself
     held = Holder(GENERATOR)
-    roots = [network, random, Holder, random.SystemRandom(), itself, held, None, torch.ones(2)]
+    # NumPy's old generator can neither be read nor set in one way with another source of bits.
+    odd = np.random.RandomState(np.random.PCG64(1))
+    roots = [network, random, Holder, random.SystemRandom(), itself, held, None, odd]
 
     assert held_generators({"root": roots}, but=[held]) == {}
+
+
+class OwnList(list):
+    """A data set that is a list with rows of its own."""
+
+    def __getitem__(self, index):
+        message = "a row was read"
+        raise AssertionError(message)
+
+    __iter__ = __getitem__
+
+
+class OwnDict(dict):
+    """A data set that is a dictionary with items of its own."""
+
+    def items(self):
+        """Raise an error."""
+        message = "an item was read"
+        raise AssertionError(message)
+
+
+class Proxy:
+    """An object that has attributes in some threads only."""
+
+    @property
+    def __dict__(self):
+        message = "not in this thread"
+        raise RuntimeError(message)
+
+
+class OwnRandom(random.Random):  # noqa: S311  (not for cryptography)
+    """A generator that describes its state in its own way."""
+
+    def getstate(self):
+        """Return one number."""
+        return (1,)
+
+
+def collating():
+    """Return an inner function one of whose variables was deleted."""
+    big = [1]
+
+    def collate(rows):
+        return rows, big, GENERATOR  # noqa: F821  (deleted below)
+
+    del big
+    return collate
+
+
+def test_no_code_of_the_user_is_run():
+    """Containers, attributes and closures of any kind are read without calling their methods."""
+    rows, items, own = OwnList([1]), OwnDict(a=1), OwnRandom(1)
+    rows.rng = items.rng = GENERATOR
+    roots = {"a": rows, "b": Proxy(), "c": collating(), "d": own}
+    assert held_generators({"b": items}) == {"b.rng": GENERATOR}
+    states = states_of(found := held_generators(roots))
+    assert found == {"a.rng": GENERATOR, "d": own}
+    expected = own.random()
+    restore_generators(roots, json.loads(json.dumps(states)))
+
+    assert own.random() == expected
+
+
+def test_how_far_generators_are_looked_for():
+    """A generator deep inside wrappers is found, and large data take little time."""
+    nested = Holder(GENERATOR)
+    for _ in range(20):
+        nested = Holder(nested)
+    image = [[[0.0] * 64 for _ in range(64)] for _ in range(64)]
+    rows = [{"image": image, "rng": None} for _ in range(10_000)]
+    generators = [random.Random(n) for n in range(40)]  # noqa: S311  (not for cryptography)
+
+    assert list(held_generators({"root": nested}).values()) == [GENERATOR]
+    assert len(held_generators({"root": [rows, {0: generators[0], "0": generators[1]}]})) == 2
+    assert len(held_generators({"root": generators})) == 40
 
 
 def test_a_program_that_has_changed():

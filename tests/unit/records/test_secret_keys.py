@@ -130,6 +130,38 @@ def test_fields_of_objects_are_hidden(value, written):
     assert without_secrets({"settings": value}) == {"settings": written}
 
 
+@dataclasses.dataclass
+class Node:
+    """Settings that may hold themselves."""
+
+    parent: object = None
+
+
+class Failing(Node):
+    """Settings whose field cannot be read."""
+
+    @property
+    def parent(self):
+        """Raise an error."""
+        message = "not yet"
+        raise RuntimeError(message)
+
+    @parent.setter
+    def parent(self, value):
+        """Take no value."""
+
+
+def test_settings_that_hold_themselves_or_fail():
+    """A field that leads back to its owner, or raises, does not end the loop."""
+    node, names, held = Node(), argparse.Namespace(), {}
+    node.parent, names.own, held["own"] = node, names, held
+
+    assert without_secrets({"a": node}) == {"a": {"parent": "..."}}
+    assert without_secrets({"a": [names, names]}) == {"a": [{"own": "..."}, {"own": "..."}]}
+    assert without_secrets(held) == {"own": "..."}
+    assert without_secrets({"a": Failing()}) == {"a": {"parent": "(RuntimeError)"}}
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -8,19 +8,34 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from mfwrap.checkpoints.global_batch import GlobalBatch
+from mfwrap.checkpoints.held_generators import held_generators
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer.data_position import DataPosition, _read_position, read_rank_file
+from mfwrap.trainer.data_position import (
+    DataPosition,
+    _read_position,
+    _samplers,
+    read_rank_file,
+)
 from mfwrap.trainer.followed_loader import followed_loader
 from mfwrap.trainer.log import StepLog
-from support.trainer_runs import Counting, new_trainer
+from support.trainer_runs import Counting, new_trainer, padded
 
 
 class Numbers(Dataset):
@@ -235,8 +250,10 @@ DAMAGE = {
     "updates": changed("global_batch/updates_per_epoch", 1.5),
     "offset of the data": changed("data_skip/offset", "3"),
     "skipped steps": changed("data_skip/steps", 1.5),
-    "generators of samplers": changed("samplers", {"sampler.rng": {"python": [3, [1], None]}}),
-    "generators of data": changed("makers", {"dataset.rng": {"other": 1}}),
+    "generators of samplers": changed(
+        "sampler_generators", {"sampler.rng": {"python": [3, [1], None]}}
+    ),
+    "generators of data": changed("maker_generators", {"dataset.rng": {"other": 1}}),
     "skipped rows": changed("data_skip/rows", [[0, -1]]),
 }
 
@@ -304,12 +321,18 @@ class Noting(MFTrainer):
         return super().training_step(model, inputs, *rest)
 
 
-def assert_rows_go_on(kind, step, folder, make_data=lambda: Counting(24), **extras):
+NOTHING: dict = {}
+NAMES = ("epoch_sampler_generators", "sampler_generators", "maker_generators")
+"""Entries of a position with the states of generators that objects hold."""
+
+
+def assert_rows_go_on(
+    kind, step, folder, make_data=lambda: Counting(24), *, arguments=NOTHING, **extras
+):
     """Compare the rows and the last position of a resumed training with those of a whole one."""
     file = folder / "checkpoint-8" / "mfwrap_position.json"
-    names = ("epoch_samplers", "samplers", "makers", "data")
     positions = []
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1}
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, **arguments}
 
     def trainer():
         made = {name: make() for name, make in extras.items()}
@@ -318,7 +341,7 @@ def assert_rows_go_on(kind, step, folder, make_data=lambda: Counting(24), **extr
     whole, resumed = trainer(), trainer()
     for each, checkpoint in ((whole, None), (resumed, folder / f"checkpoint-{step}")):
         each.train(resume_from_checkpoint=checkpoint)
-        positions.append({name: json.loads(file.read_text())[name] for name in names})
+        positions.append({name: json.loads(file.read_text())[name] for name in (*NAMES, "data")})
     assert resumed.seen == whole.seen[8 * step :]
     assert positions[1] == positions[0]
     return positions[0]
@@ -336,7 +359,7 @@ def test_accelerates_sampler_is_not_saved(step, tmp_path):
     """It seeds its generator anew in each pass, and has none before its first one."""
     position = assert_rows_go_on(Noting, step, tmp_path)
 
-    assert position["samplers"] == position["epoch_samplers"] == position["makers"] == {}
+    assert all(position[name] == {} for name in NAMES)
 
 
 class Augmented(Counting):
@@ -373,6 +396,49 @@ def test_a_generator_that_makes_the_data_goes_on(owner, step, tmp_path):
     else:
         make_data = functools.partial(Counting, 24, length=6)
         assert_rows_go_on(Noting, step, tmp_path, make_data, data_collator=masking)
+
+
+class Shifting:
+    """A collator that rotates the rows of a batch by a random number of places."""
+
+    def __init__(self):
+        self.rng = random.Random(4)  # noqa: S311  (not for cryptography)
+
+    def __call__(self, rows):
+        places = self.rng.randrange(5)
+        return {name: values.roll(places, 1) for name, values in padded(rows).items()}
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 5])
+def test_a_collator_that_evaluations_use_goes_on(step, tmp_path):
+    """Evaluations draw from the collator's generator between the batches of the training."""
+    arguments = {"eval_strategy": "steps", "eval_steps": 2}
+    assert_rows_go_on(Noting, step, tmp_path, arguments=arguments, data_collator=Shifting)
+
+
+class Plain(Noting):
+    """Have a loader of torch, which accelerate does not know."""
+
+    def get_train_dataloader(self):
+        self.seen = []
+        return DataLoader(self.train_dataset, 2, sampler=SAMPLERS["NumPy"]())
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_loader_that_makes_nothing_ahead(step, tmp_path):
+    """The generators of the data go on where no batch was made ahead of the checkpoint."""
+    assert_rows_go_on(Plain, step, tmp_path, lambda: Augmented(24))
+
+
+def test_a_generator_has_one_name_on_any_number_of_ranks():
+    """Accelerate's wrapper for several ranks does not change the path of a generator."""
+    sampler = RandomSampler(range(8), generator=torch.Generator())
+    batches = BatchSampler(sampler, 2, drop_last=False)
+    alone = DataLoader(Counting(8), batch_sampler=batches)
+    shard = DataLoader(Counting(8), batch_sampler=BatchSamplerShard(batches, 2, 1))
+
+    names = [list(held_generators(_samplers(each))) for each in (alone, shard)]
+    assert names[0] == names[1] == ["batch_sampler.sampler.generator"]
 
 
 class Throwing(MFTrainer):
