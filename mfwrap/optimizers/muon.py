@@ -1,5 +1,6 @@
 """`Muon`: torch's Muon, skipped on the device; and the parameters that it is meant for."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,11 @@ class Muon(torch.optim.Muon):
                 [1., 1.]])
     """
 
-    # torch's GradScaler leaves unscaling and skipping to the step.
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler then leaves unscaling and skipping to the step, which may be another
+        # one in a subclass.
+        return inspect.unwrap(type(self).step) is inspect.unwrap(Muon.step)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -57,6 +61,9 @@ class Muon(torch.optim.Muon):
 
         Returns:
             Result of `closure`; ``None`` without a closure.
+
+        Raises:
+            RuntimeError: If a matrix is complex, or its gradient sparse.
         """
         loss = evaluated(closure)
         for group in self.param_groups:
@@ -67,6 +74,10 @@ class Muon(torch.optim.Muon):
         return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, settings: dict[str, Any]) -> None:
+        if parameter.is_complex() or gradient.is_sparse:
+            kind = "complex parameters" if parameter.is_complex() else "sparse gradients"
+            msg = f"Muon does not support {kind}, got some of shape {tuple(parameter.shape)}"
+            raise RuntimeError(msg)
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if scale is not None:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -95,8 +95,10 @@ class Checkpoints:
         self._keeps_average = keeps_average
         self.staging: Path | None = None
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
-        self._is_finishing = False
-        self._hides_checkpoints = False
+        self._ending: Callable[[], None] | None = None
+        self._best_files: Mapping[str, Identity] = {}
+        self.hides_checkpoints = False
+        """Whether the Trainer gets a folder without checkpoints, so that it removes none."""
         self._pushes = False
         self.saved_step: int | None = None
         """Step of the last checkpoint of this training; ``None`` before the first one."""
@@ -436,6 +438,8 @@ class Checkpoints:
         if args.should_save:
             trainer.state.save_to_json(str(written / TRAINER_STATE))
             write_manifest(written)
+            if str(final) == trainer.state.best_model_checkpoint:
+                self._best_files = {}  # a callback has saved the checkpoint again
             # This call syncs all files to disk before it renames the checkpoint.
             move_into_place(written, final)
             self._remove_old(final.parent, kept=final)
@@ -490,9 +494,9 @@ class Checkpoints:
         Args:
             own: Folder that the Trainer would take.
         """
-        if self._hides_checkpoints:
-            return str(staging_folder(Path(own, "checkpoint")) / "none")
-        return own if self.staging is None else str(self.staging)
+        if self.staging is not None:
+            return str(self.staging)
+        return str(Path(own, "_no_checkpoints")) if self.hides_checkpoints else own
 
     def hide(self) -> None:
         """Hide the checkpoints if the Trainer would remove some next; call it after each log.
@@ -501,11 +505,16 @@ class Checkpoints:
         """
         args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
         removes = args.save_total_limit == 1 and args.should_save and best is not None
-        self._hides_checkpoints = self._is_finishing and removes
+        self.hides_checkpoints = self._ending is not None and removes
 
-    def show(self) -> None:
-        """End what `hide` has begun; call it before ``on_train_end``."""
-        self._hides_checkpoints = self._is_finishing = False
+    def end(self) -> None:
+        """Do what the Trainer does between its last log and ``on_train_end``; see `finishing`.
+
+        Call it before ``on_train_end``: what callbacks write there is theirs.
+        """
+        ending, self._ending, self.hides_checkpoints = self._ending, None, False
+        if ending is not None:
+            ending()
 
     def users_arguments(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, the training's arguments are the user's, also while `writing`."""
@@ -541,14 +550,14 @@ class Checkpoints:
     def _loading_best(self) -> Iterator[None]:
         """Verify the best checkpoint, whose weights the Trainer loads within the block."""
         trainer = self._trainer
-        identities: Mapping[str, Identity] = {}
+        self._best_files = {}
         best = trainer.state.best_model_checkpoint
         with raising_together():
             is_reader = trainer.args.local_process_index == 0
             # Nodes with disks of their own may lack the manifest; the Trainer then warns.
             if is_reader and best is not None and (Path(best) / MANIFEST).is_file():
                 try:
-                    identities = verify(Path(best)).identities
+                    self._best_files = verify(Path(best)).identities
                 except ValueError as error:
                     newest = newest_whole_checkpoint(Path(best).parent)
                     msg = (
@@ -559,7 +568,7 @@ class Checkpoints:
         yield
         with raising_together():
             try:
-                check_unchanged(Path(best or ""), identities)
+                check_unchanged(Path(best or ""), self._best_files)
             except DamagedFileError as error:
                 msg = f"cannot load the best model from {best}: {error}"
                 raise ValueError(msg) from error
@@ -576,15 +585,19 @@ class Checkpoints:
             run_folder: Folder of the run's checkpoints.
             keeps_last: Whether to remove nothing, so that an interrupted training can be resumed.
         """
-        args = self._trainer.args
-        loads_best = args.load_best_model_at_end
-        self._is_finishing = True
-        try:
-            with self._loading_best() if loads_best else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._trainer.args.load_best_model_at_end:
+                stack.enter_context(self._loading_best())
+            self._ending = functools.partial(self._end, stack, run_folder, keeps_last=keeps_last)
+            try:
                 yield
-        finally:
-            self.show()
-        best = self._trainer.state.best_model_checkpoint
+                self.end()
+            finally:
+                self._ending, self.hides_checkpoints = None, False
+
+    def _end(self, loading: contextlib.ExitStack, run_folder: Path, *, keeps_last: bool) -> None:
+        loading.close()
+        args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
         if best is None or args.save_total_limit != 1 or not args.should_save or keeps_last:
             return
         others = [each for each in own_checkpoints(run_folder) if not each.samefile(best)]

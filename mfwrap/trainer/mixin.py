@@ -445,7 +445,9 @@ class MFTrainerMixin(_Base):
             super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with training_weights(), self._checkpoints.writing(Path(self._get_output_dir(trial))):
+        with replaced(self._checkpoints, hides_checkpoints=False):
+            run_folder = Path(self._get_output_dir(trial))
+        with training_weights(), self._checkpoints.writing(run_folder):
             super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -526,7 +528,7 @@ class MFTrainerMixin(_Base):
         elif event == "on_save":
             self._checkpoints.adopt()
         elif event == "on_train_end":
-            self._checkpoints.show()
+            self._checkpoints.end()
         elif event == "on_step_end":
             if self._skip.follows_rows:
                 self._skip.count_update()

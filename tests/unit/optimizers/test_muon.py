@@ -113,6 +113,40 @@ def test_torchs_scaler_skips_and_unscales_it():
     assert_same(ours, theirs)
 
 
+class OwnStep(Muon):
+    """A user's Muon with a step of its own, which divides by no scale."""
+
+    def step(self, closure=None):
+        """Subtract the gradients."""
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad)
+
+
+def test_torchs_scaler_unscales_for_a_step_of_the_users_own():
+    """A subclass with another step gets unscaled gradients, and none where they overflow."""
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = OwnStep([parameter])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    parameter.grad = torch.full((2, 2), 512.0)
+    scaler.step(optimizer)
+
+    assert torch.equal(parameter, torch.full((2, 2), 0.5))
+
+
+def test_what_torchs_muon_refuses():
+    """Complex matrices and sparse gradients are refused, and nothing changes."""
+    complex_one = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    complex_one.grad = torch.ones_like(complex_one)
+    with pytest.raises(RuntimeError, match="does not support complex parameters"):
+        Muon([complex_one]).step()
+    sparse = nn.Parameter(torch.ones(2, 2))
+    sparse.grad = torch.ones(2, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        Muon([sparse]).step()
+
+
 def test_a_closure_computes_the_gradients():
     """The result of the closure is returned, and its gradients are used."""
     parameters, plain = matrices(), matrices()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.callbacks import CheckpointMonitor
@@ -172,3 +172,52 @@ def test_a_resume_from_an_older_checkpoint(tmp_path):
     renamed = ["_abandoned-checkpoint-2", "_abandoned-checkpoint-3", "checkpoint-1"]
     assert at_barriers == [renamed]
     assert checkpoints(own) == renamed
+
+
+class Own(TrainerCallback):
+    """Save a checkpoint in an event of the end of the training."""
+
+    def __init__(self, event):
+        self.event = event
+
+    def on_log(self, *_, logs=None, **__):
+        """Save after the last log."""
+        if self.event == "on_log" and "train_loss" in logs:
+            self.trainer._save_checkpoint(self.trainer.model, None)
+
+    def on_train_end(self, *_, **__):
+        """Save at the end."""
+        if self.event == "on_train_end":
+            self.trainer._save_checkpoint(self.trainer.model, None)
+
+
+@pytest.mark.parametrize("greater_is_better", [True, False])
+@pytest.mark.parametrize("event", ["on_log", "on_train_end"])
+def test_a_checkpoint_that_a_callback_saves_at_the_end(event, greater_is_better, tmp_path):
+    """It is written where a stock Trainer's is, and kept."""
+    arguments = BEST | {"save_total_limit": 1, "greater_is_better": greater_is_better}
+    found = []
+    for kind in (Trainer, MFTrainer):
+        callback = Own(event)
+        trainer = new_trainer(
+            tmp_path / kind.__name__, PLAIN, kind=kind, callbacks=[callback], **arguments
+        )
+        callback.trainer = trainer
+        trainer.train()
+        found.append(outcome(trainer)["checkpoints"])
+
+    assert found[1] == found[0]
+
+
+def test_a_log_of_the_users_own_finds_the_output_folder(tmp_path):
+    """A log method may ask for the output folder, also for the last entry."""
+    folders = []
+
+    class Logging(MFTrainer):
+        def log(self, logs, *args, **keywords):
+            folders.append(self._get_output_dir(None))
+            super().log(logs, *args, **keywords)
+
+    trained(tmp_path, PLAIN, kind=Logging, **BEST | {"save_total_limit": 1})
+
+    assert set(folders) == {str(tmp_path)}

@@ -289,6 +289,9 @@ class FewerArguments(Trainer):
 class MoreArguments(Trainer):
     """A trainer whose methods take more than those of the Trainer."""
 
+    def train(self, resume_from_checkpoint, trial=None):
+        return super().train(resume_from_checkpoint, trial)
+
     def training_step(self, model, inputs, num_items_in_batch=None, factor=1.0):
         return super().training_step(model, inputs, num_items_in_batch) * factor
 

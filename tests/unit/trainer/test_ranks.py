@@ -173,7 +173,7 @@ def test_told_to_end_twice(tmp_path):
     first.join()
 
     assert last.exitcode == -signal.SIGTERM
-    assert files(tmp_path) == []
+    assert set(files(tmp_path)) <= {"_mfwrap.lock"}  # of the rank that was killed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
