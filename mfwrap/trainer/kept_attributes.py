@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -147,6 +148,8 @@ def _encoded(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, np.generic):  # a number of NumPy
+        return value.item()
     if isinstance(value, Tensor):
         tensors[path] = value.detach().cpu().clone().contiguous()
         return {"tensor": path, "is_on_cpu": value.device.type == "cpu"}

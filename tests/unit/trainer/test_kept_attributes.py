@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -112,6 +113,7 @@ def test_what_belongs_to_the_process_is_not_saved(tmp_path):
     trainer = new_trainer("GRPO", tmp_path, MFTrainerMixin, **SAVING)
     vars(trainer)["_last_loaded_step"] = 3
     vars(trainer)["_logs"]["images"].append(object())
+    vars(trainer)["_step"] = np.int64(0)
     train(trainer)
     with safe_open(tmp_path / "checkpoint-3" / FILE, "pt") as file:
         saved = json.loads(file.metadata()["record"])["attributes"]
