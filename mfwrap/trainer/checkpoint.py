@@ -95,7 +95,8 @@ class Checkpoints:
         self._keeps_average = keeps_average
         self.staging: Path | None = None
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
-        self._ending: Callable[[], None] | None = None
+        self.ending: Callable[[], None] | None = None
+        """What is left to do in `finishing`; ``None`` at any other time."""
         self._best_files: Mapping[str, Identity] = {}
         self.hides_checkpoints = False
         """Whether the Trainer gets a folder without checkpoints, so that it removes none."""
@@ -499,20 +500,17 @@ class Checkpoints:
         return str(Path(own, "_no_checkpoints")) if self.hides_checkpoints else own
 
     def hide(self) -> None:
-        """Hide the checkpoints if the Trainer would remove some next; call it after each log.
-
-        It would do so at the end of a training, after the last log.
-        """
+        """Hide the checkpoints if the Trainer would remove some next, after its last log."""
         args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
         removes = args.save_total_limit == 1 and args.should_save and best is not None
-        self.hides_checkpoints = self._ending is not None and removes
+        self.hides_checkpoints = removes
 
     def end(self) -> None:
         """Do what the Trainer does between its last log and ``on_train_end``; see `finishing`.
 
         Call it before ``on_train_end``: what callbacks write there is theirs.
         """
-        ending, self._ending, self.hides_checkpoints = self._ending, None, False
+        ending, self.ending, self.hides_checkpoints = self.ending, None, False
         if ending is not None:
             ending()
 
@@ -588,12 +586,12 @@ class Checkpoints:
         with contextlib.ExitStack() as stack:
             if self._trainer.args.load_best_model_at_end:
                 stack.enter_context(self._loading_best())
-            self._ending = functools.partial(self._end, stack, run_folder, keeps_last=keeps_last)
+            self.ending = functools.partial(self._end, stack, run_folder, keeps_last=keeps_last)
             try:
                 yield
                 self.end()
             finally:
-                self._ending, self.hides_checkpoints = None, False
+                self.ending, self.hides_checkpoints = None, False
 
     def _end(self, loading: contextlib.ExitStack, run_folder: Path, *, keeps_last: bool) -> None:
         loading.close()

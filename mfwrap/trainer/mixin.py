@@ -419,7 +419,8 @@ class MFTrainerMixin(_Base):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log an entry; add the values of the step and the callbacks to training logs."""
         super().log(self._losses.completed(logs), *args, **kwargs)
-        self._checkpoints.hide()
+        if self._checkpoints.ending is not None:
+            self._checkpoints.hide()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         if self._watch is not None:
