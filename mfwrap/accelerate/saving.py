@@ -334,9 +334,9 @@ def _is_of_torch(path: Path) -> bool:
 
 
 def _surplus(configuration: Any, newest: Path) -> list[Path]:
-    """Return the oldest checkpoints beyond accelerate's ``total_limit``."""
+    """Return the oldest checkpoints of mfwrap beyond accelerate's ``total_limit``."""
     if configuration.total_limit is None:
         return []
-    ordered = named_automatically(configuration)
-    older = [path for path in ordered if path.name != newest.name and is_own_checkpoint(path)]
-    return older[: max(len(ordered) - configuration.total_limit, 0)]
+    own = [path for path in named_automatically(configuration) if is_own_checkpoint(path)]
+    older = [path for path in own if path.name != newest.name]
+    return older[: max(len(own) - configuration.total_limit, 0)]

@@ -72,6 +72,22 @@ def test_an_interrupted_save_with_a_limit(tmp_path):
         run.accelerator.save_state()
 
 
+def test_checkpoints_of_accelerate_alone_do_not_count(tmp_path):
+    """`total_limit` neither deletes them nor keeps fewer checkpoints of mfwrap beside them."""
+    project = ProjectConfiguration(
+        project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
+    )
+    stock = AttachedRun(attached=False, project_config=project)
+    for _ in range(2):
+        stock.accelerator.save_state()
+    run = AttachedRun(project_config=project)
+    for _ in range(3):
+        run.accelerator.save_state()
+
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"checkpoint_{number}" for number in (0, 1, 3, 4)]
+
+
 def test_saves_into_folders_beside_each_other(tmp_path):
     """A loop saves while another one, with another accelerator, saves into the next folder."""
     first, second = AttachedRun(), AttachedRun(RunSettings(seed=1))
