@@ -263,6 +263,11 @@ def saves_weights_itself(trainer: Any) -> bool:
     return has_own(trainer, *_SAVING) or _any_has(kinds, {"save_pretrained"})
 
 
+def saves_checkpoints_itself(trainer: Any) -> bool:
+    """Return whether a Trainer writes its checkpoints by a method of the user's own."""
+    return has_own(trainer, "_save_checkpoint")
+
+
 def saves_optimizer_itself(trainer: Any) -> bool:
     """Return whether a Trainer saves or loads its optimizer by a method of the user's own."""
     return has_own(trainer, *_OPTIMIZER)

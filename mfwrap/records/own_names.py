@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL, checkpoints_of_run
-from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.checkpoints.written_files import begin_list, listed_names
 from mfwrap.records.run_record import read_facts
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 """Names of the checkpoints of a Trainer."""
+
+_OF_CHECKPOINT = re.compile(r"mfwrap_(manifest|position|records|step)(_\d+)?\.(json|safetensors)")
+"""Names of files that only mfwrap writes into a checkpoint. A node with a disk of its own may have
+those of its ranks alone."""
 
 EARLIER = "earlier_"
 """Prefix of the tracebacks of attempts before the one that has finished the run."""
@@ -50,12 +53,14 @@ def base_name(name: str) -> str:
 def is_own(path: Path) -> bool:
     """Return whether a run of mfwrap has written a file or folder.
 
-    The list of its folder tells it. A folder without a list was written by an earlier release, or
-    by nobody: if it has a ``run.json`` of mfwrap, its files count as written by that run. A link is
-    never mfwrap's.
+    The list of its folder tells it, and so do mfwrap's files in a checkpoint. A folder without a
+    list was written by an earlier release, or by nobody: if it has a ``run.json`` of mfwrap, its
+    files count as written by that run. A link is never mfwrap's.
     """
     if path.is_symlink():
         return False
+    if CHECKPOINT.fullmatch(base_name(path.name)) and _has_own_files(path):
+        return True
     listed = listed_names(path.parent)
     if listed is None:
         return _has_facts_of_mfwrap(path.parent)
@@ -68,8 +73,8 @@ def own_names(folder: Path) -> set[str]:
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Return whether a training of mfwrap has written a checkpoint: it then has a manifest."""
-    return not path.is_symlink() and ((path / MANIFEST).is_file() or is_own(path))
+    """Return whether a training or a loop of mfwrap has written a checkpoint of any name."""
+    return is_own(path) or (not path.is_symlink() and _has_own_files(path))
 
 
 def own_checkpoints(run_folder: Path) -> list[Path]:
@@ -105,6 +110,15 @@ def refuse_others(others: Iterable[Path]) -> None:
             "choose another folder, or move these files away"
         )
         raise FileExistsError(msg)
+
+
+def _has_own_files(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has a file that only mfwrap writes, perhaps without the others.
+
+    It may be incomplete: on a node with a disk of its own, or after somebody has deleted files.
+    """
+    found = [each for each in checkpoint.glob("mfwrap_*") if _OF_CHECKPOINT.fullmatch(each.name)]
+    return any(each.is_file() and not each.is_symlink() for each in found)
 
 
 def _has_facts_of_mfwrap(folder: Path) -> bool:

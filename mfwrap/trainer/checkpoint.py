@@ -43,11 +43,13 @@ from mfwrap.checkpoints.verification import (
     verify,
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
+from mfwrap.checkpoints.written_files import note_written
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.compatibility.transformers import (
     loads_weights_itself,
     output_folder_of,
     push_checkpoint,
+    saves_checkpoints_itself,
     saves_optimizer_itself,
     saves_weights_itself,
 )
@@ -408,6 +410,20 @@ class Checkpoints:
             if any(gather_objects((staging / name).is_dir())):
                 self._complete(staging / name, run_folder / name)
                 self.saved_step = trainer.state.global_step
+
+    def note_own(self) -> None:
+        """Note the checkpoint that the user's own ``_save_checkpoint`` is about to write.
+
+        Such a method may write to the run folder itself, and be killed before the checkpoint has a
+        file of mfwrap. The list of the run folder then tells that it belongs to the training.
+        """
+        trainer = self._trainer
+        if trainer.args.local_process_index == 0 and saves_checkpoints_itself(trainer):
+            run_folder = Path(str(trainer.args.output_dir))
+            # The other ranks do not learn of an error here. The user's method gets it as well.
+            with contextlib.suppress(OSError):
+                begin_folder(run_folder)
+                note_written(run_folder / f"checkpoint-{trainer.state.global_step}")
 
     def adopt(self) -> None:
         """Write the manifest of a checkpoint that the user's own ``_save_checkpoint`` has written.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
@@ -191,8 +191,7 @@ class MFTrainerMixin(_Base):
     def _connect_events(self) -> None:
         """Pass the step's results to the callbacks of the handler, which may be a new one."""
         if not isinstance(self.callback_handler, StepCallbackHandler):
-            before_event, after_event = self._before_event, self.rollbacks.after_event
-            add_step_to_events(self, before_event, after_event, self._termination)
+            add_step_to_events(self, self._before_event, self._after_event, self._termination)
             show_in_one_place(self.callback_handler)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -535,6 +534,12 @@ class MFTrainerMixin(_Base):
                 self._skip.count_update()
             if self.attached.last_report is not None:
                 self._losses.step_log.count(self.attached.last_report)
+
+    def _after_event(self, event: str, control: TrainerControl) -> None:
+        """Go back to an earlier checkpoint, or note the checkpoint that is saved next."""
+        self.rollbacks.after_event(event, control)
+        if control.should_save:
+            self._checkpoints.note_own()
 
     def _begin_training(self) -> None:
         for callback in monitors(self.callback_handler.callbacks):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -211,6 +212,17 @@ def test_checkpoints_of_others_are_not_overwritten(tmp_path):
         run(tmp_path, overwrite=True)
 
     assert (tmp_path / "checkpoint-3" / "weights.bin").read_text() == "mine"
+
+
+def test_checkpoints_with_files_of_mfwrap_are_overwritten(tmp_path):
+    """A checkpoint shows that mfwrap has written it, also if its run folder has nothing else."""
+    run(tmp_path, **SAVING)
+    for path in [each for each in tmp_path.iterdir() if not each.name.startswith("checkpoint-")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    run(tmp_path, overwrite=True, max_steps=3, **SAVING)
+
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
 def test_a_run_without_a_list(tmp_path):

@@ -38,12 +38,12 @@ def test_names_that_a_run_writes(folder):
 
 
 def test_without_a_list(folder):
-    """Nothing is mfwrap's but checkpoints with a manifest, unless there is its ``run.json``."""
-    assert own_names(folder) == set()
+    """Nothing is mfwrap's but checkpoints with its files, unless there is its ``run.json``."""
+    assert own_names(folder) == {"checkpoint-10"}
     assert [path.name for path in own_checkpoints(folder)] == ["checkpoint-10"]
     for facts in ({"versions": {"torch": "2"}}, {"versions": "mfwrap"}, []):
         (folder / "run.json").write_text(json.dumps(facts))
-        assert own_names(folder) == set()
+        assert own_names(folder) == {"checkpoint-10"}
 
     (folder / "run.json").write_text(json.dumps({"versions": {"mfwrap": "0.1"}}))
     assert own_names(folder) == known_names(folder)
@@ -66,10 +66,24 @@ def test_with_a_list(folder):
     (folder / "progress.jsonl").symlink_to("metrics.jsonl")
     (folder / "model").symlink_to("checkpoint-2")
 
-    assert own_names(folder) == {"metrics.jsonl", "_abandoned-checkpoint-4.2"}
+    assert own_names(folder) == {"metrics.jsonl", "checkpoint-10", "_abandoned-checkpoint-4.2"}
     assert [path.name for path in own_checkpoints(folder)] == ["checkpoint-10"]
     assert not is_own(folder / "notes.txt")
     assert [path.name for path in folder.glob(f"{LIST}*")] == [LIST]
+
+
+@pytest.mark.parametrize(
+    "name", ["mfwrap_position_1.json", "mfwrap_records_3.json", "mfwrap_step.safetensors"]
+)
+def test_a_checkpoint_without_a_manifest(folder, name):
+    """A file of mfwrap tells whose it is; a link, or a similar name of a user's, does not."""
+    for step, file in ((2, name), (4, "mfwrap_notes.json")):
+        (folder / f"checkpoint-{step}" / file).touch()
+    (folder / "checkpoint-4" / name).symlink_to(folder / "notes.txt")
+
+    assert [path.name for path in own_checkpoints(folder)] == ["checkpoint-2", "checkpoint-10"]
+    begin_list(folder, [])
+    assert own_names(folder) == {"checkpoint-2", "checkpoint-10"}
 
 
 def test_all_files_in_the_way_are_named(folder):

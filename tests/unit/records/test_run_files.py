@@ -172,7 +172,7 @@ def test_a_committed_file_is_the_runs_own(tmp_path):
     resumed(tmp_path / "checkpoint-2", 2).open(lines.path, 2)
 
     assert steps_in(lines.path) == [1, 2]
-    assert listed_names(tmp_path) == {"metrics.jsonl"}
+    assert listed_names(tmp_path) == {"metrics.jsonl", "checkpoint-2"}
 
 
 @pytest.mark.parametrize("fault", ["shorter", "gone", "other"])

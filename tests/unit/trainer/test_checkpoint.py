@@ -328,6 +328,23 @@ def test_a_checkpoint_of_somebody_else(tmp_path, kind, resume):
     assert found[theirs] == before[theirs]
 
 
+@pytest.mark.filterwarnings("ignore:.*; resuming from .*checkpoint-2$")
+@pytest.mark.parametrize("kept", ["mfwrap_position.json", "mfwrap_step.safetensors"])
+@pytest.mark.parametrize("asked_for", [None, "auto"])
+def test_a_checkpoint_that_has_lost_files(unbroken, tmp_path, kept, asked_for):
+    """It is still mfwrap's: it has been deleted in part, or a node's disk never had the rest."""
+    trained(tmp_path, EVERY_OTHER, callbacks=[StopAfter(4)])
+    last = tmp_path / "checkpoint-4"
+    for path in set(last.iterdir()) - {last / kept}:
+        path.unlink()
+
+    trainer = new_trainer(tmp_path, EVERY_OTHER)
+    trainer.train(resume_from_checkpoint=asked_for)
+
+    assert_whole(tmp_path)
+    assert_same_state(unbroken[1], end_of(trainer))
+
+
 @pytest.mark.parametrize("resumes", [False, True])
 def test_rollbacks_of_somebody_else(tmp_path, resumes):
     """A training without `rollback` neither deletes nor reads a file of that name."""

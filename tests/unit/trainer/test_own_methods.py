@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback
+from mfwrap.checkpoints.written_files import LIST
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 from support.other_trainers import sentence_encoder
 from support.trainer_runs import (
@@ -102,18 +103,47 @@ class OwnNames(OwnFolder):
         Path(self._get_output_dir(trial), "newest.txt").write_text(str(step), encoding="utf-8")
 
 
+class Killed(Exception):  # noqa: N818  (stands for a kill, not for an error)
+    """Stands for a kill."""
+
+
+class KilledFolder(OwnFolder):
+    """A trainer that is killed after it has written the weights of a checkpoint."""
+
+    def _save_checkpoint(self, model, trial):
+        if self.state.global_step == 4:
+            self.save_model(str(Path(self.args.output_dir, "checkpoint-4")))
+            raise Killed
+        OwnFolder._save_checkpoint(self, model, trial)
+
+
+@pytest.mark.filterwarnings("ignore:.*; resuming from .*checkpoint-2$")
+@pytest.mark.parametrize("way", ["below", "on top"])
+@pytest.mark.parametrize("asked_for", [None, "auto"])
+def test_a_killed_save_of_ones_own(way, asked_for, tmp_path):
+    """What is left of a checkpoint that a method of the user's own writes is nobody else's."""
+    with pytest.raises(Killed):
+        new_trainer(WAYS[way](KilledFolder), tmp_path, model=Outer(), **SAVING).train()
+    assert not list((tmp_path / "checkpoint-4").glob("mfwrap_*"))
+
+    trainer = new_trainer(WAYS[way](OwnFolder), tmp_path, model=Outer(), **SAVING)
+    trainer.train(resume_from_checkpoint=asked_for)
+
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").is_file()
+
+
 @pytest.mark.parametrize("way", ["stock", "below", "on top"])
 def test_files_beside_a_checkpoint_stay(way, tmp_path):
     """What a ``_save_checkpoint`` writes to the run folder under another name is there."""
     kind = OwnNames if way == "stock" else WAYS[way](OwnNames)
     new_trainer(kind, tmp_path, model=Outer(), **SAVING).train()
 
-    names = sorted(path.name for path in tmp_path.rglob("*.txt"))
+    names = sorted(path.name for path in tmp_path.rglob("[!_]*.txt"))
     assert names == ["2.txt", "4.txt", "newest.txt"]
     assert (tmp_path / "exported").is_dir()
     assert (tmp_path / "newest.txt").read_text(encoding="utf-8") == "4"
     assert (tmp_path / "checkpoint-4" / "trainer_state.json").is_file()
-    assert not list(tmp_path.glob("_*"))
+    assert {path.name for path in tmp_path.glob("_*")} == (set() if way == "stock" else {LIST})
 
 
 def mixed(kind):
