@@ -19,6 +19,7 @@ from accelerate import Accelerator
 
 from mfwrap.accelerate.global_batch import LoopBatch
 from mfwrap.accelerate.state import check_saved_step, is_writer, named_automatically
+from mfwrap.checkpoints.file_formats import DamagedFileError, check_format
 from mfwrap.checkpoints.folders import (
     adopt_files,
     clear_staging,
@@ -46,8 +47,11 @@ _OWN_FILES = ("mfwrap_loop.json", "mfwrap_step.json", "mfwrap_step.safetensors")
 """Files that every save writes."""
 
 
+_OWN_PREFIX = "mfwrap_"
+"""Start of the names of all files that mfwrap itself writes into a checkpoint."""
+
 _STATE_FILE = re.compile(
-    r"(mfwrap_.+|(custom_checkpoint|model|optimizer|pytorch_model|random_states|sampler|scaler"
+    rf"({_OWN_PREFIX}.+|(custom_checkpoint|model|optimizer|pytorch_model|random_states|sampler|scaler"
     r"|scheduler)(_\d+|-\d+-of-\d+)?)\.(bin|json|pkl|pt|safetensors)(\.index\.json)?"
 )
 """Names of the files of a checkpoint. accelerate's sharded weights have folders of their own."""
@@ -307,7 +311,9 @@ def _move(written: Path, final: Path) -> None:
         for path in final.rglob("*")
         if path.suffix != PARTIAL
     ):
-        move_files_into_place(written, final, last=MANIFEST)
+        # The files that show that the folder is a checkpoint come first: if the process is killed
+        # in between, the next save may replace the files.
+        move_files_into_place(written, final, first=_OWN_PREFIX, last=MANIFEST)
         shutil.rmtree(written.parent, ignore_errors=True)
     else:
         move_into_place(written, final)
@@ -322,15 +328,28 @@ def _check_own(final: Path) -> None:
     if os.path.lexists(final) and not final.is_dir():
         refuse_others([final])
     names = [path for path in final.glob("*") if _STATE_FILE.fullmatch(path.name)]
-    is_ours = (final / MANIFEST).is_file() or _is_of_torch(final / "random_states_0.pkl")
+    is_ours = any(not path.is_symlink() and _is_proof(path) for path in names)
     refuse_others(
         [path for path in names if not is_ours or path.is_symlink() or not path.is_file()]
     )
 
 
-def _is_of_torch(path: Path) -> bool:
-    """Return whether a file is an archive, as ``torch.save`` writes it."""
-    return path.is_file() and zipfile.is_zipfile(path)
+def _is_proof(path: Path) -> bool:
+    """Return whether a file shows that its folder is a checkpoint of mfwrap or accelerate.
+
+    The folder may lack the other files: on a node with a disk of its own, or if a save was killed.
+    """
+    if not path.is_file():
+        return False
+    if path.name.startswith("random_states_"):
+        return zipfile.is_zipfile(path)  # as `torch.save` writes it
+    if not path.name.startswith(_OWN_PREFIX):
+        return False
+    try:
+        check_format(path)
+    except DamagedFileError:
+        return path.name == MANIFEST
+    return True
 
 
 def _surplus(configuration: Any, newest: Path) -> list[Path]:

@@ -182,7 +182,7 @@ def move_into_place(written: Path, final: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def move_files_into_place(written: Path, final: Path, *, last: str) -> None:
+def move_files_into_place(written: Path, final: Path, *, first: str, last: str) -> None:
     """Sync a folder to disk and move its files into an existing folder, whose other files stay.
 
     If the process is killed during the call, the file `last` is missing in `final`.
@@ -190,12 +190,14 @@ def move_files_into_place(written: Path, final: Path, *, last: str) -> None:
     Args:
         written: Complete folder on the disk of `final`.
         final: Folder that gets the files. Files of the same name are replaced.
+        first: Start of the names of files that are moved before all others.
         last: Name of the file that is deleted first and moved last.
     """
     _sync_all(written)
     (final / last).unlink(missing_ok=True)
     sync(final)
-    for path in [each for each in sorted(written.rglob("*")) if each.is_file()]:
+    files = sorted(each for each in written.rglob("*") if each.is_file())
+    for path in sorted(files, key=lambda each: not each.name.startswith(first)):
         place = final / path.relative_to(written)
         if place != final / last:
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import re
 import shutil
 
 import pytest
+import torch
 from accelerate.utils import ProjectConfiguration
 
 from mfwrap.checkpoints.folders import staging_folder
@@ -211,6 +212,49 @@ def test_other_files_of_a_folder(tmp_path):
     run.accelerator.load_state(folder)
     assert_same_state(saved, run.state())
     assert (folder / "notes.txt").is_file()
+
+
+@pytest.mark.parametrize("moved", [1, 2, 6])
+def test_a_save_that_is_killed_while_it_moves_files(tmp_path, monkeypatch, moved):
+    """What it leaves between the other files of a folder is not somebody else's."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine", encoding="utf-8")
+    run = AttachedRun()
+    run.accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+    run.train(0, 1)
+    replace, left = type(folder).replace, iter([True] * moved)
+
+    def move(path, place):
+        if place.parent == folder and path.parent != folder and not next(left, False):
+            raise InterruptedError
+        return replace(path, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder), "replace", move)
+        with pytest.raises(InterruptedError):
+            run.accelerator.save_state(folder)
+    assert len(list(folder.iterdir())) == 1 + moved
+    shutil.rmtree(staging_folder(folder))  # also by a save that was killed after that
+
+    run.accelerator.save_state(folder)
+    assert verify(folder).caveat is None
+    assert (folder / "notes.txt").is_file()
+
+
+@pytest.mark.parametrize("kept", ["mfwrap_records_1.json", "random_states_1.pkl"])
+def test_the_checkpoint_of_a_node_with_a_disk_of_its_own(tmp_path, kept):
+    """The node has only the files of its ranks, and replaces them in the next save."""
+    run = AttachedRun()
+    run.accelerator.save_state(tmp_path / "a")
+    shutil.copy(tmp_path / "a" / "random_states_0.pkl", tmp_path / "a" / "random_states_1.pkl")
+    (tmp_path / "a" / "mfwrap_records_1.json").write_text("{}")
+    for path in set((tmp_path / "a").iterdir()) - {tmp_path / "a" / kept}:
+        path.unlink()
+
+    run.accelerator.save_state(tmp_path / "a")
+
+    assert verify(tmp_path / "a").caveat is None
 
 
 def test_a_link_is_written_in_place(tmp_path):
