@@ -23,7 +23,7 @@ from mfwrap.checkpoints.locks import (
     owning_together,
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
-from mfwrap.checkpoints.written_files import note_written
+from mfwrap.checkpoints.written_files import LIST, note_written
 from mfwrap.collectives import is_first_on_node, num_ranks, raising_together, this_rank
 from mfwrap.collectives.store import has_keys, new_connection
 from mfwrap.compatibility.torch import default_store
@@ -152,11 +152,15 @@ def clear_staging(staging: Path) -> None:
 
 
 def _is_own_staging(staging: Path) -> bool:
-    """Return whether a staging folder has only what this module puts there."""
-    if staging.is_symlink() or not staging.is_dir():
-        return False
+    """Return whether a staging folder has only what this module puts there, or has a list."""
     own = {staging.name.removeprefix("_").removesuffix(PARTIAL), _REPLACED, _REMOVED}
-    return {path.name for path in staging.iterdir()} <= own
+    try:
+        if not stat.S_ISDIR(staging.lstat().st_mode):
+            return False
+        names = {path.name for path in staging.iterdir()}
+    except FileNotFoundError:
+        return True  # if nodes share the disk, another node has deleted it just now
+    return names <= own or LIST in names
 
 
 def move_into_place(written: Path, final: Path) -> None:

@@ -24,6 +24,7 @@ from mfwrap.checkpoints.folders import (
     adopt_files,
     check_writable,
     checkpoints_of_run,
+    clear_staging,
     move_into_place,
     owning_run,
     remove_checkpoints,
@@ -43,7 +44,7 @@ from mfwrap.checkpoints.verification import (
     verify,
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
-from mfwrap.checkpoints.written_files import note_written
+from mfwrap.checkpoints.written_files import LIST, begin_list, note_written
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.compatibility.transformers import (
     loads_weights_itself,
@@ -392,11 +393,16 @@ class Checkpoints:
         self._clear_callback_states()
         name = f"checkpoint-{trainer.state.global_step}"
         staging = staging_folder(run_folder / name)
-        if args.local_process_index == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-            # A method of the user's own may rely on the parent of its folder.
-            staging.mkdir(parents=True, exist_ok=True)
-        trainer.accelerator.wait_for_everyone()
+        with raising_together():
+            if args.local_process_index == 0:
+                clear_staging(staging)
+        with raising_together():
+            if args.local_process_index == 0:
+                # A method of the user's own may rely on the parent of its folder, and write other
+                # files to it. The list tells after a kill that they are of this training.
+                staging.mkdir(parents=True, exist_ok=True)
+                if saves_checkpoints_itself(trainer):
+                    begin_list(staging, ())
         self.staging = staging
         with naming_written_file(staging / name):
             try:
@@ -666,13 +672,15 @@ def _move_others(staging: Path, run_folder: Path, *, but: str) -> None:
         run_folder: Folder that the user's method wanted to write to.
         but: Name of the checkpoint.
     """
-    others = [path for path in staging.iterdir() if path.name != but]
+    others = [path for path in staging.iterdir() if path.name not in {but, LIST}]
     for path in others:
         if path.is_dir():
             shutil.copytree(path, run_folder / path.name, dirs_exist_ok=True)
             shutil.rmtree(path)
         else:
             path.replace(run_folder / path.name)
+    if not (staging / but).exists():
+        (staging / LIST).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         staging.rmdir()
 

@@ -123,6 +123,27 @@ def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path):
     assert "left.bin" not in files(tmp_path / "checkpoint-2")
 
 
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_a_temporary_folder_of_somebody_else(tmp_path, kind):
+    """A training that needs its name is refused when it saves; the files in it stay."""
+    other, theirs = tmp_path / "other", staging_folder(tmp_path / "run" / "checkpoint-2")
+    theirs.parent.mkdir()
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    if kind == "folder":
+        other.rename(theirs)
+    elif kind == "file":
+        theirs.write_text("mine")
+    else:
+        theirs.symlink_to(other)
+
+    with pytest.raises(FileExistsError, match=r"_checkpoint-2\.partial is in the way"):
+        trained(tmp_path / "run", EVERY_OTHER)
+
+    assert theirs.is_symlink() == (kind == "link")
+    assert kind == "file" or [path.name for path in theirs.iterdir()] == ["notes.txt"]
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_resume_from_the_folder_of_another_run(tmp_path, is_damaged):
     """A run that resumes from a checkpoint of a live run, or is refused, leaves that run alone."""

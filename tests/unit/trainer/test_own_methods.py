@@ -117,6 +117,29 @@ class KilledFolder(OwnFolder):
         OwnFolder._save_checkpoint(self, model, trial)
 
 
+class KilledNames(OwnNames):
+    """A trainer that is killed after it has written a file beside a checkpoint."""
+
+    def _save_checkpoint(self, model, trial):
+        OwnNames._save_checkpoint(self, model, trial)
+        if self.state.global_step == 4:
+            raise Killed
+
+
+@pytest.mark.parametrize("asked_for", [None, "auto"])
+def test_a_killed_save_with_files_beside_a_checkpoint(asked_for, tmp_path):
+    """The files that were written to the temporary folder are in nobody's way."""
+    with pytest.raises(Killed):
+        new_trainer(mixed(KilledNames), tmp_path, model=Outer(), **SAVING).train()
+    assert (tmp_path / "_checkpoint-4.partial" / "newest.txt").is_file()
+
+    trainer = new_trainer(mixed(OwnNames), tmp_path, model=Outer(), **SAVING)
+    trainer.train(resume_from_checkpoint=asked_for)
+
+    assert (tmp_path / "newest.txt").read_text(encoding="utf-8") == "4"
+    assert not list(tmp_path.glob("*.partial"))
+
+
 @pytest.mark.filterwarnings("ignore:.*; resuming from .*checkpoint-2$")
 @pytest.mark.parametrize("way", ["below", "on top"])
 @pytest.mark.parametrize("asked_for", [None, "auto"])
