@@ -295,8 +295,8 @@ def step_of_checkpoint(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
-def set_aside_later_checkpoints(run_folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps in a run folder.
+def set_aside_later_checkpoints(folders: Iterable[Path], step: int) -> list[Path]:
+    """Rename the checkpoints of later steps.
 
     Call it when a run resumes from an older checkpoint, or begins anew, before the run removes
     records of later steps. If the run is killed before it saves again, the next resume then finds
@@ -304,19 +304,19 @@ def set_aside_later_checkpoints(run_folder: Path, step: int) -> list[Path]:
     checkpoint, whose records have been removed.
 
     Args:
-        run_folder: Folder with folders ``checkpoint-<step>``.
+        folders: Folders ``checkpoint-<step>`` of a run, in the order of their steps.
         step: Step from which the run goes on; 0 for a run from the start.
 
     Returns:
         The new folders: ``_abandoned-checkpoint-<step>``; if that name is taken, with ``.2``,
         ``.3``, ... at the end.
     """
-    later = [path for path in checkpoints_of_run(run_folder) if step_of_checkpoint(path) > step]
+    later = [path for path in folders if step_of_checkpoint(path) > step]
     aside = []
     # Rename the latest checkpoint first. If the process is killed in between, the newest checkpoint
     # that keeps its name is then one of the abandoned run, whose records still exist.
     for one in reversed(later):
-        final = first = run_folder / f"{ABANDONED}{one.name}"
+        final = first = one.with_name(f"{ABANDONED}{one.name}")
         number = 1
         while os.path.lexists(final):
             number += 1
@@ -326,7 +326,7 @@ def set_aside_later_checkpoints(run_folder: Path, step: int) -> list[Path]:
             one.rename(final)
             aside.append(final)
     if aside:
-        sync(run_folder)
+        sync(aside[0].parent)
     return aside
 
 

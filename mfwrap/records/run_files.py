@@ -148,6 +148,9 @@ class RunFiles:
         """
         self.begin()
         base = checkpoint.absolute().parent
+        if run_folder is not None:
+            self._is_fork = base.resolve() != run_folder.resolve()
+            base = base if self._is_fork else run_folder.absolute()
         self._checkpoint = checkpoint
         self._committed = {
             Path(os.path.normpath(base / name)): committed
@@ -157,7 +160,6 @@ class RunFiles:
         if run_folder is None:
             return
         inside = sorted(path for path in self._committed if path.is_relative_to(base))
-        self._is_fork = base.resolve() != run_folder.resolve()
         for path in inside:
             if self._is_fork:
                 del self._committed[path]

@@ -231,7 +231,7 @@ class Checkpoints:
     def _accepted(self, checkpoint: Path, verified: Verified) -> str:
         check_average(checkpoint, is_given=self._keeps_average)
         run_folder = Path(str(self._trainer.args.output_dir))
-        if checkpoint.absolute().parent != run_folder.absolute():
+        if checkpoint.parent.resolve() != run_folder.resolve():
             _refuse_others_checkpoints(run_folder, after=-1)
         elif CHECKPOINT.fullmatch(checkpoint.name):
             _refuse_others_checkpoints(run_folder, after=step_of_checkpoint(checkpoint))
@@ -303,7 +303,7 @@ class Checkpoints:
         if checkpoint is None:
             self._set_aside_later(run_folder, 0, f"training from the start in {run_folder}")
         else:
-            is_inside = checkpoint.absolute().parent == run_folder.absolute()
+            is_inside = checkpoint.parent.resolve() == run_folder.resolve()
             if is_inside and (match := re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)):
                 does = f"resuming from {checkpoint}, which is not the newest of its folder"
                 self._set_aside_later(run_folder, int(match[1]), does)
@@ -315,7 +315,8 @@ class Checkpoints:
 
     def _set_aside_later(self, run_folder: Path, step: int, does: str) -> None:
         if self._trainer.args.local_process_index == 0:
-            aside = [path.name for path in set_aside_later_checkpoints(run_folder, step)]
+            own = own_checkpoints(run_folder)
+            aside = [path.name for path in set_aside_later_checkpoints(own, step)]
             if aside:
                 said = "later checkpoints have been renamed to"
                 _LOG.warning("%s; %s %s", does, said, ", ".join(aside))
@@ -395,6 +396,10 @@ class Checkpoints:
         staging = staging_folder(run_folder / name)
         with raising_together():
             if args.local_process_index == 0:
+                # Without settings that save, nobody has looked for others' checkpoints before.
+                final = run_folder / name
+                if os.path.lexists(final) and not is_own_checkpoint(final):
+                    refuse_others([final])
                 clear_staging(staging)
         with raising_together():
             if args.local_process_index == 0:
@@ -638,7 +643,14 @@ def _refuse_changed(verified: tuple[Path, Mapping[str, Identity]] | None) -> Non
 def _check_own(
     trainer: "MFTrainerMixin", folder: Path, *, has_monitors: bool, is_new: bool
 ) -> None:
-    """Check that a training replaces nobody's files in its run folder.
+    """Check that a training replaces nobody's files.
+
+    Args:
+        trainer: The trainer.
+        folder: Folder of the checkpoints. In a hyperparameter search each trial has one of its own,
+            but the records of all trials go to ``args.output_dir``.
+        has_monitors: Whether the training writes records.
+        is_new: Whether the training starts from the beginning.
 
     Raises:
         FileExistsError: If it would.
@@ -646,11 +658,12 @@ def _check_own(
     rolls_back = trainer.rollbacks.writes_files
     names = [FACTS, PROGRESS] if has_monitors else []
     names += [ROLLBACKS_FILE, SKIP_ROWS_FILE] if rolls_back else []
-    check_own(folder / name for name in names)
+    run_folder = Path(str(trainer.args.output_dir))
+    check_own(run_folder / name for name in names)
     if is_new:
         _refuse_others_checkpoints(folder, after=-1)
     if rolls_back:
-        begin_folder(folder)
+        begin_folder(run_folder)
 
 
 def _refuse_others_checkpoints(run_folder: Path, *, after: int) -> None:

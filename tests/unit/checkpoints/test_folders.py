@@ -14,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from mfwrap.checkpoints.folders import (
     OwnedFolders,
     adopt_files,
+    checkpoints_of_run,
     complete_move,
     move_into_place,
     remove_checkpoints,
@@ -489,9 +490,9 @@ def test_later_checkpoints_are_set_aside(tmp_path):
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-10", "checkpoint-x", "model"):
         checkpoint(tmp_path / name)
 
-    set_aside_later_checkpoints(tmp_path, 2)
+    set_aside_later_checkpoints(checkpoints_of_run(tmp_path), 2)
     checkpoint(tmp_path / "checkpoint-4", "newer")
-    aside = set_aside_later_checkpoints(tmp_path, 2)
+    aside = set_aside_later_checkpoints(checkpoints_of_run(tmp_path), 2)
 
     assert aside == [tmp_path / "_abandoned-checkpoint-4.2"]
     assert (aside[0] / "model.bin").read_text() == "newer"

@@ -1,19 +1,23 @@
 """A checkpoint is complete or does not exist, wherever writing it is interrupted."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
+from mfwrap.callbacks import MetricsRecorder
 from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.checkpoints.verification import verify
+from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.resumed_training import (
     PLAIN,
@@ -25,6 +29,7 @@ from support.resumed_training import (
     resume,
     trained,
 )
+from support.spoilt.gpt2 import tiny_gpt2
 from support.training_state import assert_same_state
 
 EVERY_OTHER = RunSettings(save_steps=2)
@@ -363,6 +368,78 @@ def test_a_checkpoint_that_has_lost_files(unbroken, tmp_path, kept, asked_for):
     trainer.train(resume_from_checkpoint=asked_for)
 
     assert_whole(tmp_path)
+    assert_same_state(unbroken[1], end_of(trainer))
+
+
+def contents(folder):
+    """Return the bytes of all files below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Saving(TrainerCallback):
+    """Save after a step, whatever the settings say."""
+
+    def on_step_end(self, _args, state, control, **_):
+        """Request a checkpoint."""
+        control.should_save = state.global_step == 2
+
+
+@pytest.mark.parametrize("callbacks", [[], [Saving()]])
+def test_a_training_without_checkpoints_beside_those_of_a_stock_trainer(tmp_path, callbacks):
+    """It leaves them alone, and is refused if a callback saves a checkpoint of the same step."""
+    trained(tmp_path, EVERY_OTHER, kind=Trainer, callbacks=[StopAfter(4)])
+    before = contents(tmp_path)
+
+    trainer = new_trainer(tmp_path, save_strategy="no", callbacks=callbacks)
+    with (
+        pytest.raises(FileExistsError, match="checkpoint-2, which mfwrap has not")
+        if callbacks
+        else contextlib.nullcontext()
+    ):
+        trainer.train()
+
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("theirs", ["run.json", "checkpoint-2"])
+def test_a_trial_beside_files_of_somebody_else(tmp_path, monkeypatch, theirs):
+    """A search leaves files in its folder alone, although each trial has a folder of its own."""
+    trained(tmp_path, EVERY_OTHER, kind=Trainer, callbacks=[StopAfter(2)])
+    if theirs == "run.json":
+        (tmp_path / theirs).write_text('{"mine": true}')
+    before = contents(tmp_path)
+    trainer = new_trainer(tmp_path, EVERY_OTHER, callbacks=[MetricsRecorder(tmp_path)])
+    trainer.model_init = lambda: tiny_gpt2(0.0, 0)
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, None
+    trainer.hp_space = lambda trial: trial.params
+    # transformers asks optuna, which may be missing, for the parameters of a trial.
+    monkeypatch.setattr("transformers.integrations.hp_params", trainer.hp_space)
+    trial = types.SimpleNamespace(number=0, params={"learning_rate": 0.1})
+
+    if theirs == "run.json":
+        with pytest.raises(FileExistsError, match=r"run\.json, which mfwrap has not written"):
+            trainer.train(trial=trial)
+    else:
+        trainer.train(trial=trial)
+        assert (tmp_path / "run-0" / "checkpoint-2" / MANIFEST).is_file()
+
+    assert before.items() <= contents(tmp_path).items()
+
+
+@pytest.mark.parametrize("spelling", ["link", "run/../run"])
+def test_a_resume_by_another_spelling_of_the_folder(unbroken, tmp_path, spelling):
+    """A checkpoint of the run folder is that, by whatever path it is given."""
+    callbacks = [MetricsRecorder(tmp_path / "run")]
+    trained(tmp_path / "run", EVERY_OTHER, callbacks=[*callbacks, StopAfter(5)])
+    (tmp_path / "link").symlink_to("run")
+
+    trainer = new_trainer(tmp_path / "run", EVERY_OTHER, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=str(tmp_path / spelling / "checkpoint-2"))
+
+    assert (tmp_path / "run" / "_abandoned-checkpoint-4").is_dir()
+    records = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    steps = [record["step"] for record in records if "loss" in record]
+    assert steps == sorted(set(steps))
     assert_same_state(unbroken[1], end_of(trainer))
 
 
