@@ -152,6 +152,9 @@ def claim(folder: Path, arguments: TrainingArguments) -> None:
 
 def _remove(folder: Path, *, overwrite: bool) -> list[str]:
     removed: list[str] = []
+    # In a folder of an earlier release, the facts of its run tell what is mfwrap's. Note the names
+    # before the facts are deleted.
+    begin_folder(folder)
     own = own_names(folder)
     result = folder / RESULT
     if RESULT in own:

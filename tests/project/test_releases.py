@@ -120,6 +120,16 @@ def test_a_kept_run_resumes(release):
     assert (release / "run" / f"checkpoint-{RECIPE['training']['max_steps']}").is_dir()
 
 
+def test_a_kept_run_is_replaced(release):
+    """The folder of a release can be overwritten again and again, and then be resumed."""
+    run("train", "recipe.yaml", "--overwrite")
+    run("train", "recipe.yaml", "--overwrite")
+    run("train", "recipe.yaml", "--resume", "--set", "training.max_steps=12")
+
+    steps = [record.get("step") for record in read_json_lines(release / "run" / "metrics.jsonl")]
+    assert max(filter(None, steps)) == 12
+
+
 def test_a_kept_run_is_shown(release):
     """`mfwrap report` draws the losses and norms of the kept run, and `mfwrap plot` a picture."""
     run("report", "run")

@@ -1,5 +1,6 @@
 """A run folder holds one run: older checkpoints raise an error, older records are removed."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,7 +8,7 @@ import shutil
 import pytest
 
 from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
-from mfwrap.checkpoints.written_files import LIST, note_written, rewrite_list
+from mfwrap.checkpoints.written_files import LIST, listed_names, note_written, rewrite_list
 from mfwrap.recipe import RecipeError, parse_recipe
 from mfwrap.recipe.folder import write_traceback
 from mfwrap.recipe.run import run_recipe
@@ -233,6 +234,31 @@ def test_a_run_without_a_list(tmp_path):
     run(tmp_path, overwrite=True, max_steps=3, **SAVING)
 
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_without_a_list_is_replaced_twice(tmp_path, monkeypatch, overwrite, is_killed):
+    """What a run of an earlier release has left is still mfwrap's when its facts are deleted."""
+    run(tmp_path, **(SAVING if overwrite else {}))
+    for name in (LIST, *(() if overwrite else ("result.json",))):
+        (tmp_path / name).unlink()
+    delete = type(tmp_path).unlink
+
+    def delete_until_killed(path, **settings):
+        delete(path, **settings)
+        if is_killed and path.name == "run.json":
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "unlink", delete_until_killed)
+        with pytest.raises(Killed) if is_killed else contextlib.nullcontext():
+            run(tmp_path, overwrite=overwrite)
+    if not overwrite:
+        (tmp_path / "result.json").unlink(missing_ok=True)
+
+    run(tmp_path, overwrite=overwrite)
+    assert {path.name for path in tmp_path.iterdir()} <= {*listed_names(tmp_path), LIST}
 
 
 def test_a_finished_run_is_not_started_again(tmp_path):
