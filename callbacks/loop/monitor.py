@@ -22,6 +22,7 @@ from mfwrap.callbacks.loop.csv_file import CsvFile
 from mfwrap.callbacks.loop.source import AttachedSource, OptimizerSource, source_of
 from mfwrap.callbacks.loop.trackers import Tracker, Trackers
 from mfwrap.callbacks.shared.progress import UNKNOWN_LENGTH
+from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import OwnedFolders, whole_file
@@ -31,6 +32,7 @@ from mfwrap.records.run_facts import PROGRESS, RunFacts
 from mfwrap.records.run_files import owning_record_folders
 from mfwrap.records.run_record import FACTS
 from mfwrap.tensors.module_hooks import keep_out_of_copies
+from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 
 STATE_FILE = "mfwrap_monitor.json"
 _FORMATS = ("jsonl", "trackers")
@@ -39,6 +41,11 @@ _CSV = "metrics.csv"
 
 _WRITERS: "weakref.WeakValueDictionary[Path, LoopMonitor]" = weakref.WeakValueDictionary()
 """The monitor that writes each run folder in this process."""
+
+_WAITING: "weakref.WeakValueDictionary[tuple[Path, int], LoopMonitor]" = (
+    weakref.WeakValueDictionary()
+)
+"""Monitors whose loop has not begun, by folder and the ids of what they follow."""
 
 
 @final
@@ -80,7 +87,8 @@ class LoopMonitor:
 
     The monitor owns the run folder from the first forward pass, for all ranks, until `close`. No
     other program can then write it: its first forward pass raises ``BlockingIOError``. In the same
-    program, a new monitor for the folder takes the place of an older one, whose loop has ended.
+    program, a new monitor for the folder takes the place of an older one whose loop has ended, or
+    which has the same model or optimizer and whose loop has not begun.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -135,17 +143,41 @@ class LoopMonitor:
         self._has_begun = False
         self._owned = OwnedFolders()
         self._predecessor = _WRITERS.get(self._folder.resolve())
+        optimizer = self._source.optimizer
+        network = None if self._source.model is None else unwrapped_network(self._source.model)
+        self._followed = step, network, optimizer and unwrapped_optimizer(optimizer)
+        self._keys = {
+            (self._folder.resolve(), id(one)) for one in self._followed if one is not None
+        }
         self._args: LoopArguments | None = None
         self._last_report: StepReport | None = None
         self._ends: list[Callable[[], None]] = [
             self._source.call_before_update(self._before_update)
         ]
+        self._replace_waiting()
         self._connect()
 
     def _chosen(self, trackers: Any) -> Sequence[Tracker]:
         if trackers is None:
             return [] if self._source.accelerator is None else [self._source.accelerator]
         return trackers if isinstance(trackers, (list, tuple)) else [trackers]
+
+    def _replace_waiting(self) -> None:
+        """Close older monitors of the same loop that have not begun.
+
+        Hooks keep a monitor alive. If a notebook's cell that makes a monitor is run twice, the
+        first one would begin as well, and own the folder.
+        """
+        for key in self._keys:
+            older = _WAITING.get(key)
+            if older is not None:
+                older.close()
+            _WAITING[key] = self
+
+    def _end_waiting(self) -> None:
+        for key in self._keys:
+            if _WAITING.get(key) is self:
+                del _WAITING[key]
 
     def _connect(self) -> None:
         """Begin at the first forward pass; follow the checkpoints and the end of the loop."""
@@ -221,6 +253,7 @@ class LoopMonitor:
 
     def close(self) -> None:
         """Write the last step, close all files, and stop following the loop."""
+        self._end_waiting()
         ends, self._ends = self._ends, []
         for end in ends:
             with contextlib.suppress(ValueError):
@@ -270,6 +303,7 @@ class LoopMonitor:
         if self._has_begun:
             return
         self._own_folder()
+        self._end_waiting()
         self._has_begun = True
         self._args = loop_arguments(
             self._folder,
@@ -302,7 +336,12 @@ class LoopMonitor:
                     "give each loop a folder of its own"
                 )
                 raise BlockingIOError(msg)
-            writer.close()
+            try:
+                writer.close()
+            except Exception as error:  # noqa: BLE001  (not an error of the new loop)
+                run_logger(__package__).warning(
+                    "The last records of an older loop in %s are missing: %s", self._folder, error
+                )
         self._predecessor = None
         self._owned.own(self._folder)
         _WRITERS[key] = self

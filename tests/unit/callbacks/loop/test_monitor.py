@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -281,6 +282,41 @@ def test_two_loops_in_one_folder(tmp_path):
         second.train()
     first.monitor.close()
 
+    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.csv")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("new", ["nothing", "optimizer", "model"])
+def test_a_monitor_that_is_made_twice(tmp_path, new):
+    """A notebook's cell that makes the monitor may be run again before the loop begins."""
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    first = LoopMonitor(optimizer, tmp_path, model=network)
+    if new == "model":
+        network = nn.Sequential(network)
+    if new == "optimizer":
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    with LoopMonitor(optimizer, tmp_path, model=network) as second:
+        for _ in range(2):
+            loss = network(torch.ones(4, 2)).square().mean()
+            loss.backward()
+            optimizer.step()
+            second.end_step(loss)
+    first.close()
+
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.csv")] == [1, 2]
+    assert not list(tmp_path.glob("*.1"))
+
+
+def test_a_loop_after_its_folder_was_deleted(tmp_path, caplog):
+    """An older monitor that cannot write its last records any more does not end the new loop."""
+    older = Loop(tmp_path)
+    older.train()
+    shutil.rmtree(tmp_path / "run")
+    newer = Loop(tmp_path)
+    newer.train()
+    newer.monitor.close()
+
+    assert "The last records of an older loop in" in caplog.text
     assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.csv")] == [1, 2, 3, 4]
 
 
