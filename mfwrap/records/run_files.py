@@ -14,6 +14,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -28,6 +29,9 @@ _LIST = "mfwrap_records_{}.json"
 _LIST_NAME = re.compile(r"mfwrap_records_(\d+)\.json")
 _FORMAT_VERSION = 1
 _LENGTH_OF_END = 4096
+
+_OWNED: ContextVar[OwnedFolders | None] = ContextVar("owned", default=None)
+"""Folders of the loop that opens files; each thread may run a loop of its own."""
 
 
 class _Committed(NamedTuple):
@@ -44,9 +48,6 @@ class RunFiles:
 
     def __init__(self) -> None:
         self._open: weakref.WeakSet[JsonLines] = weakref.WeakSet()
-        self.owned: OwnedFolders | None = None
-        """Folders of the loop that opens files; ``None`` if the loop owns no folders."""
-
         self.begin()
 
     def begin(self) -> None:
@@ -76,8 +77,9 @@ class RunFiles:
             OSError: If files cannot be written to the folder.
         """
         path = path.absolute()
-        if self.owned is not None:
-            self.owned.own(path.parent)
+        owned = _OWNED.get()
+        if owned is not None:
+            owned.own(path.parent)
         check_writable(path.parent)
         if path not in self._committed:
             check_own([path])
@@ -240,11 +242,11 @@ def resume_records(checkpoint: Path) -> None:
 @contextlib.contextmanager
 def owning_record_folders(owned: OwnedFolders) -> Iterator[None]:
     """Own each folder in which files are opened within the block, until `owned` is closed."""
-    before, _RUN_FILES.owned = _RUN_FILES.owned, owned
+    before = _OWNED.set(owned)
     try:
         yield
     finally:
-        _RUN_FILES.owned = before
+        _OWNED.reset(before)
 
 
 @contextlib.contextmanager

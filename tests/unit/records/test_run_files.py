@@ -6,16 +6,19 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mfwrap.checkpoints.folders import OwnedFolders
+from mfwrap.checkpoints.locks import RUN_LOCK
 from mfwrap.checkpoints.written_files import LIST, listed_names
 from mfwrap.records import run_files
 from mfwrap.records.json_lines import JsonLines, read_json_lines
-from mfwrap.records.run_files import RunFiles
+from mfwrap.records.run_files import RunFiles, open_records, owning_record_folders
 
 
 def steps_in(path):
@@ -308,3 +311,33 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     folder = tmp_path / "file" / "run"
     with pytest.raises(OSError, match=f"cannot write to the folder {re.escape(str(folder))}: Not"):
         RunFiles().open(folder / "metrics.jsonl", 0)
+
+
+def test_loops_in_threads(tmp_path):
+    """Each loop gives its own folders back, in whatever order loops of other threads begin."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def train_meanwhile():
+        with owning(tmp_path / "a"):
+            open_records(tmp_path / "a" / "metrics.jsonl", 0)
+            has_begun.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=train_meanwhile)
+    with owning(tmp_path / "b"):
+        thread.start()
+        has_begun.wait()
+        open_records(tmp_path / "b" / "metrics.jsonl", 0)
+    may_end.set()
+    thread.join()
+    open_records(tmp_path / "c" / "metrics.jsonl", 0)  # by no loop
+
+    assert not list(tmp_path.glob(f"*/{RUN_LOCK}"))
+
+
+@contextlib.contextmanager
+def owning(folder):
+    """Own the folders in which files are opened within the block; `folder` is one of them."""
+    with contextlib.closing(OwnedFolders()) as owned, owning_record_folders(owned):
+        owned.own(folder)
+        yield
