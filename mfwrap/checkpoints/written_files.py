@@ -1,8 +1,9 @@
 """List what a run has written in its folder, so that nothing else is deleted or replaced.
 
 The list has one name per line, of a file or folder in the run folder. A name is added before the
-file gets it, so a run that is killed at any moment has all its files in the list. Several ranks,
-and commands such as ``mfwrap report``, may add names at the same time.
+file gets it, so a run that is killed at any moment has all its files in the list. Each rank adds
+names to a list of its own, because on network file systems two machines that append to one file at
+the same time overwrite each other's lines.
 """
 
 import contextlib
@@ -13,42 +14,37 @@ from pathlib import Path
 
 from mfwrap.checkpoints.locks import PARTIAL
 from mfwrap.checkpoints.write_errors import naming_written_file
+from mfwrap.collectives import this_rank
 
 LIST = "_mfwrap_files.txt"
-"""Name of the list in a run folder."""
+"""Name of rank 0's list in a run folder; that of another rank is ``_mfwrap_files_rank<rank>.txt``.
+"""
+
+_RANK_LISTS = "_mfwrap_files_rank*.txt"
 
 
 def begin_list(folder: Path, names: Iterable[str]) -> None:
     """Begin the list of a run folder with names that it has already; keep a list that is there."""
-    names = set(names)
-    if (folder / LIST).exists():
+    if listed_names(folder) is not None:
         return
-    if not names:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            _write(folder / LIST, "", os.O_CREAT | os.O_EXCL)
-        return
-    partial = _partial_list(folder, names)
+    own, text = _own_list(folder), _lines(names)
+    partial = _partial_list(folder, text)
     try:
-        # Unlike a rename, a link does not replace the list that another rank has begun meanwhile.
-        (folder / LIST).hardlink_to(partial)
+        # Unlike a rename, a link does not replace a list that another program has begun meanwhile.
+        own.hardlink_to(partial)
     except FileExistsError:
         pass
     except OSError:  # a file system without links
-        partial.replace(folder / LIST)
+        with contextlib.suppress(FileExistsError):
+            _write(own, text, os.O_CREAT | os.O_EXCL)
     partial.unlink(missing_ok=True)
 
 
 def rewrite_list(folder: Path, names: Iterable[str]) -> None:
-    """Write the list of a run folder anew, or begin it."""
-    _partial_list(folder, names).replace(folder / LIST)
-
-
-def _partial_list(folder: Path, names: Iterable[str]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{LIST}.{secrets.token_hex(8)}{PARTIAL}"
-    _write(partial, "".join(f"{name}\n" for name in sorted(names)), os.O_CREAT | os.O_EXCL)
-    return partial
+    """Write the list of a run folder anew, or begin it; it replaces those of all ranks."""
+    _partial_list(folder, _lines(names)).replace(folder / LIST)
+    for path in folder.glob(_RANK_LISTS):
+        path.unlink(missing_ok=True)
 
 
 def note_written(path: Path) -> None:
@@ -65,23 +61,50 @@ def list_own(path: Path) -> None:
     """Add a file or folder that a run has written to the list, if the folder has one."""
     names = listed_names(path.parent)
     if names is not None and path.name not in names:
-        _write(path.parent / LIST, f"{path.name}\n", os.O_APPEND)
-
-
-def _write(path: Path, text: str, flag: int) -> None:
-    opened = os.open(path, os.O_WRONLY | flag, 0o666)
-    try:
-        with naming_written_file(path):
-            os.write(opened, text.encode())
-            os.fsync(opened)
-    finally:
-        os.close(opened)
+        own = _own_list(path.parent)
+        content = own.read_bytes() if own.exists() else b""
+        end = "" if content.endswith(b"\n") or not content else "\n"
+        _write(own, end + _lines([path.name]), os.O_CREAT | os.O_APPEND)
 
 
 def listed_names(folder: Path) -> set[str] | None:
-    """Return the names in the list of a folder; ``None`` if it has no list."""
-    try:
-        text = (folder / LIST).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    """Return the names in the lists of a folder; ``None`` if it has no list.
+
+    A line that is not UTF-8 is the name of a file whose name is not UTF-8 either.
+    """
+    texts = []
+    for path in (folder / LIST, *folder.glob(_RANK_LISTS)):
+        with contextlib.suppress(FileNotFoundError):
+            texts.append(path.read_text("utf-8-sig", "surrogateescape"))
+    if not texts:
         return None
-    return set(filter(None, text.split("\n")))  # `splitlines` knows other ends of lines, too
+    # Text mode has made "\n" of the "\r\n" of an editor. `splitlines` knows other ends of lines.
+    return {name for text in texts for name in text.split("\n") if name}
+
+
+def _own_list(folder: Path) -> Path:
+    rank = this_rank()
+    return folder / (LIST if rank == 0 else _RANK_LISTS.replace("*", str(rank)))
+
+
+def _lines(names: Iterable[str]) -> str:
+    return "".join(f"{name}\n" for name in sorted(set(names)))
+
+
+def _partial_list(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{LIST}.{secrets.token_hex(8)}{PARTIAL}"
+    _write(partial, text, os.O_CREAT | os.O_EXCL)
+    return partial
+
+
+def _write(path: Path, text: str, flags: int) -> None:
+    opened = os.open(path, os.O_WRONLY | flags, 0o666)
+    try:
+        with naming_written_file(path):
+            rest = text.encode("utf-8", "surrogateescape")
+            while rest:
+                rest = rest[os.write(opened, rest) :]
+            os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL
-from mfwrap.checkpoints.written_files import LIST
 
 __all__ = ["contents", "differences"]
 
@@ -21,7 +20,7 @@ _TIMES = re.compile(
 """Names of what depends on the clock, and of the command, which is another one after a crash."""
 
 _IGNORED = re.compile(
-    rf"(earlier_)?error_rank_\d+\.txt({OWN_PARTIAL})?|{ABANDONED}.*|.*\.jsonl?\.\d+|{LIST}"
+    rf"(earlier_)?error_rank_\d+\.txt({OWN_PARTIAL})?|{ABANDONED}.*|.*\.jsonl?\.\d+|_mfwrap_files(_rank\d+)?\.txt"
 )
 """Traceback of a run that failed or was killed while it wrote the traceback, which stays when the
 run is resumed, and checkpoints and records that a run has set aside. The list names them, too."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mfwrap.checkpoints.folders import OWN_PARTIAL
-from mfwrap.checkpoints.written_files import LIST
 
 __all__ = [
     "FAILURES",
@@ -336,7 +335,7 @@ def _is_random(path: str | Path) -> bool:
 
 def _is_final(path: Path) -> bool:
     # Nobody reads a lock as a file of the run, and the list of its files only grows.
-    return path.name != LIST and not any(
+    return not path.name.startswith("_mfwrap_files") and not any(
         part.endswith((".lock", ".partial", ".tmp")) for part in path.parts
     )
 
