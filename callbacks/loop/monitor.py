@@ -343,10 +343,10 @@ class LoopMonitor:
                     "The last records of an older loop in %s are missing: %s", self._folder, error
                 )
         self._predecessor = None
-        self._owned.own(self._folder)
+        own = [self._folder / name for name in (_CSV, FACTS, PROGRESS)]
+        self._owned.own(self._folder, lambda: check_own(own))
         _WRITERS[key] = self
         if self._state.is_world_process_zero:
-            check_own(self._folder / name for name in (_CSV, FACTS, PROGRESS))
             begin_folder(self._folder)
 
     def _before_update(self) -> None:

@@ -69,12 +69,27 @@ class _Owner(NamedTuple):
     """Time until the lock is free unless it is renewed; ``None`` if the kernel says it is held."""
 
 
+_TOKEN = secrets.token_hex(8)
+
 _held: dict[Path, _Held] = {}
 
 
 def lock_of(folder: Path) -> Path:
     """Return the lock file of a folder that is written as a whole, beside it."""
     return folder.with_name(f"_{folder.name}.lock")
+
+
+def process_token() -> str:
+    """Return what is the same within this process, and different in all others."""
+    return f"{_TOKEN}-{os.getpid()}"
+
+
+def owner_token(lock: Path) -> str | None:
+    """Return the `process_token` of the owner of a lock; ``None`` if it is free or unreadable."""
+    try:
+        return str(json.loads(lock.read_text(encoding="utf-8"))["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @contextlib.contextmanager
@@ -229,7 +244,13 @@ def _link(own: Path, lock: Path) -> bool:
 def _write(path: Path) -> int:
     """Write a new lock file, and return its descriptor."""
     now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    facts = {"process": os.getpid(), "host": platform.node(), "machine": _machine(), "since": now}
+    facts = {
+        "process": os.getpid(),
+        "host": platform.node(),
+        "machine": _machine(),
+        "token": process_token(),
+        "since": now,
+    }
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with naming_written_file(path):

@@ -25,7 +25,11 @@ from mfwrap.checkpoints.folders import (
     whole_folder,
 )
 from mfwrap.checkpoints.locks import RUN_LOCK, owning
-from support.ranks.locks import own_one_after_the_other
+from support.ranks.locks import (
+    own_folders_of_ranks,
+    own_one_after_the_other,
+    refuse_on_all,
+)
 
 NAME = "checkpoint-2"
 CHANGES = ("rename", "replace", "rmdir", "unlink", "mkdir", "fsync")
@@ -517,6 +521,18 @@ def test_all_ranks_of_a_loop_are_refused(two_ranks, tmp_path):
         first, second = two_ranks.run(own_one_after_the_other, str(tmp_path))
     assert first == second
     assert all(said.startswith(f"BlockingIOError: {tmp_path} is in use: ") for said in first)
+
+
+@pytest.mark.timeout(25)  # no rank waits the half minute for rank 0
+def test_ranks_with_folders_of_their_own(two_ranks, tmp_path):
+    """Each rank owns its own folder at once, and one that another rank owns."""
+    assert two_ranks.run(own_folders_of_ranks, str(tmp_path)) == [[[True, True]] * 3] * 2
+
+
+def test_all_ranks_learn_what_rank_0_refuses(two_ranks, tmp_path):
+    """An error of the check on rank 0 is raised on the others, too, and no later one."""
+    said = ["FileExistsError: in the way", "owned"]
+    assert two_ranks.run(refuse_on_all, str(tmp_path)) == [said] * 2
 
 
 def test_folders_of_a_loop(tmp_path):
