@@ -3,7 +3,8 @@
 The owner of a folder holds a lock file. Two things say whether it lives:
 
 - The kernel's lock on the file (``flock``), which ends with the process. On one machine this is
-  exact: the folder of a killed program is free at once.
+  exact: the folder of a killed program is free at once. On a file system without such locks, the
+  folder is free if the machine has no process with the owner's id.
 - The age of the file, which its owner renews every 30 seconds. Some network file systems keep the
   kernel's lock on each machine to itself, and a machine that has died gives no answer. So the lock
   of another machine is free after three minutes without a renewal.
@@ -248,6 +249,7 @@ def _write(path: Path) -> int:
         "process": os.getpid(),
         "host": platform.node(),
         "machine": _machine(),
+        "pid_namespace": _pid_namespace(),
         "token": process_token(),
         "since": now,
     }
@@ -299,9 +301,10 @@ def _living_owner(lock: Path) -> _Owner | None:
         renewed_at = os.fstat(descriptor).st_mtime
         seconds_left: float | None = None
         if is_ours is not False:
-            is_of_this_machine = is_ours and facts.get("machine") == _machine()
+            is_of_this_machine = facts.get("machine") == _machine()
+            has_died = is_of_this_machine and (is_ours or _has_ended(facts))
             seconds_left = renewed_at + _SECONDS_TO_LIVE - _time_of_disk(lock.parent)
-            if is_of_this_machine or seconds_left <= 0:
+            if has_died or seconds_left <= 0:
                 lock.unlink()
                 return None
         return _Owner(_refusal(lock, facts, seconds_left), renewed_at, seconds_left)
@@ -368,6 +371,27 @@ def _machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
+
+
+def _pid_namespace() -> str | None:
+    """Return what is the same for all processes whose ids can be compared; ``None`` if unknown."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _has_ended(facts: dict[str, Any]) -> bool:
+    """Return whether this machine knows that it has no process with the id of a lock's owner."""
+    process, namespace = facts.get("process"), _pid_namespace()
+    if namespace is None or facts.get("pid_namespace") != namespace or type(process) is not int:
+        return False
+    with contextlib.suppress(PermissionError):  # a process of another user
+        try:
+            os.kill(process, 0)  # sends no signal
+        except (ProcessLookupError, OverflowError):
+            return True
+    return False
 
 
 def _forget_in_child() -> None:

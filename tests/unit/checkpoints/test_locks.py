@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -202,6 +203,27 @@ def test_a_file_system_without_locks(lock, monkeypatch):
     os.utime(lock, (0, 0))
     with owning(lock) as is_new:
         assert is_new
+
+
+@pytest.mark.skipif(not Path("/proc/self/ns/pid").is_symlink(), reason="needs /proc of Linux")
+@pytest.mark.parametrize("namespace", ["own", "another"])
+def test_a_killed_program_without_locks(lock, monkeypatch, namespace):
+    """Its folder is free if this machine has no such process, in the same PID namespace."""
+    monkeypatch.setattr(locks, "_FLOCK", refuse)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    with owning(lock):
+        facts = json.loads(lock.read_text())
+    facts["process"] = ended.pid
+    if namespace == "another":
+        facts["pid_namespace"] = namespace
+    lock.write_text(json.dumps(facts))
+
+    if namespace == "another":
+        assert "start again in 3 minutes" in refusal(lock)
+    else:
+        with owning(lock) as is_new:
+            assert is_new
 
 
 @pytest.mark.parametrize("content", ["mine", "[]", '{"a": 1}'])
