@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.written_files import list_own, listed_names
 from mfwrap.collectives import this_rank
 from mfwrap.records.own_names import begin_folder, check_own
 
@@ -80,13 +81,18 @@ class ProfileMonitor(TrainerCallback):
         if self._ranks is not None and rank not in self._ranks:
             return
         folder = self._folder(args) / f"rank_{rank}"
+        files = [folder / name for name in (_TRACE, _TABLE)]
+        is_older = _is_older_profile(folder)
         try:
-            check_own(folder / name for name in (_TRACE, _TABLE))
+            if not is_older:
+                check_own(files)
         except FileExistsError as error:
             # An error of this rank alone would let the other ranks wait for it.
             run_logger(__name__).warning("Nothing is profiled: %s", error)
             return
         begin_folder(folder)
+        for path in files if is_older else ():
+            list_own(path)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -149,3 +155,22 @@ class ProfileMonitor(TrainerCallback):
         with whole_file(folder / _TABLE) as partial:
             partial.write_text(table, encoding="utf-8")
         run_logger(__name__).info("Profile written to %s", folder)
+
+
+def _is_older_profile(folder: Path) -> bool:
+    """Return whether a folder has the profile of an earlier release, which kept no list."""
+    files = [folder / name for name in (_TRACE, _TABLE)]
+    if listed_names(folder) is not None or not all(
+        path.is_file() and not path.is_symlink() for path in files
+    ):
+        return False
+    trace, table = (_start(path) for path in files)
+    return '"traceEvents"' in trace and table.startswith("-----") and "Self CPU %" in table
+
+
+def _start(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(2**16)
+    except OSError:
+        return ""

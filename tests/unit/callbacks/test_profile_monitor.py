@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap.callbacks import ProfileMonitor
+from mfwrap.checkpoints.written_files import LIST
 
 
 def run(monitor, *, num_steps=5, args=None):
@@ -64,6 +65,21 @@ def test_files_of_others_stay(name, tmp_path, caplog):
 
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
     assert f"Nothing is profiled: {folder} has {name}, which mfwrap has not written" in caplog.text
+
+
+def test_a_profile_of_an_earlier_release(tmp_path):
+    """A profile without a list is replaced, again and again; half a profile is not recognized."""
+    folder = tmp_path / "rank_0"
+    run(ProfileMonitor(1, 1, tmp_path))
+    (folder / LIST).unlink()
+    for step in (2, 3):
+        run(ProfileMonitor(step, step, tmp_path))
+        assert steps_in(folder) == {step}
+
+    (folder / LIST).unlink()
+    (folder / "operators.txt").unlink()
+    run(ProfileMonitor(1, 1, tmp_path))
+    assert steps_in(folder) == {3}
 
 
 def test_other_ranks(tmp_path):
