@@ -61,7 +61,8 @@ class CsvFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(self._path) as partial:
             header = _lines(self._columns, [dict(zip(self._columns, self._columns, strict=True))])
-            partial.write_text(header + _lines(self._columns, rows), encoding="utf-8")
+            text = header + _lines(self._columns, rows)
+            partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _cells(row: Mapping[str, float]) -> dict[str, str]:

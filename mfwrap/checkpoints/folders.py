@@ -54,7 +54,7 @@ _SECONDS_OF_A_WRITE = 3600.0
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, *, must_be_listed: bool = True) -> Iterator[Path]:
     """Write a file under a temporary name, then rename it: readers never see a half-written file.
 
     After the ``with`` block the file is synced to disk and renamed to `path`, and the folder is
@@ -64,6 +64,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Args:
         path: File to write or replace. Missing folders are created.
+        must_be_listed: Whether it is an error if this user must not add the file to the list of a
+            run folder. ``False`` for a file that mfwrap recognizes by its content.
 
     Yields:
         Temporary path in the same folder, which the block must write. It is an empty file that this
@@ -79,7 +81,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         with naming_written_file(partial):
             yield partial
         sync(partial)
-        note_written(path)
+        with contextlib.suppress(*([] if must_be_listed else [PermissionError])):
+            note_written(path)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

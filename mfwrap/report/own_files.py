@@ -21,8 +21,9 @@ _OLDER_SIZES = {(1350, round(150 * rows * 8 / 7.4)) for rows in (3.0, 5.0, 5.4, 
 def is_own_page(path: Path) -> bool:
     """Return whether a file is the page of runs, of this or an earlier release."""
     content = _content(path)
+    start = content[:64].replace(b"\r\n", b"\n")  # earlier releases on Windows
     generator = f'<meta name="generator" content="{WRITER}">'.encode()
-    return content.startswith(_PAGE_START) and any(
+    return start.startswith(_PAGE_START) and any(
         mark in content for mark in (generator, *_OLDER_PAGES)
     )
 

@@ -64,8 +64,8 @@ def write_run_page(folders: Sequence[Path], page: Path, *, watch: int = 0) -> No
         ValueError: If `folders` is empty, or a file in a run folder cannot be read.
     """
     text = page_text(folders, watch=watch)
-    with whole_file(page) as partial:
-        partial.write_text(text, encoding="utf-8")
+    with whole_file(page, must_be_listed=False) as partial:
+        partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 def page_text(folders: Sequence[Path], *, watch: int = 0) -> str:

@@ -84,7 +84,7 @@ def draw_run(
             figure.colorbar(mesh, ax=panels[-1], pad=0.01, label="L2 norm", format="{x:g}")
         panels[-1].set_xlabel("step")
         panels[-1].set_xlim(0.5, run.last_step() + 0.5)
-        with whole_file(picture) as partial:
+        with whole_file(picture, must_be_listed=False) as partial:
             figure.savefig(partial, format="png", metadata={"Software": WRITER})
 
 

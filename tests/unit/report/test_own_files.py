@@ -1,10 +1,16 @@
 """Pages and pictures that mfwrap has written are recognized, and no others."""
 
+import errno
+import os
+from pathlib import Path
+
 import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.written_files import LIST, begin_list
 from mfwrap.report.own_files import is_own_page, is_own_picture
 from mfwrap.report.page import write_run_page
 from mfwrap.report.picture import draw_run
@@ -66,3 +72,39 @@ def test_files_of_others(tmp_path):
     for path in tmp_path.iterdir():
         assert is_own_page(path) == (path.name == "own")
         assert not is_own_picture(path)
+
+
+def test_a_page_with_ends_of_lines_of_windows(tmp_path):
+    """Text mode writes them there; a page is written without them and recognized with them."""
+    page = tmp_path / "page"
+    write_run_page([write_run(tmp_path / "run")], page)
+    content = page.read_bytes()
+    assert b"\r\n" not in content
+
+    page.write_bytes(content.replace(b"\n", b"\r\n"))
+    assert is_own_page(page)
+
+
+@pytest.mark.parametrize("name", ["run.html", "run.png"])
+def test_a_run_of_another_user(tmp_path, monkeypatch, name):
+    """A page or picture is written where this user must not write the list of files."""
+    run = write_run(tmp_path / "run")
+    begin_list(run, [])
+    open_ = os.open
+
+    def refuse(path, *words):
+        if Path(path).name == LIST:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_(path, *words)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for _ in range(2):
+        if name == "run.html":
+            write_run_page([run], run / name)
+        else:
+            draw_run(run, run / name)
+    assert is_own_page(run / name) or is_own_picture(run / name)
+
+    with pytest.raises(PermissionError), whole_file(run / "run.json"):
+        pass
+    assert not (run / "run.json").exists()
