@@ -26,6 +26,7 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import OwnedFolders, whole_file
+from mfwrap.checkpoints.written_files import list_own
 from mfwrap.collectives import this_rank
 from mfwrap.records.own_names import begin_folder, check_own
 from mfwrap.records.run_facts import PROGRESS, RunFacts
@@ -315,6 +316,9 @@ class LoopMonitor:
         with owning_record_folders(self._owned):
             self._send("on_train_begin", train_dataloader=self._source.loader)
         if self._state.is_world_process_zero:
+            # The monitors have checked their own files by now.
+            begin_folder(self._folder)
+            list_own(self._folder / _CSV)
             self._csv = CsvFile(self._folder / _CSV, self._state.global_step)
             self._facts = RunFacts(
                 self._folder,
@@ -346,8 +350,6 @@ class LoopMonitor:
         own = [self._folder / name for name in (_CSV, FACTS, PROGRESS)]
         self._owned.own(self._folder, lambda: check_own(own))
         _WRITERS[key] = self
-        if self._state.is_world_process_zero:
-            begin_folder(self._folder)
 
     def _before_update(self) -> None:
         self._begin()

@@ -47,6 +47,12 @@ def rewrite_list(folder: Path, names: Iterable[str]) -> None:
         path.unlink(missing_ok=True)
 
 
+def drop_unused_list(folder: Path) -> None:
+    """Delete the list that this rank has begun if no file in it is there."""
+    if not any(os.path.lexists(folder / name) for name in listed_names(folder) or ()):
+        _own_list(folder).unlink(missing_ok=True)
+
+
 def note_written(path: Path) -> None:
     """Add a new file or folder to the list, if the folder that it is in has one.
 

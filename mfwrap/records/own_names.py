@@ -84,10 +84,12 @@ def own_checkpoints(run_folder: Path) -> list[Path]:
     return [path for path in checkpoints_of_run(run_folder) if is_own_checkpoint(path)]
 
 
-def begin_folder(folder: Path) -> None:
-    """Begin the list of a run folder, if it has none."""
-    if listed_names(folder) is None:
+def begin_folder(folder: Path) -> bool:
+    """Begin the list of a run folder, if it has none; return whether it had none."""
+    is_new = listed_names(folder) is None
+    if is_new:
         begin_list(folder, own_names(folder))
+    return is_new
 
 
 def check_own(paths: Iterable[Path]) -> None:

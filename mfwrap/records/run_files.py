@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.folders import OwnedFolders, check_writable, sync, whole_file
-from mfwrap.checkpoints.written_files import list_own
+from mfwrap.checkpoints.written_files import drop_unused_list, list_own
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.records.json_lines import JsonLines, step_of
 from mfwrap.records.own_names import begin_folder, check_own, refuse_others
@@ -48,6 +48,9 @@ class RunFiles:
 
     def __init__(self) -> None:
         self._open: weakref.WeakSet[JsonLines] = weakref.WeakSet()
+        self._begun: set[Path] = set()
+        """Folders whose list this process has begun."""
+
         self.begin()
 
     def begin(self) -> None:
@@ -82,8 +85,14 @@ class RunFiles:
             owned.own(path.parent)
         check_writable(path.parent)
         if path not in self._committed:
-            check_own([path])
-        begin_folder(path.parent)
+            try:
+                check_own([path])
+            except FileExistsError:
+                if path.parent in self._begun:  # for a file that was opened before
+                    drop_unused_list(path.parent)
+                raise
+        if begin_folder(path.parent):
+            self._begun.add(path.parent)
         committed = self._committed.pop(path, None)
         if self._cut_at.get(path) != global_step:
             if committed is not None:

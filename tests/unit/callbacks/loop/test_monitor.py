@@ -322,7 +322,10 @@ def test_a_loop_after_its_folder_was_deleted(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     "name",
-    ["metrics.csv", "run.json", "progress.jsonl", "training_state.jsonl", "_mfwrap.lock"],
+    [
+        *("metrics.csv", "run.json", "progress.jsonl", "training_state.jsonl"),
+        *("anomalies.jsonl", "_mfwrap.lock"),
+    ],
 )
 def test_files_of_somebody_else_stay(tmp_path, name):
     """A loop that would replace or continue them is refused, and names them."""
@@ -335,7 +338,19 @@ def test_files_of_somebody_else_stay(tmp_path, name):
 
     assert (tmp_path / "run" / name).read_text() == '{"step": 9}\n'
     loop.monitor.close()
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {name, LIST}
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [name]
+
+
+def test_a_resumed_loop_of_an_earlier_release(tmp_path):
+    """Its CSV file is listed at the first resume, so that a second one may replace it, too."""
+    for first_step in (0, 4, 8):
+        if first_step == 4:
+            (tmp_path / "run" / LIST).unlink()
+        loop = Loop(tmp_path, first_step=first_step)
+        loop.train()
+        loop.monitor.close()
+
+    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.csv")] == [*range(1, 13)]
 
 
 def test_all_monitors_know_the_batch_size(tmp_path, caplog):
