@@ -227,7 +227,7 @@ _LOADING = ("_load_from_checkpoint",)
 _OPTIMIZER = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 
 
-def has_own(trainer: Any, *names: str) -> bool:
+def has_own(trainer: Any, *names: str, before: type | None = None) -> bool:
     """Return whether a user has replaced a method of a Trainer, in a subclass or on the object.
 
     Classes of transformers and of mfwrap do not count.
@@ -235,8 +235,11 @@ def has_own(trainer: Any, *names: str) -> bool:
     Args:
         trainer: The trainer.
         names: Names of the methods.
+        before: Class whose subclasses are asked about; ``None`` for all classes.
     """
-    return any(name in vars(trainer) for name in names) or _any_has(type(trainer).__mro__, names)
+    kinds = type(trainer).__mro__
+    kinds = kinds if before is None else kinds[: kinds.index(before)]
+    return any(name in vars(trainer) for name in names) or _any_has(kinds, names)
 
 
 def _any_has(kinds: Iterable[type], names: Collection[str]) -> bool:
@@ -271,6 +274,18 @@ def saves_checkpoints_itself(trainer: Any) -> bool:
 def saves_optimizer_itself(trainer: Any) -> bool:
     """Return whether a Trainer saves or loads its optimizer by a method of the user's own."""
     return has_own(trainer, *_OPTIMIZER)
+
+
+def evaluates_batches_itself(trainer: Any, *, after: type) -> bool:
+    """Return whether a method of the user's own computes the loss of an evaluation.
+
+    Args:
+        trainer: The trainer.
+        after: Class whose ``super().prediction_step`` is asked about.
+    """
+    kinds = type(trainer).__mro__
+    is_replaced = _any_has(kinds[kinds.index(after) + 1 :], {"prediction_step"})
+    return is_replaced or has_own(trainer, "compute_loss")
 
 
 def makes_batches_itself(trainer: Any) -> bool:

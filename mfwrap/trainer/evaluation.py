@@ -11,14 +11,16 @@ numbers of targets. `Evaluation` can weigh it by its targets instead.
 """
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import find_batch_size, recursively_apply
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import recursively_apply
 from torch import Tensor
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
 
 from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
@@ -43,27 +45,35 @@ class Evaluation:
     def __init__(self, trainer: "MFTrainerMixin", *, per_token: bool) -> None:
         self._trainer = trainer
         self._per_token = per_token
-        self._sum: Tensor | None = None
-        self._number: Tensor | int = 0
+        self._sums: Tensor | None = None
+        self._lengths: list[int] = []
         self.is_of_training = False
         """Whether the training itself has requested the evaluation that is running."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Begin anew, and end with what was before: a metric may evaluate other data."""
-        before = self._sum, self._number
-        self._sum, self._number = None, 0
+        before = self._sums, self._lengths
+        self._sums, self._lengths = None, []
         try:
             yield
         finally:
-            self._sum, self._number = before
+            self._sums, self._lengths = before
 
-    def predicted(self, inputs: Any, predict: Callable[[Any], Outputs]) -> Outputs:
+    def predicted(
+        self, inputs: Any, predict: Callable[[Any], Outputs], *, may_gather: bool
+    ) -> Outputs:
         """Return loss, logits and labels of a batch; the loss is that of rows of the data set.
+
+        The last batch is evaluated with the repeated rows if it is unknown which entries of its
+        tensors belong to a row, or if `predict` may gather rows of all ranks. Then the repeated
+        rows count in the loss of this batch, as in a stock Trainer.
 
         Args:
             inputs: The batch of this rank.
             predict: Evaluates a batch. It is called once, on all ranks.
+            may_gather: Whether a method of the user's own evaluates the batch, which may gather
+                rows of all ranks. The loss over the targets of a rank must not depend on them.
 
         Returns:
             What `predict` returns. In the last batch, logits and labels are followed by repetitions
@@ -72,26 +82,35 @@ class Evaluation:
         Raises:
             ValueError: If the loss is the mean over the targets, and the batch has no ``labels``.
         """
-        accelerator = self._trainer.accelerator
-        number = find_batch_size(inputs) if isinstance(inputs, Mapping) else None
+        trainer = self._trainer
+        accelerator = trainer.accelerator
         has_ranks = accelerator.num_processes > 1
-        if not self._per_token and (number is None or not has_ranks):
+        if not self._per_token and not has_ranks:
             return predict(inputs)
-        own = _own_rows(accelerator, number) if has_ranks and number else number
-        cut = (own, number) if own and number and own < number else None
+        number = _num_rows(inputs)
+        dealt = _dealt_rows(trainer) or number or find_batch_size(inputs) or 1
+        own = _own_rows(trainer, dealt)
+        may_gather = may_gather and not self._per_token
+        may_cut = number == dealt and 0 < own < dealt and not may_gather
+        cut = (own, dealt) if may_cut else None
         if cut is not None:
-            inputs = _first(inputs, *cut)
+            inputs = _first(inputs, own)
         # Of data with labels, the Trainer divides a sum by the number of targets on all ranks. The
         # mean over the targets of this rank is needed, of which ranks may have different numbers.
-        is_split = accelerator.parallelism_config is not None
-        averages = self._trainer.args.average_tokens_across_devices and (is_split or not has_ranks)
-        with replaced(self._trainer.args, average_tokens_across_devices=averages):
+        # A method of the user's own relies on the number of all ranks.
+        keeps_number = may_gather or not has_ranks or accelerator.parallelism_config is not None
+        averages = trainer.args.average_tokens_across_devices and keeps_number
+        with replaced(trainer.args, average_tokens_across_devices=averages):
             weight = self._num_targets(inputs) if self._per_token else own
             loss, logits, labels = predict(inputs)
+        if isinstance(weight, Tensor) and cut is None:
+            weight = weight * (own / dealt)
         if loss is not None:
             self._add(loss.detach().mean().double(), weight, inputs, counts=own != 0)
-        if cut is not None:
-            logits, labels = (_filled(each, *cut) for each in (logits, labels))
+        if cut is None:
+            self._lengths = _lengths((logits, labels))
+        else:
+            logits, labels = _filled((logits, labels), *cut, self._lengths)
         return loss, logits, labels
 
     def _num_targets(self, inputs: Any) -> Tensor | None:
@@ -110,26 +129,32 @@ class Evaluation:
                 f"count its targets, got {got}; leave the argument out"
             )
             raise ValueError(msg)
-        self._sum = torch.zeros_like(mean) if self._sum is None else self._sum
+        self._sums = mean.new_zeros(4) if self._sums is None else self._sums
         if counts:
-            of_batch = mean * weight
-            if isinstance(weight, Tensor):
-                of_batch = of_batch.where(weight > 0, 0.0)  # the mean over no targets is NaN
-            self._sum, self._number = self._sum + of_batch, self._number + weight
+            if not isinstance(weight, Tensor):
+                weight = mean.new_full((), weight)
+            weighted = (mean * weight).where(weight > 0, 0.0)  # the mean over no targets is NaN
+            of_batch = torch.stack([weighted, weight.double()])
+            self._sums = self._sums + torch.cat([of_batch, of_batch.where(mean.isfinite(), 0.0)])
 
-    def corrected(self, result: EvalLoopOutput, name: str) -> EvalLoopOutput:
+    def corrected(
+        self, result: EvalLoopOutput, name: str, *, is_overridden: bool
+    ) -> EvalLoopOutput:
         """Return the result of an evaluation with the mean loss in its metrics; call on all ranks.
 
         Args:
             result: Result of the Trainer.
             name: Name of the loss in its metrics.
+            is_overridden: Whether a subclass has a `prediction_step` of its own, which may return
+                another loss than MFTrainer's, or call it several times. Then the loss stays that
+                of the Trainer, which gets the subclass's loss.
 
         Raises:
             ValueError: If the loss must be the mean over the targets, but a method of the user's
                 own has evaluated the batches.
         """
         metrics: Any = result.metrics
-        loss = self._mean()
+        loss = None if is_overridden else self._mean()
         if name not in metrics:
             return result
         if loss is not None:
@@ -137,7 +162,7 @@ class Evaluation:
         elif self._per_token:
             msg = (
                 "`eval_per_token_loss` needs the method `prediction_step` of MFTrainer, got a "
-                f"`prediction_step` of {type(self._trainer).__name__} that does not call it"
+                f"`prediction_step` of {type(self._trainer).__name__}; remove one of the two"
             )
             raise ValueError(msg)
         return result
@@ -146,41 +171,107 @@ class Evaluation:
         accelerator = self._trainer.accelerator
         if accelerator.num_processes == 1 and not self._per_token:
             return None
-        own = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-        if self._sum is not None:
-            own[0], own[1], own[2] = self._sum, self._number, 1
-        total, number, num_ranks = accelerator.reduce(own, "sum").tolist()
+        own = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
+        if self._sums is not None:
+            own[:4], own[4] = self._sums, 1
+        *sums, num_ranks = accelerator.reduce(own, "sum").tolist()
+        # As in the Trainer, losses that are not finite count only if there are no others.
+        leaves_out = self._trainer.args.logging_nan_inf_filter and sums[3]
+        total, number = sums[2:] if leaves_out else sums[:2]
         if number:
             return float(total / number)
         return math.nan if self._per_token and num_ranks else None
 
 
-def _own_rows(accelerator: Accelerator, number: int) -> int:
+def _dealt_rows(trainer: "MFTrainerMixin") -> int | None:
+    """Return how many rows the sampler deals to each rank for a batch; None if it is unknown.
+
+    The batch may have other rows: a collator may make several of each row of the data set.
+    """
+    loader: Any = trainer.callback_handler.eval_dataloader
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, BatchSamplerShard):
+        return None
+    size: int = sampler.batch_size
+    return size // sampler.num_processes if sampler.split_batches else size
+
+
+def _own_rows(trainer: "MFTrainerMixin", dealt: int) -> int:
     """Return how many of this rank's rows are not repetitions; all of them if it is unknown."""
+    accelerator = trainer.accelerator
     state = accelerator.gradient_state
-    is_last = state.end_of_dataloader and state.remainder > 0
+    # A loader that accelerate has not prepared is not the active one; that of a training may be.
+    is_prepared = state.active_dataloader is trainer.callback_handler.eval_dataloader
+    is_last = is_prepared and state.end_of_dataloader and state.remainder > 0
     # With tensor parallelism, several ranks have the same rows.
     if not is_last or accelerator.parallelism_config is not None:
-        return number
-    before: int = accelerator.process_index * number
-    return min(max(int(state.remainder) - before, 0), number)
+        return dealt
+    before: int = accelerator.process_index * dealt
+    return min(max(int(state.remainder) - before, 0), dealt)
 
 
-def _first(inputs: Mapping[str, Any], own: int, number: int) -> Any:
-    """Return the first rows of each tensor and list that has one entry for each row."""
-    kept = {
-        name: value[:own] if isinstance(value, (Tensor, list)) and len(value) == number else value
-        for name, value in inputs.items()
-    }
-    return kept if type(inputs) is dict else type(inputs)(kept)  # type: ignore[call-arg]  # (BatchEncoding)
+def _num_rows(inputs: Any) -> int | None:
+    """Return how many rows a batch has; None if not each tensor and list has an entry for each."""
+    sizes = set(_sizes(inputs))
+    return sizes.pop() if len(sizes) == 1 else None
 
 
-def _filled(outputs: Any, own: int, number: int) -> Any:
-    """Repeat the last row of each tensor with `own` rows until there are `number` rows."""
+def _sizes(inputs: Any) -> Iterator[int | None]:
+    """Yield the number of entries of each tensor and list; None if they may not be rows."""
+    if isinstance(inputs, MutableMapping):
+        for value in inputs.values():
+            yield from _sizes(value)
+    elif isinstance(inputs, Tensor):
+        # Positions of rotary embeddings may have the shape (3, rows, tokens).
+        is_ambiguous = (
+            inputs.dim() == 3
+            and inputs.shape[0] == inputs.shape[1]
+            and not inputs.is_floating_point()
+        )
+        yield None if is_ambiguous or not inputs.dim() else len(inputs)
+    elif isinstance(inputs, list) and all(isinstance(each, _SCALARS) for each in inputs):
+        yield len(inputs)
+    elif not isinstance(inputs, _SCALARS):
+        yield None
+
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def _first(inputs: Any, own: int) -> Any:
+    """Return the first rows of a batch for which `_num_rows` is known."""
+    if isinstance(inputs, MutableMapping):
+        kept = copy.copy(inputs)
+        for name, value in inputs.items():
+            kept[name] = _first(value, own)
+        return kept
+    return inputs if isinstance(inputs, _SCALARS) else inputs[:own]
+
+
+def _lengths(outputs: Any) -> list[int]:
+    """Return the first sizes of all tensors in outputs of a batch, 0 for scalars."""
+    found: list[int] = []
+    recursively_apply(lambda tensor: found.append(len(tensor) if tensor.dim() else 0), outputs)
+    return found
+
+
+def _filled(outputs: Any, own: int, number: int, lengths: Sequence[int]) -> Any:
+    """Repeat the last entries of tensors, as if the outputs were those of `number` rows.
+
+    Args:
+        outputs: Outputs of `own` rows. A tensor may have several entries for each row.
+        own: Number of rows that were evaluated.
+        number: Number of rows of a whole batch.
+        lengths: `_lengths` of the batch before, of `number` rows; empty if there was none. A
+            tensor that had the same length there has no entries for rows.
+    """
+    before = iter(lengths if len(lengths) == len(_lengths(outputs)) else ())
 
     def fill(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != own:
+        length = len(tensor) if tensor.dim() else 0
+        if next(before, None) == length or not length or length % own:
             return tensor
-        return torch.cat([tensor, tensor[-1:].expand(number - own, *tensor.shape[1:])])
+        missing = length // own * (number - own)
+        return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
 
     return recursively_apply(fill, outputs)

@@ -24,6 +24,8 @@ from mfwrap.compatibility.accelerate import check_sharded_load
 from mfwrap.compatibility.transformers import (
     batch_size_of,
     check_trainer_release,
+    evaluates_batches_itself,
+    has_own,
     leave_accumulation_to_trainer,
     leave_meshes_to_step,
     let_cpu_ranks_load,
@@ -396,7 +398,9 @@ class MFTrainerMixin(_Base):
         """Evaluate a batch; rows that only fill up the last batch do not count in the loss."""
         predict = super().prediction_step
         return self._evaluation.predicted(
-            inputs, lambda rows: predict(model, rows, *args, **kwargs)
+            inputs,
+            lambda rows: predict(model, rows, *args, **kwargs),
+            may_gather=evaluates_batches_itself(self, after=MFTrainerMixin),
         )
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -413,7 +417,8 @@ class MFTrainerMixin(_Base):
         with self._evaluation.running():
             result: Any = super().evaluation_loop(*args, **kwargs)
             prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-            return self._evaluation.corrected(result, f"{prefix}_loss")
+            is_overridden = has_own(self, "prediction_step", before=MFTrainerMixin)
+            return self._evaluation.corrected(result, f"{prefix}_loss", is_overridden=is_overridden)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log an entry; add the values of the step and the callbacks to training logs."""

@@ -20,6 +20,7 @@ from support.trainer_runs import new_trainer
 __all__ = [
     "BATCH",
     "evaluate",
+    "evaluate_kind",
     "evaluate_texts",
     "expected_evaluation",
     "language_model",
@@ -210,3 +211,122 @@ def evaluate_texts(
         found = trainer.evaluate({str(number): texts(number) for number in numbers})
     assert all(found[f"eval_{number}_rows"] == number for number in numbers)
     return [found[f"eval_{number}_loss"] for number in numbers]
+
+
+class Routed(Network):
+    """A network whose outputs also have two entries for each row, and a table without rows."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        outputs = super().forward(x, labels)
+        return {**outputs, "router": x.repeat(2, 1), "table": torch.ones(5, 3)}
+
+
+class Nested(Network):
+    """A network whose batch is in a dict in the batch."""
+
+    def forward(self, batch: dict[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(batch["x"], labels)
+
+
+class Pixels(Network):
+    """A network with two pixels for each row, one after the other."""
+
+    def forward(self, x: Tensor, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(x + pixels.reshape(len(x), 2, 3).mean(1), labels)
+
+
+class Positions(Network):
+    """A network with three positions for each row, in the first dimension."""
+
+    def forward(self, x: Tensor, positions: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        assert positions.shape == (3, len(x), 3)
+        return super().forward(x + positions.sum(0), labels)
+
+
+def _collated(kind: str, found: list[dict[str, Tensor]]) -> dict[str, Any]:
+    batch: dict[str, Any] = default_data_collator(found)
+    x, labels = batch["x"], batch["labels"]
+    if kind == "nested":
+        return {"batch": {"x": x}, "labels": labels}
+    if kind == "pixels":
+        batch["pixels"] = labels.repeat_interleave(2)[:, None].expand(-1, 3)
+    if kind == "positions":
+        batch["positions"] = torch.arange(9.0 * len(x)).reshape(3, len(x), 3)
+    if kind == "pairs":
+        return {name: torch.cat([value, value + 1]) for name, value in batch.items()}
+    return batch
+
+
+def _own_method(kind: str, base: type[Trainer]) -> type[Trainer]:
+    """Return a subclass of a Trainer whose own method computes the loss of an evaluation."""
+
+    class Scaled(base):
+        def prediction_step(self, *args: Any, **keywords: Any) -> Any:
+            loss, *others = super().prediction_step(*args, **keywords)
+            return loss * 100, *others
+
+    class Twice(base):
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+            found = super().prediction_step(model, inputs, *args, **keywords)
+            moved = {**inputs, "x": inputs["x"] + 1}
+            super().prediction_step(model, moved, *args, **keywords)
+            return found
+
+    class Gathering(base):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = None, **_: Any
+        ) -> Any:
+            outputs = model(**inputs)
+            of_all = self.accelerator.gather(outputs["logits"])
+            loss = (outputs["logits"][:, None] - of_all).square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    class OverRanks(base):
+        model_accepts_loss_kwargs = property(lambda _: True, lambda *_: None)
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = None, num_items_in_batch: Any = 1
+        ) -> Any:
+            outputs = model(**inputs)
+            loss = (outputs["logits"] - inputs["labels"]).square().sum() / num_items_in_batch
+            loss = loss * self.accelerator.num_processes
+            return (loss, outputs) if return_outputs else loss
+
+    kinds = {"scaled": Scaled, "twice": Twice, "gathering": Gathering, "over ranks": OverRanks}
+    return kinds.get(kind, base)
+
+
+def evaluate_kind(
+    rank: int,
+    kind: str,
+    number: int,
+    with_metrics: bool,  # noqa: FBT001  (a pool of ranks passes positional arguments)
+    stock: bool,  # noqa: FBT001  (as above)
+) -> float:
+    """Evaluate rows in batches of 4, with a kind of batches, outputs or methods; return the loss.
+
+    With metrics, check that they get the outputs and labels of all rows.
+    """
+    del rank
+    data: Any = rows(number)
+    networks = {"outputs": Routed, "nested": Nested, "pixels": Pixels, "positions": Positions}
+    if kind == "no targets":
+        data[-1]["labels"] = torch.tensor(torch.nan)
+
+    def check(found: EvalPrediction) -> dict[str, float]:
+        outputs = found.predictions[0] if kind == "outputs" else found.predictions
+        assert len(outputs) == len(found.label_ids) == number
+        return {}
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = new_trainer(
+            _own_method(kind, Trainer if stock else MFTrainer),
+            Path(folder),
+            model=networks.get(kind, Network)(),
+            extras={
+                "compute_metrics": check if with_metrics else None,
+                "data_collator": lambda found: _collated(kind, found),
+            },
+            remove_unused_columns=False,
+        )
+        return float(trainer.evaluate(data)["eval_loss"])

@@ -11,6 +11,7 @@ from mfwrap.trainer import MFTrainer
 from support.ranks.evaluations import (
     BATCH,
     evaluate,
+    evaluate_kind,
     evaluate_texts,
     expected_evaluation,
     language_model,
@@ -166,3 +167,47 @@ def test_smoothed_labels(two_ranks, on_ranks):
     )
     for found in results:
         assert found == pytest.approx([mean_over_targets("model", 7, 0.2)], rel=1e-5)
+
+
+STOCK = True
+AS_ONE_PROCESS = ["outputs", "nested", "scaled", "twice", "no targets"]
+AS_STOCK = ["pixels", "positions", "pairs", "gathering", "over ranks"]
+
+
+@pytest.mark.parametrize("with_metrics", [False, True], ids=["loss", "metrics"])
+@pytest.mark.parametrize("kind", AS_ONE_PROCESS)
+def test_two_ranks_give_the_loss_of_one_process(two_ranks, kind, with_metrics):
+    """So they do with several outputs of a row, nested batches and subclasses with other losses.
+
+    A loss that is NaN is left out, as the Trainer of one process does.
+    """
+    for number in (13, 11):
+        expected = evaluate_kind(0, kind, number, with_metrics, STOCK)
+        assert math.isfinite(expected)
+        found = two_ranks.run(evaluate_kind, kind, number, with_metrics, not STOCK)
+        assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", AS_STOCK)
+def test_two_ranks_give_the_loss_of_the_stock_trainer(two_ranks, kind):
+    """So they do where nobody knows which entries are of a row, or where the loss needs all ranks.
+
+    A `compute_loss` of the user's own may gather rows, and relies on the number of all targets.
+    """
+    with_metrics = kind in {"gathering", "over ranks"}
+    expected = two_ranks.run(evaluate_kind, kind, 13, with_metrics, STOCK)
+    found = two_ranks.run(evaluate_kind, kind, 13, with_metrics, not STOCK)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_per_token_with_a_prediction_step_of_the_users_own(tmp_path):
+    """It is refused, because the method may have changed the loss."""
+
+    class Scaled(MFTrainer):
+        def prediction_step(self, *args, **keywords):
+            loss, *others = super().prediction_step(*args, **keywords)
+            return loss * 100, *others
+
+    trainer = trainer_of(tmp_path, Scaled, model=language_model("model"))
+    with pytest.raises(ValueError, match="needs the method `prediction_step` of MFTrainer, got"):
+        trainer.evaluate(texts(4))
