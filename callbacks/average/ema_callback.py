@@ -64,7 +64,8 @@ class EMACallback(MonitorCallback):
     and ``on_evaluate`` see the averages, and each other event sees the raw weights. mfwrap's
     monitors read the raw weights at all times, and so does a callback of your own inside ``with
     mfwrap.average.swap.training_weights():``. ``trainer.save_model()`` saves the raw weights there,
-    too. The callback adds no host-device synchronization to a step.
+    too, and the averages inside ``with callback.ema.swap():``. The callback adds no host-device
+    synchronization to a step.
 
     In a stock Trainer, place this callback after any callback that requests an evaluation. From
     then on, the averages are in the model until the evaluation is done. With several evaluation

@@ -190,6 +190,11 @@ class ExponentialMovingAverage:
         """
         return self._swap is not None and self._swap.is_in
 
+    @property
+    def is_swap_nested(self) -> bool:
+        """Whether the averages are in the parameters, and one block of `swap` is inside another."""
+        return self._swap is not None and self._swap.is_in and self._swap.num_nested > 0
+
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
         """Put the averages into the parameters and buffers inside the block, for evaluation.
@@ -199,11 +204,14 @@ class ExponentialMovingAverage:
         copy of the weights, about as much as gradients take. mfwrap's monitors read the original
         values; use `training_weights` in code of your own that must do so.
 
-        Raises:
-            RuntimeError: If called inside `swap`.
+        A block inside a block of the same average changes nothing: the averages are in the
+        parameters already, and the end of the outer block restores the values.
         """
-        self.refuse_inside_swap("swap")
         before = self._swap
+        if before is not None and before.is_in:
+            with before.nested():
+                yield
+            return
         swap = self._swap = Swap(
             list(self._held.weights.values()), self._current_buffers, self._reshard
         )

@@ -14,13 +14,16 @@ _swaps: "list[Swap]" = []
 
 
 @contextlib.contextmanager
-def training_weights() -> Iterator[None]:
+def training_weights(*, leaves_nested: bool = False) -> Iterator[None]:
     """Inside the block, have the weights of the training in each model, not averages.
 
     Code that reads weights of a training, and may run while averages are swapped in for an
     evaluation, reads them in such a block. It restores what each `ExponentialMovingAverage.swap`
     has replaced, and puts the averages back afterwards, both bitwise. Without a swap it does
     nothing. It starts no collective and does not synchronize with the device.
+
+    Args:
+        leaves_nested: Whether averages stay in a model if one block of ``swap`` is inside another.
 
     Example:
         >>> import torch
@@ -37,7 +40,8 @@ def training_weights() -> Iterator[None]:
     with contextlib.ExitStack() as lifted:
         # The last swap may have replaced averages of an earlier one, so it is lifted first.
         for swap in reversed(list(_swaps)):
-            lifted.enter_context(swap.lifted())
+            if not (leaves_nested and swap.num_nested):
+                lifted.enter_context(swap.lifted())
         yield
 
 
@@ -64,6 +68,8 @@ class Swap:
         reshard()
         self._kept = self._present()
         self._is_over = False
+        self.num_nested = 0
+        """Number of further blocks of the average's ``swap`` inside the one that began this."""
         self.is_in = True
         """Whether the averages are in the model now; false in a block of `training_weights`."""
         _swaps.append(self)
@@ -73,6 +79,15 @@ class Swap:
         if self.is_in:
             self._lift()
         self._is_over = True
+
+    @contextlib.contextmanager
+    def nested(self) -> Iterator[None]:
+        """Count a block of ``swap`` that is inside the block that began this swap."""
+        self.num_nested += 1
+        try:
+            yield
+        finally:
+            self.num_nested -= 1
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:

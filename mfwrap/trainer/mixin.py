@@ -445,8 +445,12 @@ class MFTrainerMixin(_Base):
         return self._checkpoints.output_folder(super()._get_output_dir(trial))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model as the Trainer does; within an evaluation, save the training's weights."""
-        with training_weights() if self._evaluation.is_of_training else _USUAL:
+        """Save the model as the Trainer does; within an evaluation, save the training's weights.
+
+        Inside a block of ``ema.swap()`` of your own, save the averages.
+        """
+        is_held = self._evaluation.is_of_training
+        with training_weights(leaves_nested=True) if is_held else _USUAL:
             super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

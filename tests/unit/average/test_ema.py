@@ -320,7 +320,6 @@ def test_calls_refused_inside_swap():
     state = copy.deepcopy(ema.state_dict())
     raw = copy.deepcopy(network.state_dict())
     calls = {
-        "swap": lambda: ema.swap().__enter__(),
         "update": ema.update,
         "copy_to": ema.copy_to,
         "load_state_dict": lambda: ema.load_state_dict(state),

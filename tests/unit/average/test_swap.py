@@ -67,3 +67,20 @@ def test_a_swap_that_ends_inside_training_weights():
             weight += 1
     assert weight.tolist() == [3.0, 3.0]
     assert not ema.is_swapped
+
+
+def test_a_swap_inside_a_swap():
+    """It changes nothing, and the end of the outer block restores the values."""
+    network = Network()
+    ema = ExponentialMovingAverage(network, 0.9)
+    train_with_skips(network, 3, ema, seed=0)
+    raw = copy.deepcopy(network.state_dict())
+    with ema.swap():
+        averaged = copy.deepcopy(network.state_dict())
+        with ema.swap():
+            assert_same(averaged, network.state_dict())
+            with training_weights():
+                assert_same(raw, network.state_dict())
+        assert_same(averaged, network.state_dict())
+    assert_same(raw, network.state_dict())
+    assert not ema.is_swapped

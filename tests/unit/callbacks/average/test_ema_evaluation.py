@@ -457,3 +457,28 @@ def test_one_callback_after_another(tmp_path):
     new_trainer(tmp_path, PLAIN, max_steps=1, **arguments).train()
 
     assert callback.ema.follows(failed.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+def test_a_swap_of_the_users_own_within_an_evaluation(tmp_path, kind):
+    """`swap` and `save_model` in ``on_evaluate`` have the averages, in any order of callbacks."""
+
+    class Saving(TrainerCallback):
+        def on_evaluate(self, args, _state, _control, model=None, **_):
+            with callback.ema.swap():
+                seen.append(weights_of(model))
+                trainer.save_model(f"{args.output_dir}/swapped")
+
+    seen = []
+    trainer, follower, _, callback = trainer_of(
+        tmp_path, kind, before=[Saving()], after=[Saving()], max_steps=2
+    )
+    trainer.args.load_best_model_at_end = False
+    trainer.train()
+
+    assert len(seen) == 2
+    for weights in seen:
+        assert_same_state(follower.averages[2], weights)
+    saved = load_file(tmp_path / "swapped" / "model.safetensors")
+    assert torch.equal(follower.averages[2][WEIGHT], saved[WEIGHT])
+    assert_same_state(follower.raw[2], weights_of(trainer.model))
