@@ -92,8 +92,8 @@ class EvaluatedAverages:
 
     def _before_saving(self, *_: Any) -> None:
         # While `should_evaluate` is true, a call of `state_dict` comes from the evaluation itself
-        # and must get the averages. A later call saves the model and must get the raw weights, except
-        # in a user's own block of `swap`.
+        # and must get the averages. A later call saves the model and must get the raw weights,
+        # except in a user's own block of `swap`.
         if self._ema is not None and self._ema.is_swap_nested:
             return
         if self._control is None or not self._control.should_evaluate:

@@ -403,14 +403,34 @@ class MFTrainerMixin(_Base):
             may_gather=evaluates_batches_itself(self, after=MFTrainerMixin),
         )
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        # The evaluation that the training requests; `evaluate` is called by hand, too.
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluate inside the block as the training requests it."""
         model: Any = self.model
         with (
             evaluating(self.callback_handler.callbacks, self.state, model),
             replaced(self._evaluation, is_of_training=True),
         ):
+            yield
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
             return super()._evaluate(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the Trainer does, by hand or because the training requests it.
+
+        Args:
+            args: Positional arguments of the Trainer's method.
+            kwargs: Keyword arguments of the Trainer's method.
+
+        Returns:
+            The metrics by name.
+        """
+        # A subclass may call it in place of `_evaluate` when the training requests an evaluation.
+        is_requested = self._evaluation.is_due and not self._evaluation.is_of_training
+        with self._evaluating() if is_requested else _USUAL:
+            return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the loss is the mean over the rows of the data set, or over its targets."""
@@ -526,6 +546,7 @@ class MFTrainerMixin(_Base):
     def _before_event(self, event: str) -> None:
         """Bring the log and the data position up to date before callbacks are called."""
         self._losses.end_micro_batch()
+        self._evaluation.before_event(event)
         if event == "on_train_begin":
             self._begin_training()
         elif event == "on_epoch_begin":
@@ -545,7 +566,8 @@ class MFTrainerMixin(_Base):
                 self._losses.step_log.count(self.attached.last_report)
 
     def _after_event(self, event: str, control: TrainerControl) -> None:
-        """Go back to an earlier checkpoint, or note the checkpoint that is saved next."""
+        """Note a requested evaluation, go back to a checkpoint, or note the one saved next."""
+        self._evaluation.after_event(event, control)
         self.rollbacks.after_event(event, control)
         if control.should_save:
             self._checkpoints.note_own()

@@ -482,3 +482,45 @@ def test_a_swap_of_the_users_own_within_an_evaluation(tmp_path, kind):
     saved = load_file(tmp_path / "swapped" / "model.safetensors")
     assert torch.equal(follower.averages[2][WEIGHT], saved[WEIGHT])
     assert_same_state(follower.raw[2], weights_of(trainer.model))
+
+
+class OwnEvaluation(MFTrainer):
+    """A trainer that calls `evaluate` itself when the training requests an evaluation."""
+
+    def _maybe_log_save_evaluate(self, *args, **keywords):
+        if self.control.should_evaluate:
+            self._determine_best_metric(metrics=self.evaluate(), trial=None)
+            self.control.should_evaluate = False
+        super()._maybe_log_save_evaluate(*args, **keywords)
+
+
+@pytest.mark.parametrize("data", [None, TWO], ids=["one dataset", "two datasets"])
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_trainer_that_evaluates_by_itself(tmp_path, data, strategy):
+    """It evaluates the averages, and an evaluation by a callback at the same step raw weights."""
+    by_hand = []
+
+    def evaluate(_control, _model):
+        before = len(seen.evaluated)
+        trainer.evaluate()
+        by_hand.extend(seen.evaluated[before:])
+        del seen.evaluated[before:]
+
+    callback, follower, seen = EMACallback(DECAY), Follower(), Seen()
+    settings = (SHORT if strategy == "steps" else SHORT_EPOCHS) | {"load_best_model_at_end": False}
+    by_callback = At(4, on_step_end=evaluate)
+    trainer = new_trainer(
+        tmp_path,
+        PLAIN,
+        kind=OwnEvaluation,
+        callbacks=[follower, seen, callback, by_callback],
+        **settings | {"metric_for_best_model": "eval_one_loss" if data else "loss"},
+    )
+    trainer.eval_dataset = data or trainer.eval_dataset
+    trainer.train()
+
+    assert_seen(seen, follower, num_datasets=2 if data else 1)
+    assert by_hand
+    for number, weights in by_hand:
+        assert number == 4
+        assert_same_state(follower.raw[4], weights)
