@@ -156,7 +156,7 @@ class EMACallback(MonitorCallback):
             if attachment is None:
                 self._updates = AppliedUpdates(optimizer)
         if args.eval_on_start:
-            self._prepare_evaluation(state, control, model, is_due=True)
+            self._prepare_evaluation(state, control, model, optimizer, is_due=True)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -179,6 +179,7 @@ class EMACallback(MonitorCallback):
         state: TrainerState,
         control: TrainerControl,
         model: Any = None,
+        optimizer: Any = None,
         step_report: StepReport | None = None,
         **_: Any,
     ) -> None:
@@ -186,7 +187,7 @@ class EMACallback(MonitorCallback):
         del args
         if self.ema is not None and self._is_own:
             self.ema.update(self._applied(step_report))
-        self._prepare_evaluation(state, control, model, is_due=control.should_evaluate)
+        self._prepare_evaluation(state, control, model, optimizer, is_due=control.should_evaluate)
 
     def on_epoch_end(
         self,
@@ -194,12 +195,13 @@ class EMACallback(MonitorCallback):
         state: TrainerState,
         control: TrainerControl,
         model: Any = None,
+        optimizer: Any = None,
         **_: Any,
     ) -> None:
         """Put the averages into the model if an evaluation of a stock Trainer follows."""
         del args
         self._evaluated.end()
-        self._prepare_evaluation(state, control, model, is_due=control.should_evaluate)
+        self._prepare_evaluation(state, control, model, optimizer, is_due=control.should_evaluate)
 
     def expect_evaluations(self) -> None:
         """Leave the model as it is in the events before an evaluation; `evaluation` is entered."""
@@ -347,9 +349,19 @@ class EMACallback(MonitorCallback):
             self._updates = None
 
     def _prepare_evaluation(
-        self, state: TrainerState, control: TrainerControl, model: nn.Module, *, is_due: bool
+        self,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        is_due: bool,
     ) -> None:
         if is_due and self._evaluates and self.ema is not None and not self._is_entered:
+            # The Trainer calls `eval` of a schedule-free optimizer in the evaluation. It converts
+            # the weights of the training, so it must not find averages in the model.
+            if callable(getattr(optimizer, "eval", None)):
+                optimizer.eval()
             self._evaluated.hold(self.ema, model, state.global_step, control)
 
     def _write(

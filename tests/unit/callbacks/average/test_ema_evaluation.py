@@ -524,3 +524,50 @@ def test_a_trainer_that_evaluates_by_itself(tmp_path, data, strategy):
     for number, weights in by_hand:
         assert number == 4
         assert_same_state(follower.raw[4], weights)
+
+
+class Converting(torch.optim.SGD):
+    """An optimizer that converts the weights for an evaluation and back, as schedule-free ones."""
+
+    is_converted = False
+
+    def _convert(self, *, into: bool) -> None:
+        for weight in self.param_groups[0]["params"] if into != self.is_converted else ():
+            weight.data.mul_(2.0 if into else 0.5)
+        self.is_converted = into
+
+    def eval(self) -> None:
+        """Convert the weights for an evaluation."""
+        self._convert(into=True)
+
+    def train(self) -> None:
+        """Convert the weights for the training."""
+        self._convert(into=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_that_converts_the_weights(tmp_path, kind):
+    """It converts the weights of the training, never averages, so the training is the same.
+
+    The averages are those of the weights that the training updates.
+    """
+    weights, averages = [], []
+    for evaluate in (False, True):
+        trainer, _, seen, callback = trainer_of(
+            tmp_path / str(evaluate),
+            kind,
+            evaluate=evaluate,
+            save_strategy="no",
+            load_best_model_at_end=False,
+            metric_for_best_model=None,
+        )
+        trainer.optimizer = Converting(trainer.model.parameters(), lr=0.1)
+        trainer.train()
+        trainer.optimizer.train()
+        averages.append(dict(callback.ema.named_averages()))
+        weights.append(weights_of(trainer.model))
+
+    assert_same_state(*weights)
+    assert_same_state(*averages)
+    assert_same_state(averages[1], seen.evaluated[-1][1])
+    assert [step for step, _ in seen.evaluated] == [2, 4, 6]
