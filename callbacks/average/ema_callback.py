@@ -29,6 +29,7 @@ from mfwrap.records.evaluations import (
     note_loaded_averages,
     prefix_of,
 )
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer import MonitorCallback
 
@@ -124,6 +125,7 @@ class EMACallback(MonitorCallback):
         self._is_entered = self._will_be_entered = False
         self._updates: AppliedUpdates | None = None
         self._evaluated = EvaluatedAverages()
+        self._loading = contextlib.ExitStack()
         self._resumed_from: Path | None = None
         self._is_saved = False
 
@@ -138,6 +140,7 @@ class EMACallback(MonitorCallback):
     ) -> None:
         """Use the Trainer's average, if any; else make or resume the callback's own average."""
         self._evaluated.end()
+        self._loading.close()
         self._stop_watching()
         self._is_saved = False
         self._is_entered, self._will_be_entered = self._will_be_entered, False
@@ -305,11 +308,24 @@ class EMACallback(MonitorCallback):
         self._stop_watching()
         best = state.best_model_checkpoint
         if self.loads_best and args.load_best_model_at_end and best:
-            note_loaded_averages(state, are_loaded=load_exported(model, Path(best)))
+            are_loaded = load_exported(model, Path(best))
+            note_loaded_averages(state, are_loaded=are_loaded)
+            if are_loaded:
+                self._note_next_loading(model, state)
 
     def put_weights_back(self) -> None:
         """Restore the raw weights if an interrupted evaluation left averages in the model."""
         self._evaluated.end()
+
+    def _note_next_loading(self, model: nn.Module, state: TrainerState) -> None:
+        """Note the end of the averages in `model` when its ``load_state_dict`` is called."""
+
+        def note(*_: Any) -> None:
+            note_loaded_averages(state, are_loaded=False)
+
+        hook = model.register_load_state_dict_pre_hook(note)
+        keep_out_of_copies(model, hook)
+        self._loading.callback(hook.remove)
 
     def _own_average(self, model: nn.Module) -> ExponentialMovingAverage:
         if is_sharded(model):

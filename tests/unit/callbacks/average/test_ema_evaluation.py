@@ -1,6 +1,7 @@
 """Evaluations use the right weights: with several data sets, at the start, when interrupted."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -571,3 +572,19 @@ def test_an_optimizer_that_converts_the_weights(tmp_path, kind):
     assert_same_state(*averages)
     assert_same_state(averages[1], seen.evaluated[-1][1])
     assert [step for step, _ in seen.evaluated] == [2, 4, 6]
+
+
+@pytest.mark.fast_sample(1)
+@pytest.mark.parametrize("kind", ["its average", "stock"])
+def test_weights_that_are_loaded_after_training(tmp_path, kind):
+    """Their evaluation is not marked as one of averages; a copy of the model changes no mark."""
+    trainer, _, _, _ = trainer_of(tmp_path, kind)
+    trainer.train()
+    raw = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
+    copy.deepcopy(trainer.model).load_state_dict(raw, strict=False)
+    trainer.evaluate()
+    assert last_evaluation(trainer.state.log_history)[1]
+
+    trainer.model.load_state_dict(raw, strict=False)
+    trainer.evaluate()
+    assert not last_evaluation(trainer.state.log_history)[1]
