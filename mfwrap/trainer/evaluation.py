@@ -20,7 +20,6 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from transformers.trainer_callback import TrainerControl
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -51,17 +50,8 @@ class Evaluation:
         self.is_of_training = False
         """Whether the training itself has requested the evaluation that is running."""
         self.is_due = False
-        """Whether the training has requested an evaluation since the last step or epoch ended."""
-
-    def before_event(self, event: str) -> None:
-        """Note that callbacks are called, whose own evaluations are not those of the training."""
-        if event not in {"on_prediction_step", "on_log", "on_evaluate"}:
-            self.is_due = False
-
-    def after_event(self, event: str, control: TrainerControl) -> None:
-        """Note whether the callbacks have requested an evaluation."""
-        if event in {"on_step_end", "on_epoch_end"}:
-            self.is_due = control.should_evaluate
+        """Whether the callbacks of a step or an epoch have requested an evaluation, and no callback
+        of another event has been called since, except those of an evaluation and of a log."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

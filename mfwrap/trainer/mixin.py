@@ -72,6 +72,9 @@ else:
     _Base = object
 
 
+_EVALUATION_EVENTS = frozenset({"on_prediction_step", "on_log", "on_evaluate"})
+"""Events that do not end the time in which a requested evaluation is run."""
+
 _USUAL: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -551,7 +554,7 @@ class MFTrainerMixin(_Base):
     def _before_event(self, event: str) -> None:
         """Bring the log and the data position up to date before callbacks are called."""
         self._losses.end_micro_batch()
-        self._evaluation.before_event(event)
+        self._evaluation.is_due &= event in _EVALUATION_EVENTS
         if event == "on_train_begin":
             self._begin_training()
         elif event == "on_epoch_begin":
@@ -572,7 +575,8 @@ class MFTrainerMixin(_Base):
 
     def _after_event(self, event: str, control: TrainerControl) -> None:
         """Note a requested evaluation, go back to a checkpoint, or note the one saved next."""
-        self._evaluation.after_event(event, control)
+        if event in {"on_step_end", "on_epoch_end"}:
+            self._evaluation.is_due = control.should_evaluate
         self.rollbacks.after_event(event, control)
         if control.should_save:
             self._checkpoints.note_own()

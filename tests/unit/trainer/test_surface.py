@@ -34,6 +34,7 @@ REASONS = {
     "compute_loss": "report the losses that the output has beside `loss`",
     "prediction_step": "evaluate the rows of the last batch that are not repetitions",
     "_evaluate": "put averages into the model for an evaluation that the training requests",
+    "evaluate": "do so, too, if a subclass calls it in the place of `_evaluate`",
     "evaluation_loop": "take the mean loss over the rows of all ranks",
     "_run_epoch": "follow the batches of an epoch, and begin where the data were left",
     "create_model_card": "add the settings of the step and the usage",
@@ -64,6 +65,10 @@ OVERRIDDEN = {
     "prediction_step": (
         "self, model, inputs, prediction_loss_only, ignore_keys=None",
         ["evaluation_loop"],
+    ),
+    "evaluate": (
+        "self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval'",
+        ["_evaluate"],
     ),
     "evaluation_loop": (
         (
