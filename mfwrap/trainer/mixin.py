@@ -413,8 +413,9 @@ class MFTrainerMixin(_Base):
         # Schedule-free optimizers convert the weights in `eval`, and back in `train`. They must
         # convert those of the training, so call `eval` before averages are put into the model. The
         # Trainer calls it again, which does nothing, and calls `train` before the next step.
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "eval", None)):
+            optimizer.eval()
         with (
             evaluating(self.callback_handler.callbacks, self.state, model),
             replaced(self._evaluation, is_of_training=True),
