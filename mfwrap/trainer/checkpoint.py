@@ -655,7 +655,7 @@ def _check_own(
     Raises:
         FileExistsError: If it would.
     """
-    rolls_back = trainer.rollbacks.writes_files
+    rolls_back = trainer.rollbacks.are_on
     names = [FACTS, PROGRESS] if has_monitors else []
     names += [ROLLBACKS_FILE, SKIP_ROWS_FILE] if rolls_back else []
     run_folder = Path(str(trainer.args.output_dir))

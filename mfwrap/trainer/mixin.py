@@ -578,7 +578,8 @@ class MFTrainerMixin(_Base):
         """Note a requested evaluation, go back to a checkpoint, or note the one saved next."""
         if event in {"on_step_end", "on_epoch_end"}:
             self._evaluation.is_due = control.should_evaluate
-        self.rollbacks.after_event(event, control)
+        if self.rollbacks.are_on:
+            self.rollbacks.after_event(event, control)
         if control.should_save:
             self._checkpoints.note_own()
 

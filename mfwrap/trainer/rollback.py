@@ -169,8 +169,8 @@ class Rollbacks:
         """Whether the training is about to end, to go back."""
         self.may_slow = False
         """Whether a rollback that was done lowers the learning rates of some updates."""
-        self.writes_files = settings is not None
-        """Whether the training may write a list of rollbacks and of rows to its run folder."""
+        self.are_on = settings is not None
+        """Whether the training may go back, and write a list of rollbacks and of rows."""
         skip.rows.needs_positions = settings is not None
 
     @property
