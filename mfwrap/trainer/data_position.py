@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
+from accelerate.state import GradientState
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
@@ -222,13 +224,21 @@ class TrainerPosition:
             "sampler_generators": self._sampler_states(),
             "maker_generators": states_of(held_generators(self._data.makers)),
             **log(),
-            "pass_has_ended": bool(getattr(self._loader, "end_of_dataloader", False)),
+            "pass_has_ended": self._pass_has_ended(),
             "data": self._data.state_dict(),
         }
         # The rank that saves the model may not have made the folder yet.
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _file_name(args.process_index, args.world_size)
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def _pass_has_ended(self) -> bool:
+        """Return whether the last batch of a pass over data without a length was read."""
+        if self._loader is None or has_length(self._loader):
+            return False
+        # In a resumed epoch, the Trainer iterates over a loader that it has made of this one.
+        loaders = (self._loader, GradientState().active_dataloader)
+        return any(getattr(each, "end_of_dataloader", False) for each in loaders)
 
     def _sampler_states(self) -> dict[str, Any]:
         # Samplers hold the data set. accelerate's own sampler seeds its generator anew in each
