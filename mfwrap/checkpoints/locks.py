@@ -117,7 +117,7 @@ def owning(lock: Path, *, waits: bool = False) -> Iterator[bool]:
         with _naming_folder(lock.parent):
             lock.parent.mkdir(parents=True, exist_ok=True)
             _held[key] = _acquire(lock, waits=waits)
-        # A process that was killed in `_create` has left its file.
+        # A process that was killed in `_create_beside` has left its file.
         for left in lock.parent.glob(f"{glob.escape(lock.name)}.*{PARTIAL}"):
             with contextlib.suppress(OSError):
                 _living_owner(left)
@@ -212,6 +212,39 @@ def _create(lock: Path) -> _Held:
         FileExistsError: If there is a lock file.
         OSError: If the file cannot be written.
     """
+    descriptor = _create_nameless(lock)
+    if descriptor is None:
+        descriptor = _create_beside(lock)
+    held = _Held(descriptor, threading.Event(), [])
+    threading.Thread(target=_beat, args=(lock, held.ended), daemon=True).start()
+    return held
+
+
+def _create_nameless(lock: Path) -> int | None:
+    """Create a lock file from a file without a name, of which a killed process leaves nothing.
+
+    Returns:
+        The descriptor; ``None`` where the system or the file system has no such files.
+    """
+    try:
+        descriptor = os.open(lock.parent, os.O_RDWR | os.O_TMPFILE, 0o666)
+    except (AttributeError, OSError):
+        return None
+    try:
+        _fill(lock, descriptor)
+        # Only with `src_dir_fd`, which counts for nothing here, is the link in /proc followed.
+        file = f"/proc/self/fd/{descriptor}"
+        os.link(file, lock, src_dir_fd=descriptor, follow_symlinks=True)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, FileExistsError) or not isinstance(error, OSError):
+            raise
+        return None
+    return descriptor
+
+
+def _create_beside(lock: Path) -> int:
+    """Create a lock file from a file beside it, and return its descriptor."""
     own = lock.with_name(f"{lock.name}.{secrets.token_hex(8)}{PARTIAL}")
     descriptor = _write(own)
     try:
@@ -226,9 +259,7 @@ def _create(lock: Path) -> _Held:
     if not is_linked:
         os.close(descriptor)
         descriptor = _write(lock)
-    held = _Held(descriptor, threading.Event(), [])
-    threading.Thread(target=_beat, args=(lock, held.ended), daemon=True).start()
-    return held
+    return descriptor
 
 
 def _link(own: Path, lock: Path) -> bool:
@@ -244,6 +275,18 @@ def _link(own: Path, lock: Path) -> bool:
 
 def _write(path: Path) -> int:
     """Write a new lock file, and return its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        _fill(path, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+        raise
+    return descriptor
+
+
+def _fill(path: Path, descriptor: int) -> None:
+    """Take the kernel's lock on a new file, and write into it whose it is."""
     now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     facts = {
         "process": os.getpid(),
@@ -253,18 +296,11 @@ def _write(path: Path) -> int:
         "token": process_token(),
         "since": now,
     }
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with naming_written_file(path):
-            if _FLOCK is not None:
-                with contextlib.suppress(OSError):  # a file system without locks
-                    _FLOCK(descriptor, fcntl.LOCK_EX)
-            os.write(descriptor, json.dumps(facts).encode())
-    except BaseException:
-        os.close(descriptor)
-        path.unlink(missing_ok=True)
-        raise
-    return descriptor
+    with naming_written_file(path):
+        if _FLOCK is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                _FLOCK(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, json.dumps(facts).encode())
 
 
 def _release(lock: Path, held: _Held) -> None:

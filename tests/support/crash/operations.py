@@ -74,6 +74,9 @@ _IN_FOLDER = re.compile(r'(?:AT_FDCWD|\d+)<([^>]+)>, "([^"]+)"')
 _NAME = re.compile(r'"([^"]+)"')
 _DIGITS = re.compile(r"\d+")
 _REMOVED = re.compile(r"(?<=/removed/).*")
+_NAMELESS = re.compile(r"#\d+(?: \(deleted\))?")
+"""What a file that was opened without a name is called."""
+
 _TEMPORARY = re.compile(r"\.tmp\w{6}$")
 """Name that safetensors draws at random for the file that it writes."""
 
@@ -352,7 +355,8 @@ def _paths(call: str, arguments: str, folder: Path) -> tuple[str, ...]:
         found = [str(folder.parent / each) for each in _NAME.findall(arguments)]
     else:
         found = _DESCRIPTOR.findall(arguments)[:1]
-    inside = [path for path in found if Path(path).is_relative_to(folder)]
+    named = [Path(path) for path in found if not _NAMELESS.fullmatch(Path(path).name)]
+    inside = [path for path in named if path.is_relative_to(folder)]
     return tuple(_without_random_part(os.path.relpath(each, folder.parent)) for each in inside)
 
 

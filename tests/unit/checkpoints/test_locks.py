@@ -1,6 +1,7 @@
 """One program at a time owns a folder, and the folder of a program that has died is free."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -174,9 +175,50 @@ def test_a_lock_is_renewed(lock, monkeypatch):
     assert "node-3" in refusal(lock)
 
 
-def refuse(*_):
+def refuse(*_, **__):
     """Stand for a call that a file system does not support."""
     raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
+def seen_at_link(lock, monkeypatch):
+    """Own a lock; return the files in its folder when the lock file gets its name."""
+    seen = []
+    link = os.link
+
+    def look(*paths, **keywords):
+        seen.extend(path.name for path in lock.parent.iterdir())
+        link(*paths, **keywords)
+
+    monkeypatch.setattr(os, "link", look)
+    with owning(lock):
+        assert [path.name for path in lock.parent.iterdir()] == [lock.name]
+        assert json.loads(lock.read_text())["process"] == os.getpid()
+        with lock.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not list(lock.parent.iterdir())
+    return seen
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs nameless files of Linux")
+def test_a_program_that_is_killed_while_it_creates_a_lock(lock, monkeypatch):
+    """There is nothing in the folder before the whole lock file."""
+    assert seen_at_link(lock, monkeypatch) == []
+
+
+def test_a_file_system_without_nameless_files(lock, monkeypatch):
+    """The lock file is written beside the lock first."""
+    in_folder = os.open
+
+    def refuse_nameless(path, flags, *rest, **keywords):
+        nameless = getattr(os, "O_TMPFILE", 0)
+        if nameless and flags & nameless == nameless:
+            refuse()
+        return in_folder(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(os, "open", refuse_nameless)
+    (beside,) = seen_at_link(lock, monkeypatch)
+    assert beside.startswith(f"{lock.name}.")
+    assert beside.endswith(".partial")
 
 
 def test_a_file_system_without_links(lock, monkeypatch):
