@@ -19,16 +19,18 @@ _SECRET_KEY = re.compile(
 """Keys of secrets in lower case, such as ``hub_token``. Keys such as ``eos_token`` do not match."""
 
 _SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|(sk|gsk|nvapi)-[\w-]{16,}|gh[oprsu]_[A-Za-z0-9]{16,}"
-    r"|github_pat_\w{16,}|gl[a-z]{2,6}-[\w-]{16,}|xox[a-z]-[\w-]{10,}|AIza[\w-]{30,}"
-    r"|(AKIA|ASIA)[0-9A-Z]{16}|(npm|r8)_[A-Za-z0-9]{20,}|pypi-[\w-]{16,}|ya29\.[\w-]{16,}"
+    r"\b(hf_[A-Za-z0-9]{16,}|(sk|gsk|nvapi)-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{16,}"
+    r"|gh[oprsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
+    r"|gl(agent|cbt|dt|feed|ffct|ft|imt|oas|pat|ptt|rt|rtr|soat|wt)-[\w-]{16,}"
+    r"|xox[a-z]-[\w-]{10,}|AIza[\w-]{30,}|(AKIA|ASIA)[0-9A-Z]{16}|(npm|r8)_[A-Za-z0-9]{20,}"
+    r"|pypi-AgEI[\w-]{16,}|ya29\.[\w-]{16,}"
     r"|dckr_[a-z]{2,4}_[\w-]{16,}|[rs]k_(live|test)_[A-Za-z0-9]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
     r"|://[^/\s:@]+:[^/\s@]*@|(?<=https)://[^/\s@]+@|(?<=http)://[^/\s@]+@"
     r"|(?<=hooks\.slack\.com/)services/[\w/]+"
     r"|(?<=[?&])(?i:(access|api|auth|private)_?(token|key)|token|password|secret|sig(nature)?)"
     r"=[^&\s'\"]+"
-    r"|(?i:\bauthorization\s*[:=]\s*(\w+\s+)?[^\s'\"]+|\bbearer\s+[\w.~+/-]{8,}=*"
+    r"|(?i:\bauthorization\s*[:=]\s*(\w+\s+)?[^\s'\"]+|\bbearer\s+(?=\S*\d)[\w.~+/-]{8,}=*"
     r"|\b(x-api-key|private-token)\s*[:=]\s*[^\s'\"]+)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )

@@ -64,6 +64,9 @@ def test_secrets_are_refused(text):
         "X-Api-Key: " + 8 * "f",
         "dckr_pat_" + 20 * "g",
         "sk_live_" + 20 * "h",
+        "sk-proj-" + 20 * "iJ3",
+        "pypi-AgEI" + 20 * "k",
+        "Bearer " + 8 * "l4",
     ],
 )
 def test_secrets_are_known_by_their_form(value):
@@ -245,3 +248,21 @@ def test_settings_without_secrets():
 def test_a_command_without_secrets(words, shown):
     """The value of a secret is replaced in its word or in the next one; the rest is unchanged."""
     assert command_without_secrets(words) == shown
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "runs/global-batch-512-lr-3e-4",
+        "glove-wiki-gigaword-100",
+        "glue-mrpc-finetuned-bert",
+        "glacier-classification-v2-large",
+        "sk-en-parallel-corpus-v1",
+        "pypi-package-descriptions",
+        "bearer instruments",
+    ],
+)
+def test_ordinary_names_are_no_secrets(name):
+    """Names that begin like tokens are accepted in a recipe, and shown."""
+    assert find_secret({"note": name}) is None
+    assert without_secrets({"note": name}) == {"note": name}
