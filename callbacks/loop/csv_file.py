@@ -2,6 +2,7 @@
 
 import csv
 import io
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, final
@@ -18,7 +19,8 @@ class CsvFile:
     The first row has the names of the columns. If a later step has new names, the file is written
     anew with more columns, to a temporary name that is then renamed; earlier rows have empty cells
     there. A row that a crash has cut off, and rows of steps that a resumed run makes again, are
-    removed when the file is opened. A run from the start renames an earlier run's file to
+    removed when the file is opened. A file without a row to go on from, such as that of an earlier
+    run when a run starts anew, or one that a spreadsheet has saved in another form, is renamed to
     ``<name>.1``, with a warning.
 
     Args:
@@ -33,8 +35,8 @@ class CsvFile:
         if rows:
             self._columns = list(rows[0])
             self._write_anew(rows)
-        elif first_step:
-            path.unlink(missing_ok=True)
+        elif first_step and path.exists() and _rows_until(path, sys.maxsize):
+            path.unlink()  # it has only steps that the run makes again
         else:
             set_aside(path)
 
@@ -52,6 +54,8 @@ class CsvFile:
         new = [name for name in row if name not in self._columns]
         if new:
             rows = _rows_until(self._path, step) if self._path.exists() else []
+            if not rows:
+                set_aside(self._path)
             self._columns += new
             self._write_anew([*rows, _cells(row)])
             return
@@ -87,7 +91,7 @@ def _rows_until(path: Path, last_step: int) -> list[dict[str, str]]:
     """Return the whole rows of a file up to a step."""
     # Only "\n" ends a line here. `splitlines` and text mode take others for ends, too, which a
     # quoted name may have.
-    lines = io.StringIO(path.read_bytes().decode("utf-8"), newline="\n")
+    lines = io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="\n")
     whole = [line for line in lines if line.endswith("\n")]
     rows = []
     for row in csv.DictReader(whole):

@@ -121,3 +121,30 @@ def test_a_resume_without_a_whole_row_begins_an_empty_file(tmp_path):
     CsvFile(path, 4).append(5, {"norm": 2.0})
 
     assert read(path) == [{"step": 5, "norm": 2.0}]
+
+
+def test_a_file_with_a_byte_order_mark(tmp_path):
+    """A spreadsheet may have saved the file with one; its rows are kept."""
+    path = tmp_path / "metrics.csv"
+    CsvFile(path, 0).append(1, {"loss": 1.0})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+
+    CsvFile(path, 1).append(2, {"loss": 2.0})
+
+    assert read(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_file_in_another_form(tmp_path, when):
+    """What a spreadsheet has saved with semicolons is kept under another name."""
+    path = tmp_path / "metrics.csv"
+    file = CsvFile(path, 0)
+    file.append(1, {"loss": 1.0})
+    text = path.read_text().replace(",", ";")
+    path.write_text(text)
+
+    with pytest.warns(UserWarning, match="it was renamed to metrics.csv.1"):
+        (CsvFile(path, 1) if when == "before" else file).append(2, {"loss": 2.0, "norm": 1.0})
+
+    assert (tmp_path / "metrics.csv.1").read_text() == text
+    assert read(path) == [{"step": 2, "loss": 2.0, "norm": 1.0}]
