@@ -63,7 +63,8 @@ class LoopMonitor:
     `attach` after its last backward, otherwise just before the weights change. The last step is
     written by `close`, by ``accelerator.end_training``, or when the program ends.
 
-    With `attach`, ``save_state`` and ``load_state`` save and restore the monitor, too.
+    With `attach`, ``save_state`` and ``load_state`` save and restore the monitor, too. Make the
+    monitor on every rank: the ranks bring their numbers together in a save.
 
     Args:
         step: What does the updates: the result of `mfwrap.accelerate.attach`, a cell, or, in a
@@ -192,11 +193,12 @@ class LoopMonitor:
             events = _AttachedEvents(self, self._monitor, self._stop)
             observers.append(events)
             self._ends.append(lambda: observers.remove(events))
-        itself = weakref.WeakMethod(self.close)
+        itself, process = weakref.WeakMethod(self.close), os.getpid()
 
         def close_at_exit() -> None:
             close = itself()
-            if close is not None:
+            # What is pending is its parent's, if this is a forked process.
+            if close is not None and os.getpid() == process:
                 close()
 
         self._at_exit = atexit.register(close_at_exit)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -466,6 +467,19 @@ def test_the_last_step_is_written_when_the_program_ends(tmp_path):
     assert len(read_json_lines(records)) == NUM_STEPS - 1
     loop.monitor._at_exit()
     assert len(read_json_lines(records)) == NUM_STEPS
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_that_ends(tmp_path):
+    """What is pending is written by the process that has made the monitor, and by no other."""
+    loop = Loop(tmp_path)
+    loop.train()
+    child = os.fork()
+    if child == 0:
+        loop.monitor._at_exit()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(read_json_lines(tmp_path / "run" / "training_state.jsonl")) == NUM_STEPS - 1
 
 
 def test_what_a_loop_must_not_give(tmp_path):
