@@ -322,7 +322,7 @@ def _beat(lock: Path, ended: threading.Event) -> None:
 def _living_owner(lock: Path) -> _Owner | None:
     """Return the owner of a lock file; delete the file and return ``None`` if it has died."""
     try:
-        descriptor = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = _open_existing(lock)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -346,6 +346,15 @@ def _living_owner(lock: Path) -> _Owner | None:
         return _Owner(_refusal(lock, facts, seconds_left), renewed_at, seconds_left)
     finally:
         os.close(descriptor)
+
+
+def _open_existing(lock: Path) -> int:
+    no_link = getattr(os, "O_NOFOLLOW", 0)
+    try:
+        # A network file system gives the kernel's lock only to those who may write.
+        return os.open(lock, os.O_RDWR | no_link)
+    except PermissionError:  # a file of another user, in a folder of both
+        return os.open(lock, os.O_RDONLY | no_link)
 
 
 def _refusal(lock: Path, facts: dict[str, Any], seconds_left: float | None) -> str:

@@ -268,6 +268,28 @@ def test_a_killed_program_without_locks(lock, monkeypatch, namespace):
             assert is_new
 
 
+@pytest.mark.parametrize("lives", [False, True])
+def test_the_lock_of_another_user(lock, other_program, monkeypatch, lives):
+    """In a folder of a group, a user may delete the lock file of another one, but not write it."""
+    owner = other_program()
+    if not lives:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    in_folder = os.open
+
+    def refuse_to_write(path, flags, *rest, **keywords):
+        if str(path) == str(lock) and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return in_folder(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(os, "open", refuse_to_write)
+    if lives:
+        assert f"is in use: process {owner.pid} on" in refusal(lock)
+    else:
+        with owning(lock) as is_new:
+            assert is_new
+
+
 @pytest.mark.parametrize("content", ["mine", "[]", '{"a": 1}'])
 def test_a_file_of_somebody_else(lock, content):
     """A file under the name of the lock stays, however old it is."""
