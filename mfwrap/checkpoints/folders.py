@@ -5,6 +5,7 @@ import contextlib
 import errno
 import itertools
 import json
+import logging
 import os
 import re
 import secrets
@@ -27,7 +28,7 @@ from mfwrap.checkpoints.locks import (
     process_token,
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
-from mfwrap.checkpoints.written_files import LIST, note_written
+from mfwrap.checkpoints.written_files import LIST, drop_listed, note_written
 from mfwrap.collectives import is_first_on_node, num_ranks, raising_together, this_rank
 from mfwrap.collectives.store import has_keys, new_connection
 from mfwrap.compatibility.torch import default_store
@@ -38,6 +39,8 @@ Trainer does not push what begins with an underscore to the hub."""
 
 OWN_PARTIAL = rf"\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
 """Pattern of what `whole_file` adds to the name of a file while it writes the file."""
+
+_logger = logging.getLogger("mfwrap")
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STAGING = re.compile(
@@ -341,7 +344,8 @@ def remove_checkpoints(folders: Iterable[Path], run_folder: Path) -> None:
     """Delete checkpoints.
 
     Each checkpoint is renamed before it is deleted, so that a half-deleted checkpoint is never
-    mistaken for an intact one.
+    mistaken for an intact one. A training does not end because a checkpoint cannot be deleted, for
+    example if its user has protected it: it stays, with a warning in the log.
 
     Args:
         folders: Folders of the checkpoints.
@@ -351,10 +355,15 @@ def remove_checkpoints(folders: Iterable[Path], run_folder: Path) -> None:
     for folder in folders:
         staging = staging_folder(run_folder / folder.name)
         if os.path.lexists(staging) and not _is_own_staging(staging):
-            continue  # a training does not end because it cannot delete a checkpoint
+            continue
         shutil.rmtree(staging, ignore_errors=True)
-        (staging / _REMOVED).mkdir(parents=True)
-        folder.rename(staging / _REMOVED / folder.name)
+        try:
+            (staging / _REMOVED).mkdir(parents=True)
+            folder.rename(staging / _REMOVED / folder.name)
+        except OSError as error:
+            _logger.warning("cannot delete %s: %s", folder, error.strerror)
+        else:
+            drop_listed(folder)
         renamed.append(staging)
     for staging in renamed:
         shutil.rmtree(staging, ignore_errors=True)

@@ -53,6 +53,14 @@ def drop_unused_list(folder: Path) -> None:
         _own_list(folder).unlink(missing_ok=True)
 
 
+def drop_listed(path: Path) -> None:
+    """Take what is deleted from this rank's list: a later file of the name may be the user's."""
+    own = _own_list(path.parent)
+    if own.exists():
+        kept = (_names_in(own) or set()) - {path.name}
+        _partial_list(path.parent, _lines(kept)).replace(own)
+
+
 def note_written(path: Path) -> None:
     """Add a new file or folder to the list, if the folder that it is in has one.
 
@@ -78,14 +86,18 @@ def listed_names(folder: Path) -> set[str] | None:
 
     A line that is not UTF-8 is the name of a file whose name is not UTF-8 either.
     """
-    texts = []
-    for path in (folder / LIST, *folder.glob(_RANK_LISTS)):
-        with contextlib.suppress(FileNotFoundError):
-            texts.append(path.read_text("utf-8-sig", "surrogateescape"))
-    if not texts:
+    found = [_names_in(path) for path in (folder / LIST, *folder.glob(_RANK_LISTS))]
+    lists = [names for names in found if names is not None]
+    return set().union(*lists) if lists else None
+
+
+def _names_in(own: Path) -> set[str] | None:
+    try:
+        text = own.read_text("utf-8-sig", "surrogateescape")
+    except FileNotFoundError:
         return None
     # Text mode has made "\n" of the "\r\n" of an editor. `splitlines` knows other ends of lines.
-    return {name for text in texts for name in text.split("\n") if name}
+    return {name for name in text.split("\n") if name}
 
 
 def _own_list(folder: Path) -> Path:

@@ -25,6 +25,7 @@ from mfwrap.checkpoints.folders import (
     whole_folder,
 )
 from mfwrap.checkpoints.locks import RUN_LOCK, owning
+from mfwrap.checkpoints.written_files import LIST, listed_names, rewrite_list
 from support.ranks.locks import (
     own_folders_of_ranks,
     own_one_after_the_other,
@@ -246,6 +247,25 @@ def test_removed(tmp_path_factory, data):
         assert names(run) == sorted(folder.name for folder in set(folders) - set(given_up))
     assert not list(run.glob("*.partial"))
     shutil.rmtree(run)
+
+
+def test_a_checkpoint_that_cannot_be_removed(tmp_path, monkeypatch, caplog):
+    """It stays, with a warning; the others are removed, and are no longer in the list."""
+    rewrite_list(tmp_path, ["checkpoint-2", "checkpoint-4"])
+    kept, removed = (checkpoint(tmp_path / f"checkpoint-{step}") for step in (2, 4))
+    rename = type(tmp_path).rename
+
+    def refuse(path, target):
+        if path == kept:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", refuse)
+    remove_checkpoints([kept, removed], tmp_path)
+
+    assert caplog.messages == [f"cannot delete {kept}: Permission denied"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LIST, "checkpoint-2"]
+    assert listed_names(tmp_path) == {"checkpoint-2"}
 
 
 def test_removed_while_another_is_written(tmp_path):
