@@ -19,6 +19,7 @@ from accelerate import Accelerator
 
 from mfwrap.accelerate.global_batch import LoopBatch
 from mfwrap.accelerate.state import check_saved_step, is_writer, named_automatically
+from mfwrap.checkpoints.beside import move_back, show_files
 from mfwrap.checkpoints.file_formats import DamagedFileError, check_format
 from mfwrap.checkpoints.folders import (
     adopt_files,
@@ -35,7 +36,7 @@ from mfwrap.checkpoints.locks import PARTIAL, owning_together
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
 from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.collectives import gather_objects, raising_together
-from mfwrap.compatibility.accelerate import check_sharded_load
+from mfwrap.compatibility.accelerate import check_sharded_load, has_own_save_hooks
 from mfwrap.records.own_names import is_own_checkpoint, refuse_others
 from mfwrap.records.run_files import resume_records, save_records
 
@@ -271,6 +272,10 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
         choices = gather_objects((str(final), may_stage))
         stages = len(dict(choices)) == 1 and all(each for _, each in choices)
         written = staging / final.name if stages else final
+        shows = stages and has_own_save_hooks(accelerator)
+        if shows and accelerator.is_local_main_process:
+            staging.mkdir(parents=True, exist_ok=True)
+            show_files(final.parent, staging)
         configuration.automatic_checkpoint_naming = False
         try:
             yield Destination(written, final)
@@ -280,11 +285,15 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
         with raising_together():
             if is_writer(accelerator):
                 write_manifest(written, required=_OWN_FILES)
+                if shows:
+                    move_back(staging, final.parent, but=final.name)
                 if stages:
                     _move(written, final)
         with raising_together():
             if stages and accelerator.is_local_main_process and not is_writer(accelerator):
                 final.parent.mkdir(parents=True, exist_ok=True)
+                if shows:
+                    move_back(staging, final.parent, but=final.name)
                 adopt_files(written, final)
             if project is not None and is_writer(accelerator):
                 surplus = _surplus(configuration, final)
@@ -295,8 +304,13 @@ def _lock(staging: Path, final: Path) -> Path:
     """Return the lock file of a checkpoint: beside it, or in it if only it can be written."""
     parent = staging.parent
     if parent.is_dir() and not os.access(parent, os.W_OK):
-        return final / staging.with_suffix(".lock.partial").name
+        return final / _lock_inside(final)
     return staging.with_suffix(".lock")
+
+
+def _lock_inside(final: Path) -> str:
+    """Return the name of the lock file in a folder whose parent folder cannot be written."""
+    return f"_{final.name}.lock{PARTIAL}"
 
 
 def _next_named(accelerator: Any, project: Path) -> Path:
@@ -309,7 +323,7 @@ def _move(written: Path, final: Path) -> None:
     if final.exists() and any(
         path.is_symlink() or not os.path.lexists(written / path.relative_to(final))
         for path in final.rglob("*")
-        if path.suffix != PARTIAL
+        if path.name != _lock_inside(final)
     ):
         # The files that show that the folder is a checkpoint come first: if the process is killed
         # in between, the next save may replace the files.

@@ -114,3 +114,8 @@ def is_prepared(optimizer: Any) -> bool:
 def computes_in_autocast(model: Any) -> bool:
     """Return whether accelerate has wrapped the forward of a model in autocast."""
     return hasattr(model, "_original_forward")
+
+
+def has_own_save_hooks(accelerator: Any) -> bool:
+    """Return whether a user has registered hooks of ``save_state``, beside the attached step's."""
+    return len(getattr(accelerator, SAVE_HOOKS[0])) > 1

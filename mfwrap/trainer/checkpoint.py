@@ -5,7 +5,6 @@ import functools
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from mfwrap.accelerate.state import has_average
 from mfwrap.arguments import takes
+from mfwrap.checkpoints.beside import move_back, show_files
 from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.checkpoints.folders import (
     adopt_files,
@@ -44,7 +44,7 @@ from mfwrap.checkpoints.verification import (
     verify,
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
-from mfwrap.checkpoints.written_files import LIST, begin_list, note_written
+from mfwrap.checkpoints.written_files import note_written
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.compatibility.transformers import (
     loads_weights_itself,
@@ -305,6 +305,7 @@ class Checkpoints:
         else:
             is_inside = checkpoint.parent.resolve() == run_folder.resolve()
             if is_inside and (match := re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)):
+                self._find_best(run_folder / checkpoint.name)
                 does = f"resuming from {checkpoint}, which is not the newest of its folder"
                 self._set_aside_later(run_folder, int(match[1]), does)
             resume_run(checkpoint, run_folder, step)
@@ -403,11 +404,9 @@ class Checkpoints:
                 clear_staging(staging)
         with raising_together():
             if args.local_process_index == 0:
-                # A method of the user's own may rely on the parent of its folder, and write other
-                # files to it. The list tells after a kill that they are of this training.
                 staging.mkdir(parents=True, exist_ok=True)
                 if saves_checkpoints_itself(trainer):
-                    begin_list(staging, ())
+                    show_files(run_folder, staging)
         self.staging = staging
         with naming_written_file(staging / name):
             try:
@@ -416,9 +415,11 @@ class Checkpoints:
                     yield
             finally:
                 self.staging = None
+            # Another rank may still write beside the checkpoint.
+            is_there = any(gather_objects((staging / name).is_dir()))
             if args.should_save:
-                _move_others(staging, run_folder, but=name)
-            if any(gather_objects((staging / name).is_dir())):
+                move_back(staging, run_folder, but=name)
+            if is_there:
                 self._complete(staging / name, run_folder / name)
                 self.saved_step = trainer.state.global_step
 
@@ -457,11 +458,7 @@ class Checkpoints:
         for callback in monitors(trainer.callback_handler.callbacks):
             callback.save_into(written, args, model)
         save_records(written, final.parent)
-        best_step = trainer.state.best_global_step
-        if best_step:
-            best = final.parent / f"checkpoint-{best_step}"
-            if best == final or best.is_dir():
-                trainer.state.best_model_checkpoint = str(best)
+        self._find_best(final)
         trainer.accelerator.wait_for_everyone()
         if args.should_save:
             trainer.state.save_to_json(str(written / TRAINER_STATE))
@@ -477,6 +474,20 @@ class Checkpoints:
         if args.push_to_hub:
             with without_saved_token(args):
                 push_checkpoint(trainer, str(final))
+
+    def _find_best(self, newest: Path) -> None:
+        """Set the path of the best checkpoint, which is that of another spelling or another place.
+
+        A run may be resumed by an absolute path in place of a relative one, or after a move.
+
+        Args:
+            newest: A checkpoint of the run, which need not be there yet.
+        """
+        state = self._trainer.state
+        if state.best_global_step:
+            best = newest.with_name(f"checkpoint-{state.best_global_step}")
+            if best == newest or best.is_dir():
+                state.best_model_checkpoint = str(best)
 
     def _remove_old(self, run_folder: Path, kept: Path) -> None:
         """Remove the checkpoints that the Trainer's own function would remove, except one.
@@ -675,27 +686,6 @@ def _refuse_others_checkpoints(run_folder: Path, *, after: int) -> None:
     found = [path for path in run_folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     later = [path for path in found if step_of_checkpoint(path) > after]
     refuse_others([path for path in later if not is_own_checkpoint(path)])
-
-
-def _move_others(staging: Path, run_folder: Path, *, but: str) -> None:
-    """Move what the user's own ``_save_checkpoint`` has written beside the checkpoint.
-
-    Args:
-        staging: Folder in which the checkpoint was written; removed if nothing is left in it.
-        run_folder: Folder that the user's method wanted to write to.
-        but: Name of the checkpoint.
-    """
-    others = [path for path in staging.iterdir() if path.name not in {but, LIST}]
-    for path in others:
-        if path.is_dir():
-            shutil.copytree(path, run_folder / path.name, dirs_exist_ok=True)
-            shutil.rmtree(path)
-        else:
-            path.replace(run_folder / path.name)
-    if not (staging / but).exists():
-        (staging / LIST).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        staging.rmdir()
 
 
 @contextlib.contextmanager

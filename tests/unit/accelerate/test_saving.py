@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +157,28 @@ def test_what_somebody_else_has_put_into_a_checkpoint(tmp_path):
     resumed = AttachedRun(RunSettings(seed=1))
     resumed.accelerator.load_state(tmp_path / "a")
     assert_same_state(run.state(), resumed.state())
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_hook_that_writes_beside_a_checkpoint(tmp_path, is_killed):
+    """What a hook of the user's writes to the parent of its folder is there, as in accelerate."""
+
+    def write(_models, _weights, folder):
+        with (Path(folder).parent / "saves.log").open("a") as file:
+            file.write("saved\n")
+        (Path(folder).parent / "latest.txt").write_text(Path(folder).name)
+
+    run = AttachedRun()
+    run.train(0, 1)
+    run.accelerator.register_save_state_pre_hook(write)
+    run.accelerator.save_state(tmp_path / "a")
+    if is_killed:
+        interrupted_save(run, tmp_path / "b")
+    run.accelerator.save_state(tmp_path / "b")
+
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "latest.txt", "saves.log"}
+    assert (tmp_path / "latest.txt").read_text() == "b"
+    assert (tmp_path / "saves.log").read_text() == (3 if is_killed else 2) * "saved\n"
 
 
 @pytest.mark.parametrize("names", ["mfwrap_*", "model*", "optimizer*"])

@@ -114,6 +114,22 @@ def test_a_relative_folder(tmp_path, monkeypatch):
     assert trainer.state.best_model_checkpoint == "run/checkpoint-2"
 
 
+def test_a_lower_limit_and_another_spelling(tmp_path, monkeypatch):
+    """A resume by another path of the folder, with a lower limit, keeps the best checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    arguments = BEST | {"load_best_model_at_end": False, "save_steps": 2}
+    names = []
+    for kind in (Trainer, MFTrainer):
+        run = Path(kind.__name__)
+        trained(run, PLAIN, kind=kind, callbacks=[StopAfter(8)], **arguments)
+        again = new_trainer(run.absolute(), PLAIN, kind=kind, **arguments, save_total_limit=2)
+        again.train(resume_from_checkpoint=True)
+        assert Path(again.state.best_model_checkpoint) == run.absolute() / "checkpoint-2"
+        names.append({path.name for path in run.glob("checkpoint-*")})
+
+    assert names == [{"checkpoint-2", "checkpoint-12"}] * 2
+
+
 def test_a_callback_that_the_checkpoint_does_not_know(tmp_path):
     """A callback with a state can be added when a run is resumed."""
     trained(tmp_path / "first", PLAIN, callbacks=[StopAfter(4)])

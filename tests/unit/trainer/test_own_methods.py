@@ -1,6 +1,7 @@
 """Trainers that save, load and describe models in ways of their own do so with the mixin, too."""
 
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,19 @@ class OwnNames(OwnFolder):
         Path(self._get_output_dir(trial), "newest.txt").write_text(str(step), encoding="utf-8")
 
 
+class OwnLog(OwnFolder):
+    """A trainer that appends to a file, and sets a link, beside its checkpoints."""
+
+    def _save_checkpoint(self, model, trial):
+        Trainer._save_checkpoint(self, model, trial)
+        folder = Path(self._get_output_dir(trial))
+        with (folder / "saves.log").open("a", encoding="utf-8") as file:
+            file.write(f"{self.state.global_step}\n")
+        latest = folder / "latest"
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(f"checkpoint-{self.state.global_step}")
+
+
 class Killed(Exception):  # noqa: N818  (stands for a kill, not for an error)
     """Stands for a kill."""
 
@@ -167,6 +181,19 @@ def test_files_beside_a_checkpoint_stay(way, tmp_path):
     assert (tmp_path / "newest.txt").read_text(encoding="utf-8") == "4"
     assert (tmp_path / "checkpoint-4" / "trainer_state.json").is_file()
     assert {path.name for path in tmp_path.glob("_*")} == (set() if way == "stock" else {LIST})
+
+
+@pytest.mark.parametrize("way", ["stock", "below", "on top"])
+def test_a_log_and_a_link_beside_checkpoints(way, tmp_path):
+    """A ``_save_checkpoint`` may append to a file and change a link in the run folder."""
+    kind = OwnLog if way == "stock" else WAYS[way](OwnLog)
+    new_trainer(kind, tmp_path, model=Outer(), **SAVING).train()
+
+    assert (tmp_path / "saves.log").read_text(encoding="utf-8") == "2\n4\n"
+    assert (tmp_path / "latest").readlink() == Path("checkpoint-4")
+    for step in (2, 4):
+        state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["global_step"] == step
 
 
 def mixed(kind):
