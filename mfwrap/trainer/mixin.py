@@ -298,6 +298,8 @@ class MFTrainerMixin(_Base):
             self._losses.filtering(),
             self._skip.of_training(),
             self._position.of_training(resume_from_checkpoint, self.args),
+            # An error may end the training while an evaluation is due.
+            replaced(self._evaluation, is_due=False),
             records_of_training(),
             flushed_at_end(self.attached, self.callback_handler.callbacks),
             self._termination,

@@ -256,6 +256,19 @@ def test_raw_weights_after_an_interruption(tmp_path, kind):
     assert_same_state(follower.raw[4], weights_of(trainer.model))
 
 
+def test_an_evaluation_by_hand_after_an_evaluation_that_failed(tmp_path):
+    """It evaluates the weights of the model, not the averages that the training requested."""
+    trainer, follower, _, _ = trainer_of(
+        tmp_path, "its average", after=[At(4, on_prediction_step=interrupt)]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.state.global_step = 0  # do not interrupt again
+
+    expected = evaluated_by_hand(tmp_path / "hand", follower.raw[4])
+    assert [trainer.evaluate()["eval_loss"] for _ in range(2)] == [expected] * 2
+
+
 def test_a_state_that_is_asked_for_between_two_datasets(tmp_path):
     """``state_dict`` between two data sets returns raw weights, and a warning says so."""
     asked = []
