@@ -277,7 +277,7 @@ def saves_optimizer_itself(trainer: Any) -> bool:
 
 
 def evaluates_batches_itself(trainer: Any, *, after: type) -> bool:
-    """Return whether a method of the user's own computes the loss of an evaluation.
+    """Return whether a method or function of the user's own computes the loss of an evaluation.
 
     Args:
         trainer: The trainer.
@@ -285,7 +285,8 @@ def evaluates_batches_itself(trainer: Any, *, after: type) -> bool:
     """
     kinds = type(trainer).__mro__
     is_replaced = _any_has(kinds[kinds.index(after) + 1 :], {"prediction_step"})
-    return is_replaced or has_own(trainer, "compute_loss")
+    has_function = trainer.compute_loss_func is not None
+    return is_replaced or has_function or has_own(trainer, "compute_loss")
 
 
 def makes_batches_itself(trainer: Any) -> bool:

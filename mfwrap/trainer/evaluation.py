@@ -75,8 +75,9 @@ class Evaluation:
         Args:
             inputs: The batch of this rank.
             predict: Evaluates a batch. It is called once, on all ranks.
-            may_gather: Whether a method of the user's own evaluates the batch, which may gather
-                rows of all ranks. The loss over the targets of a rank must not depend on them.
+            may_gather: Whether a method or function of the user's own computes the loss, which may
+                gather rows of all ranks. The loss over the targets of a rank must not depend on
+                them.
 
         Returns:
             What `predict` returns. In the last batch, logits and labels are followed by repetitions

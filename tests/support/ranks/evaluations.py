@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather
 from torch import Tensor, nn
 from transformers import (
     EvalPrediction,
@@ -41,8 +42,10 @@ class Network(nn.Module):
         nn.init.constant_(self.layer.weight, 0.5)
         nn.init.zeros_(self.layer.bias)
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         outputs = self.layer(x)[:, 0]
+        if labels is None:  # a function computes the loss
+            return {"logits": outputs}
         return {"loss": (outputs - labels).square().mean(), "logits": outputs}
 
 
@@ -177,6 +180,13 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tens
     return losses / (targets if num_items_in_batch is None else num_items_in_batch)
 
 
+def contrasted(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return a loss that compares the outputs of a rank with those of all ranks."""
+    del labels, num_items_in_batch
+    of_all = gather(outputs["logits"])
+    return (outputs["logits"][:, None] - of_all).square().mean()
+
+
 def evaluate_texts(
     rank: int,
     kind: str,
@@ -216,7 +226,7 @@ def evaluate_texts(
 class Routed(Network):
     """A network whose outputs also have two entries for each row, and a table without rows."""
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         outputs = super().forward(x, labels)
         return {**outputs, "router": x.repeat(2, 1), "table": torch.ones(5, 3)}
 
@@ -326,6 +336,7 @@ def evaluate_kind(
             extras={
                 "compute_metrics": check if with_metrics else None,
                 "data_collator": lambda found: _collated(kind, found),
+                "compute_loss_func": contrasted if kind == "gathering function" else None,
             },
             remove_unused_columns=False,
         )
