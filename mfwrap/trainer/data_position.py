@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
 from accelerate.state import GradientState
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
@@ -253,11 +258,12 @@ def _samplers(loader: Any) -> dict[str, object]:
     """Return what draws the order of a loader's rows, by name.
 
     accelerate wraps the batch sampler once for several ranks. It is unwrapped here, so that a
-    generator has one name on any number of ranks.
+    generator has one name on any number of ranks. A batch sampler of the user's own may hold
+    another one, too, and a generator beside it.
     """
     batches = getattr(loader, "batch_sampler", None)
-    while (inner := getattr(batches, "batch_sampler", None)) is not None:
-        batches = inner
+    while isinstance(batches, BatchSamplerShard | SkipBatchSampler):
+        batches = batches.batch_sampler
     others = {name: getattr(loader, name, None) for name in ("sampler", "generator")}
     return {"batch_sampler": batches, **others}
 

@@ -441,6 +441,45 @@ def test_a_generator_has_one_name_on_any_number_of_ranks():
     assert names[0] == names[1] == ["batch_sampler.sampler.generator"]
 
 
+class Shuffled(Sampler):
+    """A batch sampler of the user's own, which shuffles the batches of another one."""
+
+    def __init__(self, batches):
+        self.batch_sampler, self.rng = batches, np.random.default_rng(1)
+        self.batch_size, self.drop_last = 2, False
+
+    def __len__(self):
+        return len(self.batch_sampler)
+
+    def __iter__(self):
+        yield from self.rng.permutation(list(self.batch_sampler)).tolist()
+
+
+class InShuffledBatches(Noting):
+    """Have a loader with a batch sampler of the user's own."""
+
+    def get_train_dataloader(self):
+        self.seen = []
+        batches = Shuffled(BatchSampler(range(24), 2, drop_last=False))
+        loader = DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=padded)
+        return self.accelerator.prepare(loader)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_batch_sampler_that_holds_another_one_goes_on(step, tmp_path):
+    """The generator beside the inner batch sampler is saved and restored."""
+    assert_rows_go_on(InShuffledBatches, step, tmp_path)
+
+
+def test_a_batch_sampler_that_holds_itself():
+    """It is looked at once."""
+    batches = Shuffled([[0, 1], [2, 3]])
+    batches.batch_sampler = batches
+    found = held_generators(_samplers(DataLoader(Counting(4), batch_sampler=batches)))
+
+    assert list(found) == ["batch_sampler.rng"]
+
+
 class Throwing(MFTrainer):
     """Draw a random number in each micro-batch, as dropout does, and note it."""
 
