@@ -80,36 +80,40 @@ def check_states(states: Mapping[str, Any]) -> None:
         _new(state)
 
 
-def restore_generators(roots: Mapping[str, object], states: Mapping[str, Any]) -> None:
+def restore_generators(roots: Mapping[str, object], states: Mapping[str, Any]) -> dict[str, Any]:
     """Set the generators that objects hold to states that `states_of` returned.
 
-    An object may make its generator when it first needs it. If the attribute is None, it gets a
-    generator with the saved state. States without a generator of their kind are ignored: the
-    program has changed.
+    A collator of transformers that makes its generator for its first batch makes it now. No
+    attribute of any other object is set.
 
     Args:
         roots: Objects by name, as for `held_generators`.
         states: States by path.
+
+    Returns:
+        The states without a generator at their path: the program has changed, or an object makes
+        the generator later.
     """
+    for path in states:
+        _let_collator_make_generator(roots, path)
     found = held_generators(roots)
     for path, state in states.items():
-        new = _new(state)
-        generator = found.get(path)
-        if generator is None:
-            _fill(roots, path, new)
-        elif isinstance(generator, type(new)):
+        new, generator = _new(state), found.get(path)
+        if generator is not None and isinstance(generator, type(new)):
             _copy(new, generator)
+    return {path: state for path, state in states.items() if path not in found}
 
 
-def _fill(roots: Mapping[str, object], path: str, generator: Generator) -> None:
-    """Put a generator at a path, if the attribute there is None."""
+def _let_collator_make_generator(roots: Mapping[str, object], path: str) -> None:
+    """Let `DataCollatorForLanguageModeling` make the generator at a path, if it has none yet."""
     first, *names = path.split(".")
-    owner = roots.get(first)
+    owner: Any = roots.get(first)
     for name in names[:-1]:
         owner = dict(_members(owner)).get(name)
-    values = _attributes(owner)
-    if names and names[-1] in values and values[names[-1]] is None:
-        setattr(owner, names[-1], generator)
+    make: Any = getattr(type(owner), "create_rng", None)
+    is_of_transformers = getattr(make, "__module__", "").startswith("transformers.")
+    if is_of_transformers and owner.seed is not None and owner.generator is None:
+        make(owner)
 
 
 def _members(value: object) -> Iterable[tuple[str, object]]:

@@ -185,7 +185,7 @@ class TrainerPosition:
             name = "sampler_generators" if is_between_epochs else "epoch_sampler_generators"
             restore_generators(self._samplers, saved.get(name, {}))
         if saved is not None and is_between_epochs:
-            restore_generators(self._data.makers, saved.get("maker_generators", {}))
+            self._data.restore_makers(saved.get("maker_generators", {}))
         if checkpoint is not None and is_between_epochs:
             self.restore_random_states(str(checkpoint), load_random_states)
         elif checkpoint is not None and saved is not None:
@@ -409,6 +409,7 @@ class DataPosition:
         """Data set and collator of the watched loader, which may hold generators, by name."""
         self._held: dict[str, Generator] = {}
         self._num_looks = 0
+        self._late: Mapping[str, Any] = {}
         self._made: _MadeBatch | None = None
         self._resumed: _Resumed | None = None
         self._kept: HostStates | None = None
@@ -438,7 +439,7 @@ class DataPosition:
 
     def release(self) -> None:
         """Record nothing from now on, and discard all recorded states."""
-        self._watches, self.makers, self._held = False, {}, {}
+        self._watches, self.makers, self._held, self._late = False, {}, {}, {}
         self._made = self._resumed = self._kept = None
         self.is_resumed = False
 
@@ -474,6 +475,16 @@ class DataPosition:
             ahead = _MadeBatch(saved["batch"], states, saved.get("makers", {}))
             self._resumed = _Resumed(ahead, restore_rest)
 
+    def restore_makers(self, states: Mapping[str, Any]) -> None:
+        """Restore the generators that the data set and the collator hold.
+
+        A generator that they make for the first batch gets its state after this batch.
+
+        Args:
+            states: States of `mfwrap.checkpoints.held_generators.states_of`.
+        """
+        self._late = restore_generators(self.makers, states)
+
     def state_dict(self) -> dict[str, Any] | None:
         """Return the number and the random states of the last batch made, as JSON values.
 
@@ -498,6 +509,9 @@ class DataPosition:
             restore_generators(self.makers, self._resumed.ahead.makers)
             self._num_looks = 0
             self.is_resumed = True
+        elif self._late and self._num_looks == 1:
+            restore_generators(self.makers, self._late)
+            self._late = {}
         self._made = _MadeBatch(number, HostStates.now(), self._maker_states())
 
     def _maker_states(self) -> dict[str, Any]:

@@ -416,6 +416,38 @@ def test_a_collator_that_evaluations_use_goes_on(step, tmp_path):
     assert_rows_go_on(Noting, step, tmp_path, arguments=arguments, data_collator=Shifting)
 
 
+class Late:
+    """A collator that makes its generator for its first batch."""
+
+    def __init__(self):
+        self.rng, self.drawn = None, []
+
+    def __call__(self, rows):
+        if self.rng is None:
+            self.rng = random.Random(4)  # noqa: S311  (not for cryptography)
+        self.drawn.append(self.rng.random())
+        return padded(rows)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_generator_that_is_made_for_the_first_batch(step, tmp_path):
+    """After the first batch of the resume, it continues from its saved state."""
+    drawn = []
+    for checkpoint in (None, tmp_path / f"checkpoint-{step}"):
+        late = Late()
+        settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1}
+        trainer = new_trainer(
+            Noting, tmp_path, data=Counting(24), extras={"data_collator": late}, **settings
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        drawn.append(late.drawn)
+
+    # Within an epoch, the first batch was made ahead of the checkpoint, and has drawn a number.
+    begin = 4 * step + (step == 1)
+    assert len(drawn[1]) == len(drawn[0]) - 4 * step
+    assert drawn[1][1:] == drawn[0][begin:][: len(drawn[1]) - 1]
+
+
 class Plain(Noting):
     """Have a loader of torch, which accelerate does not know."""
 
