@@ -4,27 +4,36 @@ import base64
 import contextlib
 import functools
 import itertools
+import logging
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from random import Random, SystemRandom
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+_logger = logging.getLogger(__name__)
+
 _Python = Random  # noqa: S311  (not for cryptography)
 Generator = torch.Generator | _Python | np.random.Generator | np.random.RandomState
 
 _MOST_ITEMS = 256
-"""Items of a list or dict in which generators are looked for; data have more."""
+"""Items of a list or dict in which generators are looked for."""
+
+_MOST_ROWS = 16
+"""Items in which generators are looked for if all are lists or dicts, such as rows of data."""
 
 _MOST_OBJECTS = 4096
-"""Objects in which generators are looked for, those nearest to the roots first."""
+"""Objects in which generators are looked for, those nearest to the roots first. Objects that hold
+only plain values do not count."""
 
-_OPAQUE = (type, types.ModuleType, nn.Module, Tensor, np.ndarray)
-_PLAIN = (type(None), bool, int, float, str, bytes)
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, bytes, type, types.ModuleType)
+_PLAIN += (np.generic, np.ndarray, Tensor)
+_ROWS = {dict, list, tuple}
+
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
@@ -33,8 +42,9 @@ def held_generators(
 ) -> dict[str, Generator]:
     """Return the generators of Python, NumPy and torch (on the CPU) that objects hold.
 
-    Attributes, lists, partial functions, methods and the variables of inner functions are followed,
-    and networks, modules and arrays are not.
+    Attributes, lists, dicts, partial functions, methods, and the defaults and outer variables of
+    functions are followed. Sets, classes, modules and arrays are not. If the objects hold too many
+    others, a warning is logged, once in a process.
 
     Args:
         roots: Objects by name.
@@ -48,18 +58,31 @@ def held_generators(
     # The objects are kept, so that no other one gets the number of one that was seen.
     seen = {id(each): each for each in but}
     waiting = deque(roots.items())
-    num_left = _MOST_OBJECTS
-    while waiting and num_left:
+    num_followed = 0
+    while waiting:
         path, value = waiting.popleft()
-        if id(value) in seen or (opaque is not None and isinstance(value, opaque)):
+        if id(value) in seen or (opaque is not None and _is(value, opaque)):
             continue
         seen[id(value)] = value
-        num_left -= 1
         if _is_generator(value):
             found[path] = value
-        else:
-            waiting += [(f"{path}.{name}", each) for name, each in _members(value)]
+        elif members := _members(value):
+            waiting += [(f"{path}.{name}", each) for name, each in members]
+            num_followed += 1
+            if num_followed == _MOST_OBJECTS:
+                _warn_of_many(path.partition(".")[0])
+                break
     return found
+
+
+@functools.cache
+def _warn_of_many(root: str) -> None:
+    _logger.warning(
+        "%s holds too many objects to look for random generators in all of them; a resumed run "
+        "draws other random numbers from the rest; put generators in attributes of the data set, "
+        "sampler or collator itself",
+        root,
+    )
 
 
 def states_of(generators: Mapping[str, Generator]) -> dict[str, Any]:
@@ -99,7 +122,7 @@ def restore_generators(roots: Mapping[str, object], states: Mapping[str, Any]) -
     found = held_generators(roots)
     for path, state in states.items():
         new, generator = _new(state), found.get(path)
-        if generator is not None and isinstance(generator, type(new)):
+        if generator is not None and _is(generator, type(new)):
             _copy(new, generator)
     return {path: state for path, state in states.items() if path not in found}
 
@@ -116,28 +139,67 @@ def _let_collator_make_generator(roots: Mapping[str, object], path: str) -> None
         make(owner)
 
 
-def _members(value: object) -> Iterable[tuple[str, object]]:
+def _is(value: object, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether a value is of a class; ``isinstance`` would read ``value.__class__``.
+
+    That may be code of the user's own, and raises an error for a dead proxy of ``weakref``.
+    """
+    return issubclass(type(value), kinds)
+
+
+def _members(value: Any) -> list[tuple[str, object]]:
     """Return what an object holds, by name; nothing of the user's own code is run."""
-    if isinstance(value, _OPAQUE):
-        return ()
-    if isinstance(value, functools.partial):
-        return (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    if isinstance(value, types.MethodType):
-        return (("self", value.__self__),)
-    items: Iterable[tuple[object, object]]
-    if isinstance(value, types.FunctionType):
-        items = _closure(value)
-    elif type(value) in {list, tuple}:
-        items = enumerate(cast("list[object]", value)[:_MOST_ITEMS])
-    elif type(value) is dict:
-        items = itertools.islice(value.items(), _MOST_ITEMS)
-    else:
-        items = _attributes(value).items()
     return [
-        (name if isinstance(name, str) else f"[{name!r}]", each)
-        for name, each in items
-        if not isinstance(each, _PLAIN)
+        (_name(name, number), each)
+        for number, (name, each) in enumerate(_all_members(value))
+        if not _is(each, _PLAIN)
     ]
+
+
+def _name(name: object, number: int) -> str:
+    if type(name) is str:
+        return name
+    return f"[{name!r}]" if type(name) in {bool, int, float} else f"[key {number}]"
+
+
+def _all_members(value: Any) -> Iterator[tuple[object, object]]:
+    if _is(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif _is(value, types.MethodType):
+        yield "self", value.__self__
+    elif _is(value, types.FunctionType):
+        yield from _closure(value)
+        yield from (("defaults", value.__defaults__), ("kwdefaults", value.__kwdefaults__))
+    elif not _is(value, _PLAIN):
+        # Call the methods of these classes, which a subclass may override.
+        for kind in (list, tuple, deque):
+            if _is(value, kind):
+                yield from enumerate(_first_items(kind.__iter__(value)))
+        if _is(value, dict):
+            yield from itertools.islice(dict.items(value), _MOST_ITEMS)
+        yield from _slots(value)
+        attributes = _attributes(value)
+        if _is(value, nn.Module):
+            # Hooks are not followed: they may hold the whole training.
+            yield from nn.Module.named_children(value) if attributes.keys() >= _OF_MODULES else ()
+            attributes = {n: each for n, each in attributes.items() if n not in _OF_MODULES}
+        yield from attributes.items()
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _first_items(items: Iterator[object]) -> list[object]:
+    found = list(itertools.islice(items, _MOST_ITEMS))
+    return found[:_MOST_ROWS] if set(map(type, found)) <= _ROWS else found
+
+
+def _slots(value: object) -> Iterator[tuple[str, object]]:
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if type(slot) is types.MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # the slot is empty
+                    yield name, slot.__get__(value)
 
 
 def _closure(function: types.FunctionType) -> Iterator[tuple[str, object]]:
@@ -156,14 +218,14 @@ def _attributes(value: object) -> dict[str, object]:
     return found if type(found) is dict else {}
 
 
-def _is_generator(value: object) -> TypeGuard[Generator]:
-    if isinstance(value, torch.Generator):
-        return value.device.type == "cpu"
-    if isinstance(value, np.random.Generator):
+def _is_generator(value: Any) -> TypeGuard[Generator]:
+    if _is(value, torch.Generator):
+        return bool(value.device.type == "cpu")
+    if _is(value, np.random.Generator):
         return type(value.bit_generator).__name__ in _BIT_GENERATORS
-    if isinstance(value, np.random.RandomState):
+    if _is(value, np.random.RandomState):
         return bool(value.get_state(legacy=False)["bit_generator"] == "MT19937")
-    return isinstance(value, _Python) and not isinstance(value, SystemRandom)
+    return _is(value, _Python) and not _is(value, SystemRandom)
 
 
 def _state(generator: Generator) -> dict[str, Any]:

@@ -1,15 +1,19 @@
 """The generators that objects hold are found, and go on from their saved states."""
 
+import collections
 import dataclasses
 import functools
 import json
 import random
+import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from mfwrap.checkpoints.held_generators import (
+    _warn_of_many,
     check_states,
     held_generators,
     restore_generators,
@@ -82,6 +86,38 @@ def inner_function(generator):
 
 
 GENERATOR = random.Random(1)  # noqa: S311  (not for cryptography)
+
+
+class Named(NamedTuple):
+    """A tuple with names."""
+
+    rng: object
+
+
+class OwnItems(list):
+    """A list with an attribute."""
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    """An object without a dictionary of attributes."""
+
+    rng: object
+    empty: object = dataclasses.field(init=False)
+
+
+def network_with(generator):
+    """Return a network whose inner module has a generator."""
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    network[0].rng = generator
+    return network
+
+
+def with_defaults(rows, first=GENERATOR, *, second=GENERATOR):
+    """Return the arguments."""
+    return rows, first, second
+
+
 WAYS = {
     "root": GENERATOR,
     "root.rng.rng": Holder(Holder(GENERATOR)),
@@ -90,19 +126,28 @@ WAYS = {
     "root.func.self.rng": functools.partial(Holder(GENERATOR).draw),
     "root.generator": inner_function(GENERATOR),
     "root.rng.transforms.[0]": Holder({"transforms": (GENERATOR,)}),
+    "root.rng.[0]": Holder(Named(GENERATOR)),
+    "root.a": collections.OrderedDict(a=GENERATOR),
+    "root.[1]": collections.defaultdict(list, {1: GENERATOR}),
+    "root.[0]": OwnItems([GENERATOR]),
+    "root.[2]": collections.deque([1, 2, GENERATOR]),
+    "root.rng": Slots(GENERATOR),
+    "root.0.rng": network_with(GENERATOR),
+    "root.defaults.[0]": with_defaults,
+    "root.[key 0]": {(1, 2): GENERATOR},
 }
 
 
 @pytest.mark.parametrize("path", WAYS)
 def test_where_generators_are_found(path):
-    """Attributes, containers, partial functions, methods and inner functions are followed."""
+    """Attributes, containers, partial functions, methods, functions and networks are followed."""
     assert held_generators({"root": WAYS[path]}) == {path: GENERATOR}
 
 
 def test_what_is_not_followed():
-    """Networks, modules, classes, generators of the system and given objects are left alone."""
+    """Hooks, modules, classes, generators of the system and given objects are left alone."""
     network = torch.nn.Linear(2, 2)
-    network.rng = GENERATOR
+    network.register_forward_hook(Holder(GENERATOR).draw)
     itself = Holder()
     itself.rng = itself
     held = Holder(GENERATOR)
@@ -129,6 +174,14 @@ class OwnDict(dict):
     def items(self):
         """Raise an error."""
         message = "an item was read"
+        raise AssertionError(message)
+
+
+class Key:
+    """A key of a dictionary."""
+
+    def __repr__(self):
+        message = "a key was shown"
         raise AssertionError(message)
 
 
@@ -164,8 +217,10 @@ def test_no_code_of_the_user_is_run():
     """Containers, attributes and closures of any kind are read without calling their methods."""
     rows, items, own = OwnList([1]), OwnDict(a=1), OwnRandom(1)
     rows.rng = items.rng = GENERATOR
-    roots = {"a": rows, "b": Proxy(), "c": collating(), "d": own}
+    dead = weakref.proxy(Holder())  # its class cannot be asked for
+    roots = {"a": rows, "b": Proxy(), "c": collating(), "d": own, "e": [dead], "f": {Key(): Key()}}
     assert held_generators({"b": items}) == {"b.rng": GENERATOR}
+    assert held_generators({"e": dead}, opaque=Holder) == {}
     states = states_of(found := held_generators(roots))
     assert found == {"a.rng": GENERATOR, "d": own}
     expected = own.random()
@@ -186,6 +241,37 @@ def test_how_far_generators_are_looked_for():
     assert list(held_generators({"root": nested}).values()) == [GENERATOR]
     assert len(held_generators({"root": [rows, {0: generators[0], "0": generators[1]}]})) == 2
     assert len(held_generators({"root": generators})) == 40
+
+
+def data_with(generator):
+    """Return a data set whose generator is behind rows, tensors and lists of numbers."""
+    rows = [{"ids": [1, 2], "x": torch.ones(2), "pairs": ((1, 2),)} for _ in range(1000)]
+    lists = {number: [number] * 3 for number in range(1000)}
+    arrays = [np.zeros(2)] * 200 + [[torch.ones(1)] for _ in range(200)]
+    return Holder([rows, lists, arrays, Holder(Holder(generator))])
+
+
+def test_plain_data_do_not_hide_a_generator(caplog):
+    """Generators in several large data sets are found."""
+    generators = [random.Random(n) for n in range(20)]  # noqa: S311  (not for cryptography)
+    data = [data_with(generator) for generator in generators]
+
+    assert list(held_generators({"root": data}).values()) == generators
+    assert not caplog.records
+
+
+def test_too_many_objects(caplog):
+    """A warning says once that generators may have been missed."""
+    _warn_of_many.cache_clear()
+    chain = Holder(GENERATOR)
+    for _ in range(5000):
+        chain = Holder(chain)
+    for _ in range(2):
+        assert held_generators({"dataset": chain}) == {}
+
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("dataset holds too many objects to look for random")
 
 
 def test_a_program_that_has_changed():
