@@ -3,8 +3,8 @@
 A data loader for several ranks repeats rows of the data set until each rank has a whole last batch.
 The Trainer cuts the gathered outputs to the rows of the data set, but the loss of a batch is one
 number, in which the repeated rows count. It also repeats that number once for each row that a batch
-may have, which is wrong where ranks share a batch. So here a rank evaluates its own rows of the
-last batch alone, and the mean over all rows is taken over the ranks.
+may have, which is wrong where ranks share a batch. So here a rank computes the loss of its own rows
+of the last batch alone, and the mean over all rows is taken over the ranks.
 
 The mean over rows weighs the mean loss of a batch by its rows, also if the rows have different
 numbers of targets. `Evaluation` can weigh it by its targets instead.
@@ -13,12 +13,11 @@ numbers of targets. `Evaluation` can weigh it by its targets instead.
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import recursively_apply
 from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
@@ -46,7 +45,6 @@ class Evaluation:
         self._trainer = trainer
         self._per_token = per_token
         self._sums: Tensor | None = None
-        self._lengths: list[int] = []
         self.is_of_training = False
         """Whether the training itself has requested the evaluation that is running."""
         self.is_due = False
@@ -56,32 +54,35 @@ class Evaluation:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Begin anew, and end with what was before: a metric may evaluate other data."""
-        before = self._sums, self._lengths
-        self._sums, self._lengths = None, []
-        try:
+        with replaced(self, _sums=None):
             yield
-        finally:
-            self._sums, self._lengths = before
 
     def predicted(
-        self, inputs: Any, predict: Callable[[Any], Outputs], *, may_gather: bool
+        self,
+        inputs: Any,
+        predict: Callable[[Any, bool], Outputs],
+        *,
+        loss_only: bool,
+        may_gather: bool,
     ) -> Outputs:
         """Return loss, logits and labels of a batch; the loss is that of rows of the data set.
 
-        The last batch is evaluated with the repeated rows if it is unknown which entries of its
-        tensors belong to a row, or if `predict` may gather rows of all ranks. Then the repeated
-        rows count in the loss of this batch, as in a stock Trainer.
+        The loss of the last batch is computed without the repeated rows of this rank, in a forward
+        of its own if logits are needed, too. The repeated rows count, as in a stock Trainer, if it
+        is unknown which entries of the batch's tensors belong to a row (`_first`), or if `predict`
+        may gather rows of all ranks.
 
         Args:
             inputs: The batch of this rank.
-            predict: Evaluates a batch. It is called once, on all ranks.
+            predict: Evaluates a batch, and gets whether only its loss is needed. It is called
+                equally often on all ranks.
+            loss_only: Whether only the loss is needed.
             may_gather: Whether a method or function of the user's own computes the loss, which may
                 gather rows of all ranks. The loss over the targets of a rank must not depend on
                 them.
 
         Returns:
-            What `predict` returns. In the last batch, logits and labels are followed by repetitions
-            of their last row, which the Trainer cuts, so that all ranks have the same number.
+            What `predict` returns for the whole batch, with the loss of this rank's own rows.
 
         Raises:
             ValueError: If the loss is the mean over the targets, and the batch has no ``labels``.
@@ -90,31 +91,32 @@ class Evaluation:
         accelerator = trainer.accelerator
         has_ranks = accelerator.num_processes > 1
         if not self._per_token and not has_ranks:
-            return predict(inputs)
-        number = _num_rows(inputs)
-        dealt = _dealt_rows(trainer) or number or find_batch_size(inputs) or 1
-        own = _own_rows(trainer, dealt)
+            return predict(inputs, loss_only)
+        dealt = _dealt_rows(trainer) or find_batch_size(inputs) or 1
+        left = _rows_left(trainer)
+        own = (
+            dealt if left is None else min(max(left - accelerator.process_index * dealt, 0), dealt)
+        )
         may_gather = may_gather and not self._per_token
-        may_cut = number == dealt and 0 < own < dealt and not may_gather
-        cut = (own, dealt) if may_cut else None
-        if cut is not None:
-            inputs = _first(inputs, own)
+        names = trainer.label_names
+        has_labels = isinstance(inputs, MutableMapping) and {*names} <= {*inputs}
+        cuts = left is not None and bool(names) and has_labels and not may_gather
+        counted = _first(inputs, own, dealt, names) if cuts and 0 < own < dealt else None
         # Of data with labels, the Trainer divides a sum by the number of targets on all ranks. The
         # mean over the targets of this rank is needed, of which ranks may have different numbers.
         # A method of the user's own relies on the number of all ranks.
         keeps_number = may_gather or not has_ranks or accelerator.parallelism_config is not None
         averages = trainer.args.average_tokens_across_devices and keeps_number
+        rows = inputs if counted is None else counted
         with replaced(trainer.args, average_tokens_across_devices=averages):
-            weight = self._num_targets(inputs) if self._per_token else own
-            loss, logits, labels = predict(inputs)
-        if isinstance(weight, Tensor) and cut is None:
+            weight = self._num_targets(rows) if self._per_token else own
+            loss, logits, labels = predict(rows, loss_only or cuts)
+            if cuts and not loss_only:
+                _, logits, labels = predict(inputs, loss_only)
+        if isinstance(weight, Tensor) and counted is None:
             weight = weight * (own / dealt)
         if loss is not None:
             self._add(loss.detach().mean().double(), weight, inputs, counts=own != 0)
-        if cut is None:
-            self._lengths = _lengths((logits, labels))
-        else:
-            logits, labels = _filled((logits, labels), *cut, self._lengths)
         return loss, logits, labels
 
     def _num_targets(self, inputs: Any) -> Tensor | None:
@@ -200,82 +202,48 @@ def _dealt_rows(trainer: "MFTrainerMixin") -> int | None:
     return size // sampler.num_processes if sampler.split_batches else size
 
 
-def _own_rows(trainer: "MFTrainerMixin", dealt: int) -> int:
-    """Return how many of this rank's rows are not repetitions; all of them if it is unknown."""
+def _rows_left(trainer: "MFTrainerMixin") -> int | None:
+    """Return how many rows of the data set the last batch of all ranks has, without repetitions.
+
+    Returns ``None`` for any other batch, and if it is unknown.
+    """
     accelerator = trainer.accelerator
     state = accelerator.gradient_state
     # A loader that accelerate has not prepared is not the active one; that of a training may be.
     is_prepared = state.active_dataloader is trainer.callback_handler.eval_dataloader
     is_last = is_prepared and state.end_of_dataloader and state.remainder > 0
     # With tensor parallelism, several ranks have the same rows.
-    if not is_last or accelerator.parallelism_config is not None:
-        return dealt
-    before: int = accelerator.process_index * dealt
-    return min(max(int(state.remainder) - before, 0), dealt)
+    return int(state.remainder) if is_last and accelerator.parallelism_config is None else None
 
 
-def _num_rows(inputs: Any) -> int | None:
-    """Return how many rows a batch has; None if not each tensor and list has an entry for each."""
-    sizes = set(_sizes(inputs))
-    return sizes.pop() if len(sizes) == 1 else None
+def _first(inputs: Any, own: int, dealt: int, labels: Collection[str]) -> Any:
+    """Return the first rows of a batch; None if it is unknown which entries belong to a row.
 
+    A tensor has rows if it has an entry for each row and two dimensions, or is one of the labels.
+    Another one, such as weights of classes, may have as many entries only by accident.
 
-def _sizes(inputs: Any) -> Iterator[int | None]:
-    """Yield the number of entries of each tensor and list; None if they may not be rows."""
-    if isinstance(inputs, MutableMapping):
-        for value in inputs.values():
-            yield from _sizes(value)
-    elif isinstance(inputs, Tensor):
-        # Positions of rotary embeddings may have the shape (3, rows, tokens).
-        is_ambiguous = (
-            inputs.dim() == 3
-            and inputs.shape[0] == inputs.shape[1]
-            and not inputs.is_floating_point()
-        )
-        yield None if is_ambiguous or not inputs.dim() else len(inputs)
-    elif isinstance(inputs, list) and all(isinstance(each, _SCALARS) for each in inputs):
-        yield len(inputs)
-    elif not isinstance(inputs, _SCALARS):
-        yield None
+    Args:
+        inputs: A batch, or a mapping in it.
+        own: Number of rows to return.
+        dealt: Number of rows of the batch.
+        labels: Names of the labels.
+    """
+    kept = copy.copy(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, MutableMapping):
+            kept[name] = _first(value, own, dealt, labels)
+            if kept[name] is None:
+                return None
+        elif isinstance(value, Tensor):
+            has_rows = value.dim() >= (1 if name in labels else 2) and len(value) == dealt
+            # Positions of rotary embeddings may have the shape (3, rows, tokens).
+            has_positions = value.dim() == 3 and value.shape[0] == value.shape[1]
+            if not has_rows or (has_positions and not value.is_floating_point()):
+                return None
+            kept[name] = value[:own]
+        elif not isinstance(value, _SCALARS):
+            return None
+    return kept
 
 
 _SCALARS = (bool, int, float, str, type(None))
-
-
-def _first(inputs: Any, own: int) -> Any:
-    """Return the first rows of a batch for which `_num_rows` is known."""
-    if isinstance(inputs, MutableMapping):
-        kept = copy.copy(inputs)
-        for name, value in inputs.items():
-            kept[name] = _first(value, own)
-        return kept
-    return inputs if isinstance(inputs, _SCALARS) else inputs[:own]
-
-
-def _lengths(outputs: Any) -> list[int]:
-    """Return the first sizes of all tensors in outputs of a batch, 0 for scalars."""
-    found: list[int] = []
-    recursively_apply(lambda tensor: found.append(len(tensor) if tensor.dim() else 0), outputs)
-    return found
-
-
-def _filled(outputs: Any, own: int, number: int, lengths: Sequence[int]) -> Any:
-    """Repeat the last entries of tensors, as if the outputs were those of `number` rows.
-
-    Args:
-        outputs: Outputs of `own` rows. A tensor may have several entries for each row.
-        own: Number of rows that were evaluated.
-        number: Number of rows of a whole batch.
-        lengths: `_lengths` of the batch before, of `number` rows; empty if there was none. A
-            tensor that had the same length there has no entries for rows.
-    """
-    before = iter(lengths if len(lengths) == len(_lengths(outputs)) else ())
-
-    def fill(tensor: Tensor) -> Tensor:
-        length = len(tensor) if tensor.dim() else 0
-        if next(before, None) == length or not length or length % own:
-            return tensor
-        missing = length // own * (number - own)
-        return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
-
-    return recursively_apply(fill, outputs)

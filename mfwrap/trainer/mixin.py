@@ -398,13 +398,19 @@ class MFTrainerMixin(_Base):
         return self._losses.reported(super().compute_loss, *args, **kwargs)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,  # noqa: FBT001  (transformers' signature)
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch; rows that only fill up the last batch do not count in the loss."""
         predict = super().prediction_step
         return self._evaluation.predicted(
             inputs,
-            lambda rows: predict(model, rows, *args, **kwargs),
+            lambda rows, loss_only: predict(model, rows, loss_only, *args, **kwargs),
+            loss_only=prediction_loss_only,
             may_gather=evaluates_batches_itself(self, after=MFTrainerMixin),
         )
 

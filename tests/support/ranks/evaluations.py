@@ -231,6 +231,22 @@ class Routed(Network):
         return {**outputs, "router": x.repeat(2, 1), "table": torch.ones(5, 3)}
 
 
+class Counted(Network):
+    """A network whose outputs also have six counts, which belong to no row."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return {**super().forward(x, labels), "counts": torch.arange(6.0)}
+
+
+class Weighted(Network):
+    """A network whose loss has a weight for each of four classes."""
+
+    def forward(self, x: Tensor, weights: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        assert len(weights) == 4
+        found = super().forward(x, labels)
+        return {**found, "loss": found["loss"] * weights.prod()}
+
+
 class Nested(Network):
     """A network whose batch is in a dict in the batch."""
 
@@ -262,6 +278,8 @@ def _collated(kind: str, found: list[dict[str, Tensor]]) -> dict[str, Any]:
         batch["pixels"] = labels.repeat_interleave(2)[:, None].expand(-1, 3)
     if kind == "positions":
         batch["positions"] = torch.arange(9.0 * len(x)).reshape(3, len(x), 3)
+    if kind == "weights":
+        batch["weights"] = torch.arange(1.0, 5.0)
     if kind == "pairs":
         return {name: torch.cat([value, value + 1]) for name, value in batch.items()}
     return batch
@@ -320,11 +338,13 @@ def evaluate_kind(
     del rank
     data: Any = rows(number)
     networks = {"outputs": Routed, "nested": Nested, "pixels": Pixels, "positions": Positions}
+    networks |= {"counts": Counted, "weights": Weighted}
     if kind == "no targets":
         data[-1]["labels"] = torch.tensor(torch.nan)
 
     def check(found: EvalPrediction) -> dict[str, float]:
-        outputs = found.predictions[0] if kind == "outputs" else found.predictions
+        has_more = kind in {"outputs", "counts"}
+        outputs = found.predictions[0] if has_more else found.predictions
         assert len(outputs) == len(found.label_ids) == number
         return {}
 

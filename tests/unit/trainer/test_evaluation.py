@@ -170,8 +170,16 @@ def test_smoothed_labels(two_ranks, on_ranks):
 
 
 STOCK = True
-AS_ONE_PROCESS = ["outputs", "nested", "scaled", "twice", "no targets"]
-AS_STOCK = ["pixels", "positions", "pairs", "gathering", "gathering function", "over ranks"]
+AS_ONE_PROCESS = ["outputs", "counts", "nested", "scaled", "twice", "no targets"]
+AS_STOCK = [
+    "weights",
+    "pixels",
+    "positions",
+    "pairs",
+    "gathering",
+    "gathering function",
+    "over ranks",
+]
 
 
 @pytest.mark.parametrize("with_metrics", [False, True], ids=["loss", "metrics"])
@@ -181,7 +189,7 @@ def test_two_ranks_give_the_loss_of_one_process(two_ranks, kind, with_metrics):
 
     A loss that is NaN is left out, as the Trainer of one process does.
     """
-    for number in (13, 11):
+    for number in (13, 11, 6):
         expected = evaluate_kind(0, kind, number, with_metrics, STOCK)
         assert math.isfinite(expected)
         found = two_ranks.run(evaluate_kind, kind, number, with_metrics, not STOCK)
