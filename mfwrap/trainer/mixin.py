@@ -418,12 +418,6 @@ class MFTrainerMixin(_Base):
     def _evaluating(self) -> Iterator[None]:
         """Evaluate inside the block as the training requests it."""
         model: Any = self.model
-        # Schedule-free optimizers convert the weights in `eval`, and back in `train`. They must
-        # convert those of the training, so call `eval` before averages are put into the model. The
-        # Trainer calls it again, which does nothing, and calls `train` before the next step.
-        optimizer: Any = self.optimizer
-        if callable(getattr(optimizer, "eval", None)):
-            optimizer.eval()
         with (
             evaluating(self.callback_handler.callbacks, self.state, model),
             replaced(self._evaluation, is_of_training=True),
@@ -451,6 +445,13 @@ class MFTrainerMixin(_Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the loss is the mean over the rows of the data set, or over its targets."""
+        # Schedule-free optimizers convert the weights in `eval`, and back in `train`. They must
+        # convert those of the training, not averages that are in the model. The Trainer calls
+        # `eval` again, which does nothing, and calls `train` before the next step.
+        convert = getattr(self.optimizer, "eval", None)
+        if callable(convert):
+            with training_weights():
+                convert()
         with self._evaluation.running():
             result: Any = super().evaluation_loop(*args, **kwargs)
             prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")

@@ -587,6 +587,27 @@ def test_an_optimizer_that_converts_the_weights(tmp_path, kind):
     assert [step for step, _ in seen.evaluated] == [2, 4, 6]
 
 
+def test_an_optimizer_that_converts_the_weights_within_a_swap(tmp_path):
+    """An evaluation of averages by hand evaluates the averages, and converts the weights."""
+    trainer, _, seen, callback = trainer_of(
+        tmp_path,
+        "its average",
+        save_strategy="no",
+        eval_strategy="no",
+        load_best_model_at_end=False,
+        metric_for_best_model=None,
+    )
+    trainer.optimizer = Converting(trainer.model.parameters(), lr=0.1)
+    trainer.train()
+    before = weights_of(trainer.model)
+    with callback.ema.swap():
+        trainer.evaluate()
+
+    assert_same_state(dict(callback.ema.named_averages()), seen.evaluated[-1][1])
+    trainer.optimizer.train()
+    assert_same_state(before, weights_of(trainer.model))
+
+
 @pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("kind", ["its average", "stock"])
 def test_weights_that_are_loaded_after_training(tmp_path, kind):
