@@ -400,7 +400,8 @@ class DataPosition:
     that followed.
 
     Only data loaders without workers draw from the generators of this process. Iterable data sets,
-    and accelerate's dispatcher (where rank 0 draws for all ranks), are not supported.
+    and accelerate's dispatcher (where rank 0 draws for all ranks), are supported between epochs
+    only.
     """
 
     def __init__(self) -> None:
@@ -423,10 +424,9 @@ class DataPosition:
             loader: Data loader, whose batches are given to `watching`.
         """
         self.release()
-        draws_here = getattr(loader, "num_workers", 0) == 0
-        self._watches = draws_here and not isinstance(loader, DataLoaderDispatcher)
-        if self._watches:
+        if getattr(loader, "num_workers", 0) == 0:
             self.makers = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
+            self._watches = not isinstance(loader, DataLoaderDispatcher)
             self._num_looks = 0
 
     def keep_states(self) -> None:

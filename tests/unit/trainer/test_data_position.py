@@ -416,6 +416,32 @@ def test_a_collator_that_evaluations_use_goes_on(step, tmp_path):
     assert_rows_go_on(Noting, step, tmp_path, arguments=arguments, data_collator=Shifting)
 
 
+class AugmentedStream(IterableDataset):
+    """An iterable data set that changes its rows with a generator of its own."""
+
+    def __init__(self):
+        self.rows = Augmented(24)
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return (self.rows[index] for index in range(24))
+
+
+class NotingStream(Noting):
+    """Have no sampler."""
+
+    def get_train_dataloader(self):
+        self.seen = []
+        return super().get_train_dataloader()
+
+
+def test_an_iterable_data_set_goes_on_between_epochs(tmp_path):
+    """Its generator continues, although accelerate's dispatcher reads it."""
+    assert_rows_go_on(NotingStream, 3, tmp_path, AugmentedStream)
+
+
 class Late:
     """A collator that makes its generator for its first batch."""
 
