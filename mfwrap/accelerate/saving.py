@@ -32,7 +32,7 @@ from mfwrap.checkpoints.folders import (
     staging_folder,
 )
 from mfwrap.checkpoints.identities import Identity, check_unchanged
-from mfwrap.checkpoints.locks import PARTIAL, owning_together
+from mfwrap.checkpoints.locks import PARTIAL, lock_of, owning_together, remove_dead_lock
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
 from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.collectives import gather_objects, raising_together
@@ -168,8 +168,9 @@ class AttachedCheckpoints:
         verified: dict[str, Identity] = {}
         with raising_together():
             if self._accelerator.is_local_main_process:
-                # A process may have been killed while it replaced the checkpoint.
+                # A process may have been killed while it replaced the checkpoint, or just after.
                 complete_move(path.absolute())
+                remove_dead_lock(lock_of(path.absolute()))
                 verified.update(check_checkpoint(path).identities)
         try:
             loaded = self._load_stock(load)

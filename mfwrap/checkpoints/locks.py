@@ -93,6 +93,12 @@ def owner_token(lock: Path) -> str | None:
         return None
 
 
+def remove_dead_lock(lock: Path) -> None:
+    """Delete the lock file that a killed program has left, if it can be told that it was killed."""
+    with contextlib.suppress(OSError):
+        _living_owner(lock)
+
+
 @contextlib.contextmanager
 def owning(lock: Path, *, waits: bool = False) -> Iterator[bool]:
     """Own a lock within the block. A process that owns it already may enter again.

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL, checkpoints_of_run
-from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.written_files import begin_list, listed_names
 from mfwrap.records.record_forms import recognized_names
 from mfwrap.records.run_record import read_facts
@@ -62,11 +61,8 @@ def is_own(path: Path) -> bool:
     """
     if path.is_symlink():
         return False
-    if CHECKPOINT.fullmatch(base_name(path.name)):
-        if _has_own_files(path):
-            return True
-        if (path / TRAINER_STATE).exists():
-            return False  # a whole checkpoint of mfwrap has a manifest, so it is of a stock Trainer
+    if CHECKPOINT.fullmatch(base_name(path.name)) and _has_own_files(path):
+        return True
     listed = listed_names(path.parent)
     if listed is None:
         return _has_facts_of_mfwrap(path.parent) or path.name in recognized_names(path.parent)

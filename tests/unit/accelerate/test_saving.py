@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from accelerate.utils import ProjectConfiguration
 
 from mfwrap.checkpoints.folders import staging_folder
+from mfwrap.checkpoints.locks import lock_of
 from mfwrap.checkpoints.verification import verify
 from support.attached_runs import AttachedRun, RunSettings
 from support.ranks.saving import save_in_one_folder, save_with_limit
@@ -157,6 +160,21 @@ def test_what_somebody_else_has_put_into_a_checkpoint(tmp_path):
     resumed = AttachedRun(RunSettings(seed=1))
     resumed.accelerator.load_state(tmp_path / "a")
     assert_same_state(run.state(), resumed.state())
+
+
+def test_the_lock_of_a_save_that_was_killed_at_its_end(tmp_path):
+    """The loop that goes on from the checkpoint does not save it again, and removes the lock."""
+    run = AttachedRun()
+    run.train(0, 1)
+    run.accelerator.save_state(tmp_path / "a")
+    program = "import os, sys; from pathlib import Path; from mfwrap.checkpoints.locks import *"
+    program += "; held = owning(lock_of(Path(sys.argv[1]))); held.__enter__(); os._exit(0)"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "a")], check=True)
+    assert lock_of(tmp_path / "a").exists()
+
+    run.accelerator.load_state(tmp_path / "a")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

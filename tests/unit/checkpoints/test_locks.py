@@ -96,6 +96,21 @@ def test_a_killed_program_owns_nothing(lock, other_program, words):
     assert not list(lock.parent.iterdir())
 
 
+def test_a_dead_lock_is_removed(lock, other_program):
+    """A reader deletes the lock of a killed program, and no other file."""
+    owner = other_program()
+    locks.remove_dead_lock(lock)
+    assert lock.exists()
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    locks.remove_dead_lock(lock)
+    assert not lock.exists()
+
+    lock.write_text("mine")
+    locks.remove_dead_lock(lock)
+    assert lock.read_text() == "mine"
+
+
 def test_a_program_may_enter_again(lock):
     """The lock belongs to the process, until the outermost block ends."""
     with owning(lock) as outer:

@@ -86,14 +86,6 @@ def test_a_checkpoint_without_a_manifest(folder, name):
     assert own_names(folder) == {"checkpoint-2", "checkpoint-10"}
 
 
-def test_a_checkpoint_of_a_stock_trainer_under_a_listed_name(folder):
-    """It replaces a checkpoint that the user has deleted, so it is not mfwrap's."""
-    begin_list(folder, ["checkpoint-2", "checkpoint-4"])
-    (folder / "checkpoint-2" / "trainer_state.json").touch()
-
-    assert [path.name for path in own_checkpoints(folder)] == ["checkpoint-4", "checkpoint-10"]
-
-
 def test_all_files_in_the_way_are_named(folder):
     """The error names what is there and not mfwrap's, and nothing else."""
     names = ["z.csv", "metrics.jsonl", "notes.txt", "broken"]
