@@ -9,7 +9,8 @@ from torch import Tensor
 from mfwrap.arguments import described
 from mfwrap.config import StepConfig
 from mfwrap.outputs import StepOutput
-from mfwrap.step.forward import MeanLoss, NetworkCall, calls_of, split_calls
+from mfwrap.step.calls import NetworkCall, calls_of, split_calls
+from mfwrap.step.losses import MeanLoss
 from mfwrap.tensors.wrappers import is_deepspeed_engine
 
 __all__ = ["DeepSpeedCell"]

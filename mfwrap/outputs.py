@@ -109,7 +109,7 @@ class StepReport:
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     """Losses that the network has reported beside the loss of the update, such as ``lm_loss`` and
     ``mtp_loss``, by name. Shape ``()``, float32; the mean over this rank's micro-batches. See
-    `mfwrap.step.forward.named_losses`."""
+    `mfwrap.step.losses.named_losses`."""
 
     learning_rate_names: tuple[str, ...] = ()
     """Names of the parameter groups of `learning_rates`, in its order: the entry ``name`` of each

@@ -32,21 +32,59 @@ A maintainer must keep these five properties:
 """
 
 import operator
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
-from mfwrap.compatibility.torch import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
+from mfwrap.compatibility.torch import (
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    version_of,
+)
 from mfwrap.outputs import StepReport
 from mfwrap.step.clipping import clip_coefficient
-from mfwrap.step.measurement import Measurement
-from mfwrap.step.parameters import SeenGradients
-from mfwrap.step.update import StepUpdate
+from mfwrap.step.update import Measurement, StepUpdate
 from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import norm_of_all, square_of_all
 from mfwrap.tensors.shards import local_tensors, on_device
+
+
+@final
+class SeenGradients:
+    """Remember which gradients there were, and how often each had been written to.
+
+    An ``id`` cannot identify a gradient: a new one often gets the address of a released one. A weak
+    reference can, and does not keep the gradient's memory. The references are only compared: torch
+    may have given up the Python object of a tensor that is otherwise alive.
+
+    Args:
+        gradients: Gradients that are present.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor] = ()) -> None:
+        self._references = list(map(weakref.ref, gradients))
+        self._versions = _versions(gradients)
+
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
+    def are(self, gradients: Sequence[Tensor]) -> bool:
+        """Return whether `gradients` are the same tensors, and nothing has written to them."""
+        return (
+            len(gradients) == len(self._references)
+            and all(map(operator.is_, gradients, [seen() for seen in self._references]))
+            and self._versions == _versions(gradients)
+        )
+
+
+def _versions(gradients: Sequence[Tensor]) -> list[int]:
+    # A write to a DTensor's shard does not increase the DTensor's version, so take the versions of
+    # the shards.
+    return [version_of(local) for local in local_tensors(gradients)]
 
 
 @final

@@ -26,9 +26,9 @@ from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import StepReport
 from mfwrap.step.accumulation import mean_by_name
 from mfwrap.step.local_norms import LocalSquares
-from mfwrap.step.optimizers import lowered_rates
 from mfwrap.step.parameters import TrainedParameters
-from mfwrap.step.ranks import RankAgreement
+from mfwrap.step.ranks import Agreement
+from mfwrap.step.rates import lowered_rates
 from mfwrap.step.state import check, check_keys, restore, state_of
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.shards import on_device
@@ -83,7 +83,7 @@ class LoopStep:
         parameters: TrainedParameters,
         *,
         local_squares: LocalSquares | None = None,
-        agreement: RankAgreement | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         """Add an optimizer, or replace the parameters that it updates.
 

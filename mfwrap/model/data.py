@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
 from mfwrap.arguments import check_bool, described
-from mfwrap.step.forward import NetworkCall
+from mfwrap.step.calls import NetworkCall
 
 
 @final

@@ -28,8 +28,8 @@ from mfwrap.model.data import Batches
 from mfwrap.model.train_network import TrainNetwork
 from mfwrap.outputs import named_output
 from mfwrap.records.run_files import owning_record_folders
+from mfwrap.step.calls import NetworkCall
 from mfwrap.step.cell import MFTrainOneStepCell
-from mfwrap.step.forward import NetworkCall
 from mfwrap.step.mindspore_cells import TrainOneStepWithLossScaleCell
 from mfwrap.step.step_parts import LossScaleHooks
 from mfwrap.tensors.deferred import DeferredReads

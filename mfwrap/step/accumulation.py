@@ -14,12 +14,14 @@ from mfwrap.collectives import Section, add_over_ranks, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.preflight import step_facts
 from mfwrap.step.backward_reductions import reduce_before_accumulation
+from mfwrap.step.calls import NetworkCall
 from mfwrap.step.float32_gradients import Float32Gradients
-from mfwrap.step.forward import LossParts, MeanLoss, NetworkCall, Normalizer, PerTokenLoss
 from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.losses import LossParts, MeanLoss, Normalizer
 from mfwrap.step.parameters import network_parameters
+from mfwrap.step.per_token import PerTokenLoss
 from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
-from mfwrap.step.ranks import StageTotals
+from mfwrap.step.ranks import Agreement, agreement_of
 from mfwrap.step.waiting import time_replicas
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
@@ -59,6 +61,9 @@ class GradientAccumulation:
             without accelerate.
     """
 
+    are_stages = False
+    """Whether other ranks train other stages of the network."""
+
     def __init__(
         self,
         network: nn.Module,
@@ -75,8 +80,6 @@ class GradientAccumulation:
         """DistributedDataParallel modules of the network."""
         self.sharded_parts = ShardedParts(network)
         """Modules of the network that ``fully_shard`` has sharded."""
-        self.stages: StageTotals | None = None
-        """Always ``None``: no other rank holds another stage of the network."""
         self.float32: Float32Gradients | None = None
         """Accumulates the gradients in float32; ``None`` accumulates in the weights' dtype."""
         reduce_before_accumulation(network)
@@ -140,6 +143,10 @@ class GradientAccumulation:
             self.sharded_parts,
             lambda: step_facts([self.network], [optimizer], config),
         )
+
+    def agreement(self, parameters: Sequence[nn.Parameter]) -> Agreement | None:
+        """Return how the ranks that train `parameters` come to the same norms; see `StepUpdate`."""
+        return agreement_of(self.distributed_parts, parameters)
 
     def _backward(self, part: LossParts, loss_scale: Tensor, share: int) -> None:
         # Multiply in float32: a float16 loss times the scale would overflow.

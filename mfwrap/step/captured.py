@@ -22,7 +22,7 @@ Source: PyTorch, "CUDA semantics", whole-network capture; Megatron-LM, ``FullCud
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -37,7 +37,7 @@ from mfwrap.loss_scale.live import LossScale
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.outputs import StepReport
 from mfwrap.step.accumulation import GradientAccumulation
-from mfwrap.step.forward import NetworkCall
+from mfwrap.step.calls import NetworkCall
 from mfwrap.step.pipeline import PipelineAccumulation
 from mfwrap.step.rate_table import RateTable, fixed_settings
 from mfwrap.step.static_memory import StaticBatch, StaticResults
@@ -81,6 +81,8 @@ class CapturedStep:
         self._loss_scale = loss_scale
         self._ema = ema
         self._rates = rates
+        self.before_update: list[Callable[[], None]] = []
+        """Functions to call before forward. A replay calls none between backward and update."""
         self._device = update.parameters.device
         self._batch: StaticBatch | None = None
         self._results = StaticResults()
@@ -110,6 +112,8 @@ class CapturedStep:
             ValueError: If the batch differs from the first one in more than the values of its
                 tensors, a learning rate is a non-finite number, or in the cases of a step.
         """
+        for call in self.before_update:
+            call()
         self._check()
         if self._batch is None:
             self._batch = StaticBatch(calls, self._device)
@@ -211,14 +215,12 @@ class CapturedStep:
 
     def _step(self, calls: Sequence[NetworkCall]) -> None:
         """Do one update from memory that stays the same."""
-        update = self._update
+        update, counts = self._update, self._update.counts
         update.release_gradients()
         try:
             accumulated = self._accumulate(calls, self._loss_scale.value)
-            with self._rates.in_groups(update.counts.applied_updates):
-                measured = update.measure(accumulated.normalizer, num_added=accumulated.num_added)
-                report, _ = update.decide(accumulated.loss, measured, losses=accumulated.losses)
-            self._results.hold(report, measured.local_norm())
+            with self._rates.in_groups(counts.applied_updates), counts.held_by(self._results.hold):
+                update(*accumulated)
             _write_back(update.replaced(), self._places)
         finally:
             update.release_gradients()
@@ -293,7 +295,7 @@ def _obstacle(
             f"{torch.__version__} lacks"
         )
     is_parallel = accumulate.distributed_parts or accumulate.sharded_parts.units
-    if accumulate.stages is not None or is_parallel or update.parameters.reduction is not None:
+    if accumulate.are_stages or is_parallel or update.parameters.reduction is not None:
         return (
             "for a network on several ranks, whose messages are not captured: got "
             "DistributedDataParallel, fully_shard, tensor parallelism or a pipeline"

@@ -21,9 +21,9 @@ from mfwrap.step.accelerator import (
     join_saves,
     remove_grad_scaler,
 )
+from mfwrap.step.calls import NetworkCall, calls_of, split_calls
 from mfwrap.step.captured import CapturedStep
 from mfwrap.step.float32_gradients import Float32Gradients
-from mfwrap.step.forward import NetworkCall, calls_of, split_calls
 from mfwrap.step.fsdp import sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
 from mfwrap.step.parameters import (
@@ -32,7 +32,6 @@ from mfwrap.step.parameters import (
     network_parameters,
 )
 from mfwrap.step.pipeline import accumulation_of
-from mfwrap.step.ranks import agreement_of
 from mfwrap.step.rate_table import RateTable
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES
@@ -187,15 +186,20 @@ class MFTrainOneStepCell(LossScaleHooks):
             inner,
             local_norm_groups,
             present=present,
-            are_stages=self.__accumulate.stages is not None,
+            are_stages=self.__accumulate.are_stages,
         )
         self.ema = self.__ema = _checked_average(ema, parameters)
         """Average of the weights; ``None`` without one."""
         loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
         rates = RateTable(inner, schedule, parameters.device) if capture else None
-        advanced = schedule if rates is None or schedule is None else rates
         self.__update = StepUpdate(
-            parameters, inner, config, loss_scale, lr_scheduler=advanced, ema=ema
+            parameters,
+            inner,
+            config,
+            loss_scale,
+            lr_scheduler=rates if rates and schedule else schedule,
+            ema=ema,
+            agreement=self.__accumulate.agreement(parameters.tensors),
         )
         super().__init__(module, inner, parameters, loss_scale, lr_scheduler=schedule, ema=ema)
         self.__loss_scale = loss_scale
@@ -205,7 +209,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             self.__captured = CapturedStep(
                 self.__accumulate, self.__update, inner, loss_scale, ema, rates
             )
-        self.__connect_ranks(parameters, communication_hook)
+        self.__read_own_gradients(parameters, communication_hook)
         if accelerator is not None:
             remove_grad_scaler(accelerator)
             join_saves(accelerator, self.flush)
@@ -230,16 +234,14 @@ class MFTrainOneStepCell(LossScaleHooks):
             )
             raise ValueError(msg)
 
-    def __connect_ranks(
+    def __read_own_gradients(
         self, parameters: TrainedParameters, communication_hook: CommunicationHook | None
     ) -> None:
-        """Let the update agree with the other ranks, and read this rank's own gradients."""
+        """Let the update read this rank's own gradients before they are reduced."""
         accumulate, config = self.__accumulate, self.__config
         parts, sharded_parts = accumulate.distributed_parts, accumulate.sharded_parts
         if config.calculate_per_token_loss:
             sharded_parts.check_per_token(parameters.reduction)
-        self.__update.agreement = agreement_of(parts, parameters.tensors)
-        self.__update.stages = accumulate.stages
         # Register communication hooks after everything that may raise: they cannot be removed.
         self.__update.local_squares = sharded_local_squares_of(
             sharded_parts,
@@ -255,7 +257,7 @@ class MFTrainOneStepCell(LossScaleHooks):
     @property
     def before_update(self) -> list[Callable[[], None]]:
         """Functions to call in each update before the weights change; captured: before forward."""
-        return self.__update.before_update
+        return (self.__captured or self.__update).before_update
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:
@@ -309,22 +311,25 @@ class MFTrainOneStepCell(LossScaleHooks):
             ValueError: If `micro_batches` is empty, if it has several micro-batches although
                 `local_norm` and `sync_each_batch` are set, or in the same cases as a call.
         """
-        return self.__step(calls_of(micro_batches))
+        calls = calls_of(micro_batches)
+        self.__config.check_micro_batches(len(calls))
+        return self.__step(calls)
 
     def __step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
-        self.__config.check_micro_batches(len(calls))
-        if self.__captured is not None:
-            for call in self.__update.before_update:
-                call()
-            self.last_report = self.__captured(calls)
+        run = self.__update_once if self.__captured is None else self.__captured
+        try:
+            self.last_report = run(calls)
+        finally:
             section_clock.switch(Section.DATA)
-            return self.last_report.output
+        return self.last_report.output
+
+    def __update_once(self, calls: Sequence[NetworkCall]) -> StepReport:
         self.__update.release_gradients()
         guard = self.__guard
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
                 accumulated = self.__accumulate(calls, self.__loss_scale.value)
-                self.last_report = self.__update(*accumulated)
+                return self.__update(*accumulated)
         except BaseException:
             # The update releases the gradients. If forward or backward has raised, the next step
             # must not add its gradients to those of an incomplete step.
@@ -333,8 +338,6 @@ class MFTrainOneStepCell(LossScaleHooks):
         finally:
             if self.__accumulate.float32 is not None:
                 self.__accumulate.float32.restore()
-            section_clock.switch(Section.DATA)
-        return self.last_report.output
 
     def flush(self) -> None:
         """Step the schedule if the last update was applied, and check for too many skips in a row.

@@ -8,8 +8,9 @@ update. `UpdateCounts.was_skipped` reads it earlier for a caller that asks. Wher
 nothing, `UpdateCounts.outcome_is_known` says so.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -64,6 +65,7 @@ class UpdateCounts:
         self._limit = max_consecutive_skips
         self._on_applied = on_applied
         self._reported = reported or on_applied is not None or max_consecutive_skips is not None
+        self._hold: Callable[[StepReport, Tensor], None] | None = None
         self._reads = DeferredReads(device)
         self._reads.reserve(len(_Arrival._fields))
 
@@ -84,6 +86,9 @@ class UpdateCounts:
                 them to name the groups with non-finite gradients.
             skipped: Whether the update was skipped, if the host knows it already.
         """
+        if self._hold is not None:
+            self._hold(report, local_norm())
+            return
         if not self._reported:
             return
         self._was_skipped = skipped
@@ -102,6 +107,21 @@ class UpdateCounts:
                 rates=report.learning_rates,
             ),
         )
+
+    @contextlib.contextmanager
+    def held_by(self, hold: Callable[[StepReport, Tensor], None]) -> Iterator[None]:
+        """Within the block, read nothing, and give what is submitted to `hold`.
+
+        A captured step does neither in its graph. It does both between two replays.
+
+        Args:
+            hold: Called with the report of an update and its local norms.
+        """
+        self._hold = hold
+        try:
+            yield
+        finally:
+            self._hold = None
 
     @property
     def outcome_is_known(self) -> bool:
@@ -126,6 +146,8 @@ class UpdateCounts:
         Raises:
             RuntimeError: If the update was the ``max_consecutive_skips``-th skip in a row.
         """
+        if self._hold is not None:
+            return
         self._reads.flush()
         error, self._error = self._error, None
         if error is not None:

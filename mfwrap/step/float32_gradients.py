@@ -17,7 +17,7 @@ sum. `Float32Gradients` keeps the sum in float32. Three cases differ:
 
 In all cases ``grad`` is a float32 tensor until the optimizer's step, so norms, clipping and the
 overflow flag are computed from float32. The step rounds each gradient to the dtype of its weight
-once (`mfwrap.step.optimizers.round_gradients`).
+once (`mfwrap.step.skipping.round_gradients`).
 
 The names used by peers: Megatron-LM's ``accumulate_allreduce_grads_in_fp32``, DeepSpeed's
 ``grad_accum_dtype``, ``fully_shard``'s ``reduce_dtype``.
@@ -37,6 +37,7 @@ from mfwrap.compatibility.gradient_dtypes import set_gradient_dtype
 from mfwrap.compatibility.torch import foreach_add_, foreach_norm
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.local_norms import GradientTap, tap
+from mfwrap.step.losses import Normalizer
 from mfwrap.step.parameters import network_parameters
 from mfwrap.step.ranks import reduced_by
 from mfwrap.tensors.shards import local_tensors
@@ -218,11 +219,12 @@ class Float32Buckets:
         return begin_adding_over_ranks(total, self._group).then(lambda _: buffer)
 
 
-def infinite_where_rounding_overflows(
+def squares_after_rounding(
     squares: Tensor,
     gradients: Sequence[Tensor | None],
     parameters: Sequence[Tensor],
-    divisor: float | Tensor = 1,
+    num_added: int,
+    normalizer: Normalizer | None,
 ) -> Tensor:
     """Replace sums of squares by ``inf`` if float16 cannot hold an element of the gradient.
 
@@ -234,7 +236,8 @@ def infinite_where_rounding_overflows(
         squares: Sums of squares of ``N`` gradients, shape ``(N,)``, float32.
         gradients: ``N`` scaled gradients; ``None`` for none.
         parameters: ``N`` parameters.
-        divisor: Divisor of the gradients before they are rounded; a tensor has shape ``()``.
+        num_added: As in `Accumulated`: the gradients are divided by it before they are rounded.
+        normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
     """
     concerned = [
         index
@@ -252,5 +255,10 @@ def infinite_where_rounding_overflows(
     norms = foreach_norm([each for _, each in full], float("inf"))
     for (index, _), norm in zip(full, norms, strict=True):
         largest[index] = norm
+    # An optimizer that is skipped by the host gets gradients that were divided by the whole divisor
+    # before they are rounded. Denominators that are fractions make it less than `num_added`.
+    divisor: int | Tensor = num_added
+    if normalizer is not None and not normalizer.is_partial:
+        divisor = normalizer.reduced.clamp(max=num_added)
     overflows = torch.stack(largest) / divisor >= _ROUNDS_TO_INF
     return torch.where(overflows, float("inf"), squares)

@@ -15,7 +15,7 @@ from mfwrap.loss_scale.cells import LossScaleUpdateCell
 from mfwrap.loss_scale.live import LossScale, wrong_type_of_scale
 from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
-from mfwrap.step.forward import NetworkCall
+from mfwrap.step.calls import NetworkCall
 from mfwrap.step.parameters import (
     TrainedParameters,
     checked_network,

@@ -3,7 +3,6 @@
 import itertools
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import callers_stacklevel, described
 from mfwrap.collectives import num_ranks, refuse_lone_process
-from mfwrap.compatibility.torch import version_of
 from mfwrap.compatibility.transformers import pipeline_stage_of
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
@@ -243,6 +241,10 @@ class TrainedParameters:
             raise RuntimeError(msg)
         return gradients
 
+    def local(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return this rank's shards of distributed gradients, and other gradients as they are."""
+        return gradients if self.reduction is None else local_tensors(gradients)
+
     def _refuse_sparse(self, gradients: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(self._parameters, gradients, strict=True):
             if gradient is not None and gradient.layout not in _DENSE:
@@ -325,40 +327,6 @@ class TrainedParameters:
         """Set all gradients to ``None``, even if no optimizer holds the parameter."""
         for parameter in self._released:
             parameter.grad = None
-
-
-@final
-class SeenGradients:
-    """Remember which gradients there were, and how often each had been written to.
-
-    An ``id`` cannot identify a gradient: a new one often gets the address of a released one. A weak
-    reference can, and does not keep the gradient's memory. The references are only compared: torch
-    may have given up the Python object of a tensor that is otherwise alive.
-
-    Args:
-        gradients: Gradients that are present.
-    """
-
-    def __init__(self, gradients: Sequence[Tensor] = ()) -> None:
-        self._references = list(map(weakref.ref, gradients))
-        self._versions = _versions(gradients)
-
-    def __bool__(self) -> bool:
-        return bool(self._references)
-
-    def are(self, gradients: Sequence[Tensor]) -> bool:
-        """Return whether `gradients` are the same tensors, and nothing has written to them."""
-        return (
-            len(gradients) == len(self._references)
-            and all(map(operator.is_, gradients, [seen() for seen in self._references]))
-            and self._versions == _versions(gradients)
-        )
-
-
-def _versions(gradients: Sequence[Tensor]) -> list[int]:
-    # A write to a DTensor's shard does not increase the DTensor's version, so take the versions of
-    # the shards.
-    return [version_of(local) for local in local_tensors(gradients)]
 
 
 def _check_rank_sets(reduction: SquareReduction | None) -> None:

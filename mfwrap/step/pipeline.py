@@ -44,13 +44,14 @@ from mfwrap.compatibility.pipelining import (
 from mfwrap.config import StepConfig
 from mfwrap.preflight import check_ranks_agree, setting_facts, step_facts, version_facts
 from mfwrap.step.accumulation import Accumulated, GradientAccumulation, detached, normalizer_of
+from mfwrap.step.calls import NetworkCall
 from mfwrap.step.float32_gradients import Float32Gradients
-from mfwrap.step.forward import LossParts, NetworkCall, Normalizer, loss_of, pair_of
 from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.losses import LossParts, Normalizer, loss_of, pair_of
 from mfwrap.step.parameters import checked_network, network_parameters
 from mfwrap.step.pipeline_batches import PipelineBatches
 from mfwrap.step.rank_guard import RankGuard
-from mfwrap.step.ranks import StageTotals, reduced_by
+from mfwrap.step.ranks import Agreement, StageTotals, reduced_by
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
 from mfwrap.tensors.wrappers import PipelineStages, distributed_parts
 
@@ -164,13 +165,13 @@ class PipelineAccumulation:
         self.sharded_parts = ShardedParts(self.network)
         """Modules of the stages that ``fully_shard`` has sharded."""
         self._group: distributed.ProcessGroup | None = self._stages[0].group
-        self.stages = StageTotals(self._group) if self._stages[0].group_size > 1 else None
-        """Sum over the ranks of the pipeline; ``None`` if it has only one rank."""
+        self.are_stages = self._stages[0].group_size > 1
+        """Whether other ranks train other stages of the network."""
         self.float32: Float32Gradients | None = None
         """As in `GradientAccumulation`."""
         self._has_first = any(stage.is_first for stage in self._stages)
         self._has_last = any(stage.is_last for stage in self._stages)
-        self._batches = PipelineBatches(schedule, has_buffers=self.stages is not None)
+        self._batches = PipelineBatches(schedule, has_buffers=self.are_stages)
 
     def __call__(self, calls: Sequence[NetworkCall], loss_scale: Tensor) -> Accumulated:
         """Run the schedule once; it adds scaled gradients to the ``grad`` of this rank's stages.
@@ -217,6 +218,10 @@ class PipelineAccumulation:
         is_in_float32 = self.float32 is not None and self.float32.is_active
         is_divided_later = is_in_float32 and self._per_token
         return accumulated._replace(num_added=num_parts if is_divided_later else 1)
+
+    def agreement(self, _parameters: Sequence[nn.Parameter]) -> Agreement | None:
+        """Return how the ranks of the pipeline come to the same norms; see `StepUpdate`."""
+        return StageTotals(self._group) if self.are_stages else None
 
     def _arguments(self, calls: Sequence[NetworkCall]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(calls) != 1:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from mfwrap.compatibility.pipelining import num_micro_batches, splits_by_rows
-from mfwrap.step.forward import tensors_in
+from mfwrap.step.calls import tensors_in
 
 
 @final

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.step.optimizers import bad_rate
+from mfwrap.step.rates import bad_rate
 from mfwrap.step.schedules import Schedule
 
 LENGTH = 256

@@ -10,7 +10,7 @@ from torch import Tensor
 from mfwrap.arguments import described
 from mfwrap.compatibility.torch import foreach_copy_, pytree
 from mfwrap.outputs import StepReport
-from mfwrap.step.forward import NetworkCall
+from mfwrap.step.calls import NetworkCall
 
 _PLAIN = (bool, int, float, str, type(None))
 

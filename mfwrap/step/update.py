@@ -4,7 +4,7 @@ Everything happens on the device, in a fixed order:
 
 1. **Read the gradients** (`StepUpdate.measure`). One pass gives the sum of squares of each
    parameter's gradient. Local norms, the global norm and the overflow flag are computed from these
-   sums. If gradients differ between ranks, the ranks average their sums here.
+   sums. If gradients differ between ranks, the ranks agree on their sums here.
 2. **Read the results of the previous update** (`StepUpdate.flush`). Only here may the host wait for
    the device. This step's forward and backward are already queued, so the device has work while
    the host waits. The schedule advances here, so this must come before the learning rate is used.
@@ -22,8 +22,9 @@ Do not add anything that reads a tensor on the host (``item``, ``if tensor``, ``
 tests count such reads.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -36,21 +37,63 @@ from mfwrap.loss_scale.live import LiveLossScale
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
-from mfwrap.step.forward import Normalizer
+from mfwrap.step.float32_gradients import squares_after_rounding
 from mfwrap.step.local_norms import LocalSquares
-from mfwrap.step.measurement import Measurement, measure
-from mfwrap.step.optimizers import (
-    SkippableOptimizer,
-    group_names,
-    has_bad_rate,
-    learning_rates,
-)
+from mfwrap.step.losses import Normalizer
 from mfwrap.step.parameters import TrainedParameters
-from mfwrap.step.ranks import RankAgreement, StageTotals
+from mfwrap.step.ranks import Agreement, Totals
+from mfwrap.step.rates import group_names, has_bad_rate, learning_rates
 from mfwrap.step.schedules import Schedule
-from mfwrap.step.spikes import SpikeVerdict, spike_policy
+from mfwrap.step.skipping import SkippableOptimizer
+from mfwrap.step.spikes import SpikePolicy, SpikeVerdict, spike_policy
 from mfwrap.step.state import StateOwner
-from mfwrap.tensors.norms import NormReader
+from mfwrap.tensors.norm_groups import NormGroups
+from mfwrap.tensors.norms import NormReader, sums_by_group
+from mfwrap.tensors.sharded_norms import SquareReduction
+
+
+class Measurement(NamedTuple):
+    """Result of one read of the gradients; tensors on the training device."""
+
+    overflow: Tensor
+    """Whether the norm of the scaled or unscaled gradients is non-finite, or their divisor is not a
+    finite number > 0; shape ``()``, bool."""
+
+    divisor: Tensor | None
+    """Number that the gradients must be divided by, a copy, shape ``()``, float32; ``None`` for
+    1."""
+
+    global_norm: Tensor
+    """L2 norm of all unscaled gradients, the same on all ranks, shape ``()``, float32."""
+
+    own_squares: Tensor
+    """Sum of squares of this rank's own scaled gradient of each parameter, shape ``(N,)``,
+    float32."""
+
+    own_divisor: Tensor | None
+    """Divisor of this rank's own gradients, a copy, shape ``()``, float32; ``None`` for 1."""
+
+    groups: NormGroups
+    """The ``G`` groups of `local_norm`."""
+
+    totals: Totals
+    """What the ranks have agreed on."""
+
+    reduction_norms: Tensor | None = None
+    """As in `StepReport`, a copy."""
+
+    num_added: int = 1
+    """As in `Accumulated`."""
+
+    def local_norm(self) -> Tensor:
+        """Return the L2 norm by group of this rank's own unscaled gradients.
+
+        Returns:
+            Shape ``(G,)``, float32. The norms are computed by this call: most steps without
+            ``StepConfig.local_norm`` need none.
+        """
+        norms = sums_by_group(self.own_squares, self.groups.members).sqrt()
+        return _divided(norms, self.own_divisor)
 
 
 @final
@@ -71,10 +114,7 @@ class StepUpdate:
         reported: Whether the caller calls ``counts.was_skipped``.
         local_squares: Source of the norms of this rank's own gradients; ``None`` if the gradients
             are this rank's own.
-        agreement: Agreement of ranks whose gradients differ after their reduction; ``None`` if
-            there are no such ranks.
-        stages: Sum over the ranks that hold other stages of a pipeline; ``None`` without a
-            pipeline.
+        agreement: How the ranks come to the same norms; ``None`` if they have the same gradients.
 
     Raises:
         TypeError: If the step of `optimizer` needs a closure.
@@ -93,23 +133,22 @@ class StepUpdate:
         ema: Average | None = None,
         reported: bool = False,
         local_squares: LocalSquares | None = None,
-        agreement: RankAgreement | None = None,
-        stages: StageTotals | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self._config = config
-        self._in_float32 = config.accumulate_allreduce_grads_in_fp32
-        self._optimizer = SkippableOptimizer(optimizer, rounds=self._in_float32)
+        in_float32 = config.accumulate_allreduce_grads_in_fp32
+        self._optimizer = SkippableOptimizer(optimizer, rounds=in_float32)
+        self._rounded = squares_after_rounding if in_float32 else _unrounded
         self.parameters = parameters
         self.local_squares = local_squares
-        self.agreement = agreement
-        self.stages = stages
+        self._agreement: Agreement = agreement or _SameOnAllRanks()
         self.before_update: list[Callable[[], None]] = []
         """Functions to call once the gradients are measured and before they are used."""
         self._device = parameters.device
         self._norms = NormReader(self._device)
-        self._spikes = spike_policy(config, self._device)
+        self._spikes: SpikePolicy | _NoSpikes = spike_policy(config, self._device) or _NoSpikes()
         self._loss_scale = loss_scale
-        self._ema = ema
+        self._ema: Average = _NoAverage() if ema is None else ema
         self.counts = UpdateCounts(
             self._device,
             config.max_consecutive_skips,
@@ -140,17 +179,13 @@ class StepUpdate:
             ValueError: If a learning rate is a non-finite number.
         """
         try:
-            # All ranks of a pipeline must measure, even one whose stages are frozen. With the norm
-            # they send whether a rate of this update is bad, and the flush sets this rate.
-            is_pipeline = self.stages is not None
-            if is_pipeline:
+            if self._agreement.is_pipeline:
+                # With the norm, the ranks send whether a rate of this update is bad. The flush sets
+                # this rate.
                 self.flush()
-            measured = self.measure(
-                normalizer, loss=loss, may_be_absent=is_pipeline, num_added=num_added
-            )
-            if measured.loss is not None:
-                loss = measured.loss
-            return self.apply(loss, measured, losses=losses)
+            measured = self.measure(normalizer, loss, num_added=num_added)
+            total = measured.totals.loss
+            return self.apply(loss if total is None else total, measured, losses=losses)
         finally:
             self.release_gradients()
 
@@ -158,12 +193,12 @@ class StepUpdate:
         self,
         parameters: TrainedParameters,
         local_squares: LocalSquares | None,
-        agreement: RankAgreement | None,
+        agreement: Agreement | None,
     ) -> None:
         """Update other parameters of the same optimizer from now on; arguments as of the class."""
         self.parameters = parameters
         self.local_squares = local_squares
-        self.agreement = agreement
+        self._agreement = agreement or _SameOnAllRanks()
         self._norms = NormReader(self._device)
         self._optimizer.see_parameters()
 
@@ -181,8 +216,8 @@ class StepUpdate:
     def measure(
         self,
         normalizer: Normalizer | None = None,
-        *,
         loss: Tensor | None = None,
+        *,
         may_be_absent: bool = False,
         num_added: int = 1,
     ) -> Measurement:
@@ -194,7 +229,7 @@ class StepUpdate:
             normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
             loss: Loss to report, shape ``()``, float32; needed in a pipeline.
             may_be_absent: Whether to treat all gradients as zeros if no parameter has one, instead
-                of raising.
+                of raising. So does a pipeline, in which all ranks must measure.
             num_added: As in `Accumulated`.
 
         Raises:
@@ -202,30 +237,36 @@ class StepUpdate:
                 since construction, or the averages are swapped in.
             TypeError: If a gradient is sparse.
         """
-        if self._ema is not None:
-            self._ema.begin_update()
-        optimizer = self._optimizer.optimizer
-        groups = self.parameters.groups()
-        gradients = self.parameters.gradients(may_be_absent=may_be_absent)
+        self._ema.begin_update()
+        parameters, agreement = self.parameters, self._agreement
+        groups = parameters.groups()
+        gradients = parameters.gradients(may_be_absent=may_be_absent or agreement.is_pipeline)
         # Disable a caller's autocast, which would multiply norms in half precision.
         no_autocast = torch.autocast(self._device.type, enabled=False)
         with section_clock.within(Section.UPDATE), torch.no_grad(), no_autocast:
-            return measure(
-                gradients,
-                groups,
-                self._loss_scale.value,
-                normalizer,
-                local_squares=self.local_squares,
-                agreement=self.agreement,
-                reduction=self.parameters.reduction,
-                loss=loss,
-                stages=self.stages,
-                has_bad_rate=None if self.stages is None else has_bad_rate(optimizer, self._device),
-                rounded_for=self.parameters.tensors if self._in_float32 else None,
-                num_added=num_added,
-                norms=self._norms,
-                scale_is_one=self._loss_scale.is_one,
-            )
+            squares = self._norms.squares(parameters.local(gradients))
+            own = None if self.local_squares is None else self.local_squares.squares(squares)
+            squares = self._rounded(squares, gradients, parameters.tensors, num_added, normalizer)
+            squares, normalizer = _over_shards(parameters.reduction, squares, normalizer)
+            has_bad_rate = self._has_bad_rate() if agreement.is_pipeline else None
+            totals = agreement(Totals(squares.sum(), loss, normalizer, has_bad_rate))
+            divisor, own_divisor = _divisors(self._loss_scale, totals.normalizer)
+            norm = _divided(totals.square.sqrt(), divisor)
+            overflow = ~_is_sound(norm, divisor)
+            reduction_norms = None
+            if own is not None and agreement.has_equal_gradients:
+                reduction_norms = torch.stack((_divided(own.sum().sqrt(), own_divisor), norm))
+        return Measurement(
+            overflow=overflow,
+            divisor=divisor,
+            global_norm=norm,
+            own_squares=squares if own is None else own,
+            own_divisor=own_divisor,
+            groups=groups,
+            totals=totals,
+            reduction_norms=reduction_norms,
+            num_added=num_added,
+        )
 
     def apply(
         self,
@@ -254,50 +295,27 @@ class StepUpdate:
         for call in self.before_update:
             call()
         self.flush()
-        report, read = self.decide(loss, measured, coefficient, losses)
-        self.counts.submit(report, measured.local_norm, skipped=read)
-        return report
-
-    def decide(
-        self,
-        loss: Tensor,
-        measured: Measurement,
-        coefficient: Tensor | None = None,
-        losses: Mapping[str, Tensor] | None = None,
-    ) -> tuple[StepReport, bool | None]:
-        """Do `apply` without what the host needs of this update and of the previous one.
-
-        Args:
-            loss: As in `apply`, like the other arguments.
-            measured: See `loss`.
-            coefficient: See `loss`.
-            losses: See `loss`.
-
-        Returns:
-            The report, and whether the update was skipped; ``None`` if only the device knows.
-        """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             # The ranks of a pipeline have agreed to skip: an error on one rank would stop the rest.
             rates = learning_rates(
-                self._optimizer.optimizer, self._device, may_be_bad=self.stages is not None
+                self._optimizer.optimizer, self._device, may_be_bad=self._agreement.is_pipeline
             )
-            spike = None if self._spikes is None else self._spikes.judge(measured.global_norm)
+            spike = self._spikes.judge(measured.global_norm)
             skipped = self._skips(measured, spike)
             applied = ~skipped
             divisor = self._clipped_divisor(measured, coefficient, spike)
             read = self._optimizer.step(divisor, skipped, measured.num_added)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
-            if self._ema is not None:
-                self._ema.update(applied)
+            self._ema.update(applied)
             self.counts.count(applied, skipped)
-            if self._spikes is not None and spike is not None:
-                self._spikes.count(spike, applied)
-            is_asked_for = coefficient is not None or spike is not None
+            spike.remember(applied)
+            is_asked_for = coefficient is not None or spike.score is not None
             report = self._report(
-                loss, measured, skipped, rates, losses, spike, norm_is_asked_for=is_asked_for
+                loss, measured, skipped, rates, losses, spike.score, norm_is_asked_for=is_asked_for
             )
-        return report, read
+        self.counts.submit(report, measured.local_norm, skipped=read)
+        return report
 
     def flush(self) -> None:
         """Step the schedule if the last update was applied, and check for too many skips in a row.
@@ -311,7 +329,7 @@ class StepUpdate:
 
     def state_owners(self) -> tuple[StateOwner, ...]:
         """Return the objects whose states belong into a checkpoint; their names are distinct."""
-        return (self.counts,) if self._spikes is None else (self.counts, self._spikes)
+        return (self.counts, self._spikes)
 
     def replaced(self) -> list[tuple[object, str]]:
         """Return the attributes that an update sets to new tensors: owners and names."""
@@ -322,17 +340,20 @@ class StepUpdate:
         """Whether fused kernels do the optimizer's whole step, so that a graph can hold it."""
         return self._optimizer.is_fused
 
-    def _skips(self, measured: Measurement, spike: SpikeVerdict | None) -> Tensor:
-        skips = measured.overflow if spike is None else measured.overflow | spike.skips
+    def _has_bad_rate(self) -> Tensor | None:
+        return has_bad_rate(self._optimizer.optimizer, self._device)
+
+    def _skips(self, measured: Measurement, spike: "SpikeVerdict | _NoVerdict") -> Tensor:
+        skips = spike.skips_besides(measured.overflow)
         if self._config.use_skip_data_by_global_norm:
             # Do not write `norm >= threshold`: it is False for a nan norm, but an update with a nan
             # norm must be skipped, too.
             skips = skips | ~(measured.global_norm < self._config.global_norm_spike_threshold)
-        if measured.has_targets is not None:
-            skips = skips | ~measured.has_targets
-        is_bad = measured.has_bad_rate
+        if measured.totals.normalizer is not None:
+            skips = skips | (measured.totals.normalizer.reduced == 0)  # a batch without targets
+        is_bad = measured.totals.has_bad_rate
         if is_bad is None:
-            is_bad = has_bad_rate(self._optimizer.optimizer, self._device)
+            is_bad = self._has_bad_rate()
         return skips if is_bad is None else skips | is_bad
 
     def configured_coefficient(self, measured: Measurement) -> Tensor | None:
@@ -342,12 +363,14 @@ class StepUpdate:
         return clip_coefficient(measured.global_norm, self._config.max_grad_norm)
 
     def _clipped_divisor(
-        self, measured: Measurement, coefficient: Tensor | None, spike: SpikeVerdict | None
+        self,
+        measured: Measurement,
+        coefficient: Tensor | None,
+        spike: "SpikeVerdict | _NoVerdict",
     ) -> Tensor | None:
         if coefficient is None:
             coefficient = self.configured_coefficient(measured)
-        if spike is not None:
-            coefficient = spike.clipped(coefficient)
+        coefficient = spike.clipped(coefficient)
         if coefficient is None:
             return measured.divisor
         if measured.divisor is None:
@@ -361,23 +384,24 @@ class StepUpdate:
         skipped: Tensor,
         rates: Tensor,
         losses: Mapping[str, Tensor] | None,
-        spike: SpikeVerdict | None,
+        score: Tensor | None,
         *,
         norm_is_asked_for: bool,
     ) -> StepReport:
-        groups = measured.groups
         reports_norm = norm_is_asked_for or self._config.use_clip_grad
-        output: StepOutput | LocalNormStepOutput = StepOutput(
-            loss=loss,
-            overflow=measured.overflow,
-            loss_scale=self._loss_scale.value.clone(),
-            learning_rate=rates[0],
-            global_norm=measured.global_norm if reports_norm else None,
+        five: dict[str, Any] = {
+            "loss": loss,
+            "overflow": measured.overflow,
+            "loss_scale": self._loss_scale.value.clone(),
+            "learning_rate": rates[0],
+            "global_norm": measured.global_norm if reports_norm else None,
+        }
+        groups = measured.groups
+        output: StepOutput | LocalNormStepOutput = (
+            LocalNormStepOutput(**five, local_norm=measured.local_norm(), size=groups.sizes)
+            if self._config.local_norm
+            else StepOutput(**five)
         )
-        if self._config.local_norm:
-            output = LocalNormStepOutput(
-                **output._asdict(), local_norm=measured.local_norm(), size=groups.sizes
-            )
         return StepReport(
             output=output,
             skipped=skipped,
@@ -386,9 +410,113 @@ class StepUpdate:
             local_norm_names=groups.names,
             losses=losses or {},
             reduction_norms=measured.reduction_norms,
-            spike_score=None if spike is None else spike.score,
+            spike_score=score,
             sections=section_clock.end_step(self._device),
             applied_updates=self.counts.applied_updates,
             skipped_updates=self.counts.skipped_updates,
             consecutive_skips=self.counts.consecutive_skips,
         )
+
+
+def _over_shards(
+    reduction: SquareReduction | None, squares: Tensor, normalizer: Normalizer | None
+) -> tuple[Tensor, Normalizer | None]:
+    """Sum over the ranks that hold shards of the gradients, which then have the same numbers."""
+    if reduction is None:
+        return squares, normalizer
+    squares, total = reduction(squares, None if normalizer is None else normalizer.reduced)
+    if normalizer is not None and normalizer.is_partial:
+        normalizer = Normalizer(total, normalizer.local)
+    return squares, normalizer
+
+
+def _divisors(
+    scale: LiveLossScale, normalizer: Normalizer | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return the divisors of the reduced gradients and of this rank's own."""
+    if normalizer is not None:
+        return scale.value * _nonzero(normalizer.reduced), scale.value * _nonzero(normalizer.local)
+    if scale.is_one:
+        return None, None
+    divisor = scale.value.clone()
+    return divisor, divisor
+
+
+def _nonzero(divisor: Tensor) -> Tensor:
+    # A batch without targets has zero gradients and a zero divisor: 0 / 0 would give a nan norm.
+    return torch.where(divisor == 0, 1.0, divisor)
+
+
+def _divided(norms: Tensor, divisor: Tensor | None) -> Tensor:
+    return norms if divisor is None else norms / divisor
+
+
+def _is_sound(norm: Tensor, divisor: Tensor | None) -> Tensor:
+    is_sound = norm < math.inf  # False for NaN
+    if divisor is not None:
+        # Check the divisor here, too, because the host never reads it: a loop may set a scale <= 0,
+        # and a network may return a denominator that is nan or infinite.
+        is_sound &= (divisor > 0) & (divisor < math.inf)
+    return is_sound
+
+
+def _unrounded(squares: Tensor, *_: object) -> Tensor:
+    """Leave sums of squares as they are, where gradients have the dtypes of their weights."""
+    return squares
+
+
+@final
+class _SameOnAllRanks:
+    """The agreement of a single rank, and of ranks whose gradients are all reduced."""
+
+    is_pipeline = False
+    has_equal_gradients = True
+
+    def __call__(self, own: Totals) -> Totals:
+        return own
+
+
+@final
+class _NoAverage:
+    """The average of a step without one."""
+
+    def begin_update(self) -> None:
+        """Start nothing."""
+
+    def update(self, applied: Tensor) -> None:
+        """Update nothing."""
+
+
+class _NoVerdict(NamedTuple):
+    """What `_NoSpikes` says about an update."""
+
+    score: None = None
+
+    def skips_besides(self, skips: Tensor) -> Tensor:
+        return skips
+
+    def clipped(self, coefficient: Tensor | None) -> Tensor | None:
+        return coefficient
+
+    def remember(self, applied: Tensor) -> None:
+        """Remember nothing."""
+
+
+@final
+class _NoSpikes:
+    """The spike policy ``record``: a step judges no norm, and has no state."""
+
+    def judge(self, _global_norm: Tensor) -> _NoVerdict:
+        return _NoVerdict()
+
+    def replaced(self) -> list[tuple[object, str]]:
+        return []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Accept the state of any policy."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Ignore the state of a policy."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mfwrap.compatibility.transformers import COUNT_ITEMS, LossSums, has_own, method_of
 from mfwrap.outputs import LocalNormStepOutput, StepReport
-from mfwrap.step.forward import named_losses
+from mfwrap.step.losses import named_losses
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.trainer.events import monitors
 

@@ -15,7 +15,7 @@ from mfwrap import (
     MFTrainOneStepCell,
     Model,
 )
-from mfwrap.step.optimizers import SkippableOptimizer
+from mfwrap.step.skipping import SkippableOptimizer
 from support.devices import each_device, skip_if_refused
 from support.small_networks import LinearProbe, labelled_batches
 

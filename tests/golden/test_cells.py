@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, TrainOneStepWithLossScaleCell
-from mfwrap.step.optimizers import SkippableOptimizer
+from mfwrap.step.skipping import SkippableOptimizer
 from support.golden.replays import FAR_SCALES, LOSS_SCALE, MF, PLAIN, Replay, replays, run_of
 from support.golden.traces import TOLERANCE, assert_same, cases, parametrized, tensor
 

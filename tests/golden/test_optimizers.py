@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.step.optimizers import SkippableOptimizer
+from mfwrap.step.skipping import SkippableOptimizer
 from support.golden.traces import (
     TOLERANCE,
     EarlyEpsilonAdam,

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 
 from mfwrap import AdamWeightDecay, ChainedOptimizer
 from mfwrap.optimizers import Muon
-from mfwrap.step.optimizers import SkippableOptimizer
+from mfwrap.step.skipping import SkippableOptimizer
 
 # Vectorized kernels have separate code for more elements than a vector holds, for fewer elements,
 # and for a scalar. Test each.

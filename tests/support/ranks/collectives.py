@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, distributed
 
 from mfwrap import collectives
-from mfwrap.step.ranks import RankAgreement
+from mfwrap.step.ranks import RankAgreement, Totals
 
 __all__ = ["agreed_mean", "call_collectives", "fail_together", "own_tensor"]
 
@@ -37,7 +37,8 @@ def call_collectives(rank: int) -> dict[str, Any]:
 
 def agreed_mean(rank: int, squares: list[float]) -> Tensor:
     """Return the mean that the ranks agree on if rank ``r`` contributes ``squares[r]``."""
-    return RankAgreement(distributed.group.WORLD).mean(torch.tensor(squares[rank]))
+    own = Totals(torch.tensor(squares[rank]))
+    return RankAgreement(distributed.group.WORLD)(own).square
 
 
 class OwnError(Exception):

@@ -454,7 +454,7 @@ class TestOneRank:
         output = cell(torch.ones(4, 2), target=torch.ones(4, 1))
 
         assert isinstance(cell._MFTrainOneStepCell__accumulate, PipelineAccumulation)
-        assert cell._MFTrainOneStepCell__accumulate.stages is None
+        assert not cell._MFTrainOneStepCell__accumulate.are_stages
         assert output.global_norm > 0
 
 

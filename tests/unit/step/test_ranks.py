@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mfwrap.step.ranks import RankAgreement, agreement_of
+from mfwrap.step.ranks import Agreement, RankAgreement, agreement_of
 from support.ranks.collectives import agreed_mean
 
 
@@ -25,7 +25,7 @@ def parts_of(network: nn.Module) -> list[DistributedDataParallel]:
     return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
 
 
-def agreement(network: nn.Module) -> RankAgreement | None:
+def agreement(network: nn.Module) -> Agreement | None:
     """Return the agreement that a network's ranks need."""
     return agreement_of(parts_of(network), list(network.parameters()))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.step.forward import NetworkCall
+from mfwrap.step.calls import NetworkCall
 from mfwrap.step.static_memory import StaticBatch, StaticResults
 
 CPU = torch.device("cpu")

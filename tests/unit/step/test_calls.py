@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.step.forward import NetworkCall, calls_of, split_calls, tensors_in
+from mfwrap.step.calls import NetworkCall, calls_of, split_calls, tensors_in
 
 X = torch.arange(12.0).reshape(6, 2)
 Y = torch.arange(6)

@@ -1,7 +1,6 @@
-"""The loss is read from the network's output; targets are counted as the Trainer counts them."""
+"""Targets are counted as the Trainer counts them."""
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,14 +8,18 @@ import transformers
 from torch import nn
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutput
 
-from mfwrap.step.forward import MeanLoss, NetworkCall, PerTokenLoss, named_losses
+from mfwrap.step.calls import NetworkCall
+from mfwrap.step.per_token import PerTokenLoss
 from support.host_reads import HostReads
 from support.versions import needs
 
 IGNORED = -100
+
+
 VOCABULARY = 32
+
+
 TINY = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -39,6 +42,8 @@ def eurobert():
 
 
 HAS_EUROBERT = needs("transformers", "5.3", "it has no EuroBERT")
+
+
 COUNTS_SHIFTED = needs("transformers", "5.11", "the Trainer counts first labels as targets")
 
 
@@ -77,185 +82,6 @@ def called(loss, *arguments, **keywords):
 def per_token(network):
     """Return the per-token loss of a network without wrappers."""
     return PerTokenLoss(network, network)
-
-
-class Losses(NamedTuple):
-    """Losses of a network."""
-
-    lm_loss: torch.Tensor
-    mtp_loss: torch.Tensor
-
-
-class Returns(nn.Module):
-    """A network that returns ``make(weight)``."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
-        self.make = make
-
-    def forward(self, *arguments, **keywords):
-        """Return ``make(weight)`` for any arguments."""
-        del arguments, keywords
-        return self.make(self.weight)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda w: w.sum(),
-        lambda w: w.sum().reshape(1),
-        lambda w: w.sum().reshape(1, 1),
-        lambda w: (w.sum(), "logits"),
-        lambda w: [w.sum()],
-        lambda w: {"loss": w.sum(), "logits": None},
-        lambda w: CausalLMOutput(loss=w.sum(), logits=w),
-        lambda w: SimpleNamespace(loss=w.sum()),
-        lambda w: {"lm_loss": w[0], "mtp_loss": w[1:], "router_loss": None, "logits": w},
-        lambda w: Losses(w[0], w[1]),
-        lambda w: (w.sum(), w.sum().square()),
-    ],
-    ids=[
-        *("()", "(1,)", "(1, 1)", "tuple", "list", "dict", "ModelOutput", "object"),
-        *("named losses", "tuple of named losses", "plain tuple of losses"),
-    ],
-)
-def test_a_mean_loss_is_found_in_every_form(make):
-    """The numerator is the network's loss, with shape ``()`` and with its graph."""
-    network = Returns(make)
-    parts = called(MeanLoss(network))
-
-    assert (parts.numerator.shape, parts.numerator.item(), parts.denominator) == ((), 5.0, None)
-    parts.numerator.backward()
-    assert torch.equal(network.weight.grad, torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("output", "names"),
-    [
-        ({"lm_loss": 1.0, "mtp_loss": 2.0, "logits": 3.0}, ["lm_loss", "mtp_loss"]),
-        ({"loss": 1.0, "aux_loss": 2.0}, ["aux_loss"]),
-        ({"loss": 1.0, "logits": 3.0}, []),
-    ],
-)
-def test_named_losses_are_those_beside_the_loss(output, names):
-    """Entries whose names contain "loss" are reported, except for the loss itself."""
-    tensors = {name: torch.tensor([value]).double() for name, value in output.items()}
-    found = named_losses(tensors)
-
-    assert {name: value.item() for name, value in found.items()} == {n: output[n] for n in names}
-    assert all(each.shape == () and each.dtype == torch.float32 for each in found.values())
-
-
-def test_only_mappings_have_named_losses():
-    """A tensor, a tuple and an output without a loss have none; a named tuple may have some."""
-    one = torch.ones(())
-    for output in (one, (one, one), None, {"loss_mask": torch.ones(2)}):
-        assert named_losses(output) == {}
-    assert named_losses(Losses(one, one)) == {"lm_loss": one, "mtp_loss": one}
-
-
-def test_a_mean_loss_passes_arguments_on():
-    """Positional arguments and keywords reach the network unchanged."""
-    inputs, label = torch.randn(4, 2), torch.randn(4)
-    seen = []
-
-    class Network(nn.Linear):
-        def forward(self, *arguments, **keywords):
-            """Record the arguments of the call."""
-            seen.append((arguments, keywords))
-            return super().forward(arguments[0]).sum()
-
-    called(MeanLoss(Network(2, 1)), inputs, label=label)
-    assert seen[0][0][0] is inputs
-    assert seen[0][1]["label"] is label
-
-
-def test_a_mean_loss_of_a_hugging_face_model_is_its_own():
-    """The mean loss is the loss that the model computes from labels."""
-    model = bert(transformers.BertForSequenceClassification)
-    parts = called(MeanLoss(model), **classes())
-
-    assert torch.equal(parts.numerator, model(**classes()).loss)
-    assert parts.denominator is None
-
-
-NO_LOSS = "`network` must return a loss: a tensor of one element"
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda _: None, TypeError, f"{NO_LOSS}.* got NoneType"),
-        (lambda _: 5.0, TypeError, f"{NO_LOSS}.* got float"),
-        (lambda _: (), TypeError, f"{NO_LOSS}.* got tuple"),
-        (lambda w: {"logits": w}, TypeError, f"{NO_LOSS}.* got dict"),
-        (lambda w: CausalLMOutput(logits=w), TypeError, f"{NO_LOSS}.* got CausalLMOutput"),
-        (lambda w: (None, w), TypeError, f"{NO_LOSS}.* got tuple"),
-        (lambda _: (5.0,), TypeError, "the loss .* must be a tensor, got 5.0 of type float"),
-        (lambda w: {"lm_loss": w}, ValueError, r"the lm_loss .* one element, got shape"),
-        (lambda w: {"lm_loss": w[0].item()}, TypeError, "the lm_loss .* must be a tensor"),
-        (lambda w: {"a_loss": w[0], "loss_count": w[0].int()}, TypeError, "rename it"),
-        (lambda w: w, ValueError, r"the loss .* one element, got shape \(2,\)"),
-        (lambda w: w[:0], ValueError, r"the loss .* one element, got shape \(0,\)"),
-        (lambda w: w.sum().detach(), ValueError, "must depend on a trainable parameter"),
-        (lambda _: torch.tensor(3), ValueError, "must depend on a trainable parameter"),
-    ],
-    ids=[
-        *("none", "number", "empty tuple", "dict", "output", "none first", "number first"),
-        *("named two", "named number", "named count"),
-        *("two", "zero", "detached", "int"),
-    ],
-)
-def test_a_network_that_returns_no_loss_is_refused(make, error, message):
-    """The error says what a network must return and what this network returned."""
-    with pytest.raises(error, match=message):
-        called(MeanLoss(Returns(make)))
-
-
-def test_a_hugging_face_model_without_labels_is_refused():
-    """The error says that the batch needs `labels`."""
-    with pytest.raises(TypeError, match="if the batch has `labels`"):
-        called(MeanLoss(llama()), input_ids=tokens()["input_ids"])
-
-
-@pytest.mark.parametrize("container", [tuple, list])
-@pytest.mark.parametrize(
-    "denominator",
-    [4, 4.0, torch.tensor(4), torch.tensor([4.0]), torch.tensor(4.0, requires_grad=True)],
-    ids=["int", "float", "int64", "(1,)", "with graph"],
-)
-def test_a_pair_is_numerator_and_denominator(container, denominator):
-    """The denominator becomes a float32 scalar without a graph."""
-    parts = called(per_token(Returns(lambda w: container((w.sum(), denominator)))))
-
-    assert parts.numerator.item() == 5
-    assert parts.numerator.requires_grad
-    assert (parts.denominator.shape, parts.denominator.dtype) == ((), torch.float32)
-    assert parts.denominator.item() == 4
-    assert not parts.denominator.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda w: w.sum(), TypeError, r"must return \(numerator, denominator\) .* got Tensor"),
-        (lambda w: {"loss": w.sum()}, TypeError, r"\(numerator, denominator\) .* got dict"),
-        (lambda w: (w.sum(),), TypeError, "got tuple of 1"),
-        (lambda w: [w.sum(), 4, 5], TypeError, "got list of 3"),
-        (lambda _: (5.0, 4), TypeError, "the numerator .* must be a tensor, got 5.0"),
-        (lambda w: (w, 4), ValueError, r"the numerator .* one element, got shape \(2,\)"),
-        (lambda w: (w.sum().detach(), 4), ValueError, "the numerator .* trainable parameter"),
-        (lambda w: (w.sum(), "4"), TypeError, "the denominator .* must be a tensor, got '4'"),
-        (lambda w: (w.sum(), None), TypeError, "the denominator .* must be a tensor, got None"),
-        (lambda w: (w.sum(), w), ValueError, r"the denominator .* one element, got shape \(2,\)"),
-    ],
-    ids=["tensor", "dict", "one", "three", "number", "vector", "detached", "string", "none", "two"],
-)
-def test_what_is_no_pair_is_refused(make, error, message):
-    """The error names the invalid part of the network's output."""
-    with pytest.raises(error, match=message):
-        called(per_token(Returns(make)))
 
 
 def summed_cross_entropy(model, batch, *, shift):
@@ -460,7 +286,13 @@ def test_accepts_loss_kwargs_decides():
 
 def test_keywords_alone_are_no_promise():
     """A forward with only ``**keywords`` must return numerator and denominator."""
-    parts = called(per_token(Returns(lambda w: (w.sum(), 4))), 1, anything=2)
+
+    class Summed(nn.Linear):
+        def forward(self, inputs, **_):
+            """Return the sum of the outputs and their number."""
+            return super().forward(inputs).sum(), 4
+
+    parts = called(per_token(Summed(2, 1)), torch.ones(4, 2), anything=2)
 
     assert parts.denominator == 4
 

@@ -8,21 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
-from transformers import Adafactor as OwnRates
 
-from mfwrap import MFTrainOneStepCell
-from mfwrap.optimizers.chained import ChainedOptimizer
-from mfwrap.step.optimizers import (
-    SkippableOptimizer,
-    has_bad_rate,
-    learning_rates,
-    lowered_rates,
-)
+from mfwrap.step.rates import learning_rates
+from mfwrap.step.skipping import SkippableOptimizer
 from support.host_reads import HostReads
 from support.optimizer_runs import (
     ALL,
     CLOSE,
-    DAMPENED,
     EACH,
     EACH_OF_EACH_TYPE,
     FOLDED,
@@ -39,9 +31,6 @@ from support.optimizer_runs import (
     rate,
     scalar,
 )
-from support.small_networks import Classifier, labelled_batches
-
-CPU = torch.device("cpu")
 
 
 @EACH
@@ -235,51 +224,6 @@ def test_in_place_reads_flag_and_divisor_at_once(kind, skip, divisor):
     assert not skip or len(host.reads) == 1
 
 
-def test_dampening_reads_the_flag_until_the_first_applied_update():
-    """Fused SGD with dampening reads once per step until its first applied update."""
-    run, reads = Run(DAMPENED["fused SGD dampening"]), []
-    for skip in (True, True, False, True, False):
-        give(run.parameters, gradients_of(0))
-        with HostReads() as host:
-            run.skippable.step(scalar(4.0), flag(skip=skip))
-        reads.append(len(host.reads))
-
-    assert reads == [1, 1, 1, 0, 0]
-
-
-@pytest.mark.parametrize("skip_first", [False, True])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"nesterov": True},
-        {"weight_decay": 0.1, "maximize": True},
-        {"dampening": 0.5},
-        {"dampening": 0.5, "weight_decay": 0.1, "maximize": True},
-    ],
-    ids=str,
-)
-def test_a_momentum_may_begin_late(settings, skip_first):
-    """A parameter whose first gradient comes late agrees with torch's unfused SGD.
-
-    The reference is unfused, because torch's fused SGD without the wrapper fails in this case.
-    """
-    run = Run(fused(SGD, lr=0.1, momentum=0.9, **settings))
-    expected = Run(kind(SGD, lr=0.1, momentum=0.9, **settings))
-    for step in range(4):
-        gradients = gradients_of(step)
-        if step < 2:
-            gradients[1] = None
-        if step == 2 and skip_first:
-            run.skipped()
-        run.divided(gradients, 4.0)
-        expected.plain(gradients)
-
-    for ours, theirs in zip(run.weights(), expected.weights(), strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
-    assert run.skippable.skips_on_device
-
-
 @pytest.mark.parametrize("fused_groups", [(False, True), (False, False)], ids=str)
 def test_a_momentum_may_begin_late_where_not_all_groups_are_fused(fused_groups):
     """A late momentum agrees with unfused SGD if its group, or no group, is fused."""
@@ -368,24 +312,6 @@ def test_a_scheduler_does_not_hide_the_step():
     assert_same(run.weights(), parameters_of())
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}], ids=str)
-def test_a_fused_sgd_that_does_not_update_is_refused(dtype, settings):
-    """Fused SGD with half-precision weights on CPU raises an error.
-
-    That optimizer would skip whole vectors silently, see pytorch#191763. Unfused SGD trains these
-    weights, and fused SGD trains float32 weights.
-    """
-    with pytest.raises(ValueError, match="got fused SGD with half-precision weights on CPU"):
-        Run(fused(SGD, lr=0.1, **settings), parameters_of(dtype))
-
-    for build, kept in ((fused(SGD, lr=0.1), torch.float32), (kind(SGD, lr=0.1), dtype)):
-        run = Run(build, parameters_of(kept))
-        run.divided([torch.ones_like(parameter) for parameter in run.parameters], 4.0)
-        for weights, before in zip(run.weights(), parameters_of(kept), strict=True):
-            assert (weights != before).all()
-
-
 def test_lbfgs_is_refused():
     """LBFGS raises an error, because it evaluates the loss more than once."""
     with pytest.raises(TypeError, match=r"`optimizer` must update from the gradients .* got LBFGS"):
@@ -414,32 +340,6 @@ def test_folding_waits_for_no_device(build):
         torch.testing.assert_close(ours.cpu(), expected, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    "rates",
-    [[0.1], [0.1, 0.1, 0.1], [0.1, 0.02], [0, 1], [torch.tensor(0.1), 0.02], [torch.tensor([0.3])]],
-    ids=str,
-)
-def test_learning_rates_are_those_of_all_groups(rates):
-    """`learning_rates` returns the rates of all groups as a float32 vector without a host read."""
-    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
-    optimizer = SGD(groups, lr=0.1)
-    with HostReads() as host:
-        found = learning_rates(optimizer, CPU)
-
-    assert host.reads == []
-    assert torch.equal(found, torch.tensor([float(rate) for rate in rates]))
-
-
-def test_learning_rates_are_a_copy():
-    """Changing a rate in place does not change the rates that were reported."""
-    rate = torch.tensor(0.1)
-    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=rate)
-    found = learning_rates(optimizer, CPU)
-    rate.fill_(0.5)
-
-    assert torch.equal(found, torch.tensor([0.1]))
-
-
 def test_a_loaded_state_may_change_whether_an_optimizer_is_fused():
     """A fused optimizer that loads an unfused optimizer's state trains like that optimizer."""
     plain = torch.nn.Parameter(torch.ones(3))
@@ -456,72 +356,3 @@ def test_a_loaded_state_may_change_whether_an_optimizer_is_fused():
     SkippableOptimizer(optimizers[0]).step(torch.full((), 4.0), no_skip)
     ours.step(torch.full((), 4.0), no_skip)
     assert torch.equal(plain, fused)
-
-
-def test_a_group_without_a_rate_has_none():
-    """The reported rate is NaN if a group's rate is None or missing."""
-    optimizer = OwnRates([nn.Parameter(torch.ones(2))])
-
-    rates = learning_rates(optimizer, CPU)
-
-    assert (rates.shape, rates.dtype, rates.isnan().all().item()) == ((1,), torch.float32, True)
-    del optimizer.param_groups[0]["lr"]
-    assert learning_rates(optimizer, CPU).isnan().all()
-
-
-def test_an_optimizer_that_makes_its_own_rates_trains_as_it_does_alone():
-    """An optimizer without a group rate trains in the cell as it does alone."""
-    [(inputs, labels)] = labelled_batches(1)
-    networks = [Classifier(), Classifier()]
-    networks[1].load_state_dict(networks[0].state_dict())
-    alone, inner = (OwnRates(network.parameters()) for network in networks)
-    cell = MFTrainOneStepCell(networks[1], inner)
-    for _ in range(3):
-        networks[0](inputs, labels).backward()
-        alone.step()
-        alone.zero_grad()
-        assert cell(inputs, labels).learning_rate.isnan()
-
-    for expected, actual in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
-        assert torch.equal(expected, actual)
-
-
-def test_a_rate_that_is_not_finite_is_an_error(caplog):
-    """A non-finite number is refused with its group; a tensor is flagged without a host read."""
-    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    optimizer = AdamW([{"params": [weight]} for weight in weights], lr=1e-2)
-    assert has_bad_rate(optimizer, CPU) is None
-
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-    with HostReads() as counted:
-        fine = has_bad_rate(optimizer, CPU)
-    assert counted.reads == []
-    assert not fine
-    optimizer.param_groups[0]["lr"] = torch.tensor(math.inf)
-    assert has_bad_rate(optimizer, CPU)
-
-    optimizer.param_groups[1]["lr"] = math.nan
-    with pytest.raises(ValueError, match="rate of parameter group 1 must be finite, got nan"):
-        learning_rates(optimizer, CPU)
-    assert learning_rates(optimizer, CPU, may_be_bad=True)[1].isnan()
-    optimizer.param_groups[0]["lr"] = 0.5
-    assert has_bad_rate(optimizer, CPU)
-    assert "all stages of the pipeline skip an update: the learning rate of" in caplog.text
-
-
-def test_lowered_rates():
-    """The optimizers of a chain use the lower rates; an error restores their own."""
-    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
-    rate = torch.tensor(0.25)
-    chain = ChainedOptimizer(SGD([first], lr=0.5), SGD([second], lr=rate))
-    first.grad, second.grad = torch.ones(2), torch.ones(2)
-    with lowered_rates(chain, 0.125):
-        chain.step()
-    assert first.tolist() == [-0.0625, -0.0625]
-    assert second.tolist() == [-0.03125, -0.03125]
-
-    with pytest.raises(KeyError), lowered_rates(chain, 0.125):
-        raise KeyError
-    assert chain.param_groups[0]["lr"] == 0.5
-    assert chain.param_groups[1]["lr"] is rate
-    assert rate.item() == 0.25
