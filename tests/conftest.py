@@ -21,10 +21,6 @@ from support.one_rank import one_rank
 from support.optional_packages import absent_package
 from support.ranks.pool import RankPool
 
-# Compare the collectives of all ranks in every test. The variable must be set before mfwrap is
-# imported; processes that tests start inherit it.
-os.environ["MFWRAP_DEBUG_COLLECTIVES"] = "1"
-
 # No test cuts the power, and waiting for the disk takes a sixth of the time of the fast tests.
 # tests/project/test_crash_points.py checks in processes of its own which files are synced.
 os.fsync = os.fstat

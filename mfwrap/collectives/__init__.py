@@ -16,7 +16,6 @@ from mfwrap.collectives.calls import (
     this_rank,
 )
 from mfwrap.collectives.clock import Section, section_clock
-from mfwrap.collectives.debug import compare_if_asked
 from mfwrap.collectives.launch import leave_shared_store, refuse_lone_process, start_failure
 from mfwrap.collectives.watch import RankWatch, rank_watch
 
@@ -44,5 +43,3 @@ __all__ = [
     "start_failure",
     "this_rank",
 ]
-
-compare_if_asked()

@@ -1,4 +1,4 @@
-"""Notice ranks that leave a training or fall behind, say where they are, and end deadlocks.
+"""Notice ranks that leave a training or fall behind, and say where they are.
 
 A rank that waits inside a collective cannot tell why: the call is in C++, and no Python code of the
 waiting thread runs until the backend's timeout. So each rank has a thread that exchanges short
@@ -6,25 +6,16 @@ messages with the other ranks through the key-value store of ``torch.distributed
 steps themselves only count updates: they neither communicate nor synchronize for this purpose.
 
 Each thread does two things every second: it publishes the number of its rank's update, and it looks
-for a question. When an update or a collective takes long, the thread of the waiting rank asks; each
+for a question. When an update takes long, the thread of the waiting rank asks; each
 thread answers with the place of its main thread in the program.
-
-If the answers prove that two ranks wait for each other forever, the thread ends the process of one
-of them. Nothing less wakes a rank: aborting a process group of gloo has no effect on a thread that
-waits in it. The connections of the process are closed then, so the collectives of the other ranks
-raise an error.
 """
 
 import atexit
 import contextlib
-import faulthandler
-import json
 import logging
-import os
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Never, final
 
 from torch import distributed
@@ -39,21 +30,15 @@ from mfwrap.compatibility.torch import default_store
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _LOOKS_BETWEEN_QUESTIONS = 5
-_SECONDS_TO_CONFIRM = 2.0
-_SECONDS_TO_READ = 8.0
-"""Time in which the other ranks must have read that there is a deadlock, before one of them ends.
-On a busy machine their threads may be late, and the end of the rank would be all that they see."""
-
-_SECONDS_TO_RAISE = 10.0
 SECONDS_BEFORE_REPORT = 15.0
-"""Time after which an update or a collective counts as waiting for other ranks."""
+"""Time after which an update counts as waiting for other ranks."""
 
 _logger = logging.getLogger("mfwrap")
 
 
 @final
 class RankWatch:
-    """Count this rank's updates, report the ranks for which it waits, and end deadlocks.
+    """Count this rank's updates, and report the ranks for which it waits.
 
     A report is one sentence in the log (logger ``mfwrap``) of every rank whose process still runs.
 
@@ -70,16 +55,14 @@ class RankWatch:
         self._rank = rank
         self._ranks = range(num_ranks)
         self._members: Sequence[int] = self._ranks
-        self._progress = Progress(distributed.group.WORLD)
+        self._progress = Progress()
         self._messages = RankMessages(
-            self._store, rank, num_ranks, lambda: self._progress.answer(main_thread_place())
+            self._store, rank, num_ranks, lambda: self._progress.status(main_thread_place())
         )
         self._published: RankStatus | None = None
-        self._waits_in: tuple[int, ...] = ()
+        self._waits_in: tuple[int, int] | None = None
         self._since = time.monotonic()
         self._patience = SECONDS_BEFORE_REPORT
-        self._deadlock = ""
-        self._is_chosen = False
         self._has_lost_store = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mfwrap-watch", daemon=True)
@@ -153,7 +136,7 @@ class RankWatch:
                 # An inner block has explained the error.
                 raise
             self._progress.fail(error)
-            note = f"{self._deadlock}." if self._deadlock else self._missing()
+            note = self._missing()
             if note:
                 error.add_note(note)
             raise
@@ -227,19 +210,6 @@ class RankWatch:
         """Ask the other ranks where they are; return the status of each."""
         return self._messages.ask()
 
-    def never_come(self, function: str, statuses: Mapping[int, RankStatus]) -> bool:
-        """Return whether a rank can never come to the collective that this rank is about to start.
-
-        Args:
-            function: Function of torch that starts the collective.
-            statuses: Status of each rank that has not come.
-        """
-        own = self._progress.answer_in_next_collective(function)
-        return any(
-            (status.is_in_update or status.is_in_forward) and status.is_deadlocked_with(own)
-            for status in statuses.values()
-        )
-
     def _run(self) -> None:
         try:
             while distributed.is_initialized() and default_store() is self.belongs_to:
@@ -247,7 +217,6 @@ class RankWatch:
                 self._messages.read_reports()
                 self._messages.answer_all()
                 self._look_for_missing()
-                self._end_if_deadlocked()
                 if self._is_over.wait(_SECONDS_BETWEEN_LOOKS):
                     return
             self.leave("has left its process group")
@@ -262,91 +231,28 @@ class RankWatch:
             self._published = status
 
     def _look_for_missing(self) -> None:
-        """If this rank has waited for long, report missing ranks, and end a deadlock."""
-        if self._deadlock:
-            return
+        """Report the ranks for which this rank has waited long in an update."""
         waits_in = self._progress.waits_in()
         if waits_in != self._waits_in:
             self._waits_in = waits_in
             self._since = time.monotonic()
             self._patience = SECONDS_BEFORE_REPORT
         waited = time.monotonic() - self._since
-        if not waits_in or waited < self._patience:
+        if waits_in is None or waited < self._patience:
             return
         # Ask again later: another rank may fall behind, and an update may just be long.
         self._patience *= 2
-        own = self._progress.answer(main_thread_place())
-        statuses = {rank: each for rank, each in self.ask().items() if rank in self._members}
         behind = {
             rank: status
-            for rank, status in statuses.items()
-            if own.is_in_update
-            and ((status.training, status.begun) < (own.training, own.begun) or status.end)
+            for rank, status in self.ask().items()
+            if rank in self._members and ((status.training, status.begun) < waits_in or status.end)
         }
         if behind and waits_in == self._progress.waits_in():
             places = "; ".join(status.description(rank) for rank, status in behind.items())
             self._messages.tell(
-                f"rank {self._rank} has waited {waited:.0f} s in update {own.begun} for "
+                f"rank {self._rank} has waited {waited:.0f} s in update {waits_in[1]} for "
                 f"{named_ranks(behind)}: {places}"
             )
-        deadlocked = [r for r, status in statuses.items() if own.is_deadlocked_with(status)]
-        if deadlocked and not self._is_over.wait(_SECONDS_TO_CONFIRM):
-            self._confirm_deadlock(own, {rank: statuses[rank] for rank in deadlocked})
-
-    def _confirm_deadlock(self, own: RankStatus, others: Mapping[int, RankStatus]) -> None:
-        """Announce a deadlock if no rank has moved since it was found."""
-        later = self.ask()
-        if own != self._progress.answer(main_thread_place()):
-            return
-        stuck = {rank: status for rank, status in others.items() if later[rank] == status}
-        if not stuck:
-            return
-        places = "; ".join(status.description(rank) for rank, status in stuck.items())
-        where = f"in update {own.begun}" if own.is_in_update else f"at {own.place}"
-        report = (
-            f"deadlock: rank {self._rank} waits {where} for {named_ranks(stuck)}, but {places}. "
-            "Neither can go on, so the processes end. Give every rank the same number of batches, "
-            "and start the same collectives on all ranks"
-        )
-        # Several ranks may find the deadlock. Only the first one announces it.
-        # End the rank in the training: an error that the other rank is handling is not lost then.
-        chosen = next((r for r, status in stuck.items() if status.is_in_forward), self._rank)
-        content = json.dumps({"report": report, "rank": chosen})
-        self._store.compare_set("deadlock", "", content)
-
-    def _end_if_deadlocked(self) -> None:
-        """End this process if it can only wait forever."""
-        if not self._deadlock:
-            if not self._store.check(["deadlock"]):
-                return
-            found = json.loads(self._store.get("deadlock"))
-            self._deadlock = found["report"]
-            _logger.critical(self._deadlock)
-            self._store.set(f"deadlock_read/{self._rank}", "")
-            # When that rank has ended, the main threads of the others raise an error, unless the
-            # backend does not notice its end.
-            self._is_chosen = self._rank == found["rank"]
-            self._since = time.monotonic()
-            self._patience = _SECONDS_TO_READ if self._is_chosen else _SECONDS_TO_RAISE
-        waits_in = self._progress.waits_in()
-        if not waits_in or waits_in != self._waits_in:
-            self._waits_in = ()
-            return
-        is_read = self._is_chosen and self._store.check(
-            [f"deadlock_read/{rank}" for rank in self._ranks]
-        )
-        if is_read or time.monotonic() - self._since > self._patience:
-            self.leave(f"was ended because of a deadlock, at {main_thread_place()},")
-            _end_process()
-
-
-def _end_process() -> Never:
-    """End this process at once; print where its threads are."""
-    with contextlib.suppress(Exception):
-        faulthandler.dump_traceback(file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(1)
 
 
 _current: RankWatch | None = None

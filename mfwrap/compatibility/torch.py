@@ -135,9 +135,6 @@ COMPILED_MODULE = "_orig_mod"
 PRE_FORWARD = "_pre_forward"
 """Method of DistributedDataParallel that waits for other ranks before a forward."""
 
-BROADCAST_OF_BUFFERS = "_distributed_broadcast_coalesced"
-"""Method of DistributedDataParallel that makes buffers equal before a forward."""
-
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Operation that torch's counter of floating-point operations does not know."""
@@ -267,11 +264,3 @@ def waits_before_forward(part: DistributedDataParallel) -> bool:
 def default_store() -> Any:
     """Return the key-value store that the ranks of the process group share."""
     return distributed.distributed_c10d._get_default_store()
-
-
-def number_of_collectives(group: Any) -> int:
-    """Return how many collectives this rank has begun in a group; 0 if it does not count them."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):
-        return 0

@@ -159,8 +159,7 @@ def test_a_machine_that_dies_comes_back(tmp_path):
 
     port = free_port()
     command = ["torchrun", *on_two_machines(two_machines, 1, port)]
-    # With the comparison of collectives, ranks notice late that another rank has died.
-    variables = {**exports(), "MFWRAP_DEBUG_COLLECTIVES": "0"}
+    variables = exports()
     run = killed / "runs" / "causal_lm"
     with start(command, killed, **variables) as first:
         # The first machine, which stays, is the one that listens at the port.

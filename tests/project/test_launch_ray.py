@@ -35,9 +35,7 @@ def test_a_killed_worker_comes_back(tmp_path):
     (words,) = commands(PAGE, "python")
     assert words == ["ray_train.py", "causal_lm.yaml", "--workers", "2"]
     run = tmp_path / "mine"
-    # Ray starts the process group before mfwrap is imported, so the comparison of collectives might
-    # take a slow start of a rank for its death.
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "MFWRAP_DEBUG_COLLECTIVES": "0"}
+    variables = {"RAY_USAGE_STATS_ENABLED": "0"}
     with start([sys.executable, *words], tmp_path, **variables) as driver:
         wait_until((run / "checkpoint-100").exists, 600, driver.output.read_text)
         workers(driver.process.pid)[-1].send_signal(signal.SIGKILL)

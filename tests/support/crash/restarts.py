@@ -105,8 +105,6 @@ def launch_and_kill(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={len(kills)}", *program]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **environment}
-    # With the comparison of collectives, ranks notice late that another rank has died.
-    environment.pop("MFWRAP_DEBUG_COLLECTIVES", None)
     with (
         (folder / "output.txt").open("w") as output,
         subprocess.Popen(

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from mfwrap import collectives
-from mfwrap.collectives import debug
+from support.ranks import compared_collectives
 
 __all__ = ["DIVERGING", "barriers_at_two_places", "diverge", "stay_away"]
 
@@ -102,7 +102,7 @@ def kept_reports(key: str) -> Iterator[list[str]]:
 def stay_away(rank: int) -> list[str]:
     """Let rank 1 start a collective only after rank 0 has reported it missing; return reports."""
     with pytest.MonkeyPatch.context() as patch, kept_reports("stay away") as reports:
-        patch.setattr(debug, "SECONDS_BEFORE_REPORT", 0.1)
+        patch.setattr(compared_collectives, "SECONDS_BEFORE_REPORT", 0.1)
         if rank == 1:
             distributed.distributed_c10d._get_default_store().wait(["stay away"])
         collectives.gather_objects(rank)

@@ -16,6 +16,8 @@ from typing import Any, Self
 import torch
 from torch import distributed, multiprocessing
 
+from support.ranks.compared_collectives import compare_collectives
+
 __all__ = ["RankPool"]
 
 _PATIENCE = timedelta(seconds=120)
@@ -110,6 +112,7 @@ def _serve(connection: Connection, rank: int, num_ranks: int, store: str) -> Non
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost"}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks)}
     torch.set_num_threads(1)
+    compare_collectives()
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{store}",

@@ -1,53 +1,18 @@
 """Programs in which one of two ranks does fewer updates than the other."""
 
-import threading
 from typing import Any
 
 import pytest
-import torch
 from torch import distributed
 
 from mfwrap.collectives import rank_watch, watch
-from mfwrap.collectives.progress import Progress, collective_of_main_thread
 from support.ranks.divergence import kept_reports
 
-__all__ = ["collectives_of_updates", "fall_behind", "leave_early"]
+__all__ = ["fall_behind", "leave_early"]
 
 
 def _store() -> Any:
     return distributed.distributed_c10d._get_default_store()
-
-
-def collectives_of_updates(rank: int) -> tuple[list[list[int]], str, list[list[int]]]:
-    """Do two updates with two collectives in the first, and one collective between them.
-
-    Returns:
-        The collectives of each update; where rank 0's main thread was seen while it waited; and in
-        what this rank waited in the first update and after it.
-    """
-    # The comparison of collectives would make rank 0 wait before it enters the function of torch.
-    all_reduce = getattr(distributed.all_reduce, "__wrapped__", distributed.all_reduce)
-    progress, store = Progress(distributed.group.WORLD), _store().clone()
-    progress.begin_update()
-    waits_in = [list(progress.waits_in())]
-    if rank == 0:
-        threading.Thread(target=_tell_collective, args=(store,)).start()
-    else:
-        store.wait(["waits in"])
-    all_reduce(torch.ones(1))
-    all_reduce(torch.ones(1))
-    progress.end_update()
-    waits_in.append(list(progress.waits_in()))
-    all_reduce(torch.ones(1))
-    progress.begin_update()
-    progress.end_update()
-    return progress.answer("").of_updates, store.get("waits in").decode(), waits_in
-
-
-def _tell_collective(store: Any) -> None:
-    while not (name := collective_of_main_thread(distributed.group.WORLD)):
-        pass
-    store.set("waits in", name)
 
 
 def fall_behind(rank: int) -> str:

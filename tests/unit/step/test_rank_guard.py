@@ -1,9 +1,5 @@
 """The cell compares the ranks before the first update, and watches them after it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import distributed, nn
@@ -14,14 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mfwrap import MFTrainOneStepCell, WithLossCell
 from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.rank_guard import RankGuard, rank_guard
-from support.paths import TESTS
-from support.ranks import early_ends
 from support.ranks.guards import fail_alone, train_alone, train_apart, train_shards
 from support.ranks.pool import RankPool
 from support.stores import FakeStoreOfTorch214
-
-HANGS_SECONDS = 30
-"""A rank that has not ended by then hangs. Deadlocks are ended after 20 to 25 seconds."""
 
 
 def test_one_rank_needs_no_guard():
@@ -42,9 +33,8 @@ def test_a_fake_process_group_needs_no_guard(make_store):
         distributed.destroy_process_group()
 
 
-def test_ranks_are_compared_before_the_first_update_only(monkeypatch):
+def test_ranks_are_compared_before_the_first_update_only():
     """The facts are taken once, however many updates follow."""
-    monkeypatch.setenv("MFWRAP_DEBUG_COLLECTIVES", "0")
     taken = []
     guard = RankGuard(None, lambda: taken.append("facts") or {})
 
@@ -113,36 +103,3 @@ def test_a_rank_that_fails_alone(two_ranks):
     assert own == "the batch is damaged"
     assert notes.startswith("Other ranks: rank 1 has raised ValueError in update ")
     assert notes.endswith(": the batch is damaged.")
-
-
-@pytest.fixture(scope="module")
-def early_end(tmp_path_factory):
-    """Run all cases of the program at once, without the comparison of collectives."""
-    folder = tmp_path_factory.mktemp("early_ends")
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "MFWRAP_DEBUG_COLLECTIVES": "0"}
-    subprocess.run([sys.executable, early_ends.__file__, folder], env=environment, check=True)
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", early_ends.CASES, ids=", ".join)
-def test_data_that_end_early(early_end, case):
-    """Ranks that can never go on end with a reason; a rank that is only slow is waited for."""
-    _, end = case
-    ranks = early_ends.read_results(early_end, case)
-    statuses = [each.status for each in ranks]
-
-    assert max(each.seconds for each in ranks) < HANGS_SECONDS
-    if end == "evaluates":
-        assert statuses == [0, 0]
-        assert not any("deadlock" in each.log for each in ranks)
-    elif end == "exits":
-        assert statuses == [1, 0]
-        assert "Connection" in ranks[0].error
-    else:
-        assert statuses == [1, 1]
-        assert all("deadlock: rank " in each.log for each in ranks)
-        place = "all_gather_object" if end.startswith("gathers") else "barrier"
-        assert f"{place} called at ranks/early_ends.py:" in ranks[0].log
-        if end == "fails and meets":
-            assert "ValueError: the shard is damaged" in ranks[1].error

@@ -42,8 +42,6 @@ def started(tmp_path_factory):
     started = {}
     paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # These tests show what torch itself does, without the comparison of collectives.
-    environment["MFWRAP_DEBUG_COLLECTIVES"] = "0"
     for failure, way in CASES:
         folder = tmp_path_factory.mktemp("ranks")
         ranks = [

@@ -1,9 +1,8 @@
 """Compare the collectives of all ranks before they start, to find ranks that disagree.
 
-Set the environment variable ``MFWRAP_DEBUG_COLLECTIVES=1`` to turn this on. This module then wraps
-the functions of ``torch.distributed``. Before a collective starts, its wrapper exchanges the call
-with the other ranks through the key-value store and compares the calls. The caller may be mfwrap,
-accelerate, transformers or the user's program. Without the variable, nothing is wrapped.
+`compare_collectives` wraps the functions of ``torch.distributed``. Before a collective starts, its
+wrapper exchanges the call with the other ranks through the key-value store and compares the calls.
+The caller may be mfwrap, accelerate, transformers or a test's program.
 
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` also compares collectives, but names no call sites. In torch
 2.13, DistributedDataParallel over gloo ends with a segmentation fault in that mode.
@@ -17,7 +16,6 @@ import functools
 import inspect
 import json
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,13 +28,31 @@ from torch import Tensor, distributed
 from mfwrap.collectives import calls
 from mfwrap.collectives.clock import Section, section_clock
 from mfwrap.collectives.places import is_skipped, named_ranks, place_of
-from mfwrap.collectives.progress import COLLECTIVES
 from mfwrap.collectives.store import has_keys, new_connection
 from mfwrap.collectives.watch import rank_watch
 from mfwrap.compatibility.torch import default_store
 
-VARIABLE = "MFWRAP_DEBUG_COLLECTIVES"
-"""Environment variable that turns the comparison on: ``1`` for on, ``0`` or empty for off."""
+COLLECTIVES: dict[str, str | None] = {
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_object": None,
+    "all_reduce": "tensor",
+    "all_to_all": None,
+    "all_to_all_single": None,
+    "barrier": None,
+    "broadcast": "tensor",
+    "broadcast_object_list": None,
+    "gather": "tensor",
+    "gather_object": None,
+    "monitored_barrier": None,
+    "reduce": "tensor",
+    "reduce_scatter": None,
+    "reduce_scatter_tensor": "input",
+    "scatter": "tensor",
+    "scatter_object_list": None,
+}
+"""Collectives of ``torch.distributed``, and the parameter that must have the same shape and dtype
+on all ranks."""
 
 SECONDS_BEFORE_REPORT = 5.0
 """Time after which a rank that has not started the collective is reported."""
@@ -61,18 +77,8 @@ class CollectiveCall:
         return f"{self.name} at {self.site}"
 
 
-def compare_if_asked() -> None:
-    """Compare the collectives of all ranks from now on, if the environment variable says so.
-
-    Raises:
-        ValueError: If the variable is neither empty nor 0 nor 1.
-    """
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        msg = f"{VARIABLE} must be 0 or 1, got {value!r}"
-        raise ValueError(msg)
-    if value != "1" or not distributed.is_available():
-        return
+def compare_collectives() -> None:
+    """Compare the collectives of all ranks of this process from now on."""
     for name, parameter in COLLECTIVES.items():
         function = getattr(distributed, name)
         if not hasattr(function, "is_compared"):
@@ -89,7 +95,7 @@ def _compared(function: Callable[..., Any], parameter: str | None) -> Callable[.
         if distributed.is_initialized():
             given = signature.bind(*args, **keywords).arguments
             tensor = None if parameter is None else given.get(parameter)
-            frame = sys._getframe(1)  # noqa: SLF001  (no public name)
+            frame = sys._getframe(1)
             with section_clock.within(Section.WAITING):
                 _compare(_call(function.__name__, tensor, frame), given.get("group"))
         return function(*args, **keywords)
@@ -208,9 +214,8 @@ class Comparison:
         """Wait until all ranks have written their keys; log a warning about missing ranks.
 
         Raises:
-            RuntimeError: If a missing rank has raised an error, is in an update that this rank does
-                not do, does not answer two questions in a row, or is still missing after the
-                timeout.
+            RuntimeError: If a missing rank has raised an error, does not answer two questions in a
+                row, or is still missing after the timeout.
         """
         waited, patience = 0.0, SECONDS_BEFORE_REPORT
         while not has_keys(self._store, list(keys.values()), patience):
@@ -230,10 +235,7 @@ class Comparison:
                 status[r].answers for r in missing
             )
             has_failed = any(status[rank].has_failed for rank in missing)
-            never_come = watch is not None and watch.never_come(
-                call.name.partition(" ")[0], {rank: status[rank] for rank in missing}
-            )
-            if has_failed or is_silent or never_come or waited >= self._timeout:
+            if has_failed or is_silent or waited >= self._timeout:
                 raise RuntimeError(report)
             _logger.warning(report)
             patience = min(patience * 2, self._timeout - waited)

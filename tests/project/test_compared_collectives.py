@@ -1,12 +1,7 @@
-"""Ranks that start different collectives get an error with the call sites of all ranks."""
-
-import os
-import subprocess
-import sys
+"""Tests on ranks that start different collectives fail with the call sites of all ranks."""
 
 import pytest
 
-from mfwrap.collectives import debug
 from support.ranks.divergence import DIVERGING, barriers_at_two_places, diverge, stay_away
 
 SHOWN = {
@@ -45,31 +40,3 @@ def test_a_rank_that_stays_away(two_ranks):
     assert "for rank 1: rank 1 is after update " in reports[0]
     assert "all_gather_object at ranks/divergence.py:" in reports[0]
     assert reports[0].count("ranks/divergence.py:") > 1
-
-
-def test_a_wrong_value_of_the_variable(monkeypatch):
-    """A value other than 0 and 1 is refused."""
-    monkeypatch.setenv(debug.VARIABLE, "yes")
-
-    with pytest.raises(ValueError, match="MFWRAP_DEBUG_COLLECTIVES must be 0 or 1, got 'yes'"):
-        debug.compare_if_asked()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("value", "is_compared"), [("", False), ("0", False), ("1", True)])
-def test_torch_is_left_alone_unless_asked(value, is_compared):
-    """Without the variable, torch's functions are torch's own: the mode then costs nothing."""
-    program = (
-        "import mfwrap.collectives\n"
-        "from torch import distributed\n"
-        "print(distributed.all_reduce.__code__.co_filename.endswith('debug.py'))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONSAFEPATH": "1", debug.VARIABLE: value},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert result.stdout.strip() == str(is_compared)
