@@ -51,7 +51,7 @@ def checked_network(network: object) -> nn.Module:
         msg = (
             "`network` must not be a DeepSpeed engine: the engine has its own training step, which "
             "does not support averages, local norms, skipping of spikes or another loss scale; use "
-            "mfwrap.deepspeed.DeepSpeedCell, which runs the engine's step and reports the results"
+            "fully_shard (FSDP2) to shard weights and optimizer"
         )
         raise TypeError(msg)
     if contains_fsdp1(network):

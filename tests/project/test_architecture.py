@@ -19,7 +19,7 @@ LEVELS = (
     {"average", "checkpoints", "config", "loss_scale", "optimizers", "preflight", "termination"},
     {"mindspore", "records"},
     {"step"},
-    {"accelerate", "deepspeed", "sharded_checkpoint"},
+    {"accelerate", "sharded_checkpoint"},
     {"trainer"},
     {"model"},
     {"mfwrap"},

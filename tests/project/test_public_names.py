@@ -29,7 +29,6 @@ PUBLIC = {
     "mfwrap": CELLS,
     "mfwrap.accelerate": "attach AttachedStep",
     "mfwrap.callbacks": CALLBACKS,
-    "mfwrap.deepspeed": "DeepSpeedCell",
     "mfwrap.loss_scale": "FixedLossScaleUpdateCell DynamicLossScaleUpdateCell",
     "mfwrap.model": "Model Callback RunContext as_trainer_callback named_output",
     "mfwrap.optimizers": "AdamWeightDecay ChainedOptimizer hidden_matrices",

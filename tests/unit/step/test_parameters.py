@@ -2,6 +2,8 @@
 
 import functools
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -304,6 +306,17 @@ def test_what_is_no_network_is_refused(network):
     """A value that is not a module, such as a class or a function, raises a TypeError."""
     with pytest.raises(TypeError, match=r"`network` must be a torch.nn.Module, got"):
         checked_network(network)
+
+
+def test_an_engine_of_deepspeed_is_refused(monkeypatch):
+    """It has a training step of its own."""
+
+    class DeepSpeedEngine(nn.Module):
+        """Stands for the class of the library, which is not installed."""
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine))
+    with pytest.raises(TypeError, match="must not be a DeepSpeed engine"):
+        checked_network(DeepSpeedEngine())
 
 
 def test_a_network_is_returned_as_it_is():
