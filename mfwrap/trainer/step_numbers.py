@@ -1,4 +1,4 @@
-"""Say what the last step of a training was, for the displays of a terminal and of a notebook."""
+"""Say what the last step of a training was, for the display in a terminal."""
 
 import collections
 import logging

@@ -1,12 +1,10 @@
 """In a notebook a training is transformers' bar and table, with the numbers of the step."""
 
-import logging
 import re
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from transformers import TrainerCallback
 from transformers.utils.notebook import NotebookProgressCallback
 
 from mfwrap import DynamicLossScaleUpdateCell
@@ -36,7 +34,7 @@ def columns(page):
 
 
 def test_a_training(tmp_path, notebook):
-    """The table has the norm, the rate and the skips of each log; a skip is a line below it."""
+    """The table has the norm, the rate and the skips of each log."""
     model = spoilt_llama([1, 1, 1, 1, float("inf"), 1, 1, 1])
     trainer = new_trainer(MFTrainer, tmp_path, model=model, disable_tqdm=False)
     pages = notebook(trainer.train)
@@ -48,10 +46,6 @@ def test_a_training(tmp_path, notebook):
     assert [row[4] for row in rows] == ["0", "1", "1", "1"]
     assert [float(row[2]) for row in rows] == pytest.approx(
         [entry["grad_norm"] for entry in log], abs=1e-6, nan_ok=True
-    )
-    assert "<div>step 2: update skipped, loss inf, norm " in pages[-1]
-    assert re.search(
-        r"4/4 [^]]*Epoch 0/1, loss [\d.]+, norm [\d.]+, lr [\d.e-]+, skipped 1\]", pages[-1]
     )
 
 
@@ -75,38 +69,3 @@ def test_with_evaluations(tmp_path, notebook):
         [entry["eval_loss"] for entry in evaluations], abs=1e-6
     )
     assert [float(row[names.index("Loss Scale")]) for row in rows] == [1024.0, 1024.0]
-
-
-def test_an_error_leaves_the_log(tmp_path, notebook):
-    """After a training that raised, the log is as before."""
-    before = list(logging.getLogger("mfwrap").handlers)
-    trainer = new_trainer(MFTrainer, tmp_path, disable_tqdm=False, callbacks=[Failing()])
-    with pytest.raises(OSError, match="no more"):
-        notebook(trainer.train)
-
-    assert logging.getLogger("mfwrap").handlers == before
-
-
-class Failing(TrainerCallback):
-    """Fail at the end of the second step."""
-
-    def on_step_end(self, args, state, control, **_):
-        """Raise an error."""
-        if state.global_step == 2:
-            msg = "no more"
-            raise OSError(msg)
-
-
-def test_text_in_lines_is_escaped(tmp_path, notebook, monkeypatch):
-    """A line of the log is shown as text, also if it looks like HTML."""
-
-    class Warns(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            if state.global_step == 2:
-                logging.getLogger("mfwrap.callbacks").warning("layer <b> is bad")
-
-    trainer = new_trainer(MFTrainer, tmp_path, disable_tqdm=False, callbacks=[Warns()])
-
-    monkeypatch.setattr(logging.root, "handlers", [])  # those of pytest
-
-    assert "<div>layer &lt;b&gt; is bad</div>" in notebook(trainer.train)[-1]
