@@ -22,8 +22,8 @@ from mfwrap.callbacks.checkpoint_health import (
     record_health,
     recorded_health,
 )
-from mfwrap.callbacks.culprit.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states, bad_weights
+from mfwrap.callbacks.shared.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.training_weights import monitors_training
 from mfwrap.checkpoints.folders import remove_checkpoints

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm, WeightNorm
-from mfwrap.callbacks.culprit.forward_judge import ForwardRise
+from mfwrap.callbacks.culprit.judges.forward import ForwardRise
 
 _HEADROOM = 64.0
 """Largest plausible ratio of a gradient's element to the usual norm of its group. The ratio also

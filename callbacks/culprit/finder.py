@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from mfwrap import StepReport
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
-from mfwrap.callbacks.culprit.cause_evidence import CauseEvidence, StepTrace
-from mfwrap.callbacks.culprit.causes import cause_of
+from mfwrap.callbacks.culprit.causes.causes import cause_of
+from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale, number_or_none
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
-from mfwrap.callbacks.culprit.judges import Judgement, Judges, Scores
-from mfwrap.callbacks.culprit.kinds import StepKinds
+from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
+from mfwrap.callbacks.culprit.judges.kinds import StepKinds
+from mfwrap.callbacks.culprit.judges.state import no_denominator
+from mfwrap.callbacks.culprit.judges.step import LIMITS
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
-from mfwrap.callbacks.culprit.recorder import StepRecorder, indices_of
-from mfwrap.callbacks.culprit.replay import Origin, origin_of_loss
-from mfwrap.callbacks.culprit.state_judge import no_denominator
-from mfwrap.callbacks.culprit.step_judge import LIMITS
-from mfwrap.callbacks.culprit.verdict import Verdict, verdict_of
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, indices_of
+from mfwrap.callbacks.culprit.replay.replay import Origin, origin_of_loss
+from mfwrap.callbacks.culprit.replay.verdict import Verdict, verdict_of
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import all_ranks_meet, gather_objects, num_ranks
 

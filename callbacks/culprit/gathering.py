@@ -6,16 +6,16 @@ from typing import final
 from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.evidence import RankEvidence, number_or_none
-from mfwrap.callbacks.culprit.judges import Judgement
-from mfwrap.callbacks.culprit.micro_batches import (
+from mfwrap.callbacks.culprit.judges.judges import Judgement
+from mfwrap.callbacks.culprit.judges.state import StateJudge
+from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.replay.micro_batches import (
     factor_change,
     factors_of,
     loss_again,
     losses_of,
 )
-from mfwrap.callbacks.culprit.recorder import StepRecorder
-from mfwrap.callbacks.culprit.state_judge import StateJudge
-from mfwrap.callbacks.culprit.step_judge import StepScores
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.non_finite import BufferWatch
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from mfwrap.callbacks.culprit.finder import CulpritFinder
-from mfwrap.callbacks.culprit.recorder import StepRecorder, inner_network
-from mfwrap.callbacks.culprit.samples import SampleSearch
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.compatibility.accelerate import computes_in_autocast

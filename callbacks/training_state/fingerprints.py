@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainingArguments
 
 from mfwrap import DeferredReads, StepReport
-from mfwrap.callbacks.culprit.recorder import RandomState
+from mfwrap.callbacks.culprit.replay.recorder import RandomState
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import PackedValues, pack, skip_flag
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings

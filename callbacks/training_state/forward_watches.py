@@ -5,7 +5,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.forward_judge import ForwardJudge
+from mfwrap.callbacks.culprit.judges.forward import ForwardJudge
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.expert_load import ExpertLoad
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings

@@ -16,7 +16,7 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
-from mfwrap.callbacks.culprit.judges import Judgement, Scores
+from mfwrap.callbacks.culprit.judges.judges import Judgement, Scores
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.step_values import (

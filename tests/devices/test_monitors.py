@@ -8,8 +8,8 @@ from torch import nn
 
 from mfwrap import MFTrainOneStepCell
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.callbacks.culprit.recorder import RandomState, StepRecorder
-from mfwrap.callbacks.culprit.replay import Origin, replay_step
+from mfwrap.callbacks.culprit.replay.recorder import RandomState, StepRecorder
+from mfwrap.callbacks.culprit.replay.replay import Origin, replay_step
 from mfwrap.collectives import Section, section_clock
 from support.device_runs import LossNetwork, Rows, everything, small_trainer, stacked
 from support.devices import each_device

@@ -155,6 +155,9 @@ def fault_inside(importer: str, module: str) -> str | None:
     package, other = importer.rpartition(".")[0], module.rpartition(".")[0]
     if package in {other, module} or importer.endswith("s.__init__"):
         return None
+    room, others_room = (".".join(each.split(".")[:3]) for each in (importer, module))
+    if room == others_room:
+        return None
     if rank_inside(module) >= rank_inside(importer):
         return f"`{module}` must be on a lower level than `{importer}`"
     return None

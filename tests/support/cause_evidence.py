@@ -5,10 +5,10 @@ import math
 from typing import Any
 
 from mfwrap.callbacks.culprit.anomaly_log import StateNorm
-from mfwrap.callbacks.culprit.cause_evidence import Cause, CauseEvidence, StepTrace
-from mfwrap.callbacks.culprit.causes import cause_of
+from mfwrap.callbacks.culprit.causes.causes import cause_of
+from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.evidence import RankEvidence
-from mfwrap.callbacks.culprit.step_judge import StepScores
+from mfwrap.callbacks.culprit.judges.step import StepScores
 
 __all__ = ["HIGH_LOSS", "NAMES", "NAN", "ORDINARY", "RANK", "cause", "state", "trace"]
 

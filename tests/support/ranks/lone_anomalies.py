@@ -13,10 +13,10 @@ from mfwrap import MFTrainOneStepCell
 from mfwrap.callbacks import LoopMonitor
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.finder import CulpritFinder
-from mfwrap.callbacks.culprit.forward_judge import ForwardScores
-from mfwrap.callbacks.culprit.judges import Scores
-from mfwrap.callbacks.culprit.recorder import StepRecorder
-from mfwrap.callbacks.culprit.state_judge import StateScores
+from mfwrap.callbacks.culprit.judges.forward import ForwardScores
+from mfwrap.callbacks.culprit.judges.judges import Scores
+from mfwrap.callbacks.culprit.judges.state import StateScores
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import gather_objects
 from support.cause_evidence import ORDINARY

@@ -25,7 +25,7 @@ from mfwrap.callbacks import (
     MFLossMonitor,
     TrainingStateMonitor,
 )
-from mfwrap.callbacks.culprit.judges import Judges
+from mfwrap.callbacks.culprit.judges.judges import Judges
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.attached_runs import new_accelerator

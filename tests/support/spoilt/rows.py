@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 
 __all__ = ["NETWORKS", "Planted", "Regression", "planted", "rows_of"]
 

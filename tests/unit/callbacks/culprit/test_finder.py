@@ -20,8 +20,8 @@ from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, MFTrain
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.finder import CulpritFinder
-from mfwrap.callbacks.culprit.judges import Scores
-from mfwrap.callbacks.culprit.recorder import StepRecorder
+from mfwrap.callbacks.culprit.judges.judges import Scores
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.tensors.norm_groups import group_parameters
 from support.planted_faults import KINDS, check_record, random_faults

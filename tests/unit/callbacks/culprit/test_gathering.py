@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
-from mfwrap.callbacks.culprit.judges import Judges, Scores
-from mfwrap.callbacks.culprit.recorder import StepRecorder
+from mfwrap.callbacks.culprit.judges.judges import Judges, Scores
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mfwrap.callbacks.culprit.forward_judge import ForwardJudge
+from mfwrap.callbacks.culprit.judges.forward import ForwardJudge
 from mfwrap.callbacks.training_state import TrainingStateSettings
 from mfwrap.callbacks.training_state.forward_watches import forward_watches
 

@@ -1,0 +1,1 @@
+"""Choose the cause of an anomaly from its evidence, by written rules."""

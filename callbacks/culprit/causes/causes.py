@@ -1,0 +1,364 @@
+"""Choose the cause of an anomaly from its evidence, by written rules."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm, WeightNorm
+from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, outlier
+from mfwrap.callbacks.culprit.causes.forward import forward_cause, forward_finding
+from mfwrap.callbacks.culprit.causes.loss import (
+    scaled_loss,
+    scaled_outside,
+    shifted_loss,
+    vanished,
+)
+from mfwrap.callbacks.culprit.causes.rate import (
+    growing_updates,
+    large_from_the_start,
+    large_updates,
+    rate_jump,
+)
+from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.judges.step import LIMITS
+from mfwrap.callbacks.culprit.replay.replay import Origin
+
+_UPDATE_RISE = 5.0
+"""Smallest ratio of the middle weight's update to those of the steps before that is unusual."""
+
+_LARGE_UPDATE = 2.5
+"""Smallest such ratio that may have spoilt the weights."""
+
+_ORDINARY_RATIO = 0.05
+"""Largest ratio of an update to its weights that does not explain a rise of the loss."""
+
+
+def cause_of(evidence: CauseEvidence) -> Cause:
+    """Return the cause that the first matching rule finds; ``unknown`` if none does.
+
+    Causes that explain more come first: a rate that was too high also moves the weights, and a
+    weight that has changed also raises the loss.
+    """
+    found = (rule(evidence) for rule in _RULES)
+    unknown = Cause(UNKNOWN_CAUSE, forward_finding(evidence), "")
+    return next((cause for cause in found if cause is not None), unknown)
+
+
+def _epsilon(evidence: CauseEvidence) -> Cause | None:
+    moved = evidence.blamed.has_moved or any(each.scores.num_moved > 0 for each in evidence.before)
+    if evidence.no_denominator is None or not (moved or evidence.kind == "update_spike"):
+        return None
+    return Cause(
+        "optimizer_epsilon",
+        f"an update before step {evidence.now.step} divided by zero: {evidence.no_denominator}"
+        if evidence.kind in NON_FINITE
+        else f"the update divided by zero: {evidence.no_denominator}",
+        "keep weights and optimizer state in float32, or raise the optimizer's eps, and go back to "
+        "a checkpoint from before that update",
+    )
+
+
+def _changed_outside(evidence: CauseEvidence) -> Cause | None:
+    changed = evidence.blamed.changed
+    if not changed or not evidence.now.scores.num_changed > 0:
+        return None
+    rest = f" and {len(changed) - 1} other weights" if len(changed) > 1 else ""
+    what = f"{changed[0]}{rest} changed between two steps"
+    return _weight_changed(evidence.first_bad_step, what, changed)
+
+
+def _grown_weight(evidence: CauseEvidence) -> Cause | None:
+    # Weights that grow by their updates are a consequence: of the rate, of the optimizer's state.
+    blamed = evidence.blamed
+    weights = [one for one in blamed.weights if one.name not in set(blamed.driven)]
+    if not weights or blamed.has_moved:
+        return None
+    changed = [one for one in weights if one.name in blamed.changed]
+    if not changed and _has_moved_far(evidence):
+        return None
+    weights = changed or weights
+    what = f"{_change(weights[0])}, although no update explains it"
+    return _weight_changed(evidence.first_bad_step, what, weights[:1])
+
+
+def _weight_changed(step: int, what: str, names: Sequence[str | WeightNorm]) -> Cause:
+    return Cause(
+        "weight_changed",
+        what,
+        f"go back to a checkpoint from before step {step}; if no code of yours changes weights, "
+        "suspect the memory",
+        tensors=tuple(one if isinstance(one, str) else one.name for one in names),
+        where="weight",
+    )
+
+
+def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
+    blamed = evidence.blamed
+    states = [one for one in blamed.states if one.kind not in {"weight", "buffer"}]
+    fallen = [one for one in states if one.rise < 1]
+    if fallen:
+        return _of_optimizer(_change(fallen[0]), [])
+    for each in evidence.updates:
+        scores = each.scores
+        rise = evidence.rise_of_updates(each)
+        has_moved = scores.num_moved >= 1 or rise >= _UPDATE_RISE
+        # After a spike of the gradients, a large update is what the gradients ask for.
+        if not has_moved or scores.global_norm > LIMITS["global_norm"]:
+            continue
+        moved = blamed.moved if each is evidence.now else ()
+        is_local = scores.num_moved < evidence.num_weights / 2
+        number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
+        size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"
+        what = (
+            f"the update of step {each.step} was {size}, although gradients and learning rate were "
+            "ordinary"
+        )
+        if states:
+            # A non-finite state cannot come from finite gradients; one that has risen, may.
+            ruined = [one for one in states if not math.isfinite(one.norm)]
+            names = [one.name for one in ruined or states]
+            # A few states that have risen do not explain that most weights have moved.
+            return _of_optimizer(f"{what}: {_change(states[0])}", names if is_local else ())
+        is_alone = is_local and rise < _LARGE_UPDATE
+        if moved and evidence.knows_optimizer and is_alone:
+            return _weight_changed(
+                each.step,
+                f"{moved[0]} changed within step {each.step} by far more than its usual update, "
+                "although gradients, learning rate and the optimizer's state were ordinary",
+                moved,
+            )
+        return _of_optimizer(what, moved if rise < _LARGE_UPDATE else ())
+    return None
+
+
+def _of_optimizer(what: str, names: Sequence[str]) -> Cause:
+    return Cause(
+        "optimizer_state",
+        what,
+        "the optimizer's state has changed by itself: go back to a checkpoint from before this "
+        "step",
+        tensors=tuple(names),
+    )
+
+
+def _buffers(evidence: CauseEvidence) -> Cause | None:
+    names = evidence.buffers
+    if not names or (evidence.origin is not None and evidence.origin.where != "input"):
+        return None
+    if not any(name.rpartition(".")[2].startswith("running_") for name in names):
+        return Cause(
+            "buffer_changed",
+            f"the buffer {names[0]} has changed",
+            "look at the code that writes this buffer",
+            tensors=tuple(names),
+        )
+    if evidence.blamed.weights and not evidence.blamed.buffers:
+        return None  # another weight gives other statistics
+    if evidence.kind in _OF_STEP and not evidence.blamed.buffers:
+        return Cause(
+            "data",
+            f"the batch is far from those before: it changed the running statistics in {names[0]}",
+            f"look at the samples of step {evidence.now.step}, and go back to a checkpoint from "
+            "before it",
+        )
+    return Cause(
+        "batch_norm",
+        f"{_by_input(evidence.origin)}the running statistics in {names[0]}{_rest(names)}",
+        f"{'remove the sample, and ' if evidence.origin is not None else ''}go back to a "
+        f"checkpoint from before step {evidence.first_bad_step}: skipping the update does not "
+        "repair the statistics",
+        tensors=() if evidence.origin is not None else tuple(names),
+    )
+
+
+def _non_finite(evidence: CauseEvidence) -> Cause | None:
+    origin = evidence.origin
+    if origin is None:
+        return None
+    name = origin.name
+    causes = {
+        "input": Cause(
+            "data", f"input `{name}` is non-finite", "remove or repair the sample in the data"
+        ),
+        "targets": Cause(
+            "data",
+            f"a micro-batch has no targets, all of `{name}` is ignored",
+            "leave such samples out, or take a loss that is a sum over targets",
+        ),
+        "weights": Cause(
+            UNKNOWN_CAUSE,
+            "an earlier update made most weights non-finite",
+            "look at the steps before",
+        ),
+        "weight": Cause(
+            "weight_changed",
+            f"{name} has non-finite elements",
+            "go back to an earlier checkpoint",
+            is_in_layer=True,
+        ),
+        "loss": Cause(
+            "loss",
+            "the outputs of all modules are finite, the loss is not",
+            "look at the computation of the loss: a logarithm of zero, or a division by a count",
+        ),
+        "activation": Cause(
+            "activation",
+            f"{name} made a non-finite output from finite inputs and weights",
+            "look at the operations in this module, and at its dtype",
+            is_in_layer=True,
+        ),
+        "gradient": Cause(
+            "gradient",
+            f"the backward of {name} made a non-finite gradient from finite values",
+            "look at the operations in this module: a square root or a norm at zero",
+            is_in_layer=True,
+        ),
+    }
+    return causes.get(origin.where)
+
+
+def _replay(evidence: CauseEvidence) -> Cause | None:
+    if evidence.verdict == "not_covered":
+        return Cause(
+            "loss",
+            f"the fault is outside of the network: {evidence.verdict_detail}",
+            "look at the code between the network's output and the backward",
+            micro_batch=outlier(evidence.blamed.factors),
+        )
+    transient = evidence.verdict_detail == "transient"
+    again = "; the same inputs, weights and random numbers gave finite values three times"
+    if evidence.kind == "gradient_not_finite" and evidence.layer is not None:
+        return Cause(
+            "gradient",
+            f"the loss is finite, and gradients are not from {evidence.layer} on, in the order of "
+            f"the backward{again if transient else ''}",
+            "look at hooks and custom backwards of this layer"
+            + (", or suspect the hardware" if transient else ""),
+            is_in_layer=True,
+        )
+    if transient:
+        return Cause("transient", again.removeprefix("; "), "suspect the hardware")
+    return None
+
+
+def _dead_layer(evidence: CauseEvidence) -> Cause | None:
+    has_vanished = evidence.kind == "vanishing_gradient" and evidence.global_norm == 0
+    if evidence.kind != "zero_gradient" and not has_vanished:
+        return None
+    dead = evidence.blamed.dead
+    whole = has_vanished or len(dead) == len(evidence.blamed.names)
+    return Cause(
+        "dead_layer",
+        f"the gradients of {'all layers' if whole else evidence.layer or dead[0]} are exactly zero",
+        "look for a detached tensor, frozen inputs, or activations that are all cut off",
+        is_in_layer=not whole,
+    )
+
+
+def _gradient(evidence: CauseEvidence) -> Cause | None:
+    loss_has_risen = any(map(_has_higher_loss, evidence.ranks))
+    if evidence.layer is None or loss_has_risen or evidence.kind not in _OF_GRADIENTS:
+        return None
+    return Cause(
+        "gradient",
+        f"only the gradients of {evidence.layer} have risen, the loss has not",
+        "look at hooks and custom backwards of this layer",
+        is_in_layer=True,
+    )
+
+
+def _data(evidence: CauseEvidence) -> Cause | None:
+    blamed = evidence.blamed
+    if not _has_higher_loss(blamed) or _weights_are_worse(evidence):
+        return None
+    if blamed.earlier_loss is None and not _is_ordinary(evidence):
+        return None
+    if any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before):
+        return None
+    if (shifted := shifted_loss(evidence)) is not None:
+        return shifted
+    others = [each for each in evidence.ranks if each.rank != blamed.rank]
+    number = outlier(blamed.micro_losses)
+    if others and not any(map(_has_higher_loss, others)):
+        return Cause(
+            "rank_data",
+            f"only the loss of rank {blamed.rank} has risen, to {blamed.loss:.4g}",
+            "look at the data of this rank",
+            micro_batch=number,
+        )
+    where = "this step" if number is None else f"micro-batch {number}"
+    return Cause(
+        "data",
+        f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g}) on the data of "
+        f"{where}, while weights and updates were ordinary",
+        "look at the samples of these steps",
+        micro_batch=number,
+    )
+
+
+_OF_GRADIENTS = ("spike", "local_norm_spike")
+_OF_STEP = (*_OF_GRADIENTS, "loss_spike")
+
+_RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
+    rate_jump,
+    _epsilon,
+    _changed_outside,
+    large_from_the_start,
+    forward_cause,
+    _optimizer_state,
+    _grown_weight,
+    scaled_outside,
+    vanished,
+    _buffers,
+    _non_finite,
+    _replay,
+    scaled_loss,
+    _dead_layer,
+    _gradient,
+    _data,
+    growing_updates,
+    large_updates,
+)
+
+
+def _has_higher_loss(rank: RankEvidence) -> bool:
+    return rank.loss_score > LIMITS["loss"] / 2
+
+
+def _weights_are_worse(evidence: CauseEvidence) -> bool:
+    """Tell whether the present weights raise the loss of the step before as much as this step's."""
+    blamed = evidence.blamed
+    if blamed.earlier_loss is None:
+        return False
+    # As ratios: the loop may divide the losses of the micro-batches by another number.
+    then, again = blamed.earlier_loss
+    return not (again - then) / abs(then) < 0.4 * (blamed.loss / blamed.usual_loss - 1)
+
+
+def _has_moved_far(evidence: CauseEvidence) -> bool:
+    # The less is known about a step, the less may be said about its update.
+    limit = LIMITS["update"] / (2 if evidence.kind == "state_spike" else 1)
+    return any(each.scores.num_moved > 0 or each.scores.update > limit for each in evidence.updates)
+
+
+def _is_ordinary(evidence: CauseEvidence) -> bool:
+    """Tell whether the updates before were small, so that the weights cannot explain a rise."""
+    ratios = [each.scores.update_ratio for each in evidence.before]
+    return bool(ratios) and all(ratio < _ORDINARY_RATIO for ratio in ratios)
+
+
+def _change(state: StateNorm | WeightNorm) -> str:
+    what = "norm"
+    if isinstance(state, StateNorm) and state.kind != "weight":
+        what = f"norm of {state.kind}"
+    return f"the {what} of {state.name} went from {state.norm_before:.4g} to {state.norm:.4g}"
+
+
+def _by_input(origin: Origin | None) -> str:
+    """Return the first half of a sentence about what was ruined."""
+    if origin is None or origin.where != "input":
+        return "something has ruined "
+    return f"non-finite values in input `{origin.name}` have ruined "
+
+
+def _rest(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} other buffers" if len(names) > 1 else ""

@@ -1,0 +1,156 @@
+"""Evidence of an anomaly and its cause, as the rules take and return them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mfwrap.callbacks.culprit.evidence import RankEvidence
+from mfwrap.callbacks.culprit.judges.growth import Growth
+from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.replay.replay import Origin
+
+_FEW_STEPS = 3
+"""Number of steps before an anomaly among which an update may be its cause."""
+
+
+class Cause(NamedTuple):
+    """Cause of an anomaly in words."""
+
+    name: str
+    """One of the names in the table of causes in ``docs/monitors.md``."""
+
+    explanation: str
+    """A clause that says what happened, with its numbers."""
+
+    suggestion: str
+    """What to do, one clause; empty if the cause is unknown."""
+
+    is_in_layer: bool = False
+    """Whether the layer where the fault shows is the layer of the cause. A rate that is too high,
+    for example, is in no layer."""
+
+    tensors: tuple[str, ...] = ()
+    """Weights, buffers or modules that are the cause, the worst first. If they are all in one
+    layer, it is the layer of the cause."""
+
+    where: str | None = None
+    """Kind of these tensors, see ``Anomaly.where``."""
+
+    micro_batch: int | None = None
+    """Micro-batch of the cause; ``None`` if it is in several, or unknown."""
+
+
+class StepTrace(NamedTuple):
+    """What is known about one of the last steps."""
+
+    step: int
+    loss: float
+    applied: bool
+    scores: StepScores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CauseEvidence:
+    """What is known about an anomaly."""
+
+    kind: str
+    """Kind of the anomaly, see `Anomaly`."""
+
+    trace: Sequence[StepTrace]
+    """The last steps, the one that went wrong at the end."""
+
+    ranks: Sequence[RankEvidence]
+    """Evidence of the ranks that are known: all of them, or this one."""
+
+    blamed: RankEvidence
+    """The rank with the best evidence."""
+
+    knows_optimizer: bool = False
+    """Whether the optimizer's state could be read."""
+
+    layer: str | None = None
+    """The only layer whose gradients have risen; ``None`` if there are several or none."""
+
+    origin: Origin | None = None
+    """Place of the first non-finite value, from a replay."""
+
+    verdict: str | None = None
+    """Verdict of the replay."""
+
+    verdict_detail: str | None = None
+    growth: Growth | None = None
+    """Growth of the updates in the last steps; ``None`` if they have not grown."""
+
+    since: int | None = None
+    """First step in which the fault may have begun, if it was looked for in some steps only."""
+
+    global_norm: float | None = None
+    no_denominator: str | None = None
+    """Why Adam divides by zero, in a clause; ``None`` if it does not."""
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights whose norms are known."""
+        return self.blamed.num_weights
+
+    @property
+    def now(self) -> StepTrace:
+        """The step that went wrong."""
+        return self.trace[-1]
+
+    @property
+    def first_bad_step(self) -> int:
+        """First step whose state may have the fault; the checkpoint to return to is older."""
+        return self.now.step if self.since is None else self.since
+
+    @property
+    def before(self) -> list[StepTrace]:
+        """The few applied steps before, the last one first.
+
+        If only a sample has shown the anomaly, it may be any update since the sample before.
+        """
+        applied = [each for each in reversed(self.trace[:-1]) if each.applied]
+        return applied if self.kind == "state_spike" else applied[:_FEW_STEPS]
+
+    def rise_of_updates(self, step: StepTrace) -> float:
+        """Return the ratio of the middle weight's update to the usual one, at the same rate.
+
+        It is the ratio to the largest of the steps before; 0 if fewer than three are known.
+        """
+        earlier = [
+            update_per_rate(each) for each in self.trace if each.step < step.step and each.applied
+        ]
+        known = [update for update in earlier if update > 0]
+        update = update_per_rate(step)
+        return update / max(known) if len(known) >= _FEW_STEPS and update > 0 else 0.0
+
+    @property
+    def updates(self) -> list[StepTrace]:
+        """The steps whose update may be the cause, the last one first."""
+        with_now = self.kind in {"update_spike", "state_spike", "learning_rate_spike"}
+        return [*([self.now] if with_now else []), *self.before]
+
+    @property
+    def buffers(self) -> list[str]:
+        """Buffers that have become non-finite or have risen."""
+        risen = [one.name for one in self.blamed.states if one.kind == "buffer"]
+        return list(dict.fromkeys([*self.blamed.buffers, *risen]))
+
+
+def update_per_rate(step: StepTrace) -> float:
+    """Return the middle weight's update, as a ratio to the weight, divided by the learning rate."""
+    rate = step.scores.learning_rate
+    return step.scores.update_ratio / (rate if rate > 0 else 1.0)
+
+
+def outlier(values: Sequence[float]) -> int | None:
+    """Return the number of the only value that is not finite, or five times the others' median."""
+    bad = [number for number, value in enumerate(values) if not math.isfinite(value)]
+    if bad:
+        return bad[0] if len(bad) == 1 else None
+    for number, value in enumerate(values):
+        others = sorted(abs(each) for place, each in enumerate(values) if place != number)
+        if others and abs(value) > 5 * others[len(others) // 2]:
+            return number
+    return None

@@ -1,0 +1,124 @@
+"""Rules for causes that lie in the loss, or between the loss and the gradients."""
+
+import math
+
+from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
+from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, outlier
+
+_MULTIPLIED = 15.0
+"""Smallest rise of a loss, or of its gradient, that may be a factor in the loss."""
+
+_UNIFORM = 4.0
+"""Largest ratio of the rise of a group to that of the middle one if all were multiplied alike."""
+
+_SHARE = 0.01
+"""Smallest share of the usual global norm at which a group's rise is compared with the others'."""
+
+_CALM = 3.0
+"""Largest score of the norms of ordinary gradients."""
+
+_FEWEST_GROUPS = 2
+"""Smallest number of groups of gradients that are ordinary together."""
+
+
+def scaled_outside(evidence: CauseEvidence) -> Cause | None:
+    """Find a factor between the loss of the network and the backward, by the loss's gradient."""
+    number = outlier(evidence.blamed.factors)
+    change = evidence.blamed.factor_change
+    if number is None and not (change is not None and change >= _MULTIPLIED):
+        return None
+    what = "the loss" if number is None else f"the loss of micro-batch {number}"
+    return Cause(
+        "loss",
+        f"{what} was multiplied before the backward",
+        "look at the code between the network's output and the backward",
+        micro_batch=number,
+    )
+
+
+def scaled_loss(evidence: CauseEvidence) -> Cause | None:
+    """Find a factor in the loss: the gradients of all layers have risen like the loss."""
+    blamed = evidence.blamed
+    # Small norms vary by large factors.
+    least = _SHARE * evidence.now.scores.usual_global_norm
+    rises = sorted(
+        blamed.rise(number)
+        for number, usual in enumerate(blamed.usual_norms)
+        if blamed.is_judged(number) and usual >= least
+    )
+    rise = blamed.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
+    if not rises or not rise >= _MULTIPLIED:
+        return None
+    middle = rises[len(rises) // 2]
+    is_uniform = rises[0] > middle / _UNIFORM and rises[-1] < middle * _UNIFORM
+    if not is_uniform or not 1 / 5 <= middle / rise <= 5:
+        return None
+    return Cause(
+        "loss",
+        f"the loss and the gradients of all layers are about {rise:.3g} times the usual ones",
+        "look for a factor in the loss, such as a wrong reduction or weight",
+        micro_batch=outlier(blamed.micro_losses),
+    )
+
+
+def shifted_loss(evidence: CauseEvidence) -> Cause | None:
+    """Find a summand of the loss: the loss has risen, and no gradient has.
+
+    Ask only if weights and updates do not explain that the loss has risen.
+    """
+    blamed = evidence.blamed
+    scores = [*blamed.scores, evidence.now.scores.global_norm]
+    judged = [score for score in scores if not math.isnan(score)]
+    is_calm = bool(judged) and max(map(abs, judged)) < _CALM
+    if evidence.kind != "loss_spike" or not is_calm or len(blamed.scores) < _FEWEST_GROUPS:
+        return None
+    return Cause(
+        "loss",
+        f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g}), and the gradients "
+        "of all layers are ordinary",
+        "look for a term of the loss that does not depend on the weights",
+        micro_batch=outlier(blamed.micro_losses),
+    )
+
+
+def vanished(evidence: CauseEvidence) -> Cause | None:
+    """Find why the global norm has fallen to almost nothing."""
+    norm, usual = evidence.global_norm, evidence.now.scores.usual_global_norm
+    if evidence.kind != "vanishing_gradient" or norm is None:
+        return None
+    blamed = evidence.blamed
+    share = abs(blamed.loss / blamed.usual_loss) if blamed.usual_loss else math.nan
+    change = blamed.factor_change
+    if share < 1 / _MULTIPLIED:
+        return _fallen_loss(share)
+    if change is not None and change < 1 / _MULTIPLIED:
+        return Cause(
+            "loss",
+            f"the loss was multiplied by {change:.3g} before the backward",
+            "look at the code between the network's output and the backward",
+        )
+    if norm == 0:
+        return None
+    what = f"the global norm is {norm / usual:.3g} times the usual one, the loss has not fallen"
+    if change is None:
+        advice = "look at hooks and custom backwards, and at factors between loss and backward"
+        return Cause(UNKNOWN_CAUSE, what, advice)
+    return Cause(
+        "gradient",
+        f"{what}, and the backward began with an ordinary gradient",
+        "look at hooks, at custom backwards, and at what cuts activations off",
+    )
+
+
+def _fallen_loss(share: float) -> Cause:
+    if share == 0:
+        return Cause(
+            UNKNOWN_CAUSE,
+            "the loss and all gradients are exactly zero",
+            "look for a batch without targets, or a factor of zero in the loss",
+        )
+    return Cause(
+        "loss",
+        f"the loss and all gradients are about {share:.3g} times the usual ones",
+        "look for a factor in the loss, such as a wrong reduction or weight",
+    )

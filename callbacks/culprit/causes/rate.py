@@ -1,0 +1,87 @@
+"""Rules for causes that lie in the learning rate, or in the size of updates."""
+
+import math
+from collections.abc import Sequence
+
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE
+from mfwrap.callbacks.culprit.causes.evidence import (
+    Cause,
+    CauseEvidence,
+    StepTrace,
+    update_per_rate,
+)
+
+RATE_RISE = 5.0
+"""Smallest ratio of a learning rate to all earlier ones that may explain an anomaly."""
+
+LARGE_RATIO = 0.7
+"""Smallest ratio of an update to its weights that is too large, wherever it comes from."""
+
+_EARLY = 2
+"""Last step at which the steps that are known count as the start of the run."""
+
+_FEW_LARGE = 3
+"""Number of first updates that tell whether the rate was too high from the start."""
+
+_JUMP = 10.0
+"""Largest ratio of an update to the first one, at the same rate, that was too large as well."""
+
+
+def rate_jump(evidence: CauseEvidence) -> Cause | None:
+    """Find a jump of the learning rate, in this step or shortly before."""
+    steps = [evidence.now] if evidence.kind == "learning_rate_spike" else evidence.before
+    for each in steps:
+        if RATE_RISE <= each.scores.rate_rise < math.inf:
+            return Cause(
+                "learning_rate",
+                f"the learning rate of step {each.step} was {each.scores.learning_rate:.3g}, "
+                f"{each.scores.rate_rise:.3g} times the highest rate before it",
+                f"correct the schedule, and go back to a checkpoint from before step {each.step}",
+            )
+    return None
+
+
+def large_from_the_start(evidence: CauseEvidence) -> Cause | None:
+    """Find updates as large as the weights that began before anything else was unusual."""
+    steps = [each for each in evidence.trace if each.applied]
+    if not steps or steps[0].step > _EARLY or steps[0].scores.num_moved > 0:
+        return None
+    first = steps[:_FEW_LARGE]
+    known = [update for update in map(update_per_rate, first) if update > 0]
+    if known and max(known) > _JUMP * known[0]:
+        return None  # ordinary at first
+    return large_updates(evidence, first)
+
+
+def large_updates(
+    evidence: CauseEvidence, steps: Sequence[StepTrace] | None = None
+) -> Cause | None:
+    """Find an update as large as the weights, in these steps or just before the anomaly."""
+    known = evidence.updates if steps is None else steps
+    ratios = [each.scores.update_ratio for each in known]
+    finite = [ratio for ratio in ratios if math.isfinite(ratio)]
+    is_weak = evidence.kind in NON_FINITE and not evidence.blamed.has_moved
+    if is_weak or not finite or max(finite) < LARGE_RATIO:
+        return None
+    largest = known[ratios.index(max(finite))]
+    rate = largest.scores.learning_rate
+    at_rate = "" if math.isnan(rate) else f", at learning rate {rate:.3g},"
+    return Cause(
+        "learning_rate",
+        f"the update of step {largest.step}{at_rate} changed the weights by {max(finite):.3g} "
+        "times their size (0.001 is ordinary)",
+        "lower the learning rate, or warm it up over more steps",
+    )
+
+
+def growing_updates(evidence: CauseEvidence) -> Cause | None:
+    """Find updates that have grown for many steps, at a rate that has not."""
+    growth = evidence.growth
+    if evidence.kind != "update_growth" or growth is None:
+        return None
+    return Cause(
+        "update_growth",
+        f"the middle weight's update grew from {growth.before:.3g} to {growth.now:.3g} of its size "
+        f"in {growth.num_steps} updates, at a learning rate that has not risen",
+        "lower the learning rate, or the weight decay if the weights shrink",
+    )

@@ -1,0 +1,199 @@
+"""Judge each step on the device, and some steps' weights, optimizer state and buffers."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from mfwrap import StepReport
+from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores, JudgedForward
+from mfwrap.callbacks.culprit.judges.samples import Change, UpdateSample
+from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
+from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
+from mfwrap.collectives import gather_objects, num_ranks, this_rank
+from mfwrap.tensors.shards import on_device
+from mfwrap.tensors.wrappers import trainable
+
+
+class Scores(NamedTuple):
+    """What the judges found, on the host."""
+
+    step: StepScores
+    state: StateScores
+    forward: ForwardScores
+
+    @classmethod
+    def of(cls, host_values: Sequence[float]) -> "Scores":
+        """Return the scores from the elements of ``Judgement.summary``."""
+        values = iter(host_values)
+        step = StepScores(*itertools.islice(values, len(StepScores._fields)))
+        state = StateScores(*itertools.islice(values, len(StateScores._fields)))
+        return cls(step, state, ForwardScores(*values))
+
+
+class Judgement(NamedTuple):
+    """What the judges found in a step, on the device."""
+
+    step: JudgedStep
+    summary: Tensor
+    """Shape ``(S,)``, float32: the fields of `StepScores`, `StateScores` and `ForwardScores`."""
+
+    optimizer: Any
+    """Optimizer, for a later look at its state; ``None`` if unknown."""
+
+    forward: JudgedForward | None = None
+    """Judgement of the last forwards that were watched."""
+
+    change: tuple[tuple[str, ...], Change] | None = None
+    """Names of the weights, and their change in the step; ``None`` if it was not measured."""
+
+
+@final
+class Judges:
+    """Judge each step by the steps before, without host-device synchronization.
+
+    Args:
+        network: Network whose weights are judged; ``None`` if unknown.
+        state_interval: Steps from one sample of weights, optimizer state and buffers to the next.
+        step: Finished steps.
+    """
+
+    def __init__(self, network: nn.Module | None, state_interval: int, step: int = 0) -> None:
+        self.states = None if network is None else StateJudge(network, step)
+        self.forward = ForwardJudge()
+        self._network = network
+        self._interval = state_interval
+        self._steps: StepJudge | None = None
+        self._names: tuple[str, ...] = ()
+        self._updates: UpdateSample | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._is_first = True
+        self._of_ranks: list[dict[str, Any]] | None = None
+        self._sample_updates()
+
+    def begin_step(self) -> None:
+        """Tell changes of the weights before the step from its update."""
+        if self._updates is not None:
+            self._updates.begin()
+
+    def end_step(
+        self,
+        step: int,
+        output: Any,
+        report: StepReport | None,
+        applied: Tensor | None,
+        optimizer: Any = None,
+        *,
+        measures_updates: bool = True,
+    ) -> Judgement:
+        """Judge a step, and include it in what is usual.
+
+        Args:
+            step: Finished steps, this one included.
+            output: Output of the step: a named tuple, or the loss as a tensor.
+            report: Report of the step; ``None`` if unknown.
+            applied: Whether the update was applied, shape ``()``, bool; ``None`` if unknown.
+            optimizer: Optimizer with or without wrappers; ``None`` if unknown.
+            measures_updates: Whether the weights have changed by one update since the last call.
+        """
+        loss = output if isinstance(output, Tensor) else output.loss
+        norms = getattr(output, "local_norm", None)
+        names = () if report is None or norms is None else tuple(report.local_norm_names)
+        rates = getattr(output, "learning_rate", None)
+        if report is not None:
+            rates = report.learning_rates
+        if applied is None:
+            applied = torch.ones((), dtype=torch.bool, device=loss.device)
+        judge = self._judge_of(names, loss.device)
+        change = None
+        if self._updates is not None and measures_updates:
+            change = self._updates.measure()
+        weights = self._names
+        judge.rate_factor = 1.0 if report is None else report.learning_rate_factor
+        judged = judge.judge(
+            loss,
+            getattr(output, "global_norm", None),
+            norms if names else None,
+            change,
+            None if rates is None or not rates.numel() else rates.max(),
+            applied,
+        )
+        unknown = judged.summary.new_full((len(StateScores._fields),), torch.nan)
+        is_first, self._is_first = self._is_first, False
+        if self.states is not None and step % self._interval == 0:
+            sample = self.states.sample(step, optimizer)
+            unknown = on_device(sample.summary, unknown.device)
+            self._sample_updates()
+            self._begin_travel()
+        elif self.states is not None and is_first:
+            # Now the optimizer has a state.
+            self.states.look(step, optimizer)
+            self._begin_travel()
+        self._of_ranks = None
+        forward = self.forward.take() if self.forward.is_new else None
+        if forward is None:
+            forward = judged.summary.new_full((len(ForwardScores._fields),), torch.nan)
+        forward = on_device(forward, judged.summary.device)
+        summary = torch.cat([judged.summary, unknown, forward])
+        changed = None if change is None else (weights, change)
+        return Judgement(judged, summary, optimizer, self.forward.last, changed)
+
+    def _sample_updates(self) -> None:
+        """Follow the weights, if others are trained now or if they have moved to other memory."""
+        if self._network is None:
+            return
+        weights = trainable(self._network)
+        if self._updates is None or not self._updates.is_of(list(weights.values())):
+            self._updates = UpdateSample(list(weights.values()))
+            self._names = tuple(weights)
+
+    def _begin_travel(self) -> None:
+        if self._steps is not None:
+            self._steps.begin_travel()
+
+    def _judge_of(self, names: tuple[str, ...], device: torch.device) -> StepJudge:
+        judge = self._steps
+        if judge is None or (judge.names, judge.weights) != (names, self._names):
+            saved = self._saved if judge is None else judge.state_dict()
+            judge = self._steps = StepJudge(names, self._names, device)
+            if saved is not None:
+                judge.load_state_dict(saved)
+        return judge
+
+    def gather(self) -> None:
+        """Gather what is usual on all ranks, so that `state_dict` has it. Call it on every rank."""
+        self._of_ranks = gather_objects(self._own_state())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is usual, ready for JSON; synchronizes with the device.
+
+        Returns:
+            One state for each rank under ``of_ranks``. If `gather` was not called since the last
+            step, there is only the state of this rank.
+        """
+        return {"of_ranks": self._of_ranks or [self._own_state()]}
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "steps": self._saved if self._steps is None else self._steps.state_dict(),
+            "states": None if self.states is None else self.states.state_dict(),
+            "forward": self.forward.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Each rank loads the state that it saved. If the saved run had only ``n`` ranks, rank ``r``
+        loads the state of rank ``r % n``: another rank's norms are the best estimate.
+        """
+        own = state["of_ranks"][this_rank() % len(state["of_ranks"])]
+        self._steps, self._saved = None, own["steps"]
+        # Until the next step, all ranks are as they were saved, and need not gather again.
+        is_whole = len(state["of_ranks"]) == num_ranks()
+        self._of_ranks = list(state["of_ranks"]) if is_whole else None
+        if self.states is not None and own["states"] is not None:
+            self._is_first = not self.states.load_state_dict(own["states"])
+        # A state of an older version has no entry.
+        self.forward.load_state_dict(own.get("forward"))

@@ -1,0 +1,114 @@
+"""Tell from the scores of a step what kind of anomaly it is."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, final
+
+from mfwrap.callbacks.culprit.causes.rate import LARGE_RATIO, RATE_RISE
+from mfwrap.callbacks.culprit.judges.growth import Growth, UpdateGrowth
+from mfwrap.callbacks.culprit.judges.judges import Scores
+from mfwrap.callbacks.culprit.judges.state import LIMIT as STATE_LIMIT
+from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
+from mfwrap.callbacks.shared.step_values import StepNumbers
+
+_FEWEST_STEPS = 5
+"""Number of steps before a rise of the learning rate counts as an anomaly by itself: a warm-up may
+begin with a rate of almost zero."""
+
+_FALL = 100.0
+"""Smallest ratio of the usual global norm to that of a vanishing gradient."""
+
+_QUIET_STEPS = 50
+"""Number of steps after a vanishing gradient in which another one is no anomaly. Batches from which
+nothing is to be learned may be ordinary, as in reinforcement learning."""
+
+_FEW_UPDATES = 2
+"""Number of updates in a row that must be too large together, wherever their size comes from."""
+
+
+@final
+class StepKinds:
+    """Choose the kind of each step with finite gradients, and follow what it needs from the last.
+
+    Args:
+        spike_factor: Smallest ratio of a spike of the global norm to what is usual.
+    """
+
+    def __init__(self, spike_factor: float) -> None:
+        self.growth: Growth | None = None
+        """Growth of the updates in the last steps; ``None`` if they have not grown."""
+        self._spike_factor = spike_factor
+        self._num_steps = 0
+        self._ratios: deque[float] = deque(maxlen=_FEW_UPDATES)
+        self._updates = UpdateGrowth()
+        self._since_fall = _QUIET_STEPS
+
+    def follow(self, scores: StepScores, *, applied: bool) -> None:
+        """Include a step. Call this once for each step, before `shared` and `own`."""
+        self._num_steps += applied
+        self._ratios.append(scores.update_ratio)
+        if applied:
+            self.growth = self._updates.add(scores.update_ratio, scores.learning_rate)
+
+    def shared(self, numbers: StepNumbers, scores: Scores) -> str | None:
+        """Return the kind of an anomaly that all ranks find together, if their states are equal.
+
+        It depends on the global norms of this step and the steps before. They are the same on all
+        ranks, unless one rank alone has loaded a state. Call this once for each step.
+        """
+        norm, step = numbers.global_norm, scores.step
+        usual, score = step.usual_global_norm, step.global_norm
+        self._since_fall += 1
+        # A norm of zero has no score.
+        if norm is not None and norm < usual / _FALL and not score >= -LIMITS["global_norm"]:
+            is_first, self._since_fall = self._since_fall > _QUIET_STEPS, 0
+            if is_first:
+                return "vanishing_gradient"
+        is_high = norm is not None and norm > self._spike_factor * usual
+        if is_high and score > LIMITS["global_norm"]:
+            return "spike"
+        return None
+
+    def own(self, scores: Scores) -> str | None:
+        """Return the kind of an anomaly that other ranks may not have found.
+
+        Early warnings come last, because what they warn of may be in the same step.
+        """
+        step, state, forward = scores
+        has_jumped = RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS
+        has_changed = step.num_changed > 0 or state.highest > STATE_LIMIT or state.num_bad > 0
+        kinds = {
+            # Each rank has a schedule of its own.
+            "learning_rate_spike": has_jumped,
+            "state_spike": has_changed,
+            "loss_spike": step.loss > LIMITS["loss"],
+            "local_norm_spike": step.num_risen > 0,
+            "update_spike": step.num_moved > 0 or self._moves_too_far(),
+            "zero_gradient": step.num_dead > 0,
+            "attention_logits": forward.num_logits > 0,
+            "expert_load": forward.num_loads > 0,
+            "update_growth": self.growth is not None,
+        }
+        return next((kind for kind, is_found in kinds.items() if is_found), None)
+
+    def _moves_too_far(self) -> bool:
+        """Tell whether the last updates were as large as the weights, from the first step on."""
+        # The first update of a rate that is far too high makes weights that the next ones no longer
+        # change as much. So the geometric mean decides.
+        is_known = len(self._ratios) == _FEW_UPDATES
+        return is_known and math.prod(self._ratios) > LARGE_RATIO**_FEW_UPDATES
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later steps need, ready for JSON."""
+        return {
+            "num_steps": self._num_steps,
+            "updates": self._updates.state_dict(),
+            "since_fall": self._since_fall,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned."""
+        self._num_steps = state["num_steps"]
+        self._updates.load_state_dict(state["updates"])
+        self._since_fall = state.get("since_fall", _QUIET_STEPS)

@@ -1,0 +1,333 @@
+"""Judge the numbers of each step by the steps before it, on the device."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from mfwrap.callbacks.culprit.judges.samples import Change
+from mfwrap.callbacks.culprit.judges.windows import NamedWindow
+from mfwrap.tensors.shards import on_device
+
+LIMITS = {"loss": 7.5, "global_norm": 8.0, "local_norm": 8.0, "update": 10.0}
+"""Smallest scores that are anomalies, see `RobustWindow`."""
+
+_PRIORS = {"loss": 0.2, "global_norm": 0.5, "local_norm": 0.7, "update": 0.8}
+"""Deviations that are assumed before there are values: of losses as a share of the run's first
+loss, of everything else in natural logarithms."""
+
+_FLOOR = 1e-5
+"""Smallest share of the global norm at which a group's norm is judged. The gradients of some
+weights, such as the bias of attention keys, are zero but for rounding."""
+
+_FEWEST_QUIET = 3
+"""Number of steps without a change from outside after which one is an anomaly."""
+
+_MANY_STEPS = 50
+"""Number of steps after a change from outside in which another one is no anomaly."""
+
+_EXPERT = re.compile(r"\bexperts?\.\d+\b")
+"""Matches names of weights of one expert, which gets no gradient in a step without tokens."""
+
+
+class JudgedStep(NamedTuple):
+    """Judgement of a step, on the device. ``G`` is the number of groups, ``P`` that of weights."""
+
+    summary: Tensor
+    """Shape ``(len(StepScores._fields),)``, float32."""
+
+    names: tuple[str, ...] = ()
+    """Names of the groups of gradients; empty without local norms."""
+
+    local_norm: Tensor | None = None
+    """Local norms, shape ``(G,)``, float32; ``None`` if the step has none."""
+
+    usual_norm: Tensor | None = None
+    """Expected local norms, shape ``(G,)``, float32; NaN for a group without a norm so far."""
+
+    local_norm_scores: Tensor | None = None
+    """Shape ``(G,)``, float32."""
+
+    zero_steps: Tensor | None = None
+    """Number of steps in a row in which a group's norm is zero, shape ``(G,)``, int32; 0 for a
+    group that has never had a norm."""
+
+    weights: tuple[str, ...] = ()
+    """Names of the weights whose updates are measured."""
+
+    update: Tensor | None = None
+    """Root mean square of each weight's update, shape ``(P,)``, float32."""
+
+    weight: Tensor | None = None
+    """Root mean square of each weight before the update, shape ``(P,)``, float32."""
+
+    update_scores: Tensor | None = None
+    """Scores of the updates divided by the learning rate, shape ``(P,)``, float32."""
+
+    outside: Tensor | None = None
+    """Root mean square of each weight's change before the step, shape ``(P,)``, float32."""
+
+    travel: Tensor | None = None
+    """Sum of the root mean squares of each weight's updates that were no anomalies, since the last
+    sample of the weights. Shape ``(P,)``, float32; infinite if an update has made the weight
+    non-finite."""
+
+    def changed(self) -> tuple[str, ...]:
+        """Return the weights that have changed between two steps; synchronizes."""
+        if self.outside is None:
+            return ()
+        changes = self.outside.tolist()
+        return tuple(n for n, size in zip(self.weights, changes, strict=True) if size != 0)
+
+    def travelled(self) -> dict[str, float]:
+        """Return `travel` by weight; synchronizes."""
+        return {} if self.travel is None else _named(self.weights, self.travel)
+
+    def dead(self) -> tuple[str, ...]:
+        """Return the groups whose norm has been zero for at least two steps; synchronizes."""
+        if self.zero_steps is None or not self.names:
+            return ()
+        return tuple(
+            name for name, n in zip(self.names, self.zero_steps.tolist(), strict=True) if n >= 2
+        )
+
+    def moved(self) -> tuple[str, ...]:
+        """Return the weights whose update is an anomaly, the worst first; synchronizes."""
+        if self.update is None or self.update_scores is None or self.weight is None:
+            return ()
+        # A weight that cannot be sampled has neither a size nor an update.
+        columns = (self.weights, self.update_scores, self.update, self.weight)
+        listed = (column if isinstance(column, tuple) else column.tolist() for column in columns)
+        found = [
+            (score if math.isfinite(update) else math.inf, name)
+            for name, score, update, weight in zip(*listed, strict=True)
+            if score > LIMITS["update"] or (math.isfinite(weight) and not math.isfinite(update))
+        ]
+        return tuple(name for _, name in sorted(found, key=lambda pair: -pair[0]))
+
+
+class StepScores(NamedTuple):
+    """The summary of a judgement, on the host. NaN where a number is unknown."""
+
+    loss: float
+    """Score of the loss."""
+
+    usual_loss: float
+    global_norm: float
+    """Score of the global norm."""
+
+    usual_global_norm: float
+    local_norm: float
+    """Highest score of a group's norm."""
+
+    num_risen: float
+    """Number of groups whose norm is an anomaly."""
+
+    num_dead: float
+    """Number of groups whose norm has now been zero for exactly two steps."""
+
+    update: float
+    """Highest score of a weight's update."""
+
+    num_moved: float
+    """Number of weights whose update is an anomaly, or not finite."""
+
+    num_changed: float
+    """Number of weights that have changed between two steps, for the first time; NaN if unknown."""
+
+    learning_rate: float
+    """Largest learning rate of the step."""
+
+    rate_rise: float
+    """Ratio of this rate to the highest rate of the steps before."""
+
+    update_ratio: float
+    """Median over the weights of the ratio of the update to the weight, both as root mean squares.
+    Ordinary ratios are about 1e-3."""
+
+
+@final
+class StepJudge:
+    """Score loss, global norm, local norms and updates of each step, without waiting for a device.
+
+    All of them are series of one `RobustWindow`. So a step costs about forty operations on tensors
+    with one element, or a window of 64, for each group and weight.
+
+    Args:
+        names: Names of the ``G`` groups of gradients.
+        weights: Names of the ``P`` weights whose updates are measured.
+        device: Device of the numbers.
+    """
+
+    def __init__(
+        self, names: Sequence[str], weights: Sequence[str], device: torch.device | str
+    ) -> None:
+        self.names = tuple(names)
+        self.weights = tuple(weights)
+        sizes = {"loss": 1, "global_norm": 1, "local_norm": len(names), "update": len(weights)}
+        self._priors = [_PRIORS[kind] for kind, size in sizes.items() for _ in range(size)]
+        self._split = list(sizes.values())
+        groups = [f"local_norm/{name}" for name in names]
+        self._series = ("loss", "global_norm", *groups, *(f"update/{name}" for name in weights))
+        self._windows = NamedWindow(device)
+        self._first_loss = torch.full((), torch.nan, device=device)
+        self._highest_rate = torch.zeros((), device=device)
+        self.rate_factor = 1.0
+        """Factor that lowers the learning rate of the next step for a while. The return to the
+        ordinary rate does not count as a rise."""
+        self._quiet_steps = torch.zeros(len(weights), dtype=torch.int32, device=device)
+        self._travel = torch.zeros(len(weights), device=device)
+        self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
+        watched = [_EXPERT.search(name) is None for name in names]
+        self._is_watched = torch.tensor(watched, dtype=torch.bool).to(device)
+
+    @torch.no_grad()
+    def judge(
+        self,
+        loss: Tensor,
+        global_norm: Tensor | None,
+        local_norm: Tensor | None,
+        change: Change | None,
+        learning_rate: Tensor | None,
+        applied: Tensor,
+    ) -> JudgedStep:
+        """Score the numbers of a step, and then include them in what is usual.
+
+        Args:
+            loss: Loss of this rank, shape ``()``.
+            global_norm: Shape ``()``; ``None`` if unknown.
+            local_norm: Shape ``(G,)``; ``None`` if unknown.
+            change: Sampled changes of the weights; ``None`` if unknown.
+            learning_rate: Largest learning rate of the step, shape ``()``; ``None`` if unknown.
+            applied: Whether the update was applied, shape ``()``, bool. A skipped step is scored,
+                but changes nothing of what is usual.
+        """
+        window, device = self._windows.use(self._series, self._priors), self._first_loss.device
+        loss = on_device(loss.detach().float().mean(), device)
+        unset = self._first_loss.isnan() & loss.isfinite() & (loss != 0)
+        self._first_loss = torch.where(unset, loss.abs(), self._first_loss)
+        unknown = torch.full((1,), torch.nan, device=device)
+        norm = unknown if global_norm is None else global_norm.detach().float().reshape(1)
+        norms = unknown.expand(self._split[2]) if local_norm is None else local_norm.float()
+        changes = unknown.expand(self._split[3]) if change is None else change.update
+        rate = unknown if learning_rate is None else learning_rate.float().reshape(1)
+        per_rate = changes if learning_rate is None else changes / rate
+        logs = torch.cat([norm, norms, per_rate]).log()
+        values = torch.cat([(loss / self._first_loss).reshape(1), logs])
+        scores, expected = window.scores(values), window.expected
+        window.add(values, applied)
+        _, _, group_scores, update_scores = scores.split(self._split)
+        usual_updates = expected.split(self._split)[3]
+        is_ruined = ~changes.isfinite() & usual_updates.isfinite() & applied
+        usual_norm, usual_norms = (each.exp() for each in expected.split(self._split)[1:3])
+        # Below the floor in this step and usually, a norm is but rounding.
+        is_judged = torch.maximum(norms, usual_norms) >= _FLOOR * torch.minimum(norm, usual_norm)
+        group_scores = torch.where(is_judged | norm.isnan(), group_scores, torch.nan)
+        before = self._zero_steps
+        is_zero = (norms == 0) & usual_norms.isfinite() & self._is_watched
+        counted = torch.where(is_zero, before + 1, 0)
+        self._zero_steps = torch.where(applied, counted, before)
+        summary = torch.cat(
+            [
+                scores[:1],
+                expected[:1] * self._first_loss,
+                scores[1:2],
+                usual_norm,
+                _highest(group_scores),
+                (group_scores > LIMITS["local_norm"]).sum(dim=0, keepdim=True),
+                ((self._zero_steps == 2) & (before == 1)).sum(dim=0, keepdim=True),
+                _highest(update_scores),
+                ((update_scores > LIMITS["update"]) | is_ruined).sum(dim=0, keepdim=True),
+                unknown if change is None else self._num_changed(change.outside, unknown),
+                rate,
+                rate / self._highest_rate,
+                _median_ratio(change, unknown),
+            ]
+        )
+        ordinary_rate = rate if self.rate_factor == 1 else rate / self.rate_factor
+        highest = torch.maximum(self._highest_rate, ordinary_rate.nan_to_num().squeeze(0))
+        self._highest_rate = torch.where(applied, highest, self._highest_rate)
+        if change is not None:
+            # A change in a skipped step is no update, and one that is an anomaly may be none.
+            is_update = applied & ~(update_scores > LIMITS["update"])
+            self._travel = self._travel + torch.where(is_update, _length(change), 0.0)
+        return JudgedStep(
+            summary=summary,
+            names=self.names if local_norm is not None else (),
+            local_norm=local_norm,
+            usual_norm=usual_norms if local_norm is not None else None,
+            local_norm_scores=group_scores if local_norm is not None else None,
+            zero_steps=self._zero_steps,
+            weights=self.weights if change is not None else (),
+            update=None if change is None else change.update,
+            weight=None if change is None else change.weight,
+            update_scores=None if change is None else update_scores,
+            outside=None if change is None else change.outside,
+            travel=None if change is None else self._travel,
+        )
+
+    def begin_travel(self) -> None:
+        """Add up the updates of the weights from here on."""
+        self._travel = torch.zeros_like(self._travel)
+
+    def _num_changed(self, outside: Tensor | None, unknown: Tensor) -> Tensor:
+        """Return how many weights have changed outside of steps; shape ``(1,)``.
+
+        A loop may change weights on purpose, such as to clip them. So only the first change after
+        a few steps without one counts.
+        """
+        if outside is None:
+            return unknown
+        has_changed = outside != 0
+        counts = has_changed & (self._quiet_steps >= _FEWEST_QUIET)
+        self._quiet_steps = torch.where(has_changed, -_MANY_STEPS, self._quiet_steps + 1)
+        return counts.sum(dim=0, keepdim=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is usual on this rank, ready for JSON; synchronizes with the device."""
+        return {
+            "window": self._windows.state_dict(),
+            "first_loss": self._first_loss.item(),
+            "highest_rate": self._highest_rate.item(),
+            "zero_steps": _named(self.names, self._zero_steps),
+            "travel": _named(self.weights, self._travel),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; a series whose name is not in the state starts empty."""
+        self._windows.load_state_dict(state["window"])
+        self._first_loss.fill_(state["first_loss"])
+        self._highest_rate.fill_(state["highest_rate"])
+        counts = [state["zero_steps"].get(name, 0) for name in self.names]
+        self._zero_steps.copy_(torch.tensor(counts, dtype=torch.int32))
+        # Changes of weights between steps are not counted at first: a loop may load them only now.
+        travel = state.get("travel", {})  # a state of an older version has none
+        self._travel.copy_(torch.tensor([travel.get(name, 0.0) for name in self.weights]))
+
+
+def _named(names: Sequence[str], values: Tensor) -> dict[str, float]:
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def _length(change: Change) -> Tensor:
+    """Return the size of each update; infinite if it has made the weight non-finite."""
+    is_ruined = change.weight.isfinite() & ~change.update.isfinite()
+    return torch.where(is_ruined, torch.inf, change.update.nan_to_num())
+
+
+def _median_ratio(change: Change | None, unknown: Tensor) -> Tensor:
+    if change is None or not change.update.numel():
+        return unknown
+    ratios = torch.where(change.weight > 0, change.update / change.weight, torch.nan)
+    return ratios.nanmedian().reshape(1)
+
+
+def _highest(scores: Tensor) -> Tensor:
+    """Return the highest of scores that may be NaN, shape ``(1,)``; NaN without a score."""
+    if not scores.numel():
+        return scores.new_full((1,), torch.nan)
+    highest = torch.where(scores.isnan(), -torch.inf, scores).amax(dim=0, keepdim=True)
+    return torch.where(highest.isfinite(), highest, torch.nan)

@@ -1,0 +1,1 @@
+"""Run a bad step again, to find its module, micro-batch and rows."""

@@ -1,0 +1,82 @@
+"""Tell from the losses of micro-batches whether data or weights have changed."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from mfwrap.callbacks.culprit.replay.recorder import NetworkCall, StepRecorder, loss_of
+from mfwrap.callbacks.culprit.replay.replay import undisturbed
+
+
+def losses_of(recorder: StepRecorder) -> tuple[float, ...]:
+    """Return the loss that the network returned for each micro-batch of the last step.
+
+    Synchronizes with the device.
+
+    Returns:
+        NaN for a micro-batch without a loss.
+    """
+    return tuple(math.nan if call.loss is None else call.loss.item() for call in recorder.last_step)
+
+
+def factors_of(recorder: StepRecorder) -> tuple[float, ...]:
+    """Return the gradient that the last step's backward passed to each micro-batch's loss.
+
+    This is the loss scale with all factors of the loop, such as one over the number of
+    micro-batches. Synchronizes with the device.
+
+    Returns:
+        Empty unless the network returned each loss, and the backward reached it.
+    """
+    return _factors(recorder.last_step)
+
+
+def factor_change(recorder: StepRecorder) -> float | None:
+    """Return the ratio of the mean factor of the last step to that of the step before.
+
+    Synchronizes with the device.
+
+    Returns:
+        ``None`` if the factors of a step are unknown, or if those of the step before are 0.
+    """
+    now, before = _factors(recorder.last_step), _factors(recorder.earlier_step)
+    usual = statistics.fmean(map(abs, before)) if before else 0.0
+    return statistics.fmean(map(abs, now)) / usual if now and usual > 0 else None
+
+
+def _factors(calls: Sequence[NetworkCall]) -> tuple[float, ...]:
+    found = [call.loss_gradient for call in calls]
+    known = [gradient.float().sum().item() for gradient in found if gradient is not None]
+    return tuple(known) if len(known) == len(found) else ()
+
+
+def loss_again(recorder: StepRecorder) -> tuple[float, float] | None:
+    """Compute the loss of the step before the last one again, with the present weights.
+
+    If the last step went wrong and this loss is as before, then the weights are good and the data
+    of the last step is not. Inputs and random numbers are those of that step; random states and
+    buffers are restored. Synchronizes with the device.
+
+    Returns:
+        Mean loss of the micro-batches then and with the present weights; ``None`` if the network
+        returned no loss, or if a call raises an error, such as out of memory.
+    """
+    calls = recorder.earlier_step
+    if not calls or any(call.loss is None for call in calls):
+        return None
+    then = sum(call.loss.item() for call in calls if call.loss is not None)
+    again = 0.0
+    try:
+        with undisturbed(recorder), torch.no_grad():
+            for call in calls:
+                call.random.restore(recorder.device)
+                with call.autocast():
+                    loss = loss_of(recorder.network(*call.positional, **call.keywords))
+                again += math.nan if loss is None else loss.item()
+    # The call runs code of the network and of its hooks, which may raise any error. The error must
+    # not end the training, nor leave the other ranks in a collective.
+    except Exception:  # noqa: BLE001  (see above)
+        return None
+    return then / len(calls), again / len(calls)

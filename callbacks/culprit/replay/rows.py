@@ -1,0 +1,460 @@
+"""Find the rows of a bad step that stand out: run its rows one by one, or leave rows out."""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import nn
+
+from mfwrap.callbacks.culprit.anomaly_log import BadRow
+from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
+from mfwrap.callbacks.culprit.replay.recorder import RandomState, StepRecorder, indices_of, loss_of
+from mfwrap.callbacks.culprit.replay.replay import gradients_aside, undisturbed
+from mfwrap.callbacks.culprit.replay.verdict import outside_of_replay
+from mfwrap.compatibility.torch import BatchNorm
+from mfwrap.tensors.norms import norms_of_each
+
+_MOST_SINGLE_ROWS = 64
+"""Largest number of rows that are run one by one. More rows are first run in groups."""
+
+_NUM_GROUPS = 32
+"""Number of groups into which many rows are divided."""
+
+_NUM_LEFT_OUT = 16
+"""Number of groups of a micro-batch that are left out in turn."""
+
+_MOST_NAMED = 8
+"""Largest number of rows that are named."""
+
+_OUTLIER = 5.0
+"""A value is an outlier if it is so many deviations above the median of the other values."""
+
+_OUTLIER_NORM = 8.0
+"""As `_OUTLIER`, for the logarithms of the rows' norms: after a bad update these vary more."""
+
+_SIMILAR = 5.0
+"""Of several outliers, those are named whose value is within this factor of the worst value."""
+
+_LEAST_LOG_DEVIATION = 0.25
+"""Least deviation of the logarithms of the rows' norms: ordinary rows differ by such factors."""
+
+_LEAST_DEVIATION = 0.1
+"""Least deviation of the rows' losses, relative to their median."""
+
+_NUM_TARGETS = "num_items_in_batch"
+"""Argument by which a Trainer asks a network to divide its loss by the targets of all batches."""
+
+_TINY = 1e-30
+"""Replaces 0 in logarithms and divisors."""
+
+_TOLERANCE = 0.01
+"""Largest difference between the loss of a batch and the mean of its rows' losses, relative to the
+largest of them. It allows for bfloat16 and for small terms of the loss that are not additive."""
+
+
+class RowSearch(NamedTuple):
+    """Result of the search for bad rows on one rank."""
+
+    rows: tuple[BadRow, ...]
+    """Rows that stand out, the worst first; empty if none does."""
+
+    detail: str
+    """How the rows were found, or why none is named."""
+
+    is_exact: bool | None = None
+    """Whether the weights and the random numbers were those of the step; ``None`` without a
+    search."""
+
+
+def find_rows(
+    recorder: StepRecorder,
+    loss_scale: float,
+    *,
+    rank: int,
+    loss_is_finite: bool,
+    is_finite: bool,
+    is_exact: bool,
+) -> RowSearch:
+    """Run parts of the last step's batches again, and name the rows that stand out.
+
+    Rows are run one by one; many rows are first run in groups. If the loss of a batch is not the
+    mean or the sum of its rows' losses, as with BatchNorm or a contrastive loss, each row is left
+    out in turn instead, with another row in its place.
+
+    Does about a hundred forwards and backwards at most. Synchronizes with the device, starts no
+    collective, and never raises an error of the network: other ranks may wait for the result.
+
+    Args:
+        recorder: Recorder that holds the step.
+        loss_scale: Loss scale of the step.
+        rank: Rank of this process.
+        loss_is_finite: Whether the loss of the step was finite on this rank.
+        is_finite: Whether loss and gradients of the step were finite on all ranks. Otherwise only
+            rows that are non-finite stand out.
+        is_exact: Whether the weights are those of the step.
+    """
+    try:
+        outside = outside_of_replay(recorder, loss_is_finite=loss_is_finite)
+        if outside is not None:
+            return RowSearch((), f"not searched: {outside}")
+        with undisturbed(recorder):
+            passes = _Passes(recorder, loss_scale)
+            shares = None if _has_batch_norm(recorder.network) else _shares(passes)
+            if shares is None:
+                rows, detail = _leave_out(passes, rank, is_finite=is_finite)
+            else:
+                rows, detail = _run_apart(passes, shares, rank, is_finite=is_finite)
+    # The search runs code of the network, which may raise any error, also because the network
+    # cannot take a part of a batch. The error must not end the training, nor leave the other ranks
+    # in a collective.
+    except Exception as error:  # noqa: BLE001  (see above)
+        text = str(error).partition("\n")[0]
+        return RowSearch((), f"the search failed: {type(error).__name__}: {text}")
+    same_random_numbers = shares is None or not passes.draw_random_numbers
+    return RowSearch(rows, detail, is_exact and same_random_numbers)
+
+
+class _Part(NamedTuple):
+    """Some rows of one micro-batch."""
+
+    micro_batch: int
+    rows: tuple[int, ...]
+
+
+class _Value(NamedTuple):
+    """Result of a forward and backward: the loss, and the norm of the unscaled gradients."""
+
+    loss: float
+    norm: float
+
+    @property
+    def size(self) -> float:
+        """Norm to compare by; infinite if the loss or the norm is non-finite."""
+        return self.norm if math.isfinite(self.loss) and math.isfinite(self.norm) else math.inf
+
+
+@final
+class _Passes:
+    """Run the network on parts of the micro-batches of a step."""
+
+    def __init__(self, recorder: StepRecorder, loss_scale: float) -> None:
+        self.network = recorder.network
+        self.calls = recorder.last_step
+        self.batches = [BatchRows(self.network, call) for call in self.calls]
+        self.draw_random_numbers = False
+        """Whether any pass has drawn random numbers, for example for dropout."""
+        self._device = recorder.device
+        self._loss_scale = loss_scale
+
+    def value(self, part: _Part, share: float = 1.0) -> _Value:
+        """Run forward and backward of a part.
+
+        Args:
+            part: Rows of a micro-batch, in any order; a row may be repeated.
+            share: Factor of the part's loss in the loss of its micro-batch.
+        """
+        call = self.calls[part.micro_batch]
+        positional, keywords = self.batches[part.micro_batch].take(part.rows)
+        call.random.restore(self._device)
+        before = RandomState.now(self._device)
+        with gradients_aside(self.network) as weights, torch.enable_grad():
+            with call.autocast():
+                loss = loss_of(self.network(*positional, **keywords))
+            if loss is None:
+                msg = "the network returned no loss"
+                raise ValueError(msg)
+            seed = call.loss_gradient
+            if seed is None or not seed.isfinite().all():
+                (loss.float() * self._loss_scale * share).sum().backward()
+            else:
+                loss.backward((seed * share).to(loss.dtype).reshape(loss.shape))
+            norms = norms_of_each([w.grad for w in weights.values()], self._device)
+        self.draw_random_numbers |= before.differs_from(RandomState.now(self._device))
+        return _Value(loss.item(), norms.double().norm().item() / self._loss_scale)
+
+    def loss(self, part: _Part, *, is_alone: bool = False) -> float:
+        """Run the forward of a part.
+
+        Args:
+            part: Rows of a micro-batch.
+            is_alone: Whether the loss is that of the part alone, even if the Trainer has divided
+                the losses of the step by the number of all its targets.
+        """
+        call = self.calls[part.micro_batch]
+        positional, keywords = self.batches[part.micro_batch].take(part.rows)
+        if is_alone:
+            keywords.pop(_NUM_TARGETS, None)
+            call.random.restore(self._device)
+        with torch.no_grad(), call.autocast():
+            loss = loss_of(self.network(*positional, **keywords))
+        return math.nan if loss is None else loss.item()
+
+    def own_loss(self, part: _Part, value: _Value) -> float:
+        """Return the loss of a part alone, comparable with the loss of the step.
+
+        Args:
+            part: Rows of a micro-batch.
+            value: Result of the part in the step.
+        """
+        is_share = self.calls[part.micro_batch].keywords.get(_NUM_TARGETS) is not None
+        return self.loss(part, is_alone=True) if is_share else value.loss
+
+    def place_of(self, part: _Part, rank: int) -> BadRow:
+        """Return the place of the only row of a part."""
+        (row,) = part.rows
+        indices = indices_of(self.network, self.calls[part.micro_batch])
+        is_known = len(indices) == self.batches[part.micro_batch].num_rows
+        return BadRow(
+            rank=rank,
+            micro_batch=part.micro_batch,
+            row=row,
+            index=indices[row] if is_known else None,
+        )
+
+
+def _has_batch_norm(network: nn.Module) -> bool:
+    """Tell whether a BatchNorm mixes the rows of a batch."""
+    return any(
+        isinstance(module, BatchNorm) and (module.training or not module.track_running_stats)
+        for module in network.modules()
+    )
+
+
+def _shares(passes: _Passes) -> list[tuple[float, ...]] | None:
+    """Return the factor of each row's loss in the loss of its micro-batch.
+
+    A loss may be the sum or the mean of the rows' losses, or a mean over all targets. The rule that
+    fits is found by comparing the loss of a few rows with the loss of each of them.
+
+    Returns:
+        One factor per row of each micro-batch, 0 for a row without targets; ``None`` if no rule
+        fits: the rows depend on each other.
+    """
+    rule = "mean"
+    first = next((n for n, batch in enumerate(passes.batches) if batch.num_rows > 1), None)
+    if first is not None:
+        alone, together = _losses_of_some_rows(passes, first)
+        # With fewer than two finite losses there is nothing to compare. A mean is most common.
+        if len(alone) > 1:
+            errors = {
+                name: abs(_combined(name, [weights[row] for row in alone], alone) - together)
+                for name, weights in _rules(passes.batches[first]).items()
+            }
+            rule = min(errors, key=lambda name: errors[name])
+            if not errors[rule] <= _TOLERANCE * max(map(abs, alone.values())):
+                return None
+    shares = []
+    for batch in passes.batches:
+        weights = _rules(batch)[rule]
+        total = 1.0 if rule == "sum" else sum(weights)
+        shares.append(tuple(weight / max(total, 1.0) for weight in weights))
+    return shares
+
+
+def _losses_of_some_rows(passes: _Passes, micro_batch: int) -> tuple[dict[int, float], float]:
+    """Return the finite losses of up to four rows, and their loss as one batch."""
+    modes = [(module, module.training) for module in passes.network.modules()]
+    # Dropout draws other random numbers for a part of a batch, so losses would not be comparable.
+    passes.network.eval()
+    try:
+        alone: dict[int, float] = {}
+        for row in range(min(passes.batches[micro_batch].num_rows, _MOST_SINGLE_ROWS)):
+            loss = passes.loss(_Part(micro_batch, (row,)))
+            if math.isfinite(loss):
+                alone[row] = loss
+            if len(alone) == 4:
+                break
+        together = passes.loss(_Part(micro_batch, tuple(alone))) if len(alone) > 1 else math.nan
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+    return alone, together
+
+
+def _rules(batch: BatchRows) -> dict[str, tuple[float, ...]]:
+    """Return the weights of the rows in the loss, by the name of the rule."""
+    ones = (1.0,) * batch.num_rows
+    ways = dict(zip(("targets", "targets after the first"), batch.num_targets(), strict=False))
+    return {"mean": ones, "sum": ones, "targets": ones, "targets after the first": ones} | ways
+
+
+def _combined(rule: str, weights: Sequence[float], losses: Mapping[int, float]) -> float:
+    """Return the loss of a batch from its rows' losses."""
+    total = sum(weight * loss for weight, loss in zip(weights, losses.values(), strict=True))
+    return total if rule == "sum" else total / max(sum(weights), 1.0)
+
+
+def _run_apart(
+    passes: _Passes, shares: Sequence[Sequence[float]], rank: int, *, is_finite: bool
+) -> tuple[tuple[BadRow, ...], str]:
+    """Run rows one by one, and return those that stand out, with a text about the search."""
+
+    def run(part: _Part) -> _Value:
+        share = [shares[part.micro_batch][row] for row in part.rows]
+        # The loss of a part is a mean, whose factor is the sum of its rows' factors, or a sum,
+        # whose rows all have the factor 1.
+        return passes.value(part, 1.0 if is_sum else sum(share))
+
+    is_sum = all(share in {0.0, 1.0} for of_batch in shares for share in of_batch)
+    parts = [
+        _Part(number, tuple(row for row, share in enumerate(of_batch) if share > 0))
+        for number, of_batch in enumerate(shares)
+    ]
+    parts = [part for part in parts if part.rows]
+    num_rows = sum(len(part.rows) for part in parts)
+    how = "rows were run one by one"
+    while num_rows > _MOST_SINGLE_ROWS:
+        how = "groups of rows were run first, then the rows of the worst groups"
+        parts = _worst_groups(_groups(parts, num_rows, _NUM_GROUPS), run)
+        if not parts:
+            return (), f"{how}: the groups are all non-finite, so no row is named"
+        num_rows = sum(len(part.rows) for part in parts)
+    values = {part: run(part) for part in _groups(parts, num_rows, num_rows)}
+    if len(values) < 2:
+        return (), "not searched: the step has only one row"
+    worst = _non_finite(values) or (_outliers(values) if is_finite else [])
+    if not worst:
+        alike = any(math.isinf(value.size) for value in values.values())
+        losses = [passes.own_loss(part, value) for part, value in values.items()]
+        low, high = min(losses), max(losses)
+        what = f"none of {len(losses)} stands out, with losses from {low:.4g} to {high:.4g}"
+        return (), f"{how}: {'all of a micro-batch are non-finite' if alike else what}"
+    named = [
+        dataclasses.replace(
+            passes.place_of(part, rank),
+            loss=passes.own_loss(part, values[part]),
+            gradient_norm=values[part].norm,
+        )
+        for part in worst[:_MOST_NAMED]
+    ]
+    return tuple(named), f"{how}: {len(worst)} of {len(values)} stand out"
+
+
+def _groups(parts: Sequence[_Part], num_rows: int, num_groups: int) -> list[_Part]:
+    """Divide parts with `num_rows` rows together into about `num_groups` groups of equal size."""
+    size = -(-num_rows // num_groups)
+    return [
+        _Part(part.micro_batch, part.rows[start : start + size])
+        for part in parts
+        for start in range(0, len(part.rows), size)
+    ]
+
+
+def _worst_groups(groups: Sequence[_Part], run: Callable[[_Part], _Value]) -> list[_Part]:
+    """Return the groups in which bad rows are to be searched; empty if all are non-finite."""
+    sizes = {group: run(group).size for group in groups}
+    ranked = sorted(sizes, key=lambda group: -sizes[group])
+    bad = [group for group in ranked if math.isinf(sizes[group])]
+    if len(bad) == len(groups):
+        return []
+    # Three quarters at most, so that each round leaves fewer rows.
+    return bad[: len(groups) * 3 // 4] or ranked[:2]
+
+
+def _non_finite(values: Mapping[_Part, _Value]) -> list[_Part]:
+    """Return the parts that are non-finite, unless the fault is not in single rows.
+
+    It is not if all rows are non-finite, or all of the several rows of a micro-batch.
+    """
+    of_micro_batch: dict[int, list[_Part]] = {}
+    for part in values:
+        of_micro_batch.setdefault(part.micro_batch, []).append(part)
+    bad = {
+        number: [part for part in parts if math.isinf(values[part].size)]
+        for number, parts in of_micro_batch.items()
+    }
+    if all(len(bad[number]) == len(parts) for number, parts in of_micro_batch.items()):
+        return []
+    return [
+        part
+        for number, parts in of_micro_batch.items()
+        if len(parts) == 1 or len(bad[number]) < len(parts)
+        for part in bad[number]
+    ]
+
+
+def _outliers(values: Mapping[_Part, _Value]) -> list[_Part]:
+    """Return the parts whose loss or norm is far above the others, the worst first."""
+    ranked = sorted(values, key=lambda part: -values[part].size)
+    if math.isinf(values[ranked[0]].size):
+        return []
+    norms = [values[part].norm for part in ranked]
+    losses = [values[part].loss for part in ranked]
+    logs = [math.log(max(norm, _TINY)) for norm in norms]
+    usual_loss = statistics.median(losses)
+    by_norm = {
+        number
+        for number in range(len(ranked))
+        if _deviations(logs, number, _LEAST_LOG_DEVIATION) > _OUTLIER_NORM
+        and norms[number] > max(norms) / _SIMILAR
+    }
+    by_loss = {
+        number
+        for number in range(len(ranked))
+        if _deviations(losses, number, _LEAST_DEVIATION * abs(usual_loss)) > _OUTLIER
+        and losses[number] - usual_loss > (max(losses) - usual_loss) / _SIMILAR
+    }
+    found = sorted(by_norm | by_loss)
+    # If many rows differ from the others, the rows are not the cause of the anomaly.
+    return [ranked[number] for number in found] if len(found) <= max(1, len(ranked) // 4) else []
+
+
+def _deviations(numbers: Sequence[float], which: int, least: float) -> float:
+    """Return how many deviations a number is above the median of the other numbers."""
+    others = [*numbers[:which], *numbers[which + 1 :]]
+    middle = statistics.median(others)
+    spread = 1.4826 * statistics.median(abs(number - middle) for number in others)
+    return (numbers[which] - middle) / max(spread, least, _TINY)
+
+
+def _leave_out(passes: _Passes, rank: int, *, is_finite: bool) -> tuple[tuple[BadRow, ...], str]:
+    """Put another row in the place of each row, and return a row that stands out, with a text."""
+    whole = [_Part(n, tuple(range(batch.num_rows))) for n, batch in enumerate(passes.batches)]
+    before, part = max(((passes.value(part), part) for part in whole), key=lambda e: e[0].size)
+    how = "rows were left out in turn, because the rows of a batch may depend on each other"
+    if math.isfinite(before.size) and not is_finite:
+        return (), f"{how}: the batches are finite"
+    left = part.rows
+    while True:
+        size = -(-len(left) // _NUM_LEFT_OUT)
+        groups = [left[start : start + size] for start in range(0, len(left), size)]
+        values = {group: passes.value(_without(part, group)) for group in groups}
+        best = min(groups, key=lambda group: values[group].size)
+        if size == 1 or len(groups) < 2:
+            break
+        left = best
+    if len(part.rows) < 2 or not _is_cured(before, best, values):
+        return (), f"{how}: none stands out"
+    after = values[best]
+    row = dataclasses.replace(
+        passes.place_of(_Part(part.micro_batch, best), rank),
+        loss_without=after.loss,
+        gradient_norm_without=after.norm,
+    )
+    return (row,), how
+
+
+def _without(part: _Part, group: Sequence[int]) -> _Part:
+    """Return the rows of a micro-batch with other rows in the places of a group."""
+    others = [row for row in part.rows if row not in set(group)]
+    replacement = dict(zip(group, itertools.cycle(others), strict=False))
+    return _Part(part.micro_batch, tuple(replacement.get(row, row) for row in part.rows))
+
+
+def _is_cured(
+    before: _Value, best: tuple[int, ...], values: Mapping[tuple[int, ...], _Value]
+) -> bool:
+    """Tell whether leaving out one row, and only this row, makes the micro-batch good."""
+    after = values[best]
+    if math.isinf(after.size):
+        return False
+    if math.isinf(before.size):
+        return True
+    falls = [before.norm - value.norm for value in values.values()]
+    number = list(values).index(best)
+    is_outlier = _deviations(falls, number, _LEAST_DEVIATION * before.norm) > _OUTLIER
+    return is_outlier or after.norm < before.norm / 2

@@ -1,0 +1,152 @@
+"""Add the samples that stand out to the anomaly of a bad step."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, Anomaly, BadRow
+from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay.rows import RowSearch, find_rows
+from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.collectives import gather_objects, this_rank
+from mfwrap.records.skipped_rows import RowPlace, RowPlaces
+
+_OF_DATA = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
+"""Kinds of anomalies that a sample may have caused."""
+
+_NOT_OF_DATA = frozenset({"weight", "weights", "targets"})
+"""Places of a fault for which all rows are alike."""
+
+_CAUSES_IN_DATA = frozenset({"data", "rank_data"})
+
+_LONGEST_TEXT = 500
+"""Largest number of characters of a text that is shown."""
+
+_SIMILAR = 5.0
+"""Rows of other ranks are named whose norm is within this factor of the worst norm."""
+
+
+@final
+class SampleSearch:
+    """Search the samples of bad steps, and add those that stand out to the anomalies.
+
+    Only the first of several bad steps in a row is searched: a diverged run would otherwise search
+    every step.
+
+    Args:
+        recorder: Recorder of the steps.
+        shows_texts: Whether to add the texts of samples whose tokens are known.
+        tokenizer: Decodes the texts; without one, the numbers of the tokens are shown.
+        row_places: Tells where this rank's rows are in the training data; ``None`` if that is
+            unknown.
+    """
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        *,
+        shows_texts: bool = False,
+        tokenizer: Any = None,
+        row_places: RowPlaces | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._shows_texts = shows_texts
+        self._tokenizer = tokenizer
+        self._row_places = row_places
+        self._last_bad: int | None = None
+
+    def added_to(
+        self, anomaly: Anomaly, numbers: StepNumbers, *, is_shared: bool, weights_have_moved: bool
+    ) -> Anomaly:
+        """Return the anomaly with the samples that stand out.
+
+        Synchronizes with the device.
+
+        Args:
+            anomaly: Anomaly of the last step.
+            numbers: Numbers of the step.
+            is_shared: Whether all ranks have found the anomaly. All of them must then call this.
+            weights_have_moved: Whether a later update has already changed the weights.
+        """
+        is_first = self._last_bad is None or self._last_bad < numbers.step - 1
+        self._last_bad = numbers.step
+        may_be_sample = (
+            anomaly.kind in _OF_DATA
+            and anomaly.where not in _NOT_OF_DATA
+            and anomaly.replay in {None, "reproduced"}
+        )
+        search: RowSearch | None = None
+        if is_first and may_be_sample:
+            search = find_rows(
+                self._recorder,
+                1.0 if numbers.loss_scale is None else numbers.loss_scale,
+                rank=this_rank(),
+                loss_is_finite=math.isfinite(numbers.loss),
+                is_finite=anomaly.kind not in NON_FINITE,
+                is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
+            )
+            if not search.rows and anomaly.cause in _CAUSES_IN_DATA:
+                search = search._replace(detail=search.detail + self._span(numbers.step))
+            search = search._replace(rows=self._with_places(search.rows, numbers.step))
+            if self._shows_texts:
+                search = search._replace(rows=tuple(map(self._with_text, search.rows)))
+        # `is_first` may differ between ranks, because a rank may have had an anomaly of its own.
+        searches = gather_objects(search) if is_shared else [search]
+        done = [each for each in searches if each is not None]
+        if not done:
+            return anomaly
+        named = [each for each in done if each.rows]
+        rows = sorted((row for each in named for row in each.rows), key=_order)
+        return dataclasses.replace(
+            anomaly,
+            samples=tuple(row for row in rows if _order(row) <= _order(rows[0]) / _SIMILAR),
+            samples_detail=(named or done)[0].detail,
+            are_samples_exact=all(each.is_exact for each in named) if named else None,
+        )
+
+    def _with_places(self, rows: tuple[BadRow, ...], step: int) -> tuple[BadRow, ...]:
+        """Return rows of this rank with their places in the training data."""
+        places = self._places(step) if rows else ()
+        if not places:
+            return rows
+        return tuple(_placed(row, places[row.micro_batch][row.row]) for row in rows)
+
+    def _places(self, step: int) -> Sequence[Sequence[RowPlace | None]]:
+        """Return the places of this rank's rows in the step; empty if they are unknown."""
+        if self._row_places is None:
+            return ()
+        network, calls = self._recorder.network, self._recorder.last_step
+        return self._row_places(step, [BatchRows(network, call).num_rows for call in calls])
+
+    def _span(self, step: int) -> str:
+        """Say where the rows of the step are in the data; empty if that is unknown."""
+        places = [place for of_batch in self._places(step) for place in of_batch]
+        rows = sorted(place.row for place in places if place is not None)
+        if not rows or len(rows) < len(places):
+            return ""
+        first, last = rows[0], rows[-1]
+        return f"; they are at positions {first.position} to {last.position} of epoch {first.epoch}"
+
+    def _with_text(self, row: BadRow) -> BadRow:
+        call = self._recorder.last_step[row.micro_batch]
+        tokens = BatchRows(self._recorder.network, call).tokens(row.row)
+        decode = getattr(self._tokenizer, "decode", None)
+        text = " ".join(map(str, tokens)) if decode is None else str(decode(tokens))
+        return dataclasses.replace(row, text=text[:_LONGEST_TEXT]) if tokens else row
+
+
+def _placed(row: BadRow, place: RowPlace | None) -> BadRow:
+    if place is None:
+        return row
+    # If the batch has indices, they are those that the data set itself gave.
+    index = place.index if row.index is None else row.index
+    return dataclasses.replace(row, index=index, epoch=place.row.epoch, position=place.row.position)
+
+
+def _order(row: BadRow) -> float:
+    """Return the key by which rows are sorted, the worst first."""
+    norm = row.gradient_norm
+    # A row without a norm of its own was left out, which made a difference.
+    return -norm if norm is not None and math.isfinite(norm) else -math.inf

@@ -1,0 +1,216 @@
+"""Each cause is chosen from its evidence, and evidence of several causes names the first."""
+
+import dataclasses
+import math
+
+import pytest
+
+from mfwrap.callbacks.culprit.causes.evidence import Cause
+from mfwrap.callbacks.culprit.replay.replay import Origin
+from support.cause_evidence import HIGH_LOSS, NAMES, NAN, RANK, cause, state, trace
+
+
+def test_an_epsilon_that_is_zero():
+    """Adam divides by zero only if its weights have moved."""
+    moved = {"states": tuple(state("weight", str(n), math.inf) for n in range(6))}
+    found = cause("loss_not_finite", rank=moved, no_denominator="eps=1e-08 is zero in float16")
+    assert found.name == "optimizer_epsilon"
+    assert "eps=1e-08 is zero in float16" in found.explanation
+    assert cause(no_denominator="eps=1e-08 is zero in float16").name == "data"
+
+
+def test_weights_that_change_between_steps():
+    """The weights are named, and a rise of the loss in the same step is explained."""
+    found = cause(steps=trace({**HIGH_LOSS, "num_changed": 2}), rank={"changed": NAMES[1:]})
+    assert (found.name, found.tensors, found.where) == ("weight_changed", NAMES[1:], "weight")
+
+
+def test_a_weight_that_has_grown_without_an_update():
+    """One weight is named; if most have risen, or an update explains it, it is not."""
+    one = {"states": (state("weight", "h.0.weight", 900.0),)}
+    most = {"states": tuple(state("weight", str(n), 900.0) for n in range(6))}
+    assert cause(rank=one).name == "weight_changed"
+    assert cause(rank=one).tensors == ("h.0.weight",)
+    assert cause(rank=most).name != "weight_changed"
+    assert cause(rank={**one, "driven": ("h.0.weight",)}).name != "weight_changed"
+    assert cause(steps=trace({"num_moved": 3}, HIGH_LOSS), rank=one).name == "optimizer_state"
+    far = trace({"update": 12.0}, HIGH_LOSS)
+    assert cause(steps=far, rank=one).name != "weight_changed"
+    assert cause(steps=far, rank={**one, "changed": NAMES}).name == "weight_changed"
+    assert cause("state_spike", trace({"update": 6.0}, {}, {}, {}), rank=one).name == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rises", "tensors"),
+    [
+        ("exp_avg", (1e5, 1e5), NAMES[1:]),
+        ("exp_avg", (math.inf, 10.0), NAMES[1:2]),
+        # All moments may have fallen, some of them less than the limit.
+        ("exp_avg_sq", (1e-8, 1e-8), ()),
+    ],
+)
+def test_an_optimizer_state_that_has_changed(kind, rises, tensors):
+    """An update that is too large, with a state that has changed, is the optimizer's."""
+    states = tuple(state(kind, name, rise) for name, rise in zip(NAMES[1:], rises, strict=True))
+    found = cause("update_spike", trace({"num_moved": 2}), rank={"states": states})
+    of_all = cause("update_spike", trace({"num_moved": 8}), rank={"states": states})
+    assert found.name == of_all.name == "optimizer_state"
+    # Two states do not explain the updates of all weights.
+    assert (found.tensors, of_all.tensors) == (tensors, ())
+    assert f"norm of {kind} of h.0.weight" in found.explanation
+
+
+def test_all_updates_that_are_far_above_the_usual_are_the_optimizers():
+    """Also if no single weight's update is an anomaly yet, early in a training."""
+    large = {"update_ratio": 0.02}
+    before = tuple(each._replace(step=each.step - 4) for each in trace({}))
+    found = cause("spike", before + trace(large, {"global_norm": 20.0}))
+    assert found.name == "optimizer_state"
+    assert "20 times the usual one" in found.explanation
+    by_rate = before + trace({**large, "learning_rate": 0.02}, HIGH_LOSS)
+    assert cause("spike", by_rate).name == "data"
+
+
+def test_large_updates_after_a_spike_of_the_gradients_are_ordinary():
+    """The gradients asked for them."""
+    found = cause(steps=trace({"num_moved": 8, "global_norm": 20.0}, HIGH_LOSS))
+    assert found.name != "optimizer_state"
+
+
+def test_a_weight_that_changes_within_a_step():
+    """Without a change of the optimizer's state, a lone large update is a changed weight."""
+    moved = {"moved": ("h.0.weight",)}
+    steps = trace({"num_moved": 1})
+    assert cause("update_spike", steps, rank=moved, knows_optimizer=True).name == "weight_changed"
+    assert cause("update_spike", steps, rank=moved).name == "optimizer_state"
+    # Only a few elements of each weight are measured, so others may have moved as far.
+    all_far = trace({}, {}, {}, {"num_moved": 1, "update_ratio": 0.1})
+    found = cause("update_spike", all_far, rank=moved, knows_optimizer=True)
+    assert (found.name, found.tensors) == ("optimizer_state", ())
+
+
+def test_running_statistics():
+    """Non-finite statistics are ruined; a step that only shifts them had an unusual batch."""
+    nan = {"buffers": ("bn.running_mean",)}
+    risen = {"states": (state("buffer", "bn.running_var", 1e6),)}
+    by_input = cause("loss_not_finite", rank=nan, origin=Origin("input", "pixels", 0, rows=(3,)))
+    assert by_input.name == cause("state_spike", rank=risen).name == "batch_norm"
+    assert "non-finite values in input `pixels`" in by_input.explanation
+    assert cause("spike", rank=risen).name == "data"
+    assert cause("state_spike", rank={"buffers": ("mask",)}).name == "buffer_changed"
+
+
+def test_the_checkpoint_to_return_to_is_older_than_the_fault():
+    """The suggestion names the step; if only a sample has shown the fault, the earliest one."""
+    one = {"states": (state("weight", "h.0.weight", 900.0),)}
+    jump = trace({"rate_rise": 50.0}, HIGH_LOSS)
+    assert "from before step 13;" in cause(rank=one).suggestion
+    assert "from before step 11;" in cause("state_spike", rank=one, since=11).suggestion
+    assert cause(steps=jump).suggestion.endswith("from before step 12")
+
+
+def test_running_statistics_follow_the_weights():
+    """A weight that has grown gives other statistics."""
+    buffer, weight = state("buffer", "bn.running_var", 1e6), state("weight", "h.0.weight", 900.0)
+    rank = {"states": (buffer, weight), "driven": ("h.0.weight",)}
+    assert cause("state_spike", trace({}), rank=rank).name == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("input", "data"),
+        ("targets", "data"),
+        ("weight", "weight_changed"),
+        ("weights", "unknown"),
+        ("activation", "activation"),
+        ("gradient", "gradient"),
+        ("loss", "loss"),
+    ],
+)
+def test_the_place_of_the_first_non_finite_value(where, name):
+    """What a replay has found is the cause."""
+    found = cause("loss_not_finite", origin=Origin(where, "h.0", 1))
+    assert found.name == name
+
+
+def test_verdicts_of_a_replay():
+    """What a replay cannot repeat is outside of the network, in a hook, or transient."""
+    outside = cause(
+        "loss_not_finite",
+        verdict="not_covered",
+        verdict_detail="the loss is computed outside of the network",
+        rank={"factors": (0.5, NAN)},
+    )
+    transient = {"verdict": "not_reproduced", "verdict_detail": "transient"}
+    gradient = cause("gradient_not_finite", layer="h.1", **transient)
+
+    assert (outside.name, outside.micro_batch) == ("loss", 1)
+    assert (gradient.name, gradient.is_in_layer) == ("gradient", True)
+    assert "suspect the hardware" in gradient.suggestion
+    assert cause("loss_not_finite", **transient).name == "transient"
+    assert cause("gradient_not_finite", layer="h.1").suggestion.endswith("of this layer")
+
+
+def test_a_dead_layer():
+    """A layer is dead, or all of them."""
+    one = cause("zero_gradient", rank={"dead": NAMES[:1]}, layer="wte")
+    whole = cause("zero_gradient", rank={"dead": NAMES})
+    assert one.name == whole.name == "dead_layer"
+    # A global norm of zero is found at once.
+    at_once = cause("vanishing_gradient", trace({}), global_norm=0.0)
+    assert (one.is_in_layer, whole.is_in_layer, at_once.is_in_layer) == (True, False, False)
+    assert at_once.name == "dead_layer"
+    assert "all layers" in whole.explanation
+    assert at_once.explanation == whole.explanation
+
+
+def test_gradients_of_one_layer():
+    """The layer's own backward is at fault if the loss has not risen."""
+    calm = cause("spike", trace({"global_norm": 20.0}), layer="h.1")
+    assert (calm.name, calm.is_in_layer) == ("gradient", True)
+    assert cause("spike", layer="h.1").name == "data"
+
+
+def test_bad_data():
+    """The loss rises on the data of a step; on one rank or micro-batch alone, it says so."""
+    calm, high = dataclasses.replace(RANK, rank=1), dataclasses.replace(RANK, loss_score=20.0)
+    losses = {"loss_score": 20.0, "micro_losses": (3.0, 60.0)}
+    alone = cause(others=(calm,), rank=losses)
+    batch = cause(rank={"micro_losses": (3.0, 3.1, 60.0)})
+
+    assert cause().name == cause(others=(dataclasses.replace(high, rank=1),)).name == "data"
+    assert (alone.name, alone.micro_batch) == ("rank_data", 1)
+    assert batch.micro_batch == 2
+
+
+def test_worse_weights_are_no_bad_data():
+    """If the data of the step before have a high loss, too, the weights have become worse."""
+    assert cause(rank={"earlier_loss": (3.0, 3.1)}).name == "data"
+    assert cause(rank={"earlier_loss": (3.0, 5.9)}).name == "unknown"
+    assert cause(rank={"earlier_loss": (3.0, NAN)}).name == "unknown"
+    # The network's loss is a mean, and the loop's a sum.
+    assert cause(rank={"earlier_loss": (0.3, 0.59)}).name == "unknown"
+
+
+def test_after_a_large_update_no_data_are_blamed():
+    """The update is not large enough to be an anomaly by itself."""
+    large = {"update_ratio": 3e-3}
+    assert cause(steps=trace({}, {}, {}, large, HIGH_LOSS)).name == "unknown"
+
+
+def test_the_loss_of_the_blamed_rank_counts():
+    """This rank's loss may be ordinary where another rank's is the cause."""
+    bad = {"rank": 1, "loss": 3000.0, "loss_score": 900.0, "norms": (900.0, 1000.0, 1100.0)}
+    calm = dataclasses.replace(RANK, loss_score=0.1)
+    found = cause("spike", trace({"global_norm": 20.0}), rank=bad, others=(calm,))
+    assert found.name == "loss"
+    on_data = {**bad, "loss": 30.0, "norms": (1.0, 2.0, 900.0)}
+    assert cause("spike", trace({}), rank=on_data, others=(calm,)).name == "rank_data"
+
+
+def test_without_enough_evidence_the_cause_is_unknown():
+    """A spike of all gradients with an ordinary loss, and updates that may explain a high loss."""
+    unknown = cause("spike", trace({"global_norm": 20.0}))
+    assert unknown == Cause("unknown", "", "")
+    assert cause(steps=trace({"update_ratio": 0.2}, HIGH_LOSS)).name == "unknown"

@@ -1,0 +1,55 @@
+"""Causes that lie in the learning rate, or in the size of updates."""
+
+import math
+
+from mfwrap.callbacks.culprit.judges.growth import Growth
+from support.cause_evidence import HIGH_LOSS, cause, trace
+
+
+def test_a_rate_far_above_the_rates_before():
+    """The rate is the cause at its own step, and of what follows in the next few steps."""
+    high = {"rate_rise": 300.0, "learning_rate": 0.3}
+    at_once = cause("learning_rate_spike", trace(high))
+    later = cause(steps=trace(high, HIGH_LOSS))
+
+    assert at_once.name == later.name == "learning_rate"
+    assert "step 13 was 0.3, 300 times" in at_once.explanation
+    assert "step 12" in later.explanation
+    assert cause(steps=trace(high, {}, {}, HIGH_LOSS)).name == "learning_rate"
+    assert cause(steps=trace({"rate_rise": math.inf}, HIGH_LOSS)).name != "learning_rate"
+
+
+def test_updates_as_large_as_the_weights():
+    """Without a jump of the rate, updates that are too large mean a rate that is too high."""
+    large = {"update_ratio": 0.9}
+    found = cause("update_spike", trace(large, {**large, "update_ratio": 0.8}))
+    assert found.name == "learning_rate"
+    assert "the update of step 12, at learning rate 0.001, changed the weights by 0.9 times" in (
+        found.explanation
+    )
+    assert cause(steps=trace(large, HIGH_LOSS)).name == "learning_rate"
+
+
+def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
+    """The first updates were as large as the weights, before any was unusual."""
+    large = trace({"update_ratio": 2.0})[-1]._replace(step=1)
+    moved = trace({"num_moved": 3.0})[-1]._replace(step=2)
+    assert cause("update_spike", (large, moved)).name == "learning_rate"
+    late = large._replace(step=20)
+    assert cause("update_spike", (late, moved._replace(step=21))).name == "optimizer_state"
+
+
+def test_updates_that_were_ordinary_at_first_are_no_sign_of_a_high_rate():
+    """The second update of a run may be ruined, too."""
+    first = trace({})[-1]._replace(step=1)
+    ruined = trace({"update_ratio": 700.0, "num_moved": 8})[-1]._replace(step=2)
+    assert cause("update_spike", (first, ruined)).name == "optimizer_state"
+
+
+def test_updates_that_grow():
+    """The sentence has the numbers; a growth that began before explains nothing else."""
+    growth = Growth(0.004, 0.03, 64)
+    found = cause("update_growth", trace({}), growth=growth)
+    assert found.name == "update_growth"
+    assert "from 0.004 to 0.03 of its size in 64 updates" in found.explanation
+    assert cause(growth=growth).name == "data"

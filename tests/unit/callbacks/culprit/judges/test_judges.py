@@ -1,0 +1,156 @@
+"""Judges of a run go on after a resume, on one rank and on several."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap.callbacks.culprit.judges.judges import Judges, Scores
+from support.ranks.monitors import judged_norms, save_usual_norms
+
+
+def test_a_sample_of_the_state_is_taken_at_its_interval():
+    """Between samples the scores of the state are unknown."""
+    judges = Judges(nn.Linear(2, 2), 3)
+    found = [
+        Scores.of(judges.end_step(step, torch.ones(()), None, None).summary.tolist())
+        for step in range(1, 7)
+    ]
+    assert [math.isnan(each.state.num_bad) for each in found] == [True, True, False] * 2
+
+
+def test_watched_forwards_are_judged():
+    """Scores of forwards are known in the steps that are watched, and are part of the state."""
+    judges, later, found = Judges(None, 10), Judges(None, 10), []
+    for step in range(1, 32):
+        if step % 2:
+            judges.forward.add({"attn": torch.tensor([1.5**step])}, {})
+        judgement = judges.end_step(step, torch.ones(()), None, None)
+        found.append(Scores.of(judgement.summary.tolist()).forward.num_logits)
+    assert all(math.isnan(each) for each in found[1::2])
+    assert (found[0], found[-1]) == (0, 1)
+    assert judgement.forward is not None
+    assert [each.module for each in judgement.forward.rises()] == ["attn"]
+    later.load_state_dict(json.loads(json.dumps(judges.state_dict())))
+    assert later.forward.state_dict() == judges.forward.state_dict()
+
+
+def test_the_optimizer_state_is_known_after_the_first_step():
+    """A change before the first sample is found."""
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(network.parameters())
+    judges = Judges(network, 10)
+    for step in (1, 2):
+        network(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        judges.end_step(step, torch.ones(()), None, None, optimizer)
+    optimizer.state[network.weight]["exp_avg"].mul_(1e5)
+    found = judges.states.risen(3, optimizer)[0]
+    assert (found.kind, found.name) == ("exp_avg", "weight")
+
+
+def test_updates_are_measured_unless_several_may_have_passed():
+    """A loop that only logs has made an unknown number of updates."""
+    network = nn.Linear(2, 2)
+    judges = Judges(network, 10)
+    network.weight.data.add_(1.0)
+    logged = judges.end_step(1, torch.ones(()), None, None, measures_updates=False)
+    measured = judges.end_step(2, torch.ones(()), None, None)
+    assert (logged.step.update, logged.step.weights) == (None, ())
+    assert measured.step.update.tolist() == [1.0, 0.0]
+
+
+def test_updates_add_up_from_one_sample_to_the_next():
+    """They include the update of the step in which the sample is taken."""
+    network = nn.Linear(2, 2)
+    judges = Judges(network, 3)
+    travelled = []
+    for step in range(1, 6):
+        network.weight.data.add_(1.0)
+        judged = judges.end_step(step, torch.ones(()), None, None).step
+        travelled.append(judged.travelled()["weight"])
+    assert travelled == [1.0, 1.0, 2.0, 1.0, 2.0]
+
+
+def test_evidence_is_the_same_after_a_resume():
+    """What has risen since the last sample, and by how much the updates explain it."""
+
+    def evidence_of(resumes_at):
+        network = nn.Linear(2, 2)
+        with torch.no_grad():
+            network.weight.fill_(0.5)
+            network.bias.fill_(0.5)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.2)
+        judges = Judges(network, 5)
+        for step in range(1, 9):
+            if step == resumes_at:
+                saved = json.dumps(judges.state_dict())
+                judges = Judges(network, 5, step - 1)
+                judges.load_state_dict(json.loads(saved))
+            judges.begin_step()
+            network(torch.ones(1, 2)).square().sum().backward()
+            optimizer.step()
+            if step == 7:
+                network.bias.data.mul_(100)
+            travelled = judges.end_step(
+                step, torch.ones(()), None, None, optimizer
+            ).step.travelled()
+        return judges.states.risen(8, optimizer), travelled
+
+    expected = evidence_of(None)
+    assert [one.name for one in expected[0] if one.kind == "weight"] == ["bias"]
+    for step in (2, 5, 6, 8):
+        assert evidence_of(step) == expected
+
+
+def test_a_change_before_the_step_is_no_update():
+    """After `begin_step`, what has changed since the last step is told from the update."""
+    network = nn.Linear(2, 2)
+    judges = Judges(network, 10)
+    network.weight.data.add_(1.0)
+    judges.begin_step()
+    judged = judges.end_step(1, torch.ones(()), None, None).step
+    assert (judged.update.tolist(), judged.outside.tolist()) == ([0, 0], [1, 0])
+    assert judged.changed() == ("weight",)
+
+
+def test_weights_that_are_added_later_are_measured():
+    """After the next sample, the judges follow what is trained."""
+    network = nn.Sequential(nn.Linear(2, 2))
+    judges = Judges(network, 2)
+    network.append(nn.Linear(2, 2))
+    weights = [judges.end_step(n, torch.ones(()), None, None).step.weights for n in (1, 2, 3)]
+    assert [len(names) for names in weights] == [2, 2, 4]
+
+
+def test_an_unknown_state_starts_empty_and_a_loaded_one_goes_on():
+    """Usual norms follow the names of the groups."""
+    first, later = Judges(None, 10), Judges(None, 10)
+    assert all(map(math.isnan, judged_norms(first, 2.0, 5.0)))
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert judged_norms(later, 1.0, 1.0, 1.0) == pytest.approx([2.0, 5.0, math.nan], nan_ok=True)
+
+
+def test_a_judge_that_was_not_used_keeps_its_state():
+    """A run that ends before its first step saves what it has loaded."""
+    first, later = Judges(None, 10), Judges(None, 10)
+    judged_norms(first, 2.0)
+    later.load_state_dict(first.state_dict())
+    assert later.state_dict() == first.state_dict()
+
+
+def test_each_rank_restores_its_own_norms(two_ranks):
+    """States of all ranks are saved together; with more ranks than before, they are shared."""
+    of_one = Judges(None, 10)
+    judged_norms(of_one, 7.0, 8.0)
+    ranks = two_ranks.run(save_usual_norms, of_one.state_dict())
+
+    for rank, found in enumerate(ranks):
+        assert found["restored"] == pytest.approx([7.0, 8.0])
+        assert found["again"] == pytest.approx([1.0 + rank, 10.0 + rank])
+        assert len(found["alone"]["of_ranks"]) == 1
+        # A run that is resumed after its last step saves what it has loaded, of all ranks.
+        assert found["kept"] == found["together"]
+    assert ranks[0]["together"] == ranks[1]["together"]

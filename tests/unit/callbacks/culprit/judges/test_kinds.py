@@ -1,0 +1,127 @@
+"""The kind of a step follows from its scores, the most telling one first."""
+
+import json
+import math
+
+import pytest
+
+from mfwrap.callbacks.culprit.judges.forward import ForwardScores
+from mfwrap.callbacks.culprit.judges.judges import Scores
+from mfwrap.callbacks.culprit.judges.kinds import StepKinds
+from mfwrap.callbacks.culprit.judges.state import StateScores
+from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
+from support.cause_evidence import ORDINARY
+
+
+def scores(state: StateScores | None = None, num_logits: float = 0.0, **step: float) -> Scores:
+    """Return the scores of a step that is ordinary but for these."""
+    return Scores(
+        ORDINARY._replace(**step),
+        state or StateScores(highest=math.nan, num_bad=math.nan),
+        ForwardScores(num_logits=num_logits, num_loads=math.nan),
+    )
+
+
+def numbers(norm: float | None) -> StepNumbers:
+    """Return the numbers of a step with this global norm."""
+    return numbers_of(1, StepValues(loss=1.0, global_norm=norm))
+
+
+def kinds_after(num_steps: int) -> StepKinds:
+    """Return kinds that have followed ordinary steps."""
+    kinds = StepKinds(2.0)
+    for _ in range(num_steps):
+        kinds.follow(ORDINARY, applied=True)
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (scores(), None),
+        (scores(num_changed=1, loss=20.0), "state_spike"),
+        (scores(StateScores(highest=20.0, num_bad=0)), "state_spike"),
+        (scores(StateScores(highest=math.nan, num_bad=1)), "state_spike"),
+        (scores(loss=20.0, num_logits=1), "loss_spike"),
+        (scores(num_risen=2), "local_norm_spike"),
+        (scores(num_moved=2), "update_spike"),
+        (scores(num_dead=1), "zero_gradient"),
+        (scores(num_logits=1), "attention_logits"),
+    ],
+)
+def test_the_kind_of_a_step(found, kind):
+    """What comes first in the table is the kind."""
+    assert kinds_after(6).own(found) == kind
+
+
+def test_a_warm_up_begins_with_rises_of_the_rate():
+    """Within the first five steps a rise of the rate is ordinary, also across a resume."""
+    later = StepKinds(2.0)
+    later.load_state_dict(json.loads(json.dumps(kinds_after(4).state_dict())))
+    for kinds in (kinds_after(4), later):
+        found = []
+        for _ in range(2):
+            kinds.follow(ORDINARY, applied=True)
+            found.append(kinds.own(scores(rate_rise=6.0, num_risen=2)))
+            assert kinds.shared(numbers(1.0), scores(rate_rise=6.0)) is None
+        assert found == ["local_norm_spike", "learning_rate_spike"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_found"),
+    [((0.8, 0.8), True), ((0.5, 0.5), False), ((15.0, 0.6), True), ((math.nan, 3.0), False)],
+)
+def test_two_updates_as_large_as_the_weights(ratios, is_found):
+    """Their geometric mean decides."""
+    kinds = StepKinds(2.0)
+    for ratio in ratios:
+        kinds.follow(ORDINARY._replace(update_ratio=ratio), applied=True)
+    assert kinds.own(scores()) == ("update_spike" if is_found else None)
+
+
+@pytest.mark.parametrize(("norm", "is_spike"), [(1.9, False), (2.1, True), (None, False)])
+def test_a_spike_is_far_above_the_usual_norm_in_two_ways(norm, is_spike):
+    """By its score, and by its ratio to the usual norm."""
+    kinds = StepKinds(2.0)
+    found = kinds.shared(numbers(norm), scores(global_norm=9.0))
+    assert found == ("spike" if is_spike else None)
+    assert kinds.shared(numbers(norm), scores(global_norm=7.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "score", "is_found"),
+    [
+        (0.009, -9.0, True),
+        (0.011, -9.0, False),
+        (0.009, -7.0, False),
+        (0.0, math.nan, True),
+        (None, math.nan, False),
+    ],
+)
+def test_a_vanishing_gradient_is_far_below_the_usual_norm_in_two_ways(norm, score, is_found):
+    """By its score, which a norm of zero does not have, and by its ratio to the usual norm."""
+    found = StepKinds(2.0).shared(numbers(norm), scores(global_norm=score))
+    assert found == ("vanishing_gradient" if is_found else None)
+
+
+def test_batches_from_which_nothing_is_learned_are_found_once():
+    """If they come again and again, they are the nature of the training, also across a resume."""
+    kinds, found = StepKinds(2.0), []
+    for step in range(200):
+        is_empty = step in {10, 30, 70, 130}
+        known = scores(global_norm=math.nan) if is_empty else scores()
+        found.append(kinds.shared(numbers(0.0 if is_empty else 1.0), known))
+        later = StepKinds(2.0)
+        later.load_state_dict(json.loads(json.dumps(kinds.state_dict())))
+        kinds = later
+    assert [step for step, kind in enumerate(found) if kind is not None] == [10, 130]
+
+
+def test_growth_of_the_updates_is_the_last_kind():
+    """It is an early warning."""
+    kinds = StepKinds(2.0)
+    for number in range(64):
+        kinds.follow(ORDINARY._replace(update_ratio=0.004 * 1.05**number), applied=True)
+    assert kinds.growth is not None
+    assert kinds.own(scores()) == "update_growth"
+    assert kinds.own(scores(loss=20.0)) == "loss_spike"

@@ -1,0 +1,108 @@
+"""Sampled updates, compared with the updates of all elements."""
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap.callbacks.culprit.judges.samples import UpdateSample
+from support.host_reads import HostReads
+
+
+def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square of all elements."""
+    return tensor.double().square().mean().sqrt().float()
+
+
+def test_small_weights_are_measured_exactly():
+    """Up to 256 elements, the sample is the weight."""
+    weights = [torch.randn(size) for size in (1, 3, 255, 256)]
+    before = [weight.clone() for weight in weights]
+    sample = UpdateSample(weights)
+    for weight in weights:
+        weight.add_(torch.randn_like(weight))
+
+    updates, sizes, _ = sample.measure()
+
+    changes = [root_mean_square(new - old) for new, old in zip(weights, before, strict=True)]
+    torch.testing.assert_close(updates, torch.stack(changes))
+    torch.testing.assert_close(sizes, torch.stack([root_mean_square(old) for old in before]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_weights_are_measured_by_a_sample(dtype: torch.dtype):
+    """The estimate is close for a matrix and for a kernel in another memory format."""
+    torch.manual_seed(0)
+    kernel = torch.randn(32, 16, 3, 3).to(dtype).to(memory_format=torch.channels_last)
+    weights = [torch.randn(512, 128).to(dtype), kernel]
+    sample = UpdateSample(weights)
+    for weight in weights:
+        weight.add_(torch.randn_like(weight), alpha=0.1)
+
+    updates, sizes, _ = sample.measure()
+
+    assert updates == pytest.approx(0.1, rel=0.15)
+    assert sizes == pytest.approx(1.0, rel=0.15)
+
+
+def test_the_sample_meets_rows_and_columns():
+    """An update of a few columns, or of a few rows, of a matrix is seen."""
+    for index in (slice(None), slice(8)), (slice(8), slice(None)):
+        weight = torch.zeros(256, 256)
+        sample = UpdateSample([weight])
+        weight[index] += 1
+
+        assert 0.1 < sample.measure().update.item() < 0.3
+
+
+def test_each_measurement_begins_where_the_last_one_ended():
+    """No change is measured twice."""
+    weight = torch.zeros(10)
+    sample = UpdateSample([weight])
+    weight += 1
+    assert sample.measure().update.item() == 1
+    assert sample.measure().update.item() == 0
+
+
+def test_what_changes_between_steps_is_no_update():
+    """After `begin`, the two changes are told apart; without it, both count as the update."""
+    weight = torch.zeros(10)
+    sample = UpdateSample([weight])
+    weight += 1
+    sample.begin()
+    weight += 2
+    told_apart = sample.measure()
+    weight += 1
+    together = sample.measure()
+
+    assert (told_apart.update.item(), told_apart.outside.item()) == (2, 1)
+    assert (together.update.item(), together.outside) == (1, None)
+
+
+def test_weights_in_other_memory_are_others():
+    """A sample is of the memory that it reads."""
+    weight = torch.zeros(10)
+    sample = UpdateSample([weight])
+    assert sample.is_of([weight])
+    assert not sample.is_of([weight.clone()])
+    assert not sample.is_of([weight, weight])
+
+
+def test_views_without_a_block_of_memory_and_empty_shards_are_nan():
+    """What cannot be sampled as a view is unknown, not zero."""
+    updates, *_ = UpdateSample([torch.zeros(4, 4)[:, 0], torch.zeros(0), torch.zeros(2)]).measure()
+
+    assert updates.isnan().tolist() == [True, True, False]
+
+
+def test_no_weights_have_no_updates():
+    """A network without trainable weights has nothing to measure."""
+    assert [len(each) for each in UpdateSample([]).measure()] == [0, 0, 0]
+
+
+def test_measuring_reads_nothing_on_the_host():
+    """No operation waits for the device."""
+    network = nn.Linear(8, 8)
+    sample = UpdateSample(list(network.parameters()))
+    with HostReads() as reads:
+        sample.measure()
+    assert reads.reads == []

@@ -1,0 +1,212 @@
+"""Judgement of made-up series of a training, whose anomalies are known."""
+
+import json
+import math
+
+import torch
+from torch import Tensor
+
+from mfwrap.callbacks.culprit.judges.samples import Change
+from mfwrap.callbacks.culprit.judges.step import LIMITS, JudgedStep, StepJudge, StepScores
+from support.host_reads import HostReads
+
+APPLIED = torch.ones((), dtype=torch.bool)
+NAMES = ("wte", "h.0", "h.1", "head")
+USUAL = torch.tensor([1.0, 2.0, 3.0, 0.5])
+
+
+def noisy(values: Tensor, seed: int) -> Tensor:
+    """Return values that are each up to a few per cent off."""
+    generator = torch.Generator().manual_seed(seed)
+    return values * (0.05 * torch.randn(values.shape, generator=generator)).exp()
+
+
+def judged(
+    judge: StepJudge,
+    step: int,
+    *,
+    loss: float = 3.0,
+    factors: Tensor | float = 1.0,
+    update: Tensor | float = 1.0,
+    rate: float = 1e-3,
+    outside: Tensor | None = None,
+    applied: Tensor = APPLIED,
+) -> JudgedStep:
+    """Judge an ordinary step, changed by factors."""
+    norms = noisy(USUAL, step) * factors
+    updates = noisy(torch.full((4,), 0.2), 1000 + step) * update * rate
+    return judge.judge(
+        noisy(torch.tensor(loss), 2000 + step),
+        norms.norm(),
+        norms,
+        Change(updates, torch.ones(4), outside),
+        torch.tensor(rate),
+        applied,
+    )
+
+
+def scores(step: JudgedStep) -> StepScores:
+    """Return the summary as the host reads it."""
+    return StepScores(*step.summary.tolist())
+
+
+def judge_after(num_steps: int) -> StepJudge:
+    """Return a judge that has seen ordinary steps."""
+    judge = StepJudge(NAMES, NAMES, "cpu")
+    for step in range(num_steps):
+        judged(judge, step)
+    return judge
+
+
+def anomalies(found: StepScores) -> set[str]:
+    """Return what a summary finds."""
+    names = {name for name, limit in LIMITS.items() if getattr(found, name) > limit}
+    return names | ({"dead"} if found.num_dead else set())
+
+
+def test_ordinary_steps_are_no_anomalies():
+    """Nothing is found in 300 noisy steps, from the first one on."""
+    judge = StepJudge(NAMES, NAMES, "cpu")
+    assert [step for step in range(300) if anomalies(scores(judged(judge, step)))] == []
+
+
+def test_a_rise_is_found_from_the_second_step_on_if_it_is_large():
+    """The prior is wide, so the first steps need a larger rise than later ones."""
+    for num_steps, factor in ((1, 200.0), (5, 50.0), (100, 8.0)):
+        found = scores(judged(judge_after(num_steps), 5000, factors=factor))
+        assert "global_norm" in anomalies(found)
+        assert "global_norm" not in anomalies(
+            scores(judged(judge_after(num_steps), 5000, factors=factor / 10))
+        )
+
+
+def test_each_series_is_judged_by_itself():
+    """A risen loss, group or update is found where it is, and nowhere else."""
+    one = torch.tensor([1.0, 1.0, 1.0, 100.0])
+    found = scores(judged(judge_after(50), 5000, loss=6.0))
+    assert anomalies(found) == {"loss"}
+    assert 2.7 < found.usual_loss < 3.3
+
+    step = judged(judge_after(50), 5000, factors=one)
+    assert anomalies(scores(step)) == {"local_norm", "global_norm"}
+    assert step.local_norm_scores.argmax() == 3
+    assert scores(step).num_risen == 1
+    torch.testing.assert_close(step.usual_norm, USUAL, rtol=0.2, atol=0)
+
+    step = judged(judge_after(50), 5000, update=one)
+    assert anomalies(scores(step)) == {"update"}
+    assert step.update_scores.argmax() == 3
+    assert scores(step).num_moved == 1
+
+
+def test_a_norm_far_below_the_global_norm_is_not_judged():
+    """Ratios of rounding errors are no anomaly."""
+    judge = StepJudge(("weight", "bias"), (), "cpu")
+    for step in range(50):
+        norms = torch.tensor([1.0, 1e-10 if step < 40 else 1e-6])
+        found = judge.judge(
+            torch.tensor(3.0), noisy(norms, step).norm(), noisy(norms, step), None, None, APPLIED
+        )
+        assert anomalies(scores(found)) == set()
+
+
+def test_the_rate_does_not_make_an_update_an_anomaly():
+    """Updates are judged per unit of the rate, so a restart of a schedule is ordinary."""
+    assert anomalies(scores(judged(judge_after(50), 5000, rate=1.0))) == set()
+
+
+def test_updates_add_up_until_they_begin_anew():
+    """An update that makes a weight non-finite is infinite; later ones add nothing to it."""
+    judge = StepJudge(("w",), ("a", "b"), "cpu")
+    change = Change(torch.tensor([0.5, math.nan]), torch.tensor([1.0, 1.0]), None)
+    later = Change(torch.tensor([0.5, math.nan]), torch.tensor([1.5, math.nan]), None)
+    for each in (change, later):
+        found = judge.judge(torch.ones(()), None, None, each, None, APPLIED)
+    found = judge.judge(torch.ones(()), None, None, later, None, ~APPLIED)
+    assert found.travelled() == {"a": 1.0, "b": math.inf}
+    judge.begin_travel()
+    found = judge.judge(torch.ones(()), None, None, later, None, APPLIED)
+    assert found.travelled() == {"a": 0.5, "b": 0.0}
+
+
+def test_weights_that_change_between_steps_are_found_unless_they_often_do():
+    """The first change after a few quiet steps is found; a loop that clips weights is not."""
+    none, one = torch.zeros(4), torch.tensor([0.0, 0.1, 0.0, 0.0])
+    judge = StepJudge(NAMES, NAMES, "cpu")
+    steps = [judged(judge, n, outside=one if n >= 6 else none) for n in range(10)]
+    found = [scores(step).num_changed for step in steps]
+    clipping = StepJudge(NAMES, NAMES, "cpu")
+    often = [scores(judged(clipping, n, outside=one)).num_changed for n in range(10)]
+
+    assert found == [0] * 6 + [1] + [0] * 3
+    assert steps[6].changed() == ("h.0",)
+    assert often == [0] * 10
+    assert math.isnan(scores(judged(judge, 20)).num_changed)
+
+
+def test_a_zero_norm_is_found_at_its_second_step():
+    """A group that had gradients is dead at the second step without, and reported once."""
+    dead = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    judge = judge_after(10)
+    found = [anomalies(scores(judged(judge, 5000 + step, factors=dead))) for step in range(5)]
+    assert found == [set(), {"dead"}, set(), set(), set()]
+
+    judge = StepJudge(("h.0.experts.3.w1",) * 4, NAMES, "cpu")
+    judged(judge, 0)
+    found = [anomalies(scores(judged(judge, 5000 + step, factors=dead))) for step in range(3)]
+    assert found == [set()] * 3, "an expert without tokens is not dead"
+
+
+def test_a_group_that_never_had_a_gradient_is_not_dead():
+    """Weights may begin at zero, and their gradients with them."""
+    zero = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    judge = StepJudge(NAMES, NAMES, "cpu")
+    assert not any(anomalies(scores(judged(judge, step, factors=zero))) for step in range(9))
+
+
+def test_nan_and_skipped_steps_change_nothing_of_what_is_usual():
+    """A judge that has seen them continues as if they had not been."""
+    one, other = judge_after(20), judge_after(20)
+    judged(other, 5000, loss=math.nan, factors=math.inf, update=math.nan)
+    judged(other, 5001, factors=50.0, applied=~APPLIED)
+    torch.testing.assert_close(
+        judged(one, 5002).summary, judged(other, 5002).summary, equal_nan=True
+    )
+
+
+def test_unknown_numbers_have_no_scores():
+    """A loop that reports a loss alone gets its loss judged."""
+    judge = StepJudge((), (), "cpu")
+    for step in range(30):
+        found = judge.judge(noisy(torch.tensor(3.0), step), None, None, None, None, APPLIED)
+        assert anomalies(scores(found)) == set()
+    found = judge.judge(torch.tensor(9.0), None, None, None, None, APPLIED)
+    assert anomalies(scores(found)) == {"loss"}
+    assert found.names == found.weights == ()
+
+
+def test_a_loaded_state_continues_bitwise_and_follows_names():
+    """The state goes through JSON; a series that it lacks starts empty."""
+    one = judge_after(20)
+    judged(one, 20, factors=torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    state = json.loads(json.dumps(one.state_dict()))
+    other = StepJudge(NAMES, NAMES, "cpu")
+    other.load_state_dict(state)
+    renamed = StepJudge((*NAMES[:3], "new"), NAMES, "cpu")
+    renamed.load_state_dict(state)
+
+    none = torch.zeros(4)
+    expected, step = judged(one, 5000, outside=none), judged(other, 5000, outside=none)
+    assert torch.equal(expected.summary, step.summary)
+    step = judged(renamed, 5000)
+    assert torch.equal(expected.local_norm_scores[:3], step.local_norm_scores[:3])
+    assert step.local_norm_scores[3].isnan()
+
+
+def test_judging_reads_nothing_on_the_host():
+    """No operation waits for the device."""
+    judge = judge_after(3)
+    one = torch.ones(())
+    with HostReads() as reads:
+        judge.judge(one, one, USUAL, Change(USUAL, USUAL, USUAL), one, APPLIED)
+    assert reads.reads == []

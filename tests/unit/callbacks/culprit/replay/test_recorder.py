@@ -1,0 +1,91 @@
+"""A recorder keeps the inputs and the losses of the calls of one step."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, inner_network
+
+
+class Network(nn.Module):
+    """A linear layer; with targets it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, inputs, targets=None):
+        """Return the loss; without targets, the outputs."""
+        outputs = self.linear(inputs).squeeze(1)
+        return outputs if targets is None else (outputs - targets).square().mean()
+
+
+def call():
+    """Return inputs and targets."""
+    return (torch.randn(3, 4), torch.randn(3)), {}
+
+
+def test_only_training_is_recorded():
+    """Only calls in training are recorded, and inputs of old steps are released."""
+    network = Network()
+    recorder = StepRecorder(network)
+    positional, _ = call()
+    network(*positional)
+    with torch.no_grad():
+        network(*positional)
+    network.eval()
+    network(*positional)
+    recorder.end_step()
+    assert [each.positional[0] is positional[0] for each in recorder.last_step] == [True]
+    recorder.end_step()
+    assert recorder.last_step == []
+    recorder.close()
+    network.train()(*positional)
+    recorder.end_step()
+    assert recorder.last_step == []
+
+
+def test_what_cannot_be_recorded():
+    """Compiled networks, and networks that need other ranks, are not recorded."""
+    assert inner_network(torch.compile(Network(), backend="eager")) is None
+    assert isinstance(inner_network(Network()), Network)
+
+
+def test_the_loss_and_what_the_loop_makes_of_it():
+    """The loss is kept as it was returned, with the gradient that the loop's factors give it."""
+    network = Network()
+    recorder = StepRecorder(network)
+    loss = network(*call()[0])
+    before = loss.item()
+    loss *= 2.0
+    (loss * 8.0).backward()
+    recorder.end_step()
+    (kept,) = recorder.last_step
+
+    assert (kept.loss.item(), kept.loss_gradient.item()) == (before, 16.0)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_the_micro_batch_with_a_bad_loss(bad):
+    """The first call with a non-finite loss is returned, with its number."""
+    recorder = StepRecorder(Network())
+    for number in range(2):
+        inputs, targets = call()[0]
+        recorder.network(inputs, targets * math.nan if number == bad else targets)
+    recorder.end_step()
+    found = recorder.bad_micro_batch()
+
+    assert (None if found is None else found[0]) == bad
+
+
+def test_a_call_that_a_graph_captures_is_not_recorded(monkeypatch):
+    """In a capture, a call has no inputs of its own and no readable state of the generator."""
+    recorder = StepRecorder(Network())
+    recorder.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    recorder.network(*call()[0]).backward()
+    recorder.end_step()
+
+    assert recorder.last_step == []

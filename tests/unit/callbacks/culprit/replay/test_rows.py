@@ -1,0 +1,200 @@
+"""A search names the rows of a bad step that stand out, and no others."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay.rows import find_rows
+from support.small_llama import byte_batch, small_llama
+from support.spoilt.rows import NETWORKS, Regression, planted, rows_of
+
+FAULTS = [(network, kind) for network, kinds in NETWORKS.items() for kind in kinds]
+FIFTY = [
+    (network, kind, seed)
+    for seed, (network, kind) in zip(range(54), itertools.cycle(FAULTS), strict=False)
+]
+
+
+def search(recorder, **known):
+    """Search the last step of a recorder."""
+    is_finite = known.get("loss_is_finite", True)
+    settings = {"rank": 0, "loss_is_finite": True, "is_finite": is_finite, "is_exact": True}
+    return find_rows(recorder, 1.0, **settings | known)
+
+
+def places(found):
+    """Return micro-batch and row of the rows that were found."""
+    return [(each.micro_batch, each.row) for each in found.rows]
+
+
+@pytest.mark.parametrize(
+    ("network", "kind", "seed"),
+    [*FIFTY[: len(FAULTS)], *(pytest.param(*c, marks=pytest.mark.slow) for c in FIFTY[9:])],
+)
+def test_a_spoilt_sample_is_named(network, kind, seed):
+    """A wrong label, a large image or a NaN is named with its micro-batch, and nothing else is."""
+    step = planted(network, kind, seed)
+    found = search(step.recorder, loss_is_finite=step.loss_is_finite)
+
+    assert places(found) == [(step.micro_batch, step.row)], found.detail
+
+
+def test_a_row_is_run_with_its_share_of_the_step():
+    """Loss and norm are those of the row alone, and nothing is left behind in the network."""
+    step = planted("GroupNorm", "labels", 3)
+    network, call = step.recorder.network, step.recorder.last_step[step.micro_batch]
+    images, labels = (value[step.row : step.row + 1] for value in call.keywords.values())
+    network.zero_grad()
+    loss = network(images, labels)
+    (loss / 16).backward()
+    gradients = [weight.grad.clone() for weight in network.parameters()]
+    generator = torch.get_rng_state()
+    found = search(step.recorder)
+    (row,) = found.rows
+
+    assert row.loss == pytest.approx(loss.item())
+    assert row.gradient_norm == pytest.approx(nn.utils.get_total_norm(gradients).item())
+    assert found.is_exact
+    assert torch.equal(torch.get_rng_state(), generator)
+    for weight, gradient in zip(network.parameters(), gradients, strict=True):
+        assert torch.equal(weight.grad, gradient)
+
+
+def test_what_makes_a_search_inexact():
+    """With later weights, or with dropout, the values of a row are not those of the step."""
+    step = planted("GroupNorm", "labels", 0)
+    assert not search(step.recorder, is_exact=False).is_exact
+    assert search(planted("regression", "large", 0).recorder).is_exact is False
+
+
+def test_many_rows_are_first_run_in_groups():
+    """Of 600 rows, few are run: the row is found in the worst group."""
+    step = planted("GroupNorm", "nan", 1, batch_size=300)
+    calls = []
+    step.recorder.network.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = search(step.recorder, loss_is_finite=False)
+
+    assert places(found) == [(step.micro_batch, step.row)]
+    assert "groups of rows were run first" in found.detail
+    assert len(calls) < 120
+
+
+def test_the_loss_of_a_row_is_not_its_share_of_the_step():
+    """A Trainer divides the sum over a row's targets by the targets of all batches."""
+    network, batches = small_llama(), [byte_batch([20, 40]), byte_batch([60, 20], start=60)]
+    losses = [
+        network(**{name: value[row : row + 1] for name, value in batch.items()}).loss.item()
+        for batch in batches
+        for row in range(2)
+    ]
+    num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    recorder = StepRecorder(network)
+    for batch in batches:
+        network(**batch, num_items_in_batch=num_targets).loss.backward()
+    recorder.end_step()
+    found = search(recorder)
+    shown = re.search("with losses from (.*) to (.*)", found.detail)
+
+    assert [float(loss) for loss in shown.groups()] == pytest.approx(
+        [min(losses), max(losses)], rel=1e-3
+    )
+
+
+def test_a_good_step_names_no_row():
+    """If all rows are alike, none stands out; so too if all of them are non-finite."""
+    step = planted("tokens", None, 0)
+    rows, detail, is_exact = search(step.recorder)
+    losses = re.fullmatch(
+        r"rows were run one by one: none of 16 stands out, with losses from (.*) to (.*)", detail
+    )
+    assert (rows, is_exact) == ((), True)
+    assert losses is not None
+    assert 0 < float(losses[1]) < float(losses[2]) < 2 * float(losses[1])
+    with torch.no_grad():
+        step.recorder.network.layers[1].weight.fill_(math.nan)
+    step.recorder.network(**rows_of("tokens", 4))[0].backward()
+    step.recorder.end_step()
+    assert search(step.recorder, loss_is_finite=False).detail.endswith(
+        "all of a micro-batch are non-finite"
+    )
+
+
+class Contrastive(nn.Module):
+    """A loss that compares the rows of a batch with each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs, positives):
+        """Return the cross entropy of finding each row's own positive."""
+        scores = self.linear(inputs) @ positives.T
+        return nn.functional.cross_entropy(scores, torch.arange(len(inputs)))
+
+
+def test_rows_of_a_contrastive_loss_are_left_out():
+    """A row alone has a loss of 0, so rows are left out; the record has the loss without it."""
+    torch.manual_seed(0)
+    network = Contrastive()
+    recorder = StepRecorder(network)
+    inputs = torch.randn(20, 4)
+    positives = inputs.clone()
+    positives[13] *= 1e3
+    network(inputs, positives).backward()
+    recorder.end_step()
+    found = search(recorder)
+
+    assert places(found) == [(0, 13)]
+    assert "left out" in found.detail
+    assert found.rows[0].loss is None
+    assert found.rows[0].loss_without < 10
+
+
+def test_rows_without_targets_are_not_run():
+    """A row whose targets are all ignored has a NaN loss alone, but no part in the step."""
+    step = planted("tokens", None, 1)
+    batch = rows_of("tokens", 8)
+    batch["labels"][2] = -100
+    step.recorder.network(**batch)[0].backward()
+    step.recorder.end_step()
+
+    assert search(step.recorder).rows == ()
+
+
+def outside(network):
+    """Run a step whose loss is computed in the loop."""
+    network.layers(rows_of("regression", 4)["images"]).mean().backward()
+
+
+def alone(network):
+    """Run a step of one row."""
+    network(**rows_of("regression", 1))["loss"].backward()
+
+
+def broken(network):
+    """Run a step whose network cannot be called again."""
+    network(**rows_of("regression", 4))["loss"].backward()
+    network.layers.register_forward_pre_hook(lambda *_: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("step", "detail"),
+    [
+        (outside, "not searched: no call of the network was recorded"),
+        (alone, "not searched: the step has only one row"),
+        (broken, "the search failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_why_no_row_is_named(step, detail):
+    """The reason why no row is named is said, and no error leaves the search."""
+    network = Regression()
+    recorder = StepRecorder(network)
+    step(network)
+    recorder.end_step()
+
+    assert (search(recorder).rows, search(recorder).detail) == ((), detail)
