@@ -39,7 +39,7 @@ from mfwrap.recipes.causal_lm import build_model, evaluate, text_loaders
 
 
 @dataclass
-class LoopArguments:
+class Options:
     """Settings of the run."""
 
     output_dir: Path = field(default=Path("runs/accelerate_loop"), metadata={"help": "run folder"})
@@ -71,7 +71,7 @@ class Training:
         arguments: Settings of the run.
     """
 
-    def __init__(self, arguments: LoopArguments) -> None:
+    def __init__(self, arguments: Options) -> None:
         self.arguments = arguments
         leave_shared_store()
         self.accelerator = Accelerator(
@@ -221,7 +221,7 @@ def evaluate_both(run: Training) -> tuple[float, float]:
 def main() -> None:
     """Train, evaluate after each epoch, and save the model."""
     # mypy rejects any dataclass here: HfArgumentParser declares its argument as a `NewType`.
-    parser = HfArgumentParser(LoopArguments)  # type: ignore[arg-type]  # (see above)
+    parser = HfArgumentParser(Options)  # type: ignore[arg-type]  # (see above)
     (arguments,) = parser.parse_args_into_dataclasses()
     run = Training(arguments)
     checkpoint = arguments.resume_from_checkpoint

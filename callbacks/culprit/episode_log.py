@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import final
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
-from mfwrap.callbacks.culprit.episodes import Episode, Episodes
+from mfwrap.callbacks.culprit.episodes import Episodes, OpenEpisode
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
 
@@ -59,6 +59,6 @@ class EpisodeLog:
         """Write the end of an episode that goes on."""
         self._write_end(self._episodes.end())
 
-    def _write_end(self, episode: Episode | None) -> None:
+    def _write_end(self, episode: OpenEpisode | None) -> None:
         if episode is not None and (self._is_main or not episode.is_shared):
             self._log.write(episode)

@@ -26,7 +26,7 @@ _REFINED = ("cause", "explanation", "suggestion", "layer", "where", "name")
 
 
 @dataclass(slots=True, kw_only=True)
-class Episode:
+class OpenEpisode:
     """Successive anomalies of which the first one has a record."""
 
     step: int
@@ -137,7 +137,7 @@ class Episodes:
 
     def __init__(self, state_interval: int) -> None:
         self._state_interval = state_interval
-        self._last: Episode | None = None
+        self._last: OpenEpisode | None = None
 
     def goes_on(self, step: int, kind: str, *, is_shared: bool) -> bool:
         """Tell whether an anomaly goes on with the last episode.
@@ -160,7 +160,7 @@ class Episodes:
         reach = 1 if episode.kind in NON_FINITE else _GAP
         return gap <= reach and (is_alike or kind not in NON_FINITE)
 
-    def add(self, anomaly: Anomaly, *, is_shared: bool) -> tuple[bool, Episode | None]:
+    def add(self, anomaly: Anomaly, *, is_shared: bool) -> tuple[bool, OpenEpisode | None]:
         """Add an anomaly to the last episode, or begin another one with it.
 
         Args:
@@ -181,7 +181,7 @@ class Episodes:
                 episode.refined = {name: v for name, v in known.items() if v is not None}
             return False, None
         ended = self.end()
-        self._last = Episode(
+        self._last = OpenEpisode(
             step=anomaly.step,
             kind=anomaly.kind,
             is_shared=is_shared,
@@ -192,7 +192,7 @@ class Episodes:
         self._last.follow(anomaly, self._reach(anomaly.kind))
         return True, ended
 
-    def pass_over(self, numbers: StepNumbers) -> Episode | None:
+    def pass_over(self, numbers: StepNumbers) -> OpenEpisode | None:
         """Include a step that is no anomaly; return the last episode if it has ended before it.
 
         What is usual soon follows a loss or a norm that stays at the level of bad steps, for
@@ -211,7 +211,7 @@ class Episodes:
         """Return how long an episode waits for more: some things are looked at every few steps."""
         return self._state_interval if kind in _CONSEQUENCES else _GAP
 
-    def end(self) -> Episode | None:
+    def end(self) -> OpenEpisode | None:
         """End the last episode, and return it if its record is to be completed."""
         episode = self._last
         if episode is None or episode.is_over:
@@ -227,4 +227,4 @@ class Episodes:
         """Continue from a state that `state_dict` returned."""
         # A state of an older version has only the last step.
         known = None if state is None else {"last_anomaly": state["last_step"], **state}
-        self._last = None if known is None else Episode(**known)
+        self._last = None if known is None else OpenEpisode(**known)

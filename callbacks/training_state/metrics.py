@@ -24,7 +24,7 @@ from mfwrap.tensors.wrappers import trainable, unwrapped_optimizer
 _MOMENTS = {"adam_m_norm": "exp_avg", "adam_v_norm": "exp_avg_sq"}
 
 
-class Metric(NamedTuple):
+class StateMetric(NamedTuple):
     """Name of a metric of a step, and the formats in which it is written."""
 
     tag: str
@@ -35,7 +35,7 @@ class Metric(NamedTuple):
 class PackedMetrics(NamedTuple):
     """Metrics of a step, on the device."""
 
-    metrics: tuple[Metric, ...]
+    metrics: tuple[StateMetric, ...]
     values: Tensor | None
     """Shape ``(len(metrics),)``, float32; ``None`` without metrics."""
 
@@ -115,7 +115,7 @@ class StateMetrics:
         names, (update, weight, _) = change
         values = update / weight
         numbers, index = self._selection(names, values.device)
-        metrics = tuple(Metric(f"update_ratio/{names[i]}", tuple(formats)) for i in numbers)
+        metrics = tuple(StateMetric(f"update_ratio/{names[i]}", tuple(formats)) for i in numbers)
         if index is not None:
             values = values.index_select(0, index)
         if packed.values is not None:
@@ -212,11 +212,11 @@ class _Numbers:
     """Metrics of a step while they are collected."""
 
     def __init__(self) -> None:
-        self._metrics: list[Metric] = []
+        self._metrics: list[StateMetric] = []
         self._values: list[Tensor] = []
 
     def add(self, tags: Sequence[str], formats: Formats, *values: Tensor) -> None:
-        self._metrics += [Metric(tag, tuple(formats or ())) for tag in tags]
+        self._metrics += [StateMetric(tag, tuple(formats or ())) for tag in tags]
         self._values += [value.float().reshape(-1) for value in values]
 
     def packed(self) -> PackedMetrics:

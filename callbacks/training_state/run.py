@@ -36,7 +36,7 @@ from mfwrap.callbacks.training_state.culprit_finder import (
 )
 from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
-from mfwrap.callbacks.training_state.metrics import Metric, StateMetrics
+from mfwrap.callbacks.training_state.metrics import StateMetric, StateMetrics
 from mfwrap.callbacks.training_state.noise_scale import new_noise_scale
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import metric_writers
@@ -57,7 +57,7 @@ class _Step(NamedTuple):
     packed: PackedValues | None
     """Values of the output, on the device; ``None`` if the loop passes no output."""
 
-    metrics: tuple[Metric, ...]
+    metrics: tuple[StateMetric, ...]
     """Metrics whose values are on the device."""
 
     linearity: float | None
@@ -390,7 +390,7 @@ class TrainingStateRun:
     def _write(self, step: _Step, host_values: Sequence[float], values: StepValues | None) -> None:
         metrics, shown = list(step.metrics), list(host_values)
         if step.linearity is not None:
-            metrics.append(Metric("throughput_linearity", self._settings.throughput_formats))
+            metrics.append(StateMetric("throughput_linearity", self._settings.throughput_formats))
             shown.append(step.linearity)
         if metrics:
             numbers = {} if values is None else values.to_record()

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from mfwrap.callbacks.shared.progress import RunPosition
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.tensorboard import EventsFile
-from mfwrap.callbacks.training_state.metrics import Metric
+from mfwrap.callbacks.training_state.metrics import StateMetric
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import this_rank
 from mfwrap.records.json_lines import JsonLines, last_value, rank_file
@@ -55,7 +55,7 @@ class MetricWriters:
     def write(
         self,
         position: RunPosition,
-        metrics: Sequence[Metric],
+        metrics: Sequence[StateMetric],
         values: Sequence[float],
         step_numbers: Mapping[str, float],
     ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mfwrap.arguments import check_bool
 from mfwrap.model.callback import Callback, CallbackParameters, RunContext
 from mfwrap.model.data import Batches, pair_of
-from mfwrap.model.metrics import EvaluationMetrics, MeanLoss, named_metrics
+from mfwrap.model.metrics import EvaluationMetrics, LossMetric, named_metrics
 from mfwrap.model.train_network import EvaluationNetwork, TrainNetwork
 
 
@@ -60,7 +60,7 @@ class Evaluator:
         self._indexes = checked_indexes(eval_indexes, eval_network)
         self._metrics = dict(metrics_by_name)
         if self._indexes is not None:
-            self._metrics.setdefault("eval_loss", MeanLoss())
+            self._metrics.setdefault("eval_loss", LossMetric())
         self._device = trained.device
         self._accelerator = accelerator
         self.network: nn.Module | None = None

@@ -43,7 +43,7 @@ def named_metrics(metrics: Mapping[str, Any] | Collection[str] | None) -> dict[s
 
     Example:
         >>> named_metrics({"loss"})["loss"].__class__.__name__
-        'MeanLoss'
+        'LossMetric'
     """
     if metrics is None:
         return {}
@@ -113,7 +113,7 @@ class EvaluationMetrics:
         values = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
         if self._indexes is None:
             for metric in self._metrics.values():
-                if isinstance(metric, MeanLoss) and len(values) == 1:
+                if isinstance(metric, LossMetric) and len(values) == 1:
                     metric.update(_loss_of(values[0]))
                 else:
                     metric.update(*values)
@@ -126,7 +126,7 @@ class EvaluationMetrics:
             raise ValueError(msg)
         loss, output, label = (values[index] for index in self._indexes)
         for metric in self._metrics.values():
-            if isinstance(metric, MeanLoss):
+            if isinstance(metric, LossMetric):
                 metric.update(loss, _num_samples(label))
             else:
                 metric.update(output, label)
@@ -160,7 +160,7 @@ def _number(value: Any) -> Any:
 
 
 @final
-class MeanLoss:
+class LossMetric:
     """Mean loss over all samples of all ranks.
 
     Source: MindSpore, ``train.Loss``, which gives a smaller last batch the weight of a full one.
@@ -249,7 +249,7 @@ def _torchmetrics(part: str) -> Any:
 
 
 _NAMED: Mapping[str, Callable[[], Metric]] = {
-    "loss": MeanLoss,
+    "loss": LossMetric,
     "accuracy": _of_classes("MulticlassAccuracy", "micro"),
     "acc": _of_classes("MulticlassAccuracy", "micro"),
     "top_1_accuracy": _of_classes("MulticlassAccuracy", "micro"),

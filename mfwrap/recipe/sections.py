@@ -7,12 +7,12 @@ from typing import Any, Literal, final
 
 from mfwrap.arguments import check_int, check_positive_number
 from mfwrap.config import SpikePolicyName, StepConfig
-from mfwrap.recipes.data.source import Section
+from mfwrap.recipes.data.source import RecipeSection
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Sections(Section):
+class Sections(RecipeSection):
     """All sections of a recipe, as written. The content of a section is checked when it is used."""
 
     task: str
@@ -69,7 +69,7 @@ class Sections(Section):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RunnerWrapperSection(Section):
+class RunnerWrapperSection(RecipeSection):
     """MindFormers' section ``runner_wrapper``, with the settings of mfwrap's step.
 
     Source: MindFormers, ``runner_wrapper``, ``use_skip_data_by_global_norm``,
@@ -136,7 +136,7 @@ class RunnerWrapperSection(Section):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class GroupedSection(Section):
+class GroupedSection(RecipeSection):
     """MindFormers' section ``grouped_lr_schedule``."""
 
     default: dict[str, Any]
@@ -149,7 +149,7 @@ class GroupedSection(Section):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MuonSection(Section):
+class MuonSection(RecipeSection):
     """Keys that only MindFormers' optimizer ``Muon`` has.
 
     Raises:

@@ -18,7 +18,7 @@ from transformers.utils.logging import (
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.trainer.events import monitors
-from mfwrap.trainer.step_numbers import StepNumbers
+from mfwrap.trainer.step_numbers import ShownStep
 
 
 def _print(line: str) -> None:
@@ -67,7 +67,7 @@ class StepProgressCallback(ProgressCallback):
     def __init__(self, handler: CallbackHandler) -> None:
         super().__init__()
         self._handler = handler
-        self._numbers: StepNumbers | None = None
+        self._numbers: ShownStep | None = None
         self._is_hidden = False
         self._hides_other_bars = False
         self.says_end = True
@@ -82,7 +82,7 @@ class StepProgressCallback(ProgressCallback):
             return
         super().on_train_begin(args, state, control, **known)  # type: ignore[no-untyped-call]  # (transformers)
         if is_terminal and self.training_bar is not None:
-            self._numbers = StepNumbers(self._show, self._write)
+            self._numbers = ShownStep(self._show, self._write)
             # The bars of transformers, such as "Writing model shards", would tear this one apart.
             self._hides_other_bars = is_progress_bar_enabled()
             disable_progress_bar()

@@ -13,7 +13,7 @@ from mfwrap.tensors.deferred import DeferredReads
 
 
 @final
-class StepNumbers:
+class ShownStep:
     """Say what the last step was, as soon as its values have arrived on the host.
 
     While this object is open, it also writes what callbacks log, except for records of steps.

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from mfwrap.arguments import check_int
 
 
-class Section:
+class RecipeSection:
     """Base of the frozen dataclasses that the sections of a recipe are parsed into.
 
     Unknown keys and values of a wrong type are errors; an int is accepted for a float. Values out
@@ -75,7 +75,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSource(Section, abc.ABC):
+class DataSource(RecipeSection, abc.ABC):
     """The keys that every ``data`` section has.
 
     Raises:

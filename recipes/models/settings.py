@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.names import hint
 from mfwrap.recipes.data.places import check_place, is_folder, resolve_package
-from mfwrap.recipes.data.source import DataError, DataSource, Section
+from mfwrap.recipes.data.source import DataError, DataSource, RecipeSection
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.checkpoint import (
     TOKENIZER_FILES,
@@ -38,7 +38,7 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(Section):
+class ModelSettings(RecipeSection):
     """The section ``model``.
 
     Raises:

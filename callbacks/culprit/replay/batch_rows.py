@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.replay.recorder import NetworkCall, arguments_of, tensors_in
+from mfwrap.callbacks.culprit.replay.recorder import RecordedCall, arguments_of, tensors_in
 
 _TARGETS = ("labels", "targets", "target")
 """Names under which a batch may hold its targets."""
@@ -46,7 +46,7 @@ class BatchRows:
         ValueError: If the arguments hold no tensor with a first dimension.
     """
 
-    def __init__(self, network: nn.Module, call: NetworkCall) -> None:
+    def __init__(self, network: nn.Module, call: RecordedCall) -> None:
         self._call = call
         self._arguments = arguments_of(network, call)
         sizes = [len(tensor) for _, tensor in tensors_in(self._arguments) if tensor.dim() > 0]

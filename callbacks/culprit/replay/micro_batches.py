@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mfwrap.callbacks.culprit.replay.recorder import NetworkCall, StepRecorder, loss_of
+from mfwrap.callbacks.culprit.replay.recorder import RecordedCall, StepRecorder, loss_of
 from mfwrap.callbacks.culprit.replay.replay import undisturbed
 
 
@@ -46,7 +46,7 @@ def factor_change(recorder: StepRecorder) -> float | None:
     return statistics.fmean(map(abs, now)) / usual if now and usual > 0 else None
 
 
-def _factors(calls: Sequence[NetworkCall]) -> tuple[float, ...]:
+def _factors(calls: Sequence[RecordedCall]) -> tuple[float, ...]:
     found = [call.loss_gradient for call in calls]
     known = [gradient.float().sum().item() for gradient in found if gradient is not None]
     return tuple(known) if len(known) == len(found) else ()

@@ -47,7 +47,7 @@ class RandomState(NamedTuple):
 
 
 @dataclass(slots=True)
-class NetworkCall:
+class RecordedCall:
     """One call of the network in training: references to the inputs, and the loss it returned."""
 
     positional: tuple[Any, ...]
@@ -84,10 +84,10 @@ class StepRecorder:
     def __init__(self, network: nn.Module) -> None:
         self.network = network
         self.device = next((p.device for p in network.parameters()), torch.device("cpu"))
-        self._this_step: list[NetworkCall] = []
-        self.last_step: list[NetworkCall] = []
+        self._this_step: list[RecordedCall] = []
+        self.last_step: list[RecordedCall] = []
         """Calls of the last completed step, in their order."""
-        self.earlier_step: list[NetworkCall] = []
+        self.earlier_step: list[RecordedCall] = []
         """Calls of the step before the last completed one."""
         self.is_on = True
         """Whether calls are recorded."""
@@ -114,7 +114,7 @@ class StepRecorder:
         if self._records(network):
             state = RandomState.now(self.device)
             autocast = _current_autocast(self.device.type)
-            self._this_step.append(NetworkCall(positional, keywords, state, autocast))
+            self._this_step.append(RecordedCall(positional, keywords, state, autocast))
 
     def _records(self, network: nn.Module) -> bool:
         if not (self.is_on and network.training and torch.is_grad_enabled()):
@@ -132,7 +132,7 @@ class StepRecorder:
             if loss.requires_grad:
                 loss.register_hook(call.keep_gradient)
 
-    def bad_micro_batch(self) -> tuple[int, NetworkCall] | None:
+    def bad_micro_batch(self) -> tuple[int, RecordedCall] | None:
         """Return the first call of the last step whose loss was non-finite, with its number.
 
         Reads the losses that the step itself returned, so later updates of the weights do not
@@ -165,7 +165,7 @@ def inner_network(model: nn.Module) -> nn.Module | None:
     return None if shared or compiled else unwrapped_network(model)
 
 
-def arguments_of(network: nn.Module, inputs: NetworkCall) -> dict[str, Any]:
+def arguments_of(network: nn.Module, inputs: RecordedCall) -> dict[str, Any]:
     """Return the arguments of a call, keyed by their names in the signature of `forward`."""
     names = list(inspect.signature(network.forward).parameters)
     names += [str(number) for number in range(len(names), len(inputs.positional))]
@@ -173,7 +173,7 @@ def arguments_of(network: nn.Module, inputs: NetworkCall) -> dict[str, Any]:
     return {**dict(positional), **inputs.keywords}
 
 
-def indices_of(network: nn.Module, inputs: NetworkCall) -> tuple[int, ...]:
+def indices_of(network: nn.Module, inputs: RecordedCall) -> tuple[int, ...]:
     """Return the indices of a call's samples in the data set; empty if the batch has none."""
     for name, tensor in tensors_in(arguments_of(network, inputs)):
         if name.rpartition(".")[2] in _INDICES and not tensor.is_floating_point():

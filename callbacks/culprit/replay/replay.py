@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.replay.batch_rows import IGNORED, is_target
 from mfwrap.callbacks.culprit.replay.recorder import (
-    NetworkCall,
     RandomState,
+    RecordedCall,
     StepRecorder,
     arguments_of,
     indices_of,
@@ -85,7 +85,7 @@ def undisturbed(recorder: StepRecorder) -> Iterator[None]:
 
 
 def _replay_micro_batch(
-    network: nn.Module, inputs: NetworkCall, loss_scale: float
+    network: nn.Module, inputs: RecordedCall, loss_scale: float
 ) -> Origin | None:
     """Check a micro-batch's inputs, forward and backward; the caller sets ``micro_batch``."""
     origin = _bad_input(network, inputs)
@@ -250,7 +250,7 @@ def _origin_in(network: nn.Module, module: nn.Module, name: str) -> Origin:
     return Origin("activation" if name else "loss", name, 0)
 
 
-def origin_of_loss(network: nn.Module, inputs: NetworkCall) -> Origin:
+def origin_of_loss(network: nn.Module, inputs: RecordedCall) -> Origin:
     """Return the origin of a non-finite loss of a call: targets that are all ignored, or the loss.
 
     Synchronizes with the device.
@@ -279,7 +279,7 @@ def _nan_or_inf(tensor: Tensor) -> Tensor:
     return ~(tensor < float("inf"))
 
 
-def _bad_input(network: nn.Module, inputs: NetworkCall) -> Origin | None:
+def _bad_input(network: nn.Module, inputs: RecordedCall) -> Origin | None:
     for name, tensor in tensors_in(arguments_of(network, inputs)):
         if not tensor.is_floating_point():
             continue

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
 
-from mfwrap.model.metrics import EvaluationMetrics, MeanLoss, named_metrics
+from mfwrap.model.metrics import EvaluationMetrics, LossMetric, named_metrics
 
 CPU = torch.device("cpu")
 NAMES = {"accuracy", "acc", "top_1_accuracy", "precision", "recall", "F1", "confusion_matrix"}
@@ -64,7 +64,7 @@ class Loss:
 )
 def test_a_loss_is_taken_out_of_what_a_network_returns(wrapped):
     """The mean loss accepts any form of output that has a loss, and weighs batches equally."""
-    metrics = EvaluationMetrics({"loss": MeanLoss()}, None, CPU)
+    metrics = EvaluationMetrics({"loss": LossMetric()}, None, CPU)
     for loss in (1.0, 4.0):
         metrics.update(wrapped(torch.tensor(loss)))
 
@@ -74,7 +74,7 @@ def test_a_loss_is_taken_out_of_what_a_network_returns(wrapped):
 @pytest.mark.parametrize("output", [{"logits": torch.zeros(2)}, {"loss": None}, Loss(None), None])
 def test_an_output_without_a_loss_has_no_mean_loss(output):
     """The metric ``loss`` refuses an output without a loss; the error names the output's type."""
-    metrics = EvaluationMetrics({"loss": MeanLoss()}, None, CPU)
+    metrics = EvaluationMetrics({"loss": LossMetric()}, None, CPU)
     with pytest.raises(TypeError, match=f"`eval_network` must.* got {type(output).__name__} with"):
         metrics.update(output)
 
@@ -121,7 +121,7 @@ def test_an_evaluation_begins_with_nothing():
 def test_a_mean_of_no_batches_is_an_error():
     """The mean loss of no batches raises instead of returning NaN."""
     with pytest.raises(RuntimeError, match="at least one batch"):
-        MeanLoss().compute()
+        LossMetric().compute()
 
 
 def test_outputs_that_lack_what_indexes_name_are_refused():

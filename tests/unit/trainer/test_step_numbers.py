@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from mfwrap import StepOutput, StepReport
-from mfwrap.trainer.step_numbers import StepNumbers
+from mfwrap.trainer.step_numbers import ShownStep
 
 
 @pytest.fixture
 def shown():
     """Return numbers that are shown in two lists: texts of the last step, and lines."""
     texts, lines = [], []
-    numbers = StepNumbers(texts.append, lines.append)
+    numbers = ShownStep(texts.append, lines.append)
     yield numbers, texts, lines
     numbers.close()
 

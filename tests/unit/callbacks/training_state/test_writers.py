@@ -8,15 +8,15 @@ from transformers import TrainingArguments
 
 from mfwrap.callbacks.shared.progress import RunLength
 from mfwrap.callbacks.training_state import TrainingStateSettings, writers
-from mfwrap.callbacks.training_state.metrics import Metric
+from mfwrap.callbacks.training_state.metrics import StateMetric
 from mfwrap.callbacks.training_state.writers import MetricWriters, metric_writers
 from mfwrap.records.json_lines import JsonLines, read_json_lines
 
 LENGTH = RunLength(num_epochs=2, steps_per_epoch=3, num_steps=6)
 METRICS = [
-    Metric("everywhere", ("jsonl", "log", "tensorboard", "trackers")),
-    Metric("logged", ("log",)),
-    Metric("tracked", ("trackers",)),
+    StateMetric("everywhere", ("jsonl", "log", "tensorboard", "trackers")),
+    StateMetric("logged", ("log",)),
+    StateMetric("tracked", ("trackers",)),
 ]
 
 
