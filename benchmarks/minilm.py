@@ -20,10 +20,10 @@ import datasets
 from transformers import PrinterCallback, Trainer, set_seed
 from transformers.utils import logging as transformers_logging
 
-from mfwrap.recipe import Recipe, parse_recipe
-from mfwrap.recipe.library import find_recipe
-from mfwrap.recipe.run import run_recipe
 from mfwrap.report.page import write_run_page
+from mfwrap.runner import Recipe, parse_recipe
+from mfwrap.runner.library import find_recipe
+from mfwrap.runner.run import run_recipe
 
 RECIPE = "minilm_classification"
 

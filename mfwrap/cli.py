@@ -18,7 +18,7 @@ try:
 
     from mfwrap.comparison.command import compare
     from mfwrap.compatibility.foreign import ReleaseError
-    from mfwrap.recipe.command import (
+    from mfwrap.runner.command import (
         checked_recipe,
         data,
         is_first_process,
@@ -29,14 +29,14 @@ try:
         validate,
         warn,
     )
-    from mfwrap.recipe.document import RecipeError
-    from mfwrap.recipe.library import find_recipe, shipped_recipes
-    from mfwrap.recipe.terminal import echo
+    from mfwrap.runner.document import RecipeError
+    from mfwrap.runner.library import find_recipe, shipped_recipes
+    from mfwrap.runner.terminal import echo
 except ImportError as error:  # installed without the extra `recipes`
     sys.exit(f'mfwrap: the command line needs {error.name}; pip install "mfwrap[recipes]"')
 
 if TYPE_CHECKING:
-    from mfwrap.recipe.recipe import Recipe
+    from mfwrap.runner.recipe import Recipe
 
 _RESUME_NEWEST = ""
 
@@ -141,8 +141,8 @@ def train(
 def _train(
     checked: "Recipe", resume: str | None, skip_rows: str | None, *, overwrite: bool
 ) -> None:
-    from mfwrap.recipe.resumption import check_resume  # noqa: PLC0415  (loads transformers)
-    from mfwrap.recipe.run import run_recipe  # noqa: PLC0415  (loads transformers)
+    from mfwrap.runner.resumption import check_resume  # noqa: PLC0415  (loads transformers)
+    from mfwrap.runner.run import run_recipe  # noqa: PLC0415  (loads transformers)
 
     chosen = True if resume == _RESUME_NEWEST else resume or False
     check_resume(checked.arguments.output_dir or "", chosen, overwrite=overwrite)
@@ -212,7 +212,7 @@ def import_mindformers(file: Path, output: Path | None, accept: Sequence[str]) -
       mfwrap import-mindformers pretrain_llama2_7b.yaml --output llama.yaml
       mfwrap import-mindformers finetune_llama2_7b.yaml --accept weights --output llama.yaml
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
-    from mfwrap.recipe import import_mindformers as convert  # noqa: PLC0415  (slow)
+    from mfwrap.runner import import_mindformers as convert  # noqa: PLC0415  (slow)
 
     if not file.is_file():
         msg = f"{file}: no such file; expected a MindFormers YAML file"
@@ -375,7 +375,7 @@ def _hide_progress_bars(recipe: "Recipe") -> None:
 
 def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
     """Print a run's error in one line, write its traceback to the run folder, and exit with 1."""
-    from mfwrap.recipe.folder import write_traceback  # noqa: PLC0415  (slow)
+    from mfwrap.runner.folder import write_traceback  # noqa: PLC0415  (slow)
 
     file = write_traceback(Path(recipe.arguments.output_dir or ""), error)
     line = " ".join(str(error).split()) + ("" if file is None else f"; traceback in {file}")

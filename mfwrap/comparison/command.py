@@ -8,9 +8,9 @@ import click
 
 from mfwrap.comparison.comparison import compare_runs
 from mfwrap.comparison.sentences import sentences
-from mfwrap.recipe.document import RecipeError
-from mfwrap.recipe.terminal import echo
 from mfwrap.records.json_lines import to_plain
+from mfwrap.runner.document import RecipeError
+from mfwrap.runner.terminal import echo
 
 
 @click.command()

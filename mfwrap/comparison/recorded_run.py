@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from mfwrap.recipe.document import RECIPE_FILE, RecipeDocument, read_text
 from mfwrap.records.fingerprints import (
     NAME,
     RankFingerprints,
@@ -15,6 +14,7 @@ from mfwrap.records.fingerprints import (
 )
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import to_number, trainer_log
+from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, read_text
 
 Numbers: TypeAlias = Mapping[int, Mapping[str, float]]
 """Numbers by step, then by name."""

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mfwrap.recipe import parse_recipe
-from mfwrap.recipe.library import find_recipe
-from mfwrap.recipe.run import run_recipe
+from mfwrap.runner import parse_recipe
+from mfwrap.runner.library import find_recipe
+from mfwrap.runner.run import run_recipe
 from support.devices import each_device
 
 # Ignore the warnings that datasets emits.

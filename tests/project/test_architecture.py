@@ -26,8 +26,8 @@ LEVELS = (
     {"callbacks"},
     {"report"},
     {"recipes"},
-    {"recipe"},
-    {"comparison"},
+    {"runner"},
+    {"comparison", "recipe"},
     {"cli"},
 )
 """Packages and single modules of mfwrap, lowest first. Each imports from lower levels and from its

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from mfwrap import callbacks
 from mfwrap.cli import cli, main
-from mfwrap.recipe import Recipe, parse_recipe
+from mfwrap.runner import Recipe, parse_recipe
 from support.mindformers_files import mindformers_text
 from support.pages import PAGES, blocks, commands, shortened
 from support.paths import ROOT

@@ -32,7 +32,7 @@ PUBLIC = {
     "mfwrap.loss_scale": "FixedLossScaleUpdateCell DynamicLossScaleUpdateCell",
     "mfwrap.model": "Model Callback RunContext as_trainer_callback named_output",
     "mfwrap.optimizers": "AdamWeightDecay ChainedOptimizer hidden_matrices",
-    "mfwrap.recipe": "Recipe load_recipe parse_recipe run_recipe RunResult import_mindformers",
+    "mfwrap.runner": "Recipe load_recipe parse_recipe run_recipe RunResult import_mindformers",
     "mfwrap.records": "read_json_lines",
     "mfwrap.report": "write_run_page",
     "mfwrap.schedules": SCHEDULES,

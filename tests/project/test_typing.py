@@ -16,7 +16,7 @@ USERS_FILE = """
 from mfwrap import MFTrainOneStepCell, Model
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import MFLossMonitor, TrainingStateMonitor
-from mfwrap.recipe import load_recipe
+from mfwrap.runner import load_recipe
 from mfwrap.trainer import MFTrainer
 
 reveal_type(MFLossMonitor(per_print_times=2))

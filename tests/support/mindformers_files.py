@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from mfwrap.recipe import import_mindformers, parse_recipe
+from mfwrap.runner import import_mindformers, parse_recipe
 
 ABSENT = object()
 """In the place of a value: remove the key."""

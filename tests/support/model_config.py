@@ -2,7 +2,7 @@
 
 import yaml
 
-from mfwrap.recipe.mindformers.architectures import ConvertedModel, convert_model
+from mfwrap.runner.mindformers.architectures import ConvertedModel, convert_model
 
 __all__ = ["converted"]
 

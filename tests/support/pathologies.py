@@ -25,8 +25,8 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from mfwrap import StepConfig
 from mfwrap.callbacks import MetricsRecorder, TrainingStateMonitor
-from mfwrap.recipe import load_recipe, run_recipe
 from mfwrap.report import write_run_page
+from mfwrap.runner import load_recipe, run_recipe
 from mfwrap.trainer import MFTrainer
 
 __all__ = ["BAD_ROWS", "NAN_IMAGE", "PATHOLOGIES", "run_pathology"]

@@ -2,8 +2,8 @@
 
 import json
 
-from mfwrap.recipe import parse_recipe
-from mfwrap.recipe.run import build_trainer
+from mfwrap.runner import parse_recipe
+from mfwrap.runner.run import build_trainer
 from support.recipe_texts import SMALL_LLAMA, recipe_text
 
 LANGUAGE = {"config": SMALL_LLAMA, "tokenizer": "bytes"}

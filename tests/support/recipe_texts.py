@@ -5,7 +5,7 @@ import copy
 import pytest
 import yaml
 
-from mfwrap.recipe import Recipe, RecipeError, parse_recipe
+from mfwrap.runner import Recipe, RecipeError, parse_recipe
 
 SMALL_LLAMA = {
     "model_type": "llama",

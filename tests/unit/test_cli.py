@@ -20,7 +20,7 @@ from PIL import Image
 
 from mfwrap.callbacks.metrics_recorder import ThroughputRecorder
 from mfwrap.cli import cli, main
-from mfwrap.recipe.library import shipped_recipes
+from mfwrap.runner.library import shipped_recipes
 from support.checkpoint_folders import write_checkpoint
 from support.mindformers_files import mindformers_text
 from support.ports import free_port
@@ -251,7 +251,7 @@ def test_a_rollback(recipe, capsys, caplog):
 def test_a_signal_before_the_training(recipe, capsys, monkeypatch):
     """A run that gets a signal while it starts exits with 75 and leaves nothing behind."""
     monkeypatch.setattr(
-        "mfwrap.recipe.run.set_seed", lambda _: os.kill(os.getpid(), signal.SIGTERM)
+        "mfwrap.runner.run.set_seed", lambda _: os.kill(os.getpid(), signal.SIGTERM)
     )
 
     assert call(capsys, "train", recipe)[0] == 75

@@ -17,7 +17,7 @@ def train(settings: dict[str, Any]) -> None:
     """Train in one worker. Ray has started the process group of all workers."""
     # Ray starts each worker in a folder of its own. Relative paths are those of the driver.
     os.chdir(settings["folder"])
-    from mfwrap.recipe import load_recipe, run_recipe  # noqa: PLC0415  (only workers need torch)
+    from mfwrap.runner import load_recipe, run_recipe  # noqa: PLC0415  (only workers need torch)
 
     recipe = load_recipe(settings["recipe"], settings["overrides"])
     run_recipe(recipe, resume="auto")

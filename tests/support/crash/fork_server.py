@@ -29,8 +29,8 @@ __all__ = ["Ended", "ForkServer", "Task"]
 _PRELOADED = (
     "mfwrap.callbacks",
     "mfwrap.cli",
-    "mfwrap.recipe.run",
-    "mfwrap.recipe.training",
+    "mfwrap.runner.run",
+    "mfwrap.runner.training",
     "support.crash.own_loops",
     "torch._dynamo",
 )

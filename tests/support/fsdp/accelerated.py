@@ -23,7 +23,7 @@ from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import EMACallback
 from mfwrap.compatibility import accelerate as compatibility
-from mfwrap.recipe.averages import average_of
+from mfwrap.runner.averages import average_of
 from mfwrap.trainer import MFTrainerMixin
 from support.attached_runs import new_accelerator
 from support.fsdp.accumulation import MessageBytes

@@ -27,7 +27,7 @@ from transformers import (
 from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
-from mfwrap.recipe import run_recipe
+from mfwrap.runner import run_recipe
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 from mfwrap.trainer.data_skip import DataStart
 from mfwrap.trainer.global_batch import TrainerBatch

@@ -1,6 +1,6 @@
 """Programs that each rank runs to train a recipe."""
 
-from mfwrap.recipe import parse_recipe, run_recipe
+from mfwrap.runner import parse_recipe, run_recipe
 from support.hub import client_of
 
 __all__ = ["run_again", "run_with_hub", "train_recipe"]

@@ -9,13 +9,13 @@ import pytest
 import torch
 import yaml
 
-from mfwrap.recipe.document import RecipeDocument, RecipeError
 from mfwrap.records.secret_keys import (
     command_without_secrets,
     find_secret,
     is_secret,
     without_secrets,
 )
+from mfwrap.runner.document import RecipeDocument, RecipeError
 
 
 def read(text: str) -> dict:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, default_data_collator
 
-from mfwrap.recipe import parse_recipe, run_recipe
+from mfwrap.runner import parse_recipe, run_recipe
 from mfwrap.trainer import MFTrainer
 from support.recipe_texts import recipe_text
 from support.resumed_training import StopAfter

@@ -7,11 +7,11 @@ import PIL.Image
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 
-from mfwrap.recipe import RecipeError, parse_recipe
-from mfwrap.recipe.run import build_trainer
 from mfwrap.recipes.data.columns import IMAGE as IMAGES
 from mfwrap.recipes.data.columns import LABEL, NUMBER, NUMBERS, TEXT, ClassCheck, check_rows
 from mfwrap.recipes.data.source import DataError
+from mfwrap.runner import RecipeError, parse_recipe
+from mfwrap.runner.run import build_trainer
 from support.recipe_texts import SMALL_LLAMA, recipe_text
 
 # Ignore the warnings that TRL and datasets emit.

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from mfwrap.recipe import RecipeError
-from mfwrap.recipe.run import build_trainer, checked_rows
+from mfwrap.runner import RecipeError
+from mfwrap.runner.run import build_trainer, checked_rows
 from support.recipe_data import recipe_of
 from support.recipe_texts import BERT, PERCEPTRON
 

@@ -3,8 +3,8 @@
 import PIL.Image
 import pytest
 
-from mfwrap.recipe import RecipeError
-from mfwrap.recipe.run import checked_rows
+from mfwrap.runner import RecipeError
+from mfwrap.runner.run import checked_rows
 from support.recipe_data import recipe_of, trainer_of
 from support.recipe_texts import VIT
 

@@ -6,8 +6,8 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from mfwrap.recipe import RecipeError
-from mfwrap.recipe.run import checked_rows
+from mfwrap.runner import RecipeError
+from mfwrap.runner.run import checked_rows
 from support.recipe_data import recipe_of
 
 # Ignore the warnings that datasets emits.

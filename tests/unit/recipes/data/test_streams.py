@@ -7,10 +7,10 @@ import torch
 from datasets import Dataset, IterableDataset
 from safetensors.torch import load_file
 
-from mfwrap.recipe import RecipeError, run_recipe
-from mfwrap.recipe.run import checked_rows
 from mfwrap.recipes.data.source import DataError
 from mfwrap.recipes.data.streams import checked, column_names, held_out_rows, renamed
+from mfwrap.runner import RecipeError, run_recipe
+from mfwrap.runner.run import checked_rows
 from support.recipe_data import recipe_of, trainer_of
 from support.recipe_texts import BERT, PERCEPTRON, VIT
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from mfwrap.recipe import RecipeError
 from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.runner import RecipeError
 from support.recipe_data import recipe_of, trainer_of
 from support.recipe_texts import SMALL_LLAMA
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mfwrap.recipe import RecipeError
+from mfwrap.runner import RecipeError
 from support.recipe_data import trainer_of
 
 # Ignore the warnings that TRL and datasets emit.

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from sklearn.metrics import mean_squared_error, r2_score
 from transformers import AutoModel, EvalPrediction
 
-from mfwrap.recipe import run_recipe
 from mfwrap.recipes.data.built_in import DiabetesSource, DigitsSource, PythonTokensSource
 from mfwrap.recipes.data.source import Rows
 from mfwrap.recipes.models.settings import ModelError, ModelSettings
@@ -20,6 +19,7 @@ from mfwrap.recipes.tasks.prediction import (
     build_token_classification,
     regression_errors,
 )
+from mfwrap.runner import run_recipe
 from support.ranks.recipes import train_recipe
 from support.recipe_data import recipe_of
 from support.recipe_texts import recipe_text

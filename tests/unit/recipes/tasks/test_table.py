@@ -4,8 +4,8 @@ import pytest
 import yaml
 from peft import TaskType
 
-from mfwrap.recipe.library import shipped_recipes
 from mfwrap.recipes.tasks.table import SOURCES, TASKS
+from mfwrap.runner.library import shipped_recipes
 from mfwrap.trainer import MFTrainerMixin
 
 SHIPPED = [yaml.safe_load(recipe.text) for recipe in shipped_recipes().values()]

@@ -1,0 +1,303 @@
+"""Convert a ``model_config`` by the class that MindFormers builds from it."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from mfwrap.recipes.models.settings import ModelSettings, config_keys
+from mfwrap.recipes.tasks.table import TASKS
+from mfwrap.runner.document import Path, shown
+from mfwrap.runner.mindformers.architectures.core import convert_core, core_no_effect
+from mfwrap.runner.mindformers.architectures.core_experts import CORE_EXPERTS_NO_EFFECT
+from mfwrap.runner.mindformers.architectures.deepseek import (
+    convert_deepseek_v2,
+    convert_deepseek_v3,
+)
+from mfwrap.runner.mindformers.architectures.encoders import (
+    convert_bert,
+    convert_swin,
+    convert_vit,
+)
+from mfwrap.runner.mindformers.architectures.glm import convert_glm
+from mfwrap.runner.mindformers.architectures.gpt import (
+    convert_bloom,
+    convert_gpt2,
+    convert_t5,
+    convert_wizard_coder,
+)
+from mfwrap.runner.mindformers.architectures.keys import Keys, ModelConfigError
+from mfwrap.runner.mindformers.architectures.llama import (
+    convert_baichuan2,
+    convert_early_internlm,
+    convert_internlm,
+    convert_internlm2,
+    convert_llama,
+    convert_qwen,
+)
+from mfwrap.runner.mindformers.losses import Loss
+
+
+class ConvertedModel(NamedTuple):
+    """What became of a ``model_config``."""
+
+    config: dict[str, Any]
+    """The section ``model.config`` of a recipe, in transformers' names."""
+
+    losses: list[Loss]
+    """What changes the numbers, and transformers' network does not have."""
+
+    without_effect: list[str]
+    """Keys that do not change the numbers."""
+
+    left: dict[str, Any]
+    """Keys that other sections of a recipe express, with their values."""
+
+    unknown: list[Path]
+    """Places of keys that no class of MindFormers reads."""
+
+
+class _Family(NamedTuple):
+    """A class of configurations of MindFormers."""
+
+    convert: Callable[[Keys, Keys], dict[str, Any]]
+    """Converts the keys of ``model_config`` and of ``moe_config``."""
+
+    networks: frozenset[str]
+    """Values of ``arch.type`` that name the network that is converted."""
+
+
+def _dense(convert: Callable[[Keys], dict[str, Any]]) -> Callable[[Keys, Keys], dict[str, Any]]:
+    """Return a converter of a network whose experts, if the file has any, are not converted."""
+
+    def converted(keys: Keys, moe: Keys) -> dict[str, Any]:
+        if moe.peek_size("expert_num", 1) > 1:
+            says = "expected 1: transformers has no such network with experts"
+            moe.refuse("expert_num", says)
+        return convert(keys)
+
+    return converted
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "BertConfig": _Family(
+        _dense(convert_bert),
+        frozenset(
+            {
+                "BertForMultipleChoice",
+                "BertForPreTraining",
+                "BertForQuestionAnswering",
+                "BertForTokenClassification",
+                "BertModel",
+            }
+        ),
+    ),
+    "BloomConfig": _Family(_dense(convert_bloom), frozenset({"BloomLMHeadModel"})),
+    "ChatGLM32kConfig": _Family(
+        _dense(convert_glm), frozenset({"ChatGLM32kForConditionalGeneration"})
+    ),
+    "ChatGLM2Config": _Family(_dense(convert_glm), frozenset({"ChatGLM2ForConditionalGeneration"})),
+    "DeepseekV2Config": _Family(convert_deepseek_v2, frozenset({"DeepseekV2ForCausalLM"})),
+    "DeepseekV3Config": _Family(
+        convert_deepseek_v3,
+        frozenset({"DeepseekV3ForCausalLM", "TrainingDeepseekV3ForCausalLM"}),
+    ),
+    "GPT2Config": _Family(
+        _dense(convert_gpt2), frozenset({"GPT2ForSequenceClassification", "GPT2LMHeadModel"})
+    ),
+    "InternLM2Config": _Family(convert_internlm2, frozenset({"InternLM2ForCausalLM"})),
+    "InternLMConfig": _Family(convert_internlm, frozenset({"InternLMForCausalLM"})),
+    "LlamaConfig": _Family(
+        convert_llama,
+        frozenset({"LlamaForCausalLM", "ParallelLlamaForCausalLM", "ParallelQwenForCausalLM"}),
+    ),
+    "QwenConfig": _Family(convert_qwen, frozenset({"ParallelQwenForCausalLM", "QwenForCausalLM"})),
+    "SwinConfig": _Family(_dense(convert_swin), frozenset({"SwinForImageClassification"})),
+    "T5Config": _Family(_dense(convert_t5), frozenset({"T5ForConditionalGeneration"})),
+    "ViTConfig": _Family(_dense(convert_vit), frozenset({"ViTForImageClassification"})),
+    "WizardCoderConfig": _Family(
+        _dense(convert_wizard_coder), frozenset({"WizardCoderLMHeadModel"})
+    ),
+}
+
+_BY_NETWORK: Mapping[tuple[str, str | None], _Family] = {
+    ("BertConfig", "BertForTokenClassification"): _Family(
+        _dense(partial(convert_bert, tags_tokens=True)), frozenset({"BertForTokenClassification"})
+    ),
+    ("LlamaConfig", "Baichuan7BV2ForCausalLM"): _Family(
+        convert_baichuan2, frozenset({"Baichuan7BV2ForCausalLM"})
+    ),
+    ("LlamaConfig", "InternLMForCausalLM"): _Family(
+        convert_early_internlm, frozenset({"InternLMForCausalLM"})
+    ),
+}
+"""Networks that read the keys of a class differently; the one of InternLM before release 1.0."""
+
+_NO_NETWORK = {
+    "Baichuan13BForCausalLM": "Baichuan 13B (ALiBi)",
+    "Baichuan13BV2ForCausalLM": "Baichuan 2 13B (ALiBi, normalized output weights)",
+    "BloomRewardModel": "Bloom with a reward head",
+    "ChatGLM2WithPtuning2": "ChatGLM with prefix tuning",
+    "GLMConfig": "ChatGLM 1",
+    "IFlytekSparkConfig": "iFlytek Spark",
+    "PanguAlphaConfig": "PanGu-alpha",
+    "TelechatConfig": "TeleChat",
+    "YiZhaoConfig": "YiZhao",
+    "telechat2": "TeleChat 2",
+    "telechat3": "TeleChat 3",
+}
+"""Networks that transformers does not have, by ``arch.type``, ``type`` or ``model_type``."""
+
+
+_CORE_KINDS: Mapping[str, str] = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4Config": "glm4",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeConfig": "glm4_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Qwen2Config": "qwen2",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3Config": "qwen3",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeConfig": "qwen3_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""``model_type`` for a ``type`` or ``architectures`` of MindFormers' core."""
+
+
+def convert_model(
+    settings: Mapping[str, Any],
+    model: Mapping[str, Any],
+    task: str,
+    moe: Mapping[str, Any] | None = None,
+    path: Path = ("model", "model_config"),
+) -> ConvertedModel:
+    """Convert a ``model_config`` to the section ``model.config`` of a recipe.
+
+    Args:
+        settings: The file's ``model_config``.
+        model: Other keys of the file's section ``model``, for example ``arch``.
+        task: Task of the recipe.
+        moe: The file's section ``moe_config``; ``None`` for the one in `settings`, if any.
+        path: Place of `settings` in the file.
+
+    Raises:
+        ModelConfigError: If transformers has no such network, or a value is wrong.
+    """
+    network = _network(model)
+    if not settings and network is None:
+        says = "expected a section model with model_config; if MindFormers merges several files"
+        raise ModelConfigError(("model",), f"{says} (base_config), import the merged file")
+    keys = Keys(settings, path)
+    experts_path = ("moe_config",) if moe else (*path, "moe_config")
+    experts = Keys(moe or keys.mapping("moe_config"), experts_path)
+    name, kind = keys.value("type"), keys.value("model_type")
+    for asked in (network, name, kind):
+        if isinstance(asked, str) and asked in _NO_NETWORK:
+            says = f"transformers has no class for {_NO_NETWORK[asked]}"
+            keys.refuse("type", f"{says}; expected one of {sorted(_FAMILIES)}")
+    _lose_quantization(keys)
+    unknown: list[Path] = []
+    if isinstance(name, str) and name in _FAMILIES:
+        family = _BY_NETWORK.get((name, network), _FAMILIES[name])
+        if network is not None and network not in family.networks:
+            says = f"expected a network of {sorted(family.networks)} for {name}"
+            raise ModelConfigError(("model", "arch"), f"{says}, got {shown(network)}")
+        is_mixture = experts.peek_size("expert_num", 1) > 1
+        config = family.convert(keys, experts)
+        if is_mixture:
+            unknown += experts.rest()[1]
+        left, unknown_keys = keys.rest()
+    else:
+        kind = _core_kind(keys, name, kind)
+        config = convert_core(keys, kind, config_keys(kind))
+        left, unknown_keys = keys.rest(core_no_effect())
+    if TASKS[task].classes is None:
+        config.pop("num_labels", None)
+    return ConvertedModel(
+        config,
+        [*keys.losses, *experts.losses],
+        [*keys.without_effect, *experts.without_effect],
+        left,
+        unknown_keys + unknown,
+    )
+
+
+def overriding_keys(
+    settings: Mapping[str, Any], path: Path = ("model", "model_config")
+) -> ConvertedModel:
+    """Sort the ``model_config`` of a file that names a checkpoint with its own ``config.json``.
+
+    MindFormers lets the file override the checkpoint's configuration; a recipe does not. Each key
+    that describes the network is therefore part of a loss.
+
+    Args:
+        settings: The file's ``model_config``.
+        path: Place of `settings` in the file.
+
+    Returns:
+        The sorted keys, with an empty `config`.
+    """
+    keys = Keys(settings, path)
+    left, others = keys.rest(core_no_effect() | CORE_EXPERTS_NO_EFFECT, with_vocabulary=False)
+    if others:
+        names = [str(other[-1]) for other in others]
+        says = f"the file sets {', '.join(names)} over the checkpoint's config.json"
+        keys.lose("architecture", names[0], f"{says}; the recipe trains the checkpoint as it is")
+    return ConvertedModel({}, keys.losses, keys.without_effect, left, [])
+
+
+def num_parameters(
+    config: Mapping[str, Any], task: str, path: Path = ("model", "model_config")
+) -> int:
+    """Return the number of parameters of a model, without allocating memory for them.
+
+    Args:
+        config: Section ``model.config`` of a recipe.
+        task: Task of the recipe, which determines the model's head.
+        path: Place of the model in the file.
+
+    Raises:
+        ModelConfigError: If transformers cannot build the model.
+    """
+    try:
+        return ModelSettings(config=dict(config)).count_parameters(TASKS[task].auto_class)
+    except Exception as error:
+        # transformers raises errors of many types for sizes that do not fit together.
+        reason = " ".join(str(error).split())
+        says = f"transformers cannot build this {config.get('model_type')}: {reason}"
+        raise ModelConfigError(path, says) from error
+
+
+def _lose_quantization(keys: Keys) -> None:
+    for key in ("quant", "quant_config", "quantization_config", "quantization_bit"):
+        if keys.value(key):
+            says = f"{key} quantizes the weights; the recipe trains them unquantized"
+            keys.lose("quantization", key, says)
+
+
+def _network(model: Mapping[str, Any]) -> str | None:
+    arch = model.get("arch")
+    network = arch.get("type") if isinstance(arch, dict) else arch
+    if network is not None and not isinstance(network, str):
+        raise ModelConfigError(("model", "arch"), f"expected a name, got {shown(network)}")
+    return network
+
+
+def _core_kind(keys: Keys, name: object, kind: object) -> str:
+    """Return the model type of a ``model_config`` in transformers' own names."""
+    named = keys.value("architectures", name)
+    if isinstance(named, list) and len(named) == 1:
+        (named,) = named
+    kind = kind or (_CORE_KINDS.get(named) if isinstance(named, str) else None)
+    if name is not None and str(name) not in _CORE_KINDS:
+        says = f"expected one of {sorted(_FAMILIES)}, the classes that transformers has"
+        keys.refuse("type", f"{says}, too, got {shown(name)}")
+    if not isinstance(kind, str):
+        says = f"expected type (one of {sorted(_FAMILIES)}) or model_type (of transformers)"
+        keys.refuse("type", f"{says}, got neither")
+    try:
+        config_keys(kind)
+    except KeyError:
+        says = f"expected a model type of transformers, got {shown(kind)}"
+        keys.refuse("model_type", says)
+    return kind

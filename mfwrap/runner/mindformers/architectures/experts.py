@@ -1,0 +1,142 @@
+"""Read the section ``moe_config``: experts of MindFormers' models before its core of 2025."""
+
+from typing import NamedTuple
+
+from mfwrap.runner.document import shown
+from mfwrap.runner.mindformers.architectures.keys import Keys
+
+_NO_EFFECT = (
+    "aux_loss_factor",  # MindFormers' routers for language models do not add this loss
+    "callback_moe_droprate",
+    "cold_token_percent",
+    "comp_comm_parallel",
+    "comp_comm_parallel_degree",
+    "cur_layer",
+    "dispatch_global_max_bs",
+    "enable_cold_hot_expert",
+    "enable_deredundency",
+    "enable_gmm_safe_tokens",
+    "enable_sdrop",  # chooses the tokens to drop, if any are dropped
+    "ep_extend_tp",
+    "expert_group_size",
+    "expert_model_parallel",
+    "group_wise_a2a",
+    "hot_expert_num",
+    "max_router_load",
+    "moe_module_name",
+    "moe_shared_expert_overlap",
+    "npu_nums_per_device",
+    "routing_policy",
+    "router_dense_type",  # transformers' routers compute in float32
+    "save_token_distribution",
+    "update_step",
+    "use_allgather_dispatcher",
+    "use_fused_ops_permute",
+    "use_fused_ops_topkrouter",
+)
+_AUXILIARY = ("z_loss_factor", "topk_bias_update_rate")
+
+
+class Experts(NamedTuple):
+    """A mixture of experts."""
+
+    number: int
+    """Number of routed experts."""
+
+    chosen: int
+    """Number of experts that a token is sent to."""
+
+    shared: int
+    """Number of experts that each token is sent to; 0 for none."""
+
+    is_gated: bool
+    """Whether the shared experts have a gate."""
+
+    is_normalized: bool
+    """Whether the weights of the chosen experts are scaled to a sum of 1."""
+
+    width: int
+    """Width of an expert, if the model has a key for it."""
+
+    first_dense: int
+    """Number of leading layers without experts."""
+
+    scaling: float
+    """Factor of the routed experts' output."""
+
+    method: str
+    """``greedy``, ``group_limited_greedy`` or ``noaux_tc``."""
+
+    groups: int | None
+    """Number of groups of experts; None for one."""
+
+    chosen_groups: int | None
+    """Number of groups that a token is sent to."""
+
+    is_sigmoid: bool
+    """Whether scores are sigmoids, not a softmax."""
+
+
+def take_experts(keys: Keys, *, adds_losses: bool) -> Experts | None:
+    """Take the keys of ``moe_config``; None for a dense model.
+
+    Source: MindFormers, ``MoEConfig``, ``MoEV2``, ``MoEV3`` and ``TopkRouterV2``.
+
+    Args:
+        keys: Keys of the section.
+        adds_losses: Whether the network adds the router's losses to the language model's.
+
+    Raises:
+        ModelConfigError: If a value has a wrong type.
+    """
+    number = keys.size("expert_num", 1)
+    if number == 1:
+        return None
+    _lose_dropped_tokens(keys)
+    _lose_auxiliary(keys, adds_losses=adds_losses)
+    keys.drop(*_NO_EFFECT)
+    first_dense = keys.value("first_k_dense_replace", 1)
+    if not isinstance(first_dense, int):
+        says = f"expected an integer, got {shown(first_dense)}"
+        keys.refuse("first_k_dense_replace", says)
+    return Experts(
+        number=number,
+        chosen=keys.size("num_experts_chosen", 1),
+        shared=int(keys.number("shared_expert_num", 0)),
+        is_gated=keys.flag("use_shared_expert_gating", default=False),
+        is_normalized=keys.flag("norm_topk_prob", default=True),
+        width=keys.size("moe_intermediate_size", 1407),
+        first_dense=int(first_dense),
+        scaling=keys.number("routed_scaling_factor", 1.0),
+        method=str(keys.value("topk_method", "greedy")),
+        groups=keys.value("n_group"),
+        chosen_groups=keys.value("topk_group"),
+        is_sigmoid=keys.flag("use_gating_sigmoid", default=False),
+    )
+
+
+def _lose_dropped_tokens(keys: Keys) -> None:
+    capacity = keys.number("capacity_factor", 1.1)
+    if keys.flag("use_gmm", default=False) or capacity <= 0:
+        return
+    says = f"an expert drops the tokens above capacity_factor {capacity:g}"
+    keys.lose("moe", "capacity_factor", f"{says}; the recipe drops no token")
+
+
+def _lose_auxiliary(keys: Keys, *, adds_losses: bool) -> None:
+    """Add a loss for what balances the load of experts during the training."""
+    used: dict[str, object] = {key: keys.number(key, 0.0) for key in _AUXILIARY}
+    factors = keys.value("aux_loss_factors", [])
+    types = keys.value("aux_loss_types", [])
+    balances = keys.flag("balance_via_topk_bias", default=False)
+    if not balances:
+        used.pop("topk_bias_update_rate", None)
+    if not adds_losses:
+        used.pop("z_loss_factor", None)
+    elif isinstance(factors, list) and any(factors) and types:
+        used["aux_loss_factors"] = factors
+    used = {key: value for key, value in used.items() if value}
+    if used:
+        listed = ", ".join(f"{key}: {shown(value)}" for key, value in used.items())
+        says = f"the load of the experts is balanced by {listed}; the recipe does not balance it"
+        keys.lose("moe", next(iter(used)), says)

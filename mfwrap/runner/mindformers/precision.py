@@ -1,0 +1,109 @@
+"""Convert MindFormers' dtypes to the dtype of weights and the Trainer's mixed precision."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mfwrap.runner.document import shown
+from mfwrap.runner.mindformers.source import SourceFile
+
+_SECTION = ("model", "model_config")
+_DTYPES = ("float32", "bfloat16", "float16")
+_WEIGHTS = ("param_init_type", "params_dtype", "param_init_dtype", "dtype", "torch_dtype")
+_COMPUTE = ("compute_dtype", "compute_type")
+_EMBEDDINGS = ("embedding_init_type",)
+_NORMS = ("layernorm_compute_type", "layernorm_compute_dtype", "layernorm_dtype")
+_PARTS = frozenset({
+    "moe_router_dtype", "res_dtype", "residual_dtype", "rotary_dtype", "router_dense_type",
+    "softmax_compute_dtype", "softmax_compute_type", "softmax_dtype",
+})  # fmt: skip
+_DEFAULTS: Mapping[str, tuple[str, str]] = {
+    "BertConfig": ("float32", "float16"),
+    "BloomConfig": ("float32", "float16"),
+    "GPT2Config": ("float32", "float16"),
+    "MaeConfig": ("float32", "float32"),
+    "SwinConfig": ("float32", "float32"),
+    "T5Config": ("float32", "float32"),
+    "ViTConfig": ("float32", "float32"),
+}
+"""Default dtypes of weights and computations, by MindFormers' class. Source: these classes."""
+
+_OF_OTHER_CLASSES = ("float16", "float16")
+_OF_THE_CORE = ("float32", "bfloat16")
+"""Defaults of MindFormers' core of 2025, whose files name no class."""
+
+_FLAGS: Mapping[str, str] = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+class Precision(NamedTuple):
+    """Dtypes of a recipe."""
+
+    weights: str
+    """``model.dtype``."""
+
+    flag: str | None
+    """``bf16`` or ``fp16`` of the section ``training``; ``None`` without mixed precision."""
+
+    parts: Mapping[str, str]
+    """``model.norm_dtype`` and ``model.embedding_dtype``, where they differ from `weights`."""
+
+
+def take_precision(source: SourceFile, settings: dict[str, Any]) -> Precision:
+    """Return the dtypes of a recipe.
+
+    Args:
+        source: File, for notes, losses and errors.
+        settings: ``model_config``, whose keys about dtypes are taken.
+
+    Raises:
+        RecipeError: If a dtype is not float32, bfloat16 or float16.
+    """
+    kind = settings.get("type")
+    defaults = _OF_THE_CORE if kind is None else _DEFAULTS.get(str(kind), _OF_OTHER_CLASSES)
+    weights = _take(source, settings, _WEIGHTS) or defaults[0]
+    compute = _take(source, settings, _COMPUTE) or defaults[1]
+    norms = _take_norms(source, settings, None if kind is None else str(kind), weights)
+    embeddings = _take(source, settings, _EMBEDDINGS) or weights
+    parts = {"norm_dtype": norms, "embedding_dtype": embeddings}
+    parts = {key: dtype for key, dtype in parts.items() if dtype != weights}
+    _take_parts(source, settings)
+    if compute == "float32" and {weights, *parts.values()} != {"float32"}:
+        half = " and ".join(sorted({weights, *parts.values()} - {"float32"}))
+        says = f"the file computes in float32 with weights in {half}; the recipe in {weights}"
+        source.lose("precision", (*_SECTION, "compute_dtype"), says)
+        parts = {}
+    return Precision(weights, _FLAGS.get(compute), parts)
+
+
+def _take_norms(
+    source: SourceFile, settings: dict[str, Any], kind: str | None, weights: str
+) -> str:
+    """Return the dtype of the weights of norms.
+
+    Source: MindFormers. Its root mean square norms have their weights in the dtype in which they
+    compute; its ``LayerNorm`` has them in float32; its core of 2025, in the dtype of all weights.
+    """
+    if kind is None:
+        source.without_effect += [
+            f"model.model_config.{key}" for key in _NORMS if settings.pop(key, None) is not None
+        ]
+        return weights
+    return _take(source, settings, _NORMS) or "float32"
+
+
+def _take(source: SourceFile, settings: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    found = {key: settings.pop(key) for key in keys if settings.get(key) is not None}
+    for key, value in found.items():
+        if value not in _DTYPES:
+            says = f"expected one of {list(_DTYPES)}, got {shown(value)}"
+            raise source.document.error((*_SECTION, key), says)
+    return next(iter(found.values()), None)
+
+
+def _take_parts(source: SourceFile, settings: dict[str, Any]) -> None:
+    """Take the dtypes of parts of the network: torch's autocast chooses these dtypes itself."""
+    parts = {key: settings.pop(key) for key in list(settings) if key in _PARTS}
+    halved = sorted(key for key, value in parts.items() if value in ("float16", "bfloat16"))
+    if halved:
+        says = "torch computes these parts in the dtype that autocast chooses, mostly float32"
+        source.notes.append(f"model.model_config: {', '.join(halved)}: {says}")
+    source.without_effect += [f"model.model_config.{key}" for key in parts.keys() - {*halved}]

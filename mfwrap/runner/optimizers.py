@@ -1,0 +1,279 @@
+"""The section ``optimizer`` of a recipe, and the optimizer that it builds."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+
+from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer, Muon, QKClip, hidden_matrices
+from mfwrap.runner.document import RecipeDocument
+from mfwrap.runner.objects import RecipeObjects
+from mfwrap.runner.parameter_groups import RateGroup, parameter_groups
+from mfwrap.runner.ranges import check_range, is_number
+from mfwrap.runner.sections import OPTIMIZER_KEYS_WITHOUT_MEANING, MuonSection
+
+Make = Callable[[nn.Module, list[dict[str, Any]], TrainingArguments], Optimizer]
+"""Function that builds an optimizer for a network, its parameter groups and the training's
+arguments, which hold the learning rate, the betas and eps."""
+
+
+@final
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer that the recipe builds instead of the Trainer."""
+
+    document: RecipeDocument
+    """The recipe; supplies places for errors."""
+
+    make: Make | None = None
+    """Builds the optimizer; ``None`` for the one that ``optim`` of the training's arguments names.
+    """
+
+    rate_groups: tuple[RateGroup, ...] = ()
+    """Parameters with a schedule of their own."""
+
+    qk_clip_threshold: float | None = None
+    """Limit of the attention logits, see `QKClip`; ``None`` for no limit."""
+
+    def build(
+        self, arguments: TrainingArguments, network: nn.Module, decayed: Collection[str]
+    ) -> Optimizer:
+        """Build the optimizer.
+
+        Args:
+            arguments: Arguments of the training.
+            network: Network to train.
+            decayed: Names of the parameters with weight decay.
+
+        Raises:
+            RecipeError: If a group of ``grouped_lr_schedule`` has no parameter, or the attention
+                logits of the network cannot be limited.
+        """
+        optimizer = self._optimizer(arguments, network, decayed)
+        if self.qk_clip_threshold is not None:
+            try:
+                QKClip(optimizer, network, self.qk_clip_threshold)
+            except ValueError as error:
+                path = ("optimizer", "qk_clip_threshold")
+                raise self.document.error(path, f"must be left out: {error}") from error
+        return optimizer
+
+    def _optimizer(
+        self, arguments: TrainingArguments, network: nn.Module, decayed: Collection[str]
+    ) -> Optimizer:
+        groups = parameter_groups(
+            self.document, network, self.rate_groups, decayed, arguments.weight_decay
+        )
+        if self.make is not None:
+            return self.make(network, groups, arguments)
+        model: Any = network
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        optimizer: Optimizer = kind(groups, **settings)
+        return optimizer
+
+
+class OptimizerReading(NamedTuple):
+    """What a section ``optimizer`` says."""
+
+    arguments: Mapping[str, Any]
+    """Fields of ``TrainingArguments`` that the section sets."""
+
+    defaults: Mapping[str, Any]
+    """Fields of ``TrainingArguments`` that get these values unless the recipe sets them."""
+
+    make: Make | None
+    """Builds the optimizer; ``None`` if the Trainer builds it."""
+
+    qk_clip_threshold: float | None
+    """Limit of the attention logits; ``None`` for no limit."""
+
+
+@final
+@dataclass(frozen=True)
+class _Kind:
+    """How to build an optimizer of MindFormers."""
+
+    optim: str | None = None
+    """Value of the Trainer's ``optim``; ``None`` if the Trainer cannot build the optimizer."""
+
+    make: Callable[..., Optimizer] | None = None
+    """Builds the optimizer, with the fields of `section` as keywords."""
+
+    section: type[Any] | None = None
+    """Dataclass of the keys that are no fields of ``TrainingArguments``."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """MindFormers' defaults, where they differ from those of ``TrainingArguments``."""
+
+
+def _adam_weight_decay(
+    network: nn.Module,
+    groups: list[dict[str, Any]],
+    arguments: TrainingArguments,
+    *,
+    fp32_state: bool,
+    bias_correction: bool = False,
+) -> Optimizer:
+    del network
+    return AdamWeightDecay(
+        groups,
+        lr=arguments.learning_rate,
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        eps=arguments.adam_epsilon,
+        fp32_state=fp32_state,
+        bias_correction=bias_correction,
+    )
+
+
+def _muon(
+    network: nn.Module,
+    groups: list[dict[str, Any]],
+    arguments: TrainingArguments,
+    *,
+    section: MuonSection,
+) -> Optimizer:
+    """Build Muon for the matrices of a network that are not embeddings, and AdamW for the rest."""
+    matrices = set(hidden_matrices(network).values())
+    of_muon = [_part(group, matrices, is_in=True) for group in groups]
+    of_adamw = [_part(group, matrices, is_in=False) for group in groups]
+    rate = arguments.learning_rate
+    optimizers: list[Optimizer] = []
+    if any(of_muon):
+        optimizers.append(
+            Muon(
+                list(filter(None, of_muon)),
+                lr=rate,
+                momentum=section.momentum,
+                nesterov=section.nesterov,
+                ns_steps=section.ns_steps,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    if any(of_adamw):
+        betas = (arguments.adam_beta1, arguments.adam_beta2)
+        optimizers.append(
+            torch.optim.AdamW(
+                list(filter(None, of_adamw)),
+                lr=rate,
+                betas=betas,
+                eps=arguments.adam_epsilon,
+                fused=True,
+            )
+        )
+    return ChainedOptimizer(*optimizers)
+
+
+def _part(group: dict[str, Any], chosen: Collection[Any], *, is_in: bool) -> dict[str, Any]:
+    """Return a group with only some of its parameters; an empty dict if none is left."""
+    parameters = [p for p in group["params"] if (p in chosen) is is_in]
+    return group | {"params": parameters} if parameters else {}
+
+
+_ADAMW = _Kind("adamw_torch_fused")
+_HALF_ADAMW = _Kind(
+    make=functools.partial(_adam_weight_decay, fp32_state=True, bias_correction=True)
+)
+"""AdamW for half-precision weights: its state is float32 in MindFormers, but not in torch."""
+
+_EARLY_EPS = {"adam_epsilon": 1e-6}
+_FP32_STATE = _Kind(
+    make=functools.partial(_adam_weight_decay, fp32_state=True), defaults=_EARLY_EPS
+)
+
+OPTIMIZERS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "AdamW": _ADAMW,
+        "AdamWeightDecay": _Kind(
+            make=functools.partial(_adam_weight_decay, fp32_state=False), defaults=_EARLY_EPS
+        ),
+        "AdamWeightDecayX": _ADAMW,
+        "Adafactor": _Kind("adafactor"),
+        "FP32StateAdamWeightDecay": _FP32_STATE,
+        "FusedAdamW": _ADAMW,
+        "FusedAdamWeightDecay": _FP32_STATE,
+        "FusedFP32StateAdamWeightDecay": _FP32_STATE,
+        "Muon": _Kind(
+            make=_muon,
+            section=MuonSection,
+            defaults={
+                "adam_beta1": 0.95,
+                "adam_beta2": 0.95,
+                "adam_epsilon": 1e-8,
+                "weight_decay": 0.1,
+            },
+        ),
+    }
+)
+"""Optimizers of MindFormers by name."""
+
+_ARGUMENTS: Mapping[str, str] = {
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "eps": "adam_epsilon",
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+}
+"""Field of ``TrainingArguments`` for each key of the section ``optimizer``."""
+
+_OF_MUON: Mapping[str, str] = {"adamw_betas": "betas", "adamw_eps": "eps"}
+"""Key of the section for each key that MindFormers' Muon has instead."""
+
+
+def read_optimizer(
+    objects: RecipeObjects, section: Mapping[str, Any], *, are_half: bool
+) -> OptimizerReading:
+    """Read the section ``optimizer``.
+
+    Args:
+        objects: Builder for the recipe.
+        section: Content of the section.
+        are_half: Whether the model's weights have half precision.
+
+    Raises:
+        RecipeError: If the optimizer or a setting is unknown, or a value is out of range.
+    """
+    path = ("optimizer",)
+    name, settings = objects.named_type(path, section, OPTIMIZERS)
+    kind = OPTIMIZERS[name]
+    if kind is _ADAMW and are_half:
+        kind = _HALF_ADAMW
+    names = {key: key for key in ("betas", *_ARGUMENTS)}
+    own: dict[str, Any] = {}
+    if kind.section is not None:
+        names = {
+            key: _OF_MUON.get(key, key) for key in (*_OF_MUON, "learning_rate", "weight_decay")
+        }
+        own = {key: value for key, value in settings.items() if key not in names}
+        meaningless = OPTIMIZER_KEYS_WITHOUT_MEANING & own.keys()
+        own = {key: own[key] for key in own.keys() - meaningless}
+        settings = {key: value for key, value in settings.items() if key not in own}
+    settings = objects.kept(path, settings, names, OPTIMIZER_KEYS_WITHOUT_MEANING)
+    arguments: dict[str, Any] = {} if kind.optim is None else {"optim": kind.optim}
+    for key, value in settings.items():
+        for argument, number in _numbers(objects, key, names[key], value).items():
+            if not is_number(number) or not number >= 0:
+                says = f"expected a number >= 0, got {number!r}"
+                raise objects.document.error((*path, key), says)
+            check_range(objects, (*path, key), argument, number)
+            arguments[argument] = number
+    make, threshold = kind.make, None
+    if make is not None and kind.section is not None:
+        parsed = objects.parse(path, kind.section, own)
+        make, threshold = functools.partial(make, section=parsed), parsed.qk_clip_threshold
+    return OptimizerReading(arguments, kind.defaults, make, threshold)
+
+
+def _numbers(objects: RecipeObjects, key: str, name: str, value: Any) -> dict[str, Any]:
+    """Return the fields of ``TrainingArguments`` that a key of the section sets."""
+    if name != "betas":
+        return {_ARGUMENTS[name]: value}
+    if not isinstance(value, list) or len(value) != 2:
+        says = f"expected a list of two numbers, got {value!r}"
+        raise objects.document.error(("optimizer", key), says)
+    return {"adam_beta1": value[0], "adam_beta2": value[1]}

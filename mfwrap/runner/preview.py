@@ -1,0 +1,284 @@
+"""Show rows of a recipe's data as the model will see them."""
+
+import itertools
+import json
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from mfwrap.recipes.models.settings import ModelSettings, WeightlessModel
+from mfwrap.runner.document import RecipeError
+from mfwrap.runner.objects import RecipeObjects
+from mfwrap.runner.recipe import Recipe, data_errors, read_document
+from mfwrap.runner.rehearsal import quiet
+from mfwrap.runner.run import build_trainer, checked_rows
+
+_MAX_ROWS = 1_000
+"""Number of rows to prepare, enough to fill packed sequences. All rows are checked."""
+
+_MAX_PARTS = 8
+"""Number of parts of a sequence to show: for a conversation, four turns."""
+
+_MAX_CHARACTERS = 400
+"""Number of characters of a part to show."""
+
+_WIDTH = 100
+
+_STAND_IN = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
+"""A small model. The trainers of TRL need a model to prepare their data, but do not use it."""
+
+
+class _Prepared(NamedTuple):
+    """What a task has prepared for the Trainer."""
+
+    rows: Any
+    """The data set whose rows go to `collate`."""
+
+    collate: Any
+    """Makes a batch of rows."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    """Tokenizer of the texts; ``None`` for a task without text."""
+
+    names: Mapping[int, str]
+    """Name of each class, by its number."""
+
+
+def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> list[str]:
+    """Return lines that show the first rows of a recipe as the model will see them.
+
+    The rows are prepared as for the training: tokenized, cut, packed and collated to a batch. For a
+    text, the lines have its tokens as text again, and which of them count in the loss. The weights
+    of the model are neither built nor loaded.
+
+    Args:
+        recipe: Checked recipe.
+        num_rows: Number of rows to show. With fewer rows in the data, all of them are shown.
+        held_out: Whether to show held-out rows instead of training rows.
+
+    Raises:
+        RecipeError: If the data do not fit the task, or there are no held-out rows to show.
+    """
+    bars = is_progress_bar_enabled()
+    disable_progress_bars()
+    try:
+        with quiet():
+            prepared = _prepare(recipe, held_out=held_out)
+            shown = [row for row, _ in zip(iter(prepared.rows), range(num_rows), strict=False)]
+            batch = prepared.collate(shown)
+    except RecipeError:
+        raise
+    except Exception as error:
+        says = f"the data cannot be prepared: {type(error).__name__}: {error}"
+        msg = f"{recipe.document.name}: {says}"
+        raise RecipeError(msg) from error
+    finally:
+        if bars:
+            enable_progress_bars()
+    return [line for lines in _shown(recipe, prepared, batch) for line in (*lines, "")] + [
+        _shapes(batch)
+    ]
+
+
+def _prepare(recipe: Recipe, *, held_out: bool) -> _Prepared:
+    key = "eval_dataset" if held_out else "train_dataset"
+    if recipe.task.arguments() is TrainingArguments:
+        keywords = _keywords(recipe)
+        rows, collate = keywords[key], keywords["data_collator"]
+        tokenizer = keywords.get("processing_class")
+        names = getattr(keywords["model"].config, "id2label", {})
+    else:
+        rows, collate, tokenizer = _of_trainer(recipe, key)
+        names = {}
+    if rows is None:
+        raise recipe.document.error(("data",), "expected held-out rows to show, got none")
+    return _Prepared(rows, collate, tokenizer, names)
+
+
+def _keywords(recipe: Recipe) -> dict[str, Any]:
+    """Return the Trainer's keywords of a task whose data need no Trainer."""
+    objects = RecipeObjects(recipe.document)
+    rows = checked_rows(recipe)
+    with data_errors(objects):
+        return recipe.task.build(WeightlessModel.of(recipe.model), recipe.data, rows)
+
+
+def _of_trainer(recipe: Recipe, key: str) -> tuple[Any, Any, PreTrainedTokenizerBase]:
+    """Return rows, collator and tokenizer of a trainer of TRL, which prepares the data itself."""
+    tokenizer = recipe.model.tokenizer or recipe.model.path or "bytes"
+    stand_in = ModelSettings(
+        config=_STAND_IN,
+        tokenizer=tokenizer,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
+        settings: dict[str, Any] = {
+            "training.output_dir": folder,
+            "training.report_to": "none",
+            "training.push_to_hub": False,
+            "training.disable_tqdm": True,
+        }
+        for limit in ("max_train_samples", "max_eval_samples"):
+            given = getattr(recipe.data, limit)
+            settings[f"data.{limit}"] = _MAX_ROWS if given is None else min(given, _MAX_ROWS)
+        overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+        limited = read_document(recipe.document.overridden(overrides))
+        trainer, _ = build_trainer(
+            replace(limited, model=stand_in, peft=None, make_average=None, make_callbacks=())
+        )
+        loader = trainer.get_train_dataloader()
+        rows = loader.dataset if key == "train_dataset" else trainer.eval_dataset
+        return rows, loader.collate_fn, trainer.processing_class
+
+
+def _shown(recipe: Recipe, prepared: _Prepared, batch: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the lines of each row."""
+    if "input_ids" not in batch:
+        yield from _numbers(prepared, batch)
+        return
+    tokens, kept = batch["input_ids"], batch.get("attention_mask")
+    kept = torch.ones_like(tokens) if kept is None else kept
+    is_of_pairs = "completion_mask" in batch  # first all preferred answers, then all rejected ones
+    order: Sequence[int] = range(len(tokens))
+    if is_of_pairs:
+        order = [at for pair in zip(*_halves(order), strict=True) for at in pair]
+    for index in order:
+        ids = tokens[index]
+        sequence = _Sequence(prepared.tokenizer, ids, kept[index].bool())
+        title = f"sequence {index + 1}"
+        if is_of_pairs:
+            half = len(tokens) // 2
+            kind = "preferred" if index < half else "rejected"
+            yield sequence.language(
+                f"pair {index % half + 1}, {kind}", batch["completion_mask"][index].bool()
+            )
+        elif recipe.task.classes is None:
+            yield sequence.language(title, batch["labels"][index].ne(-100))
+        elif recipe.task.classes == "labels":
+            yield sequence.words(title, batch["labels"][index], prepared.names)
+        else:
+            label = int(batch["labels"][index])
+            yield [*sequence.language(title, None), *_field("label", prepared.names[label])]
+
+
+def _halves(whole: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    return whole[: len(whole) // 2], whole[len(whole) // 2 :]
+
+
+class _Sequence:
+    """A tokenized text.
+
+    Args:
+        tokenizer: Tokenizer that makes text of tokens.
+        ids: Tokens, shape ``(T,)``.
+        kept: Which tokens are no padding, shape ``(T,)``.
+    """
+
+    def __init__(self, tokenizer: Any, ids: Tensor, kept: Tensor) -> None:
+        self._tokenizer = tokenizer
+        self._ids = ids
+        self._kept = kept
+
+    def language(self, title: str, targets: Tensor | None) -> list[str]:
+        """Return lines with parts of the text, by whether their tokens count in the loss.
+
+        Args:
+            title: Beginning of the first line.
+            targets: Which tokens are targets, shape ``(T,)``; ``None`` for a text with a class.
+        """
+        if targets is None:
+            return [self._title(title, None), *_field("text", self._text(self._kept))]
+        inside = targets & self._kept
+        # The first token is no target: there is no token before it to predict it from.
+        lines = [self._title(title, int(inside[1:].sum()))]
+        parts = [
+            (is_target, [at for at, _ in part])
+            for is_target, part in itertools.groupby(
+                ((at, bool(inside[at])) for at in self._kept.nonzero().flatten().tolist()),
+                key=lambda pair: pair[1],
+            )
+        ]
+        for is_target, positions in parts[:_MAX_PARTS]:
+            name = "in the loss" if is_target else "not in the loss"
+            lines += _field(name, self._text(torch.tensor(positions)))
+        if len(parts) > _MAX_PARTS:
+            lines.append(f"  ... {len(parts) - _MAX_PARTS} more parts")
+        return lines
+
+    def words(self, title: str, labels: Tensor, names: Mapping[int, str]) -> list[str]:
+        """Return lines with the words of a text and their classes.
+
+        A word begins with a token that has a class; its other tokens have none.
+        """
+        words: list[tuple[list[int], str]] = []
+        for at in self._kept.nonzero().flatten().tolist():
+            label = int(labels[at])
+            if label != -100 or not words:
+                words.append(([], "not in the loss" if label == -100 else names[label]))
+            words[-1][0].append(at)
+        said = [f"{self._text(torch.tensor(word)).strip()} [{name}]" for word, name in words]
+        num_targets = int((labels.ne(-100) & self._kept).sum())
+        return [self._title(title, num_targets), *_field("words", ", ".join(said))]
+
+    def _title(self, title: str, num_targets: int | None) -> str:
+        num_tokens = int(self._kept.sum())
+        said = [f"{num_tokens} tokens"]
+        if num_targets is not None:
+            said.append(f"{num_targets} of them count in the loss")
+        if num_tokens < len(self._ids):
+            said.append(f"{len(self._ids) - num_tokens} tokens of padding")
+        return f"{title}: {', '.join(said)}"
+
+    def _text(self, positions: Tensor) -> str:
+        return str(self._tokenizer.decode(self._ids[positions].tolist()))
+
+
+def _numbers(prepared: _Prepared, batch: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the lines of rows of numbers: images with a class, or features with a target."""
+    name = "pixel_values" if "pixel_values" in batch else "features"
+    for index, (values, label) in enumerate(zip(batch[name], batch["labels"], strict=True)):
+        numbers = torch.as_tensor(values, dtype=torch.float32)
+        if name == "features":
+            listed = ", ".join(f"{one:.6g}" for one in numbers.tolist())
+            fields = [*_field("features", listed), *_field("target", f"{float(label):.6g}")]
+        else:
+            size = " x ".join(map(str, numbers.shape))
+            low, high, mean = numbers.min(), numbers.max(), numbers.mean()
+            said = f"{size} values from {low:.3g} to {high:.3g}, mean {mean:.3g}"
+            fields = [*_field("image", said), *_field("label", prepared.names[int(label)])]
+        yield [f"row {index + 1}", *fields]
+
+
+def _field(name: str, text: str) -> list[str]:
+    """Return lines with a name and a text, which is cut, wrapped and indented."""
+    escaped = text.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
+    if len(escaped) > _MAX_CHARACTERS:
+        left = len(escaped) - _MAX_CHARACTERS
+        escaped = f"{escaped[:_MAX_CHARACTERS]}... ({left:,} more characters)"
+    first = f"  {name:<15}  "
+    return textwrap.wrap(
+        escaped,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+    ) or [first.rstrip()]
+
+
+def _shapes(batch: Mapping[str, Any]) -> str:
+    shapes = [
+        f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, Tensor)
+    ]
+    return f"as one batch: {', '.join(shapes)}"

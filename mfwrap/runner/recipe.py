@@ -1,0 +1,352 @@
+"""Read a recipe and check every value of it, without downloading or training anything."""
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from mfwrap.arguments import callers_stacklevel
+from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.config import StepConfig
+from mfwrap.names import hint
+from mfwrap.recipes.data.columns import Columns, needed_columns
+from mfwrap.recipes.data.endings import type_of
+from mfwrap.recipes.data.source import DataError, DataSource
+from mfwrap.recipes.models.checkpoint import has_tokenizer
+from mfwrap.recipes.models.settings import (
+    ModelError,
+    ModelSettings,
+    check_length,
+    num_positions,
+)
+from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
+from mfwrap.runner.callbacks import (
+    MakeCallback,
+    needs_tensorboard_dir,
+    read_callbacks,
+    read_monitor,
+)
+from mfwrap.runner.document import RecipeDocument, read_text
+from mfwrap.runner.objects import REFUSALS, RecipeObjects
+from mfwrap.runner.optimization import check_optimizer
+from mfwrap.runner.optimizers import OptimizerChoice
+from mfwrap.runner.parameter_groups import parameter_groups
+from mfwrap.runner.replacements import without_replaced
+from mfwrap.runner.schedules import GroupedScheduleChoice, ScheduleChoice
+from mfwrap.runner.sections import Sections
+from mfwrap.runner.step import StepChoice, read_average, read_step, read_wrapper
+from mfwrap.runner.training import read_peft, read_training
+from mfwrap.trainer.mixin import loop_settings
+from mfwrap.trainer.rollback import Rollback
+
+
+class RecipeWarning(UserWarning):
+    """A recipe has MindFormers keys that have no effect in mfwrap."""
+
+
+@final
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe, ready for `run_recipe`."""
+
+    document: RecipeDocument
+    """The recipe as written, with overrides."""
+
+    task: Task
+    """Kind of training, such as ``causal_lm``."""
+
+    model: ModelSettings
+    """Section ``model``."""
+
+    data: DataSource
+    """Section ``data``."""
+
+    arguments: TrainingArguments
+    """Arguments of the training."""
+
+    optimizer: OptimizerChoice | None
+    """Optimizer that the Trainer cannot build; ``None`` for the optimizer named in `arguments`."""
+
+    schedule: ScheduleChoice | GroupedScheduleChoice | None
+    """MindFormers' schedule; ``None`` for the schedule named in `arguments`."""
+
+    step: StepChoice
+    """Settings of the training step, and its loss scale."""
+
+    make_average: Callable[[Any], ExponentialMovingAverage] | None
+    """Builds the average of a model's weights; ``None`` without an average."""
+
+    peft: Any
+    """PEFT's configuration of an adapter; ``None`` to train all weights."""
+
+    data_skip_steps: int | None
+    """Number of updates whose data are skipped at the start."""
+
+    eval_per_token_loss: bool
+    """Whether ``eval_loss`` is the mean over all targets, and not over the rows."""
+
+    rollback: Rollback | None
+    """When to go back to a checkpoint; ``None`` for never."""
+
+    make_callbacks: tuple[MakeCallback, ...]
+    """Functions that each build one callback of a run."""
+
+    without_meaning: tuple[str, ...]
+    """Dotted names of MindFormers keys that have no effect."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a file and check it; nothing is downloaded or trained.
+
+    Args:
+        path: YAML file.
+        overrides: Entries of the form ``section.key=value`` that replace values of the file.
+
+    Raises:
+        RecipeError: If the recipe is invalid. The message is one line of text that names the key,
+            the file and the line number.
+
+    Warns:
+        RecipeWarning: If MindFormers keys of the recipe have no effect: one warning that lists all
+            of these keys.
+    """
+    return parse_recipe(read_text(path), str(path), overrides)
+
+
+def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a string and check it; see `load_recipe`.
+
+    Args:
+        text: YAML text.
+        name: Name for error messages; its stem is the default name of the run folder.
+        overrides: See `load_recipe`.
+    """
+    document = RecipeDocument.parse(text, name).overridden(overrides)
+    recipe = read_document(without_replaced(document))
+    if recipe.without_meaning:
+        keys = ", ".join(recipe.without_meaning)
+        says = f"{name}: these settings have no effect in mfwrap: {keys}"
+        warnings.warn(says, RecipeWarning, stacklevel=callers_stacklevel())
+    return recipe
+
+
+def read_document(document: RecipeDocument) -> Recipe:
+    """Check every section of a recipe.
+
+    Args:
+        document: The recipe as plain values.
+
+    Raises:
+        RecipeError: If the recipe is invalid.
+    """
+    objects = RecipeObjects(document)
+    sections = objects.parse((), Sections, document.data)
+    task = TASKS[objects.choice(("task",), sections.task, TASKS)]
+    model = objects.parse(("model",), ModelSettings, sections.model)
+    data = _data(objects, task, sections)
+    wrapper = read_wrapper(objects, sections.runner_wrapper)
+    network = _check_model(objects, task, model, data)
+    training = read_training(
+        objects,
+        task.arguments(),
+        name=Path(document.name).stem,
+        sections=sections,
+        wrapper=wrapper,
+    )
+    if network is not None:
+        check_max_length(document, training.arguments, network)
+    _check_dtypes(document, model, training.arguments)
+    if data.is_streamed and training.arguments.max_steps <= 0:
+        says = "expected a number of updates, because streamed data have no length"
+        got = training.arguments.max_steps
+        raise document.error(("training", "max_steps"), f"{says}, got {got}")
+    if sections.eval_per_token_loss and task.needs_reference:
+        says = f"expected false, because the pairs of the task {sections.task} have no targets"
+        raise document.error(("eval_per_token_loss",), f"{says} to count, got true")
+    check_optimizer(objects, training)
+    if network is not None and training.optimizer is not None and sections.peft is None:
+        # With an adapter, the trained parameters have other names.
+        parameter_groups(document, network, training.optimizer.rate_groups, (), 0.0)
+    step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
+    _check_accumulation(document, step.config, training.arguments)
+    curves = f"{training.arguments.output_dir}/tensorboard"
+    monitors = read_monitor(
+        objects,
+        sections.monitor_config,
+        use_skip_data_by_global_norm=step.config.use_skip_data_by_global_norm or None,
+        tensorboard_dir=curves if needs_tensorboard_dir(sections.monitor_config) else None,
+    )
+    return Recipe(
+        document=document,
+        task=task,
+        model=model,
+        data=data,
+        arguments=training.arguments,
+        optimizer=training.optimizer,
+        schedule=training.schedule,
+        step=step,
+        make_average=read_average(objects, sections.ema),
+        peft=read_peft(objects, sections.peft, task.peft_task_type),
+        data_skip_steps=sections.data_skip_steps,
+        eval_per_token_loss=sections.eval_per_token_loss,
+        rollback=_read_rollback(objects, sections.rollback),
+        make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
+        without_meaning=tuple(objects.without_meaning),
+    )
+
+
+def _read_rollback(objects: RecipeObjects, section: dict[str, Any] | None) -> Rollback | None:
+    return None if section is None else objects.build(("rollback",), Rollback, section)
+
+
+def _check_dtypes(
+    document: RecipeDocument, model: ModelSettings, arguments: TrainingArguments
+) -> None:
+    """Raise `RecipeError` if the weights have several dtypes without mixed precision."""
+    if arguments.bf16 or arguments.fp16:
+        return
+    for key, dtype in (
+        ("norm_dtype", model.norm_dtype),
+        ("embedding_dtype", model.embedding_dtype),
+    ):
+        if dtype not in {None, model.dtype}:
+            says = f"expected {model.dtype!r}, as in model.dtype, or training.bf16 or training.fp16"
+            raise document.error(("model", key), f"{says} set to true, got {dtype!r}")
+
+
+def _check_accumulation(
+    document: RecipeDocument, config: StepConfig, arguments: TrainingArguments
+) -> None:
+    """Raise `RecipeError` if the step's local norms do not fit how gradients are accumulated."""
+    try:
+        loop_settings(config, arguments)
+    except ValueError as error:
+        path = ("training", "accelerator_config")
+        raise document.error(path, str(error)) from error
+
+
+def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
+    section = sections.data
+    if section.get("type") is None and _are_names(section.get("path")):
+        try:
+            section = {**section, "type": type_of(section["path"])}
+        except ValueError as error:
+            raise objects.refusal(("data",), section, error) from error
+    kind, _ = objects.named_type(("data",), section, SOURCES)
+    for option in ("image_size", "packing", "sequence_length"):
+        if section.get(option) is not None and option not in task.options:
+            says = f"is not a setting of the task {sections.task}"
+            raise objects.document.error(("data", option), says)
+    data = objects.parse(("data",), SOURCES[kind], section)
+    if data.known_columns is not None:
+        check_columns(objects.document, task, data.known_columns | data.columns.keys())
+    return data
+
+
+def _are_names(value: object) -> bool:
+    """Return whether a value is a string, or a list of strings that is not empty."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(one, str) for one in value)
+    return isinstance(value, str)
+
+
+def check_columns(
+    document: RecipeDocument, task: Task, found: Collection[str], origin: str | None = None
+) -> Columns:
+    """Return the columns that the task needs, or raise `RecipeError` if the data lack them.
+
+    Args:
+        document: Recipe; supplies the place for the error.
+        task: Task of the recipe.
+        found: Names of the data's columns, after ``data.columns`` has renamed them.
+        origin: File that has the columns; ``None`` if the data are not in a file.
+    """
+    columns = needed_columns(task.needs, found)
+    if columns is None:
+        wanted = " or ".join(str(sorted(needed)) for needed in task.needs)
+        example = min(task.needs[-1].keys() - set(found))
+        of = "" if origin is None else f" in {origin}"
+        says = f"expected data with the columns {wanted}, got {sorted(found)}{of}"
+        says = f"{says}; if they have other names, set data.columns, as in {{{example}: NAME}}"
+        raise document.error(("data", "type"), says)
+    return columns
+
+
+def check_max_length(
+    document: RecipeDocument, arguments: TrainingArguments, network: nn.Module
+) -> None:
+    """Raise `RecipeError` if sequences of ``training.max_length`` exceed the model's positions.
+
+    Args:
+        document: Recipe; supplies the place for the error.
+        arguments: Arguments of the training. Only those of TRL have ``max_length``.
+        network: The model.
+    """
+    limit = num_positions(network)
+    if limit is None or not hasattr(arguments, "max_length"):
+        return
+    length = arguments.max_length
+    if length is None or length > limit:
+        says = f"expected an integer <= {limit}, the number of positions of this model"
+        raise document.error(("training", "max_length"), f"{says}, got {length}")
+
+
+@contextmanager
+def data_errors(objects: RecipeObjects) -> Iterator[None]:
+    """Convert a `DataError` or `ModelError` in the block to a `RecipeError` that names the key."""
+    try:
+        yield
+    except ModelError as error:
+        raise objects.refusal(("model",), objects.document.data["model"], error) from error
+    except DataError as error:
+        says = str(error).removeprefix("`data` ")
+        if says != str(error):
+            raise objects.document.error(("data",), says) from error
+        raise objects.refusal(("data",), objects.document.data["data"], error) from error
+
+
+def _check_model(
+    objects: RecipeObjects, task: Task, model: ModelSettings, data: DataSource
+) -> nn.Module | None:
+    """Raise `RecipeError` if the task cannot train the model.
+
+    A model from a configuration is built on the meta device, which takes no memory, and returned.
+    """
+    if model.tokenizer is not None and not task.uses_tokenizer:
+        says = "is not a setting of a task without text"
+        raise objects.document.error(("model", "tokenizer"), says)
+    folder = model.folder()
+    needs_own = task.uses_tokenizer and model.tokenizer is None
+    if needs_own and folder is not None and not has_tokenizer(folder):
+        says = "expected the name or folder of a tokenizer, or 'bytes' for one token per byte"
+        got = f"because {model.path!r}, the folder of the model, has no tokenizer"
+        raise objects.document.error(("model", "tokenizer"), f"{says}, {got}")
+    kind = model.model_type
+    if kind is None:
+        return None
+    known = task.model_types()
+    if kind not in known:
+        says = f"expected a model type that this task can train, got {kind!r}{hint(kind, known)}"
+        key = ("config", "model_type") if model.config is not None else ("path",)
+        raise objects.document.error(("model", *key), says)
+    if model.config is None:
+        return None
+
+    def build(config: Mapping[str, Any]) -> nn.Module:
+        with torch.device("meta"):
+            return replace(model, config=dict(config)).make_model(task.auto_class)
+
+    try:
+        network = build(model.config)
+    except REFUSALS as error:
+        raise objects.refusal(("model", "config"), model.config, error, build) from error
+    if data.sequence_length is not None:
+        with data_errors(objects):
+            check_length(data.sequence_length, network)
+    return network

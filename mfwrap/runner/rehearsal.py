@@ -1,0 +1,154 @@
+"""Try the first step of a recipe in a temporary folder."""
+
+import contextlib
+import io
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from mfwrap.runner.callbacks import FOLDER_KEYS
+from mfwrap.runner.document import RecipeError
+from mfwrap.runner.recipe import Recipe, read_document
+from mfwrap.runner.run import build_trainer, checked_rows, finish
+
+_MAX_PARAMETERS = 30_000_000
+"""A model with more parameters is not trained: its step may take minutes on a CPU."""
+
+_MAX_ROWS = 1_000
+"""Number of training rows to prepare for the step. All rows are checked."""
+
+_BATCH = 2
+"""Number of rows in each batch of the step."""
+
+
+def rehearse(recipe: Recipe) -> str | None:
+    """Train one step of a recipe, evaluate and save, in a temporary folder that is deleted.
+
+    All rows of local data are checked. Each batch has two rows. Nothing is downloaded or uploaded,
+    and nothing is written to the folders that the recipe names.
+
+    Args:
+        recipe: Checked recipe.
+
+    Returns:
+        ``None`` if a step was trained. Otherwise the reason why it was not tried: the data or the
+        model are on the hub, only MindFormers reads the data, or the model has more than 30 million
+        parameters.
+
+    Raises:
+        RecipeError: If the data do not fit the task, or the step fails.
+    """
+    if recipe.data.why_unread is not None:
+        return recipe.data.why_unread
+    with quiet():
+        reason = _reason_to_skip(recipe)
+        if reason is not None:
+            checked_rows(recipe)
+            return reason
+        try:
+            _try_step(recipe, _MAX_ROWS)
+        except RecipeError:
+            raise
+        except Exception:  # noqa: BLE001  (any library may raise any error)
+            _try_with_all_rows(recipe)
+    return None
+
+
+def _try_with_all_rows(recipe: Recipe) -> None:
+    """Try the step with all rows: the first rows may be too few to fill one packed sequence."""
+    try:
+        _try_step(recipe, None)
+    except RecipeError:
+        raise
+    except Exception as error:
+        says = f"the first step fails: {type(error).__name__}: {error}"
+        msg = f"{recipe.document.name}: {says}"
+        raise RecipeError(msg) from error
+
+
+def _reason_to_skip(recipe: Recipe) -> str | None:
+    if not recipe.model.is_local:
+        return "the model or its tokenizer is on the hub"
+    number = recipe.model.count_parameters(recipe.task.auto_class)
+    if number > _MAX_PARAMETERS:
+        return f"the model has {number:,} parameters, more than {_MAX_PARAMETERS:,}"
+    return None
+
+
+def _try_step(recipe: Recipe, max_rows: int | None) -> None:
+    with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
+        overrides = _overrides(recipe, folder, max_rows)
+        small = read_document(recipe.document.overridden(overrides))
+        trainer, recorder = build_trainer(small)
+        collate = trainer.data_collator
+        # Keep the length of the training, which the schedule depends on.
+        trainer.data_collator = lambda rows: collate(rows[:_BATCH])
+        trainer.add_callback(_OneStep())
+        trainer.train()
+        finish(small, trainer, recorder)
+
+
+def _overrides(recipe: Recipe, folder: str, max_rows: int | None) -> Iterator[str]:
+    """Yield overrides that keep a run in a folder, silent and small."""
+    settings: dict[str, Any] = {
+        "training.output_dir": folder,
+        "training.report_to": "none",
+        "training.push_to_hub": False,
+        "training.disable_tqdm": True,
+    }
+    limit = recipe.data.max_train_samples
+    if max_rows is not None and (limit is None or limit > max_rows):
+        settings["data.max_train_samples"] = max_rows
+    limit = recipe.data.max_eval_samples
+    settings["data.max_eval_samples"] = _BATCH if limit is None else min(limit, _BATCH)
+    data = recipe.document.data
+    entries = {f"callbacks.{i}": entry for i, entry in enumerate(data.get("callbacks") or ())}
+    entries["monitor_config"] = data.get("monitor_config") or {}
+    for name, entry in entries.items():
+        for key in FOLDER_KEYS & entry.keys():
+            settings[f"{name}.{key}"] = f"{folder}/{name}"
+    return (f"{key}={json.dumps(value)}" for key, value in settings.items())
+
+
+@final
+class _OneStep(TrainerCallback):
+    """Evaluate, save and stop after the first step, if the recipe evaluates and saves at all."""
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> TrainerControl:
+        """Set the flags that the Trainer reads after a step."""
+        del state, kwargs
+        control.should_log = True
+        control.should_evaluate = args.eval_strategy != "no"
+        control.should_save = args.save_strategy != "no"
+        control.should_training_stop = True
+        return control
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress what a run prints, and restore torch's random numbers."""
+    level = logging.root.manager.disable
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(level)

@@ -1,0 +1,140 @@
+"""Decide whether a command starts its run, resumes it, or finds it finished."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.resumption import AUTO, newest_folder
+from mfwrap.collectives import gather_objects, raising_together, this_rank
+from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
+from mfwrap.runner.document import Path as KeyPath
+from mfwrap.runner.folder import RESULT, check_others_files, checkpoints
+from mfwrap.trainer.model_card import WITHOUT_EFFECT
+
+
+def check_resume(run_folder: str, resume: str | bool, *, overwrite: bool) -> None:  # noqa: FBT001  (a path or True, as in the Trainer)
+    """Check the options ``--resume`` and ``--overwrite`` before a training is built.
+
+    Args:
+        run_folder: Run folder of the recipe.
+        resume: Checkpoint to resume from, ``True`` for the newest one, or ``"auto"``; ``False``
+            without the option.
+        overwrite: Whether ``--overwrite`` is given.
+
+    Raises:
+        RecipeError: If both options are given, or there is no checkpoint to resume from.
+    """
+    if not resume:
+        return
+    if overwrite:
+        msg = "--overwrite deletes the checkpoints that --resume needs; give only one of the two"
+        raise RecipeError(msg)
+    if resume == AUTO:
+        return
+    if resume is True:
+        if not checkpoints(Path(run_folder)):
+            msg = f"--resume: no checkpoint in {run_folder} (`training.output_dir`)"
+            raise RecipeError(msg)
+    elif not Path(str(resume)).is_dir() and Path(str(resume)) not in checkpoints(Path(run_folder)):
+        msg = f"--resume: no such folder: {resume}; expected a checkpoint folder"
+        raise RecipeError(msg)
+
+
+class FormerRun(NamedTuple):
+    """What an earlier start of the same command has left in the run folder."""
+
+    has_checkpoints: bool
+    """Whether there is a checkpoint to resume from. If not, the run begins anew."""
+
+    metrics: dict[str, float] | None
+    """Metrics of the run if it has finished; ``None`` if it has not."""
+
+
+def former_run(document: RecipeDocument, folder: Path) -> FormerRun:
+    """Return what an earlier start of a recipe has left in its run folder.
+
+    Call it on all ranks: rank 0 looks into the folder, and all ranks get its answer.
+
+    Args:
+        document: Recipe that is about to run.
+        folder: Run folder, which may be missing.
+
+    Raises:
+        RecipeError: On all ranks, if the folder holds checkpoints or the result of another recipe.
+    """
+    answer: FormerRun | str | None = None
+    with raising_together():
+        if this_rank() == 0:
+            try:
+                answer = _look(document, folder)
+            except (OSError, ValueError) as error:
+                answer = str(error)
+    found = gather_objects(answer)[0]
+    if not isinstance(found, FormerRun):
+        raise RecipeError(str(found))
+    return found
+
+
+def _look(document: RecipeDocument, folder: Path) -> FormerRun:
+    check_others_files(document, folder)
+    found = FormerRun(newest_folder(folder) is not None, read_result(folder))
+    if not found.has_checkpoints and found.metrics is None:
+        return found
+    file = folder / RECIPE_FILE
+    if not file.is_file():
+        msg = (
+            f"cannot resume the run in {folder}: it has no {RECIPE_FILE}, which tells its recipe; "
+            "resume it with --resume, or delete it with --overwrite"
+        )
+        raise RecipeError(msg)
+    former = RecipeDocument.parse(read_text(file), str(file))
+    for path, own, other in _differences(document.data, former.data):
+        if path[0] == "training" and path[1:2] and path[1] in WITHOUT_EFFECT:
+            continue
+        says = (
+            f"the run in {folder} has {shown(other)}, got {shown(own)}; set the value of that run, "
+            "resume with the new value with --resume, delete the run with --overwrite, or choose "
+            "another folder with --set training.output_dir=..."
+        )
+        raise document.error(path, says)
+    return found
+
+
+def _differences(own: Any, other: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Any]]:
+    """Yield path and both values for each difference; a missing key equals ``None``."""
+    if isinstance(own, Mapping) and isinstance(other, Mapping):
+        for key in dict.fromkeys([*own, *other]):
+            yield from _differences(own.get(key), other.get(key), (*path, key))
+    elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+        for index, pair in enumerate(zip(own, other, strict=True)):
+            yield from _differences(*pair, (*path, index))
+    elif own != other and not (_is_nan(own) and _is_nan(other)):
+        yield path, own, other
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def write_result(folder: Path, metrics: Mapping[str, float]) -> None:
+    """Note in a run folder that the run has finished, with its metrics."""
+    with whole_file(folder / RESULT) as partial:
+        partial.write_text(
+            json.dumps({"metrics": dict(metrics)}, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def read_result(folder: Path) -> dict[str, float] | None:
+    """Return the metrics of a run that has finished; ``None`` if it has not.
+
+    Raises:
+        OSError: If there is a result that cannot be read.
+    """
+    try:
+        content = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        return {str(name): float(value) for name, value in content["metrics"].items()}
+    except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):
+        return None

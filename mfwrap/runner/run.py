@@ -1,0 +1,338 @@
+"""Run a recipe: train, evaluate and save."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import set_seed
+
+from mfwrap.callbacks import EMACallback, MFLossMonitor
+from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
+from mfwrap.checkpoints.folders import owning_run, whole_file, whole_folder
+from mfwrap.checkpoints.resumption import AUTO
+from mfwrap.collectives import gather_objects, raising_together, this_rank
+from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
+from mfwrap.recipes.data.source import ColumnUse, Needs, Rows
+from mfwrap.records.evaluations import AVERAGED, results_of
+from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
+from mfwrap.runner.averages import average_of
+from mfwrap.runner.document import RECIPE_FILE, RecipeError, yaml_text
+from mfwrap.runner.folder import (
+    AVERAGED_MODEL,
+    MODEL,
+    RESULT,
+    begin_anew,
+    check_former_run,
+    check_others_files,
+    claim,
+    set_aside_tracebacks,
+)
+from mfwrap.runner.model_card import FinishedRun, write_recipe_card
+from mfwrap.runner.objects import REFUSALS, RecipeObjects
+from mfwrap.runner.pushing import push_models
+from mfwrap.runner.recipe import Recipe, check_columns, check_max_length, data_errors
+from mfwrap.runner.resumption import former_run, write_result
+from mfwrap.runner.training import optimized
+from mfwrap.trainer.console import StepProgressCallback
+
+
+class RunResult(NamedTuple):
+    """Result of a run."""
+
+    folder: Path
+    """Run folder with ``recipe.yaml``, ``metrics.jsonl``, checkpoints, ``model``, ``result.json``,
+    and ``model_ema`` if the recipe averages weights."""
+
+    metrics: dict[str, float]
+    """Metrics of the last evaluation; those of averaged weights begin with ``ema_``."""
+
+
+def run_recipe(
+    recipe: Recipe,
+    *,
+    resume: str | bool = False,
+    overwrite: bool = False,
+    skip_rows: SkipRows | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunResult:
+    """Train as a recipe describes; evaluate and save the raw weights and any averaged weights.
+
+    Args:
+        recipe: Recipe to run.
+        resume: Checkpoint folder to resume from, or ``True`` for the newest checkpoint in the run
+            folder. With ``"auto"``, the same call starts a run, resumes it from its newest intact
+            checkpoint, or returns its result if it has finished. Rank 0 decides for all ranks.
+        overwrite: Whether to delete the checkpoints and models of an earlier run in the folder. The
+            records of an earlier run are always deleted, except when the run is resumed.
+        skip_rows: Rows of the training data to leave out: pairs of an epoch and a position in its
+            order, or the path of a file that `mfwrap.records.read_skipped_rows` reads. A run that
+            is resumed without it leaves out the rows of its checkpoint.
+        say: Called in the main process with a line that lists what `overwrite` has deleted, or that
+            says that the run had finished before.
+
+    Raises:
+        RecipeError: If another program trains in the run folder, if the data lack something that
+            the task needs, if the folder has checkpoints and neither `resume` nor `overwrite` is
+            given, if `resume` is ``"auto"`` and the folder has the run of another recipe, or if
+            `skip_rows` is wrong.
+        RuntimeError: If the models cannot be pushed (`training.push_to_hub`). They are complete in
+            the run folder.
+        ValueError: If there is no intact checkpoint to resume from.
+    """
+    left_out = _checked_skip(skip_rows)
+    folder = Path(recipe.arguments.output_dir or "")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(owning_run(folder, waits=resume == AUTO))
+        except BlockingIOError as error:
+            raise RecipeError(str(error)) from error
+        return _run(recipe, folder, left_out, resume=resume, overwrite=overwrite, say=say)
+
+
+def _run(
+    recipe: Recipe,
+    folder: Path,
+    left_out: frozenset[SkippedRow] | None,
+    *,
+    resume: str | bool,
+    overwrite: bool,
+    say: Callable[[str], None],
+) -> RunResult:
+    if resume == AUTO:
+        former = former_run(recipe.document, folder)
+        if former.metrics is not None:
+            if this_rank() == 0:
+                say(f"{folder}: this run has finished before; --overwrite runs it again")
+            return RunResult(folder, former.metrics)
+        resume = AUTO if former.has_checkpoints else False
+    _check_folder(recipe, folder, is_new=not resume, overwrite=overwrite)
+    trainer, recorder = build_trainer(recipe, left_out)
+    if resume:
+        claim(folder, recipe.arguments)
+    else:
+        # Delete only after the Trainer was built: a run that cannot start must not delete an
+        # earlier run.
+        removed = begin_anew(folder, recipe.arguments, overwrite=overwrite)
+        if overwrite and removed:
+            say(f"removed from {folder}: {', '.join(removed)}")
+    if trainer.is_world_process_zero():
+        (folder / RESULT).unlink(missing_ok=True)
+        with whole_file(folder / RECIPE_FILE) as partial:
+            partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
+    trainer.train(resume_from_checkpoint=resume or None)
+    metrics = finish(recipe, trainer, recorder)
+    if trainer.is_local_process_zero():
+        set_aside_tracebacks(folder)
+    if trainer.is_world_process_zero():
+        write_result(folder, metrics)
+    return RunResult(folder, metrics)
+
+
+def _check_folder(recipe: Recipe, folder: Path, *, is_new: bool, overwrite: bool) -> None:
+    """Raise on all ranks if the run would replace or delete what it must not; rank 0 looks."""
+    said = None
+    with raising_together():
+        if this_rank() == 0:
+            try:
+                if is_new:
+                    check_former_run(recipe.document, folder, overwrite=overwrite)
+                check_others_files(recipe.document, folder)
+            except RecipeError as error:
+                said = str(error)
+    if found := gather_objects(said)[0]:
+        raise RecipeError(found)
+
+
+def _checked_skip(skip_rows: SkipRows | None) -> frozenset[SkippedRow] | None:
+    try:
+        return None if skip_rows is None else skipped_rows(skip_rows)
+    except OSError as error:
+        msg = f"{error.filename}: cannot be read ({error.strerror})"
+        raise RecipeError(msg) from error
+    except (TypeError, ValueError) as error:
+        raise RecipeError(str(error)) from error
+
+
+def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[Any, MetricsRecorder]:
+    """Return the Trainer of a recipe, and the callback that records its metrics.
+
+    Args:
+        recipe: The recipe.
+        skip_rows: Rows of the training data to leave out, as in `run_recipe`.
+
+    Raises:
+        RecipeError: If the data do not fit the task.
+    """
+    arguments, task = recipe.arguments, recipe.task
+    # Set the seed before the model's weights are initialized. The Trainer sets the seed only later.
+    set_seed(arguments.seed)
+    with arguments.main_process_first():
+        keywords = _keywords(recipe)
+    if arguments.eval_strategy != "no" and keywords["eval_dataset"] is None:
+        says = "expected held-out rows because training.eval_strategy is set, got none"
+        raise recipe.document.error(("data",), says)
+    callbacks = [make() for make in recipe.make_callbacks]
+    for callback in callbacks:
+        if isinstance(callback, EMACallback):
+            callback.loads_best = False  # a run saves the raw weights as `model`
+    folder = Path(arguments.output_dir or "")
+    has_record = any(isinstance(one, MFLossMonitor) for one in callbacks)
+    recorder = MetricsRecorder(
+        folder,
+        says_evaluations=has_record,
+    )
+    step = recipe.step
+    trainer = optimized(task.trainer(), recipe.optimizer, recipe.schedule)(
+        args=arguments,
+        callbacks=[recorder, ThroughputRecorder(folder), *callbacks],
+        step=step.config,
+        scale_sense=None if step.make_scale is None else step.make_scale(),
+        ema=recipe.make_average,
+        data_skip_steps=recipe.data_skip_steps,
+        skip_rows=skip_rows,
+        rollback=recipe.rollback,
+        eval_per_token_loss=recipe.eval_per_token_loss,
+        **keywords,
+    )
+    trainer.callback_handler.facts.configuration = recipe.document.data
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, StepProgressCallback):
+            callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
+    _normalize_loss(recipe, trainer)
+    return trainer, recorder
+
+
+def _keywords(recipe: Recipe) -> dict[str, Any]:
+    objects = RecipeObjects(recipe.document)
+    rows = checked_rows(recipe)
+    with data_errors(objects):
+        keywords = recipe.task.build(recipe.model, recipe.data, rows)
+    check_max_length(recipe.document, recipe.arguments, keywords["model"])
+    if recipe.peft is None and recipe.task.needs_reference:
+        # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
+        # uses the model itself, with the adapter turned off.) A model built from random weights is
+        # in training mode, so `eval` turns off the dropout of the copy.
+        return keywords | {"ref_model": copy.deepcopy(keywords["model"]).eval()}
+    if recipe.peft is None:
+        return keywords
+    if recipe.task.takes_peft:
+        return keywords | {"peft_config": recipe.peft}
+    from peft import get_peft_model  # noqa: PLC0415  (slow; part of an extra)
+
+    return keywords | {"model": get_peft_model(keywords["model"], recipe.peft)}
+
+
+def checked_rows(recipe: Recipe) -> Rows:
+    """Read the data of a recipe, and check that all rows fit the task.
+
+    Raises:
+        RecipeError: If the data cannot be read, or a row does not fit.
+    """
+    objects = RecipeObjects(recipe.document)
+    column = recipe.task.classes
+    classes = None if column is None else ClassCheck(column, recipe.model.num_labels)
+
+    names = recipe.data.column_labels
+    checked: list[Dataset] = []
+
+    def check(table: Dataset) -> None:
+        held_out = bool(checked)
+        origin = recipe.data.origin(held_out=held_out)
+        columns = check_columns(recipe.document, recipe.task, table.column_names, origin)
+        if recipe.data.image_size is not None:
+            columns = {**columns, "image": ANY_IMAGE}
+        _check_assistant_only(recipe, columns)
+        check_rows(table, columns, names, like=checked[0] if held_out else None)
+        if not held_out:
+            checked.append(table)
+        if classes is not None:
+            classes.check(table, names, is_closed=held_out and not recipe.data.is_streamed)
+
+    try:
+        with data_errors(objects):
+            rows = recipe.data.rows(Needs(_uses(recipe), check, check_numbers))
+            if classes is not None and not recipe.data.is_streamed:
+                classes.check_number()
+            return rows
+    except RecipeError:
+        raise
+    except REFUSALS as error:
+        raise objects.refusal(("data",), recipe.document.data["data"], error) from error
+
+
+def _uses(recipe: Recipe) -> dict[str, ColumnUse]:
+    """Return what the task uses columns as, by the user's names."""
+    uses: dict[str, ColumnUse] = {}
+    for needed in recipe.task.needs:
+        for ours, kind in needed.items():
+            use = None if kind is None else kind.use
+            theirs = recipe.data.columns.get(ours, ours)
+            for name in [theirs] if isinstance(theirs, str) else theirs:
+                # A column may be used twice; texts are read as they are written.
+                if use is not None and uses.get(name) != "text":
+                    uses[name] = use
+    return uses
+
+
+def _check_assistant_only(recipe: Recipe, columns: Collection[str]) -> None:
+    """Raise `RecipeError` if only the assistant's words shall count, but the data have no roles."""
+    if getattr(recipe.arguments, "assistant_only_loss", False) and "messages" not in columns:
+        says = f"expected false, because the task uses the columns {sorted(columns)} of the data"
+        path = ("training", "assistant_only_loss")
+        raise recipe.document.error(path, f"{says} and not `messages`, got true")
+
+
+def _normalize_loss(recipe: Recipe, trainer: Any) -> None:
+    per_token = recipe.step.calculate_per_token_loss
+    if per_token and not trainer.model_accepts_loss_kwargs:
+        says = "expected false or no value, because the model does not accept num_items_in_batch"
+        path = ("runner_wrapper", "calculate_per_token_loss")
+        raise recipe.document.error(path, says)
+    if per_token is False:
+        trainer.model_accepts_loss_kwargs = False
+
+
+def finish(recipe: Recipe, trainer: Any, recorder: MetricsRecorder) -> dict[str, float]:
+    """Evaluate, save and push the raw weights, and the averaged weights if there is an average.
+
+    Args:
+        recipe: The recipe, whose run folder gets ``model`` and ``model_ema``.
+        trainer: Its Trainer after the training.
+        recorder: Callback that records the metrics.
+
+    Returns:
+        Metrics of the evaluation; those of averaged weights begin with ``ema_``.
+    """
+    average = average_of(trainer)
+    metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
+    run = FinishedRun(recipe, trainer, average, metrics)
+    if average is not None:
+        with average.swap():
+            if trainer.eval_dataset is not None:
+                metrics |= results_of(trainer.evaluate(), AVERAGED)
+            _save_model(run, AVERAGED_MODEL)
+    # Saved last, because its card has the results of both evaluations.
+    _save_model(run, MODEL)
+    if metrics:
+        recorder.write({"step": trainer.state.global_step, **metrics})
+    if recipe.arguments.push_to_hub:
+        push_models(run)
+    return metrics
+
+
+def _save_model(run: FinishedRun, name: str) -> None:
+    """Save a model on every rank; the folder is complete or absent, also after a crash.
+
+    The Trainer does not push it: it would push the run folder, and with each model again.
+    """
+    trainer, folder = run.trainer, Path(run.recipe.arguments.output_dir or "") / name
+    if trainer.args.should_save:
+        with whole_folder(folder) as written:
+            trainer.save_model(str(written), _internal_call=True)
+            write_recipe_card(run, name, written)
+    else:
+        # The other ranks write nothing, but they may have to send shards of the weights.
+        trainer.save_model(str(folder), _internal_call=True)

@@ -1,0 +1,158 @@
+"""The sections ``lr_schedule`` and ``grouped_lr_schedule`` of a recipe."""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from mfwrap.runner.document import Path, shown
+from mfwrap.runner.objects import RecipeObjects
+from mfwrap.runner.parameter_groups import DEFAULT_GROUP, RateGroup
+from mfwrap.runner.ranges import check_range, is_number
+from mfwrap.runner.sections import SCHEDULE_ALIASES, GroupedSection
+from mfwrap.schedules import SCHEDULES, GroupedLR
+from mfwrap.schedules.formula import FormulaLR, WarmUp
+
+
+@final
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Class and settings of a schedule, which can be built once the optimizer exists."""
+
+    kind: type[FormulaLR]
+    """Class of the schedule."""
+
+    settings: Mapping[str, Any]
+    """Arguments of the class, without the optimizer and ``total_steps``."""
+
+    total_steps: int | None
+    """Length that the recipe sets; ``None`` for the length of the training."""
+
+    def make(self, optimizer: Optimizer, num_training_steps: int) -> FormulaLR:
+        """Build the schedule for an optimizer."""
+        settings = dict(self.settings)
+        if _has_length(self.kind):
+            settings["total_steps"] = self.total_steps or num_training_steps
+        return self.kind(optimizer, **settings)
+
+
+_RATE_KEYS = ("learning_rate", "base_lr")
+_ANY_LENGTH = 10**9
+
+
+@final
+@dataclass(frozen=True)
+class GroupedScheduleChoice:
+    """Schedules by the names of parameter groups."""
+
+    schedules: Mapping[str, ScheduleChoice]
+    """Schedule of each group, by the group's entry ``name``."""
+
+    def make(self, optimizer: Optimizer, num_training_steps: int) -> LRScheduler:
+        """Build the schedule for an optimizer whose parameter groups have names."""
+        return GroupedLR(
+            optimizer,
+            [
+                functools.partial(
+                    self.schedules[group["name"]].make, num_training_steps=num_training_steps
+                )
+                for group in optimizer.param_groups
+            ],
+        )
+
+
+class GroupedReading(NamedTuple):
+    """What a section ``grouped_lr_schedule`` says."""
+
+    schedule: GroupedScheduleChoice
+    learning_rate: float | None
+    """Learning rate of the default group; ``None`` if the section does not set it."""
+
+    rate_groups: tuple[RateGroup, ...]
+
+
+def read_schedule(
+    objects: RecipeObjects, path: Path, section: Mapping[str, Any], max_steps: int
+) -> tuple[ScheduleChoice, float | None]:
+    """Return the schedule of a section ``lr_schedule``, and the learning rate that it sets.
+
+    Args:
+        objects: Builder for the recipe. It builds the schedule once, to check the settings.
+        path: Path of the section.
+        section: Content of the section.
+        max_steps: Number of steps of the training; <= 0 if it depends on the data.
+
+    Raises:
+        RecipeError: If the schedule or a setting is unknown, or a value is out of range.
+    """
+    name, settings = objects.named_type(path, section, {*SCHEDULES, *SCHEDULE_ALIASES})
+    kind = SCHEDULES[SCHEDULE_ALIASES.get(name, name)]
+    total_steps = settings.pop("total_steps", None)
+    if total_steps == -1:  # In MindFormers, -1 means the length of the training
+        total_steps = None
+    rates = [settings.pop(key) for key in _RATE_KEYS if key in settings]
+    rate = rates[0] if rates else None
+    if rate is not None:
+        rate_key = next(key for key in _RATE_KEYS if key in section)
+        if not is_number(rate):
+            says = f"expected a number, got {shown(rate)}"
+            raise objects.document.error((*path, rate_key), says)
+        check_range(objects, (*path, rate_key), "learning_rate", rate)
+    probe = torch.optim.SGD([torch.zeros(1)], lr=rate or 1.0)
+    length = total_steps or (max_steps if max_steps > 0 else _ANY_LENGTH)
+    checked = settings | ({"total_steps": length} if _has_length(kind) else {})
+    objects.build(path, functools.partial(kind, probe), checked, known=_keys_of(kind))
+    return ScheduleChoice(kind, settings, total_steps), rate
+
+
+def _has_length(kind: type[FormulaLR]) -> bool:
+    return "total_steps" in inspect.signature(kind).parameters
+
+
+def _keys_of(kind: type[FormulaLR]) -> set[str]:
+    """Return the keys that a schedule's section may have: its arguments and the learning rate."""
+    parameters = inspect.signature(kind).parameters
+    has_warm_up = "warm_up" in parameters
+    rate_keys = {"learning_rate", *WarmUp.__annotations__} if has_warm_up else {"base_lr"}
+    return (parameters.keys() | rate_keys) - {"optimizer", "last_epoch", "warm_up"}
+
+
+def read_grouped_schedule(
+    objects: RecipeObjects, section: Mapping[str, Any], max_steps: int
+) -> GroupedReading:
+    """Read the section ``grouped_lr_schedule``.
+
+    Args:
+        objects: Builder for the recipe.
+        section: Content of the section.
+        max_steps: Number of steps of the training; <= 0 if it depends on the data.
+
+    Raises:
+        RecipeError: If a key or a schedule is unknown or missing, or a value is out of range.
+    """
+    path = ("grouped_lr_schedule",)
+    content = objects.parse(path, GroupedSection, section)
+    default, rate = read_schedule(objects, (*path, "default"), content.default, max_steps)
+    schedules = {DEFAULT_GROUP: default}
+    rate_groups = []
+    for number, settings in enumerate(content.grouped):
+        at = (*path, "grouped", number)
+        patterns = settings.get("params")
+        is_list = isinstance(patterns, list) and all(isinstance(p, str) and p for p in patterns)
+        if not is_list or not patterns:
+            says = f"expected a list of parts of parameters' names, got {shown(patterns)}"
+            raise objects.document.error((*at, "params"), says)
+        others = {key: value for key, value in settings.items() if key != "params"}
+        choice, own_rate = read_schedule(objects, at, others, max_steps)
+        group = RateGroup((*at, "params"), tuple(patterns), own_rate)
+        if group.name in schedules:
+            says = f"expected other patterns than those of an earlier group, got {patterns}"
+            raise objects.document.error((*at, "params"), says)
+        schedules[group.name] = choice
+        rate_groups.append(group)
+    return GroupedReading(GroupedScheduleChoice(schedules), rate, tuple(rate_groups))

@@ -1,0 +1,252 @@
+"""The arguments of a recipe's training, with its optimizer, schedule and adapter."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from transformers import TrainingArguments
+
+from mfwrap.collectives import leave_shared_store, refuse_lone_process
+from mfwrap.runner.document import Path
+from mfwrap.runner.objects import RecipeObjects, without_nulls
+from mfwrap.runner.optimizers import OptimizerChoice, read_optimizer
+from mfwrap.runner.ranges import check_range
+from mfwrap.runner.schedules import (
+    GroupedScheduleChoice,
+    ScheduleChoice,
+    read_grouped_schedule,
+    read_schedule,
+)
+from mfwrap.runner.sections import RunnerWrapperSection, Sections
+
+
+class TrainingChoice(NamedTuple):
+    """Training arguments, optimizer and schedule of a recipe."""
+
+    arguments: TrainingArguments
+    optimizer: OptimizerChoice | None
+    """Optimizer that the Trainer cannot build; ``None`` for the optimizer named in `arguments`."""
+
+    schedule: ScheduleChoice | GroupedScheduleChoice | None
+    """MindFormers' schedule; ``None`` for the schedule named in `arguments`."""
+
+
+def read_training(
+    objects: RecipeObjects,
+    kind: type[TrainingArguments],
+    *,
+    name: str,
+    sections: Sections,
+    wrapper: RunnerWrapperSection | None,
+) -> TrainingChoice:
+    """Return the arguments of the training, its optimizer and its schedule.
+
+    Args:
+        objects: Builder for the recipe.
+        kind: ``TrainingArguments``, or the task's subclass of it.
+        name: Name of the recipe, used for the run folder if ``output_dir`` is not set.
+        sections: Sections of the recipe.
+        wrapper: Section ``runner_wrapper``, checked.
+
+    Raises:
+        ConnectionError: If this process cannot join the other ranks.
+        RecipeError: If a setting is unknown, out of range, or set in two sections to different
+            values, or if a launcher started several processes but this one would train alone.
+    """
+    sections = dataclasses.replace(sections, training=without_nulls(kind, sections.training))
+    training = sections.training
+    known = {field.name for field in fields(kind) if field.init}
+    settings = objects.kept(("training",), training, known)
+    for key, value in settings.items():
+        objects.check_type(("training", key), kind, key, value)
+        check_range(objects, ("training", key), key, value)
+    if settings.get("output_dir") is None:
+        settings["output_dir"] = f"runs/{name}"
+    objects.check_folder(("training", "output_dir"), settings["output_dir"])
+    if not torch.accelerator.is_available():
+        # Change three defaults on a CPU. Without `use_cpu`, accelerate would not connect several
+        # processes: each would train alone. torch would warn about pinned memory, and TRL would
+        # train in bf16, which is meant for accelerators.
+        settings = {"use_cpu": True, "dataloader_pin_memory": False, "bf16": False} | settings
+    optimizer = _read_optimizer(objects, settings, sections)
+    optimizer, schedule = _read_schedule(objects, settings, sections, optimizer)
+    if wrapper is not None:
+        settings["max_grad_norm"] = _max_grad_norm(objects, training, wrapper)
+    leave_shared_store()
+    arguments = objects.build(("training",), kind, settings, known=known)
+    try:
+        refuse_lone_process(
+            arguments.world_size,
+            "leave `training.use_cpu` out, and use a launcher that sets LOCAL_RANK",
+        )
+    except ValueError as error:
+        raise objects.document.error(("training",), str(error)) from error
+    return TrainingChoice(arguments, optimizer, schedule)
+
+
+def _read_optimizer(
+    objects: RecipeObjects, settings: dict[str, Any], sections: Sections
+) -> OptimizerChoice | None:
+    """Add the section ``optimizer`` to the arguments of the training.
+
+    Returns:
+        The optimizer that the section names; ``None`` if the Trainer builds it.
+    """
+    if sections.optimizer is None:
+        return None
+    dtypes = {sections.model.get(key) for key in ("dtype", "norm_dtype", "embedding_dtype")}
+    are_half = bool(dtypes & {"bfloat16", "float16"})
+    reading = read_optimizer(objects, sections.optimizer, are_half=are_half)
+    if reading.make is not None and "optim" in settings:
+        kind = sections.optimizer["type"]
+        says = f"must be left out, because the section optimizer names {kind}"
+        raise objects.document.error(("training", "optim"), says)
+    _merge(objects, settings, reading.arguments, "optimizer")
+    for name, value in reading.defaults.items():
+        settings.setdefault(name, value)
+    if reading.make is None:
+        return None
+    threshold = reading.qk_clip_threshold
+    return OptimizerChoice(objects.document, reading.make, qk_clip_threshold=threshold)
+
+
+def _read_schedule(
+    objects: RecipeObjects,
+    settings: dict[str, Any],
+    sections: Sections,
+    optimizer: OptimizerChoice | None,
+) -> tuple[OptimizerChoice | None, ScheduleChoice | GroupedScheduleChoice | None]:
+    """Add the learning rate of the schedule's section to the arguments of the training.
+
+    Returns:
+        The optimizer, with the parameter groups that the schedule needs, and the schedule.
+    """
+    section, grouped = sections.lr_schedule, sections.grouped_lr_schedule
+    name = "lr_schedule" if grouped is None else "grouped_lr_schedule"
+    if section is None and grouped is None:
+        return optimizer, None
+    keys = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+    paths: list[Path] = [("training", key) for key in keys if key in sections.training]
+    paths += [("lr_schedule",)] if section is not None and grouped is not None else []
+    if paths:
+        says = f"must be left out, because the recipe has a section {name}"
+        raise objects.document.error(paths[0], says)
+    max_steps = settings.get("max_steps", -1)
+    schedule: ScheduleChoice | GroupedScheduleChoice
+    if grouped is None:
+        schedule, rate = read_schedule(objects, (name,), section or {}, max_steps)
+    else:
+        schedule, rate, rate_groups = read_grouped_schedule(objects, grouped, max_steps)
+        choice = optimizer or OptimizerChoice(objects.document)
+        optimizer = dataclasses.replace(choice, rate_groups=rate_groups)
+    if rate is not None:
+        _merge(objects, settings, {"learning_rate": rate}, name)
+    return optimizer, schedule
+
+
+def _merge(
+    objects: RecipeObjects, settings: dict[str, Any], others: Mapping[str, Any], section: str
+) -> None:
+    """Add another section's settings to `settings`; raise `RecipeError` if two values differ."""
+    for key, value in others.items():
+        if key in settings and settings[key] != value:
+            path = ("training", key)
+            if path not in objects.document.places:
+                path = ("optimizer", key)  # an earlier call merged `optimizer` into `settings`
+            says = f"expected {value!r} as in {section}, or no value, got {settings[key]!r}"
+            raise objects.document.error(path, says)
+        settings[key] = value
+
+
+def _max_grad_norm(
+    objects: RecipeObjects, training: Mapping[str, Any], wrapper: RunnerWrapperSection
+) -> float:
+    """Return the Trainer's ``max_grad_norm``; with 0 the norm is reported but not clipped."""
+    path = ("training", "max_grad_norm")
+    limit = training.get("max_grad_norm")
+    if wrapper.max_grad_norm is not None and limit not in (None, wrapper.max_grad_norm):
+        says = f"expected {wrapper.max_grad_norm} as in runner_wrapper, got {limit}"
+        raise objects.document.error(path, says)
+    clips = limit is not None if wrapper.use_clip_grad is None else wrapper.use_clip_grad
+    if clips:
+        limits = (wrapper.max_grad_norm, limit, 1.0)
+        return float(next(each for each in limits if each is not None))
+    if limit:
+        says = f"expected 0 because runner_wrapper.use_clip_grad is false, got {limit}"
+        raise objects.document.error(path, says)
+    return 0.0
+
+
+def read_peft(
+    objects: RecipeObjects, section: Mapping[str, Any] | None, task_type: str | None
+) -> Any:
+    """Return PEFT's configuration of a section ``peft``; ``None`` without the section.
+
+    Args:
+        objects: Builder for the recipe.
+        section: ``type`` and arguments of PEFT's configuration.
+        task_type: PEFT's name of the task; ``None`` if PEFT has none.
+
+    Raises:
+        RecipeError: If the adapter or a key is unknown, or PEFT is not installed.
+    """
+    if section is None:
+        return None
+    try:
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING  # noqa: PLC0415  (slow; part of an extra)
+    except ImportError as error:
+        says = 'needs PEFT; install it with pip install "mfwrap[recipes]"'
+        raise objects.document.error(("peft",), says) from error
+    settings = dict(section)
+    kinds = {
+        str(kind.value).lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    }
+    name = objects.choice(("peft", "type"), settings.pop("type", "lora"), kinds)
+    if task_type is not None:
+        settings.setdefault("task_type", task_type)
+    return objects.build(("peft",), kinds[name], settings)
+
+
+def optimized(
+    trainer: type[Any],
+    optimizer: OptimizerChoice | None,
+    schedule: ScheduleChoice | GroupedScheduleChoice | None,
+) -> type[Any]:
+    """Return a subclass of a Trainer that builds a recipe's optimizer and schedule.
+
+    If the recipe has neither, the Trainer itself is returned.
+
+    Args:
+        trainer: Class of the Trainer.
+        optimizer: Optimizer; ``None`` for the Trainer's own.
+        schedule: Schedule; ``None`` for the Trainer's own.
+    """
+    methods: dict[str, Any] = {}
+    if optimizer is not None:
+
+        def create_optimizer(self: Any, model: Any = None) -> Any:
+            """Build the recipe's optimizer; the Trainer's own method then keeps it."""
+            if self.optimizer is None:
+                network = self.model if model is None else model
+                decayed = self.get_decay_parameter_names(network)
+                self.optimizer = optimizer.build(self.args, network, decayed)
+            return trainer.create_optimizer(self, model)
+
+        methods["create_optimizer"] = create_optimizer
+    if schedule is not None:
+
+        def create_scheduler(
+            self: Any, num_training_steps: int, optimizer: Optimizer | None = None
+        ) -> Any:
+            """Build the recipe's schedule; the Trainer's own method then keeps and prepares it."""
+            if self.lr_scheduler is None:
+                self.lr_scheduler = schedule.make(
+                    self.optimizer if optimizer is None else optimizer, num_training_steps
+                )
+            return trainer.create_scheduler(self, num_training_steps, optimizer)
+
+        methods["create_scheduler"] = create_scheduler
+    return type(trainer.__name__, (trainer,), methods) if methods else trainer

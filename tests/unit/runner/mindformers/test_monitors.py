@@ -1,0 +1,113 @@
+"""Callbacks and monitors of a MindFormers file are those of the recipe."""
+
+import math
+
+import pytest
+
+from mfwrap.runner import RecipeError
+from support.mindformers_files import imported, imported_recipe
+
+CURVES = {
+    "tensorboard_dir": "curves",
+    "tensorboard_queue_size": 10,
+    "log_loss_scale_to_tensorboard": True,
+    "log_expert_load_to_tensorboard": False,
+}
+STATE_MONITOR = {"monitor_on": True, "device_local_norm_format": "tensorboard"}
+
+
+def test_callbacks():
+    """Old spellings are known; callbacks and keys without effect are left out, with one note."""
+    result, recipe = imported({
+        "callbacks": [
+            {"type": "MFLossMonitor", "per_print_times": 2},
+            {"type": "CheckpointMointor", "prefix": "llama", "save_checkpoint_steps": 5,
+             "keep_checkpoint_max": 3, "integrated_save": False},
+            {"type": "ObsMonitor"},
+        ]
+    })  # fmt: skip
+
+    assert recipe["callbacks"] == [
+        {"type": "MFLossMonitor", "per_print_times": 2},
+        {"type": "CheckpointMonitor", "save_checkpoint_steps": 5, "keep_checkpoint_max": 3},
+    ]
+    assert recipe["training"]["save_strategy"] == "no"
+    for name in ("callbacks.1.prefix", "callbacks.1.integrated_save", "callbacks.2 (ObsMonitor)"):
+        assert name in result.notes[-1]
+
+
+def test_checkpoints_of_each_step():
+    """Without an interval, MindFormers saves each step; its threshold is a squared norm."""
+    monitor = {"type": "CheckpointMonitor", "embedding_local_norm_threshold": 270.0}
+    _, recipe = imported({"callbacks": [monitor]})
+
+    assert recipe["callbacks"] == [
+        {
+            "type": "CheckpointMonitor",
+            "embedding_local_norm_threshold": math.sqrt(270),
+            "save_checkpoint_steps": 1,
+        }
+    ]
+
+
+def test_curves():
+    """The monitors get the folder and the keys that they have; a note names the others."""
+    result, recipe = imported({"tensorboard": CURVES, "monitor_config": STATE_MONITOR})
+
+    assert recipe["callbacks"] == [
+        {
+            "type": "MFLossMonitor",
+            "tensorboard_dir": "curves",
+            "log_loss_scale_to_tensorboard": True,
+        }
+    ]
+    assert recipe["monitor_config"] == STATE_MONITOR | {"tensorboard_dir": "curves"}
+    assert "tensorboard.tensorboard_queue_size" in result.notes[-1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensorboard": CURVES, "callbacks": []},
+        {"tensorboard": CURVES | {"tensorboard_on": False}},
+        {"tensorboard": {"tensorboard_queue_size": 1}},
+    ],
+)
+def test_curves_that_nobody_draws(changes):
+    """A section ``tensorboard`` without a monitor, or without a folder, has no effect."""
+    result, recipe = imported(changes)
+
+    assert "curves" not in str(recipe)
+    assert "tensorboard" in result.notes[-1]
+
+
+def test_the_nan_check():
+    """The check for nan is the monitor's, or that of a monitor of its own."""
+    check = {"check_for_nan_in_loss_and_grad": True}
+    on = imported(check | {"monitor_config": {"monitor_on": True}})[1]
+    off = imported(check | {"callbacks": []})[1]
+
+    assert on["monitor_config"] == {"monitor_on": True} | check
+    assert off["callbacks"] == [{"type": "TrainingStateMonitor"} | check]
+
+
+def test_a_monitor_that_shows_local_norms_gets_them():
+    """The step computes local norms if the monitor shows them, over ``local_norm: False``."""
+    shown = {"monitor_on": True, "local_norm_format": "log"}
+    recipe = imported_recipe({"monitor_config": shown, "runner_wrapper.local_norm": False})
+
+    assert recipe.step.config.local_norm
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "says"),
+    [
+        (3, "callbacks: expected a list, got 3"),
+        ([{"type": "MFLossMonitor", "per_print": 1}], "callbacks.0.per_print: unknown key"),
+        ([{"type": "Unknown"}], "callbacks.0.type: expected one of"),
+    ],
+)
+def test_wrong_callbacks(callbacks, says):
+    """Unknown callbacks and keys are errors."""
+    with pytest.raises(RecipeError, match=says):
+        imported({"callbacks": callbacks})

@@ -1,0 +1,196 @@
+"""Files of MindFormers for ten networks train after the import, with the first loss they should."""
+
+import copy
+import json
+import math
+
+import pytest
+import yaml
+
+from mfwrap.runner import parse_recipe
+from mfwrap.runner.run import build_trainer
+from support.mindformers_files import ABSENT, imported
+from support.networks import BY_HAND, enlarge
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and datasets emit warnings
+
+_DENSE = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+"""``model.config`` of the small networks that are written by hand."""
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_GPT = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4}
+_OWN = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "vocab_size": 32000}
+_CORE = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-5,
+    "init_method_std": 0.01,
+}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+FILES = {
+    "llama31": (
+        {
+            "type": "LlamaConfig",
+            **_OWN,
+            "n_kv_heads": 8,
+            "intermediate_size": 14336,
+            "theta": 500.0,
+            "extend_method": "LLAMA3",
+            "scaling_factor": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        None,
+        _DENSE,
+    ),
+    "qwen2": ({"type": "LlamaConfig", **_OWN, "qkv_has_bias": True}, None, _DENSE),
+    "qwen3": (
+        {"model_type": "qwen3", **_CORE, "intermediate_size": 6144},
+        None,
+        {**_DENSE, "head_dim": 16},
+    ),
+    "qwen3_moe": (
+        {"model_type": "qwen3_moe", **_CORE, "num_experts": 128, "moe_ffn_hidden_size": 768},
+        None,
+        {**_DENSE, **_EXPERTS, "head_dim": 16, "num_experts": 4},
+    ),
+    "mixtral": (
+        {"type": "LlamaConfig", **_OWN, "n_kv_heads": 8, "intermediate_size": 14336},
+        {"expert_num": 8, "num_experts_chosen": 2, "use_gmm": True},
+        {**_DENSE, "num_local_experts": 4},
+    ),
+    "glm": (
+        {"type": "ChatGLM2Config", "num_layers": 40, "rope_ratio": 500},
+        None,
+        {**_DENSE, "head_dim": 8},
+    ),
+    "deepseek_v3": (
+        {"type": "DeepseekV3Config", **_OWN, "extend_method": "None"},
+        {
+            "expert_num": 256,
+            "num_experts_chosen": 8,
+            "shared_expert_num": 1,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 1,
+            "topk_method": "noaux_tc",
+            "use_gating_sigmoid": True,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "use_gmm": True,
+        },
+        {
+            **_DENSE,
+            **_EXPERTS,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "gpt2": (
+        {"type": "GPT2Config", "num_layers": 12, "num_heads": 12},
+        None,
+        {**_GPT, **_NO_DROPOUT, "n_inner": 128, "n_positions": 64},
+    ),
+    "bloom": (
+        {"type": "BloomConfig", "hidden_size": 1024, "num_layers": 24, "num_heads": 16},
+        None,
+        {
+            **_GPT,
+            "hidden_size": 32,
+            "n_embd": ABSENT,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
+    "bert": (
+        {"type": "BertConfig", "num_labels": 3},
+        None,
+        {
+            **_DENSE,
+            "num_key_value_heads": ABSENT,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "classifier_dropout": 0.0,
+        },
+    ),
+}
+"""By name of the network: ``model_config`` and ``moe_config`` of the file, and keys of
+``model.config`` that make it small. ABSENT: the small network has no such key."""
+
+
+def data_of(folder, name):
+    """Write 40 texts, for BERT with one of three labels; return the section ``data``."""
+    rows = [{"text": f"{number} " * 12, "label": f"class {number % 3}"} for number in range(40)]
+    if name != "bert":
+        rows = [{"text": row["text"]} for row in rows]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"type": "json_lines", "path": str(path), "eval_fraction": 0.1, "sequence_length": 24}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.slow
+def test_an_imported_file_trains(tmp_path, name):
+    """The first of 20 losses is that of the network written by hand, with the same weights."""
+    settings, experts, sizes = FILES[name]
+    precision = {"compute_dtype": "float32", "param_init_type": "float32"}
+    changes = {
+        "model": {"model_config": settings | precision},
+        "moe_config": experts or {},
+    }
+    if name == "bert":
+        changes["trainer.type"] = "TextClassificationTrainer"
+    result, recipe = imported(changes)
+    recipe["data"] = data_of(tmp_path, name)
+    small = {key: value for key, value in sizes.items() if value is not ABSENT}
+    overrides = [
+        *(f"model.config.{key}={value}" for key, value in small.items()),
+        f"training.output_dir={tmp_path / 'run'}",
+        "training.max_steps=20",
+        "training.logging_steps=1",
+        "training.use_cpu=true",
+    ]
+    trainer, _ = build_trainer(parse_recipe(yaml.safe_dump(recipe), "m.yaml", overrides))
+    enlarge(trainer.model)
+    start = copy.deepcopy(trainer.model.state_dict())
+    batches = []
+    trainer.model.register_forward_pre_hook(
+        lambda _, __, batch: batches.append(batch), with_kwargs=True
+    )
+    trainer.train()
+    by_hand = BY_HAND[name]()
+    by_hand.load_state_dict(start)
+    wanted = ("input_ids", "attention_mask", "labels")
+    batch = {key: value for key, value in batches[0].items() if key in wanted}
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+    assert result.losses == []
+    assert len(losses) == 20
+    assert all(map(math.isfinite, losses))
+    assert losses[0] == pytest.approx(by_hand(**batch).loss.item(), rel=1e-6)

@@ -1,0 +1,200 @@
+"""A recipe writes a card with each model, from which the model can be used."""
+
+import json
+import re
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from mfwrap.runner import parse_recipe, run_recipe
+from support.recipe_texts import BERT, SMALL_LLAMA, VIT, recipe_text
+
+# Ignore the warnings of PEFT, TRL and the pipelines of transformers.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXTS = {"per_device_train_batch_size": 4, "max_steps": 2}
+
+
+def run(folder, *overrides, resume=False, **sections):
+    """Run a recipe into a folder, and return the folder."""
+    text = recipe_text(**sections)
+    recipe = parse_recipe(text, "r.yaml", [*overrides, f"training.output_dir={folder}"])
+    run_recipe(recipe, resume=resume)
+    return folder
+
+
+def card_of(folder) -> ModelCard:
+    """Return the card in a model's folder."""
+    return ModelCard.load(folder / "README.md")
+
+
+def results_in(card) -> dict[str, float]:
+    """Return the results in the front matter of a card."""
+    return {one.metric_type: one.metric_value for one in card.data.eval_results}
+
+
+def code_in(card) -> str:
+    """Return the Python code in a card."""
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    return code
+
+
+@pytest.fixture
+def printed_by(monkeypatch, capsys):
+    """Return a function that runs code in a model's folder, and returns what it prints."""
+
+    def run_code(code, folder) -> str:
+        monkeypatch.chdir(folder)
+        capsys.readouterr()
+        exec(compile(code, "README.md", "exec"), {})  # noqa: S102  (the card has just been written)
+        return capsys.readouterr().out
+
+    return run_code
+
+
+def test_results_of_raw_and_averaged_weights(tmp_path):
+    """Each card has the results of its weights in its front matter, and both in its table."""
+    run(tmp_path, ema={"decay": 0.5})
+    metrics = json.loads((tmp_path / "result.json").read_text())["metrics"]
+    raw, averaged = (card_of(tmp_path / name) for name in ("model", "model_ema"))
+
+    for card, prefix in ((raw, "eval_"), (averaged, "ema_eval_")):
+        expected = {name: metrics[f"{prefix}{name}"] for name in ("loss", "mse", "r2")}
+        assert results_in(card) == expected
+        row = f"| `loss` | {metrics['eval_loss']:.6g} | {metrics['ema_eval_loss']:.6g} |"
+        assert row in card.text
+    assert raw.data.model_name == "r"
+    assert averaged.data.model_name == "r (averaged weights)"
+    assert {one.dataset_type for one in raw.data.eval_results} == {"diabetes"}
+    assert "scikit-learn's diabetes study" in raw.text
+    assert "64 examples to train on and 16 examples held out" in raw.text
+
+
+def test_the_recipe_in_a_card_trains_the_same_model(tmp_path):
+    """The recipe in a card, copied to a file, gives a model with the same weights and card."""
+    first = run(tmp_path / "first", "training.learning_rate=3e-3") / "model"
+    (block,) = re.findall(r"```yaml\n(.*?)```", card_of(first).text, re.DOTALL)
+    assert "output_dir" not in block
+    recipe = parse_recipe(block, "r.yaml", [f"training.output_dir={tmp_path / 'again'}"])
+    run_recipe(recipe)
+
+    for name in ("model.safetensors", "README.md"):
+        assert (tmp_path / "again" / "model" / name).read_bytes() == (first / name).read_bytes()
+
+
+def test_a_resumed_run_writes_the_same_bytes(tmp_path):
+    """A card has nothing that differs between a run and a run that was resumed elsewhere."""
+    sections = {"training": {"save_strategy": "steps", "save_steps": 3}, "ema": {"decay": 0.9}}
+    whole = run(tmp_path / "whole", **sections)
+    parts = run(tmp_path / "parts", **sections)
+    run(parts, resume=str(parts / "checkpoint-3"), **sections)
+
+    for name in ("model", "model_ema"):
+        cards = [(folder / name / "README.md").read_bytes() for folder in (whole, parts)]
+        assert cards[0] == cards[1]
+
+
+def test_a_card_has_no_folder_of_the_machine(tmp_path):
+    """Absolute paths are shortened to their last part."""
+    rows = [{"features": [float(n), 1.0], "target": float(n)} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"type": "json_lines", "path": str(tmp_path / "rows.jsonl")}
+    run(tmp_path / "run", f"data={json.dumps(data)}")
+    text = (tmp_path / "run" / "model" / "README.md").read_text()
+
+    assert str(tmp_path) not in text
+    assert "`rows.jsonl`" in text
+    assert "path: rows.jsonl" in text
+
+
+def test_a_run_without_evaluation(tmp_path):
+    """Without held-out rows, a card has neither results nor a table."""
+    run(tmp_path, "data.eval_fraction=0")
+    card = card_of(tmp_path / "model")
+
+    assert card.data.eval_results is None
+    assert "## Results" not in card.text
+
+
+CASES = {
+    "causal_lm": (SMALL_LLAMA, "docstrings", "text-generation", "generated_text"),
+    "sequence_classification": (BERT["config"], "docstrings", "text-classification", "score"),
+    "token_classification": (BERT["config"], "python_tokens", "token-classification", "score"),
+    "image_classification": (VIT["config"], "digits", "image-classification", r"^\d$"),
+    "regression": (None, "diabetes", "tabular-regression", r"tensor\(\["),
+}
+
+
+QUICK = {"causal_lm", "regression"}
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES]
+)
+def test_the_code_in_a_card_runs(tmp_path, printed_by, task):
+    """The code in a card runs in the folder of the model, and the front matter names the task."""
+    config, data, tag, prints = CASES[task]
+    sections = {"data": {"type": data, "max_train_samples": 16, "max_eval_samples": 4}}
+    if config is not None:
+        sections["model"] = {"config": config}
+    run(tmp_path, task=task, training=TEXTS, ema={"decay": 0.5}, **sections)
+    for name in ("model", "model_ema"):
+        card = card_of(tmp_path / name)
+        assert card.data.pipeline_tag == tag
+        assert {"mfwrap", "generated_from_trainer", task} <= set(card.data.tags)
+        assert re.search(prints, printed_by(code_in(card), tmp_path / name))
+
+
+@pytest.mark.slow
+def test_the_code_for_an_adapter_runs(tmp_path, printed_by):
+    """The card of an adapter names PEFT and loads the adapter with its base model."""
+    base = tmp_path / "base"
+    run(tmp_path / "first", task="causal_lm", model={"config": SMALL_LLAMA}, training=TEXTS,
+        data={"type": "docstrings", "max_train_samples": 16})  # fmt: skip
+    (tmp_path / "first" / "model").rename(base)
+    rows = [{"prompt": f"{n} and {n}", "completion": f" is {2 * n}"} for n in range(20)]
+    for row in rows:
+        row["text"] = row["prompt"] + row["completion"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"type": "json_lines", "path": str(tmp_path / "rows.jsonl")}
+    for task in ("causal_lm", "supervised_tuning"):
+        folder = tmp_path / task
+        run(
+            folder,
+            f"model={json.dumps({'path': str(base)})}",
+            f"data={json.dumps(data)}",
+            task=task,
+            training=TEXTS | ({"max_length": 32} if task == "supervised_tuning" else {}),
+            peft={"type": "lora", "r": 2, "target_modules": ["q_proj"]},
+        )
+        card = card_of(folder / "model")
+
+        assert card.data.library_name == "peft"
+        assert card.data.base_model is None  # a folder of this machine
+        assert str(tmp_path) not in str(card)
+        assert {"lora", "mfwrap"} <= set(card.data.tags)
+        assert "generated_text" in printed_by(code_in(card), folder / "model")
+    assert {"sft", "trl"} <= set(card.data.tags)
+
+
+@pytest.mark.slow
+def test_an_adapter_of_random_weights(tmp_path):
+    """The card of an adapter whose base model is not saved says that it cannot be used."""
+    run(tmp_path, task="causal_lm", model={"config": SMALL_LLAMA}, training=TEXTS,
+        data={"type": "docstrings", "max_train_samples": 16},
+        peft={"type": "lora", "r": 2, "target_modules": ["q_proj"]})  # fmt: skip
+    text = card_of(tmp_path / "model").text
+
+    assert "cannot be used on its own" in text
+    assert "```python" not in text
+    assert "Its base model was built with random weights." in text
+
+
+def test_the_front_matter_is_plain_yaml(tmp_path):
+    """The front matter is YAML that any reader understands."""
+    text = (run(tmp_path) / "model" / "README.md").read_text()
+    found = yaml.safe_load(text.split("---\n")[1])
+
+    assert found["library_name"] == "mfwrap"
+    assert found["model-index"][0]["results"][0]["task"] == {"type": "tabular-regression"}

@@ -1,0 +1,282 @@
+"""Shipped recipes run at a small size, and each section has its effect on a run."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mfwrap.records import read_json_lines
+from mfwrap.runner import RecipeError, parse_recipe
+from mfwrap.runner.library import shipped_recipes
+from mfwrap.runner.run import build_trainer, run_recipe
+from support.recipe_texts import SMALL_LLAMA, recipe_text
+
+# Ignore the warnings that TRL and datasets emit.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TINY = [
+    "training.max_steps=4",
+    "training.num_train_epochs=1",
+    "training.per_device_train_batch_size=2",
+    "training.gradient_accumulation_steps=1",
+    "training.eval_strategy=steps",
+    "training.save_strategy=steps",
+    "training.eval_steps=2",
+    "training.save_steps=2",
+    "training.logging_steps=2",
+    "training.warmup_steps=1",
+    "training.use_cpu=true",
+    "data.max_train_samples=12",
+    "data.max_eval_samples=4",
+]
+SMALL = {
+    "causal_lm": ["model.config.num_hidden_layers=1", "data.max_eval_samples=1"],
+    "image_classification": ["model.config.num_hidden_layers=1"],
+    "lora": ["model.config.num_hidden_layers=1", "training.max_length=64"],
+    "minilm_classification": ["data.sequence_length=8", "training.per_device_eval_batch_size=4"],
+    "preference_tuning": ["model.config.num_hidden_layers=1", "training.max_length=64"],
+    "regression": [],
+    "sequence_classification": ["model.config.num_hidden_layers=1", "data.sequence_length=32"],
+    "supervised_tuning": ["model.config.num_hidden_layers=1", "training.max_length=64"],
+    "token_classification": ["model.config.num_hidden_layers=1", "data.sequence_length=32"],
+}
+
+
+def records(folder) -> list[dict]:
+    """Return the records of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(folder, *overrides, text=None, resume=False, **sections):
+    """Run a recipe into a folder."""
+    name = "r.yaml"
+    text = recipe_text(**sections) if text is None else text
+    recipe = parse_recipe(text, name, [*overrides, f"training.output_dir={folder}"])
+    return run_recipe(recipe, resume=resume)
+
+
+@pytest.mark.parametrize(
+    "name", ["causal_lm", pytest.param("supervised_tuning", marks=pytest.mark.slow)]
+)
+def test_a_loss_per_token(tmp_path, name):
+    """With `eval_per_token_loss`, `eval_loss` is the mean over the targets of all held-out rows."""
+    settings = [*TINY, *SMALL[name], "data.max_eval_samples=7", "eval_per_token_loss=true"]
+    recipe = parse_recipe(
+        shipped_recipes()[name].text,
+        name,
+        [*settings, "training.per_device_eval_batch_size=2", f"training.output_dir={tmp_path}"],
+    )
+    trainer, _ = build_trainer(recipe)
+    losses = targets = 0.0
+    for batch in trainer.get_eval_dataloader():
+        with torch.no_grad():
+            logits = trainer.model.eval()(**batch).logits[:, :-1].double()
+        labels = batch["labels"][:, 1:]
+        losses += torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), labels, reduction="sum"
+        ).item()
+        targets += labels.ne(-100).sum().item()
+
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses / targets, rel=1e-5)
+
+
+QUICK = {"causal_lm", "regression"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in shipped_recipes()],
+)
+def test_shipped_recipes_run(name, tmp_path):
+    """A shipped recipe trains, records every step and evaluation, and saves model and recipe."""
+    result = run(tmp_path, *TINY, *SMALL[name], text=shipped_recipes()[name].text)
+    found = records(tmp_path)
+    steps = [record for record in found if "loss" in record]
+
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    assert all(math.isfinite(record["loss"]) and record["global_norm"] > 0 for record in steps)
+    assert [
+        record["step"] for record in found if "eval_loss" in record or "ema_eval_loss" in record
+    ]
+    assert math.isfinite(result.metrics["eval_loss"])
+    assert (tmp_path / "checkpoint-4").is_dir()
+    assert any((tmp_path / "model").glob("*.safetensors"))
+    again = parse_recipe((tmp_path / "recipe.yaml").read_text(), "again")
+    assert again.arguments.max_steps == 4
+
+
+def test_the_data_of_the_default_recipe_are_those_of_the_script():
+    """The default recipe trains on as many bytes as the script, apart from end tokens."""
+    from mfwrap.recipes.causal_lm import IGNORED_LABEL, PythonTopics, topics  # noqa: PLC0415  (only this test needs it)
+
+    text = shipped_recipes()["causal_lm"].text
+    trainer, _ = build_trainer(parse_recipe(text, "causal_lm", ["training.use_cpu=true"]))
+    names = [name for i, name in enumerate(sorted(topics)) if i % 10]
+    pieces = PythonTopics(names, 256)
+    bytes_of_script = sum(int((one["labels"] != IGNORED_LABEL).sum()) for one in pieces)
+    tokens = sum(len(one["input_ids"]) for one in trainer.train_dataset)
+
+    # The recipe adds an end token to each text. A piece with only an end token is left out.
+    assert bytes_of_script <= tokens <= bytes_of_script + len(names)
+
+
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_checkpoint_is_fine_tuned(tmp_path, adapter):
+    """A local checkpoint is fine-tuned on JSON Lines with prompts: all weights, or an adapter."""
+    start = tmp_path / "start"
+    sections = {
+        "task": "supervised_tuning",
+        "model": {"config": SMALL_LLAMA, "tokenizer": "bytes"},
+        "training": {"max_length": 48, "bf16": False, "gradient_checkpointing": False},
+    }
+    rows = [{"prompt": f"{n} plus {n} is", "completion": f" {2 * n}"} for n in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"type": "json_lines", "path": str(tmp_path / "train.jsonl"), "eval_fraction": 0.2}
+    text = recipe_text(data=None, **sections | {"model": None})
+    trainer, _ = build_trainer(
+        parse_recipe(
+            text + f"model: {json.dumps(sections['model'])}\ndata: {json.dumps(data)}\n",
+            "start",
+            [f"training.output_dir={start}"],
+        )
+    )
+    trainer.save_model(str(start))
+    peft = "peft: {type: lora, r: 2, target_modules: [q_proj]}\n" if adapter else ""
+    result = run(
+        tmp_path / "run",
+        text=text + f"model: {{path: {start}}}\ndata: {json.dumps(data)}\n" + peft,
+    )
+    before = AutoModelForCausalLM.from_pretrained(start)
+
+    assert math.isfinite(result.metrics["eval_loss"])
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == 261
+    if adapter:
+        assert (tmp_path / "run" / "model" / "adapter_config.json").exists()
+    else:
+        after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+        assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+
+
+def test_the_average_is_evaluated_and_saved(tmp_path):
+    """With a section ``ema`` the averaged weights are evaluated and saved, too."""
+    result = run(tmp_path, ema={"decay": 0.5})
+
+    assert result.metrics["ema_eval_loss"] != result.metrics["eval_loss"]
+    assert (tmp_path / "model_ema" / "model.safetensors").exists()
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
+    """A resumed run has the weights of an uninterrupted run, bitwise, and one record per step."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    run(tmp_path / "whole", training=saving, ema={"decay": 0.9})
+    run(tmp_path / "halves", training=saving, ema={"decay": 0.9})
+    run(tmp_path / "halves", training=saving, ema={"decay": 0.9},
+        resume=str(tmp_path / "halves" / "checkpoint-3"))  # fmt: skip
+    whole, halves = records(tmp_path / "whole"), records(tmp_path / "halves")
+
+    assert [r["step"] for r in halves if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert halves == whole
+    for name in ("model", "model_ema"):
+        files = [tmp_path / run / name / "model.safetensors" for run in ("whole", "halves")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_mindformers_schedule_sets_the_rates(tmp_path):
+    """The recorded rates follow MindFormers' formula: a warm-up from 0, then a linear fall."""
+    section = {"type": "LinearWithWarmUpLR", "learning_rate": 0.6, "warmup_steps": 2}
+    run(tmp_path, lr_schedule=section | {"total_steps": -1}, training={"learning_rate": 0.6})
+    rates = [r["learning_rate"] for r in records(tmp_path) if "loss" in r]
+
+    assert rates == pytest.approx([0, 0.3, 0.6, 0.45, 0.3, 0.15], abs=1e-7)
+
+
+def test_loss_scale_and_norms_are_recorded(tmp_path):
+    """The records have the growing loss scale, and local norms that match the global norm."""
+    scale = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 8, "scale_factor": 2}
+    wrapper = {"scale_sense": scale | {"scale_window": 2}, "use_clip_grad": True}
+    run(tmp_path, runner_wrapper=wrapper | {"max_grad_norm": 0.1, "local_norm": True})
+    steps = [r for r in records(tmp_path) if "loss" in r]
+
+    assert [r["loss_scale"] for r in steps] == [8, 16, 16, 32, 32, 64]
+    assert math.hypot(*steps[0]["local_norm"].values()) == pytest.approx(steps[0]["global_norm"])
+
+
+@pytest.mark.parametrize(
+    ("shown", "adds"),
+    [("log", set()), ("jsonl", {"training_state.jsonl"}), ("tensorboard", {"tensorboard"})],
+)
+def test_formats_of_the_monitor_are_what_a_run_writes(tmp_path, shown, adds):
+    """The monitor writes records and curves only if their format is set."""
+    run(tmp_path, monitor_config={"monitor_on": True, "device_local_norm_format": shown})
+    found = {path.name for path in tmp_path.iterdir()}
+
+    assert found & {"training_state.jsonl", "tensorboard", "anomalies.jsonl"} == adds
+
+
+def test_spikes_are_skipped(tmp_path):
+    """A threshold below every norm skips all updates."""
+    wrapper = {"use_clip_grad": True, "use_skip_data_by_global_norm": True}
+    run(tmp_path, runner_wrapper=wrapper | {"global_norm_spike_threshold": 1e-6})
+
+    assert all(r["skipped"] for r in records(tmp_path) if "loss" in r)
+
+
+def test_per_token_loss_needs_support_by_the_model(tmp_path):
+    """A model that does not accept the number of targets is an error."""
+    with pytest.raises(RecipeError, match=r"runner_wrapper\.calculate_per_token_loss: expected"):
+        run(tmp_path, runner_wrapper={"calculate_per_token_loss": True})
+
+
+@pytest.mark.parametrize("per_token", [None, True, False])
+def test_per_token_loss(tmp_path, per_token):
+    """``calculate_per_token_loss`` is on by default, and off only if it is ``False``."""
+    (tmp_path / "t.txt").write_text("ab\nabcdefghij klmnop\n" * 4)
+    text = recipe_text(
+        task="causal_lm",
+        model={"config": SMALL_LLAMA},
+        data=None,
+        training={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+        runner_wrapper={"calculate_per_token_loss": per_token},
+    )
+    data = {"type": "text", "path": str(tmp_path / "t.txt"), "eval_fraction": 0.25}
+    recipe = parse_recipe(text + f"data: {json.dumps(data)}\n", "r.yaml")
+
+    trainer, _ = build_trainer(recipe)
+    assert trainer.model_accepts_loss_kwargs is (per_token is not False)
+
+
+def test_a_callback_of_mindspores_kind(tmp_path):
+    """A callback with MindSpore's interface works in a recipe."""
+    run(tmp_path, callbacks=[{"type": "TimeMonitor"}])
+
+    assert len([r for r in records(tmp_path) if "loss" in r]) == 6
+
+
+def test_a_clock_of_ranks(tmp_path):
+    """`RankClock` writes into the run folder; a checkpoint has the times of all steps before it."""
+    saves = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 1}
+    run(tmp_path, callbacks=[{"type": "RankClock", "step_interval": 2}], training=saves)
+
+    times = read_json_lines(tmp_path / "rank_clock.jsonl")
+    assert [one["step"] for one in times] == [1, 2, 3, 4, 5, 6]
+    lengths = json.loads((tmp_path / "checkpoint-3" / "mfwrap_records_0.json").read_text())
+    whole = (tmp_path / "rank_clock.jsonl").read_bytes().splitlines(keepends=True)
+    assert lengths["files"]["rank_clock.jsonl"]["num_bytes"] == sum(map(len, whole[:3]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([{"a": 1}] * 4, "data.type: expected data with the columns"),
+        ([{"features": [1.0], "target": 1.0, "x": 2}], "data: expected held-out rows"),
+    ],
+)
+def test_data_that_do_not_fit(tmp_path, lines, says):
+    """An error that is found only when the data are read is a `RecipeError`, too."""
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = recipe_text(data=None, training={"eval_strategy": "epoch"})
+    data = {"type": "json_lines", "path": str(tmp_path / "d.jsonl")}
+    with pytest.raises(RecipeError, match=says):
+        run(tmp_path / "run", text=text + f"data: {json.dumps(data)}\n")

@@ -1,0 +1,117 @@
+"""The sections of the step set its configuration, loss scale and average."""
+
+import pytest
+
+from mfwrap import AdaptiveLossScaleUpdateCell, DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
+from mfwrap.runner.document import RecipeError
+from mfwrap.trainer import Rollback
+from support.recipe_texts import SMALL_LLAMA, parsed
+from support.versions import needs
+
+SCALE = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 2}
+
+
+@needs("torch", "2.10", "Tensor.grad_dtype")
+def test_runner_wrapper_becomes_the_step():
+    """MindFormers' keys set the step, the loss scale and the Trainer."""
+    wrapper = {
+        "type": "MFTrainOneStepCell",
+        "scale_sense": SCALE | {"scale_window": 50},
+        "use_clip_grad": True,
+        "max_grad_norm": 0.5,
+        "local_norm": True,
+        "use_skip_data_by_global_norm": True,
+        "global_norm_spike_threshold": 3,
+        "max_consecutive_skips": None,
+        "spike_policy": "clip",
+        "spike_z": 3,
+        "accumulate_allreduce_grads_in_fp32": True,
+    }
+    recipe = parsed(runner_wrapper=wrapper)
+    scale = recipe.step.make_scale()
+
+    assert recipe.arguments.max_grad_norm == 0.5
+    assert recipe.step.config.local_norm
+    assert recipe.step.config.use_skip_data_by_global_norm
+    assert recipe.step.config.global_norm_spike_threshold == 3
+    assert recipe.step.config.max_consecutive_skips is None
+    assert (recipe.step.config.spike_policy, recipe.step.config.spike_limit) == ("clip", 3)
+    assert recipe.step.config.accumulate_allreduce_grads_in_fp32
+    assert isinstance(scale, DynamicLossScaleUpdateCell)
+    assert (scale.get_loss_scale(), scale.scale_window) == (4096, 50)
+    assert recipe.step.make_scale() is not scale
+
+
+@pytest.mark.parametrize(
+    ("scale_sense", "kind"),
+    [
+        ({"type": "FixedLossScaleUpdateCell", "loss_scale_value": 8}, FixedLossScaleUpdateCell),
+        (
+            {
+                "type": "AdaptiveLossScaleUpdateCell",
+                "loss_scale_value": 8,
+                "scale_factor": 2,
+                "scale_window": 20,
+                "max_scale_window": 100,
+                "min_scale_window": 20,
+            },
+            AdaptiveLossScaleUpdateCell,
+        ),
+        (2.0, float),
+        (1, float),
+    ],
+)
+def test_loss_scales(scale_sense, kind):
+    """Every kind of loss scale can be configured."""
+    made = parsed(runner_wrapper={"scale_sense": scale_sense}).step.make_scale()
+
+    assert isinstance(made, kind)
+
+
+def test_the_threshold_of_spikes_comes_from_the_monitor():
+    """As in MindFormers, ``monitor_config`` sets the threshold, even if the monitor is off."""
+    recipe = parsed(
+        runner_wrapper={"use_clip_grad": True},
+        monitor_config={"monitor_on": False, "global_norm_spike_threshold": 7.5},
+    )
+
+    assert recipe.step.config.global_norm_spike_threshold == 7.5
+    assert recipe.make_callbacks == ()
+
+
+def test_rollback():
+    """The section `rollback` has the fields of `Rollback`."""
+    assert parsed().rollback is None
+    recipe = parsed(rollback={"kinds": ["spike"], "max_rollbacks": 2})
+    assert recipe.rollback == Rollback(kinds=("spike",), max_rollbacks=2)
+    with pytest.raises(RecipeError, match=r"rollback\.max_rollback: unknown key"):
+        parsed(rollback={"max_rollback": 2})
+    with pytest.raises(RecipeError, match=r"rollback.* must be >= 1, got 0"):
+        parsed(rollback={"max_rollbacks": 0})
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL
+def test_the_loss_of_evaluations():
+    """`eval_per_token_loss` must be true or false, and the task must have targets."""
+    assert not parsed().eval_per_token_loss
+    assert parsed(eval_per_token_loss=True).eval_per_token_loss
+    with pytest.raises(RecipeError, match="eval_per_token_loss"):
+        parsed(eval_per_token_loss=1.5)
+    pairs = {
+        "task": "preference_tuning",
+        "model": {"config": SMALL_LLAMA, "tokenizer": "bytes"},
+        "data": {"type": "docstrings"},
+    }
+    with pytest.raises(
+        RecipeError, match=r"eval_per_token_loss: .* preference_tuning have no targ"
+    ):
+        parsed(**pairs, eval_per_token_loss=True)
+
+
+def test_skipped_data():
+    """`data_skip_steps` at the top of a recipe, as in MindFormers, must be an integer >= 0."""
+    assert parsed().data_skip_steps is None
+    assert parsed(data_skip_steps=100).data_skip_steps == 100
+    for value in (-1, 1.5):
+        with pytest.raises(RecipeError, match="data_skip_steps"):
+            parsed(data_skip_steps=value)
