@@ -255,7 +255,7 @@ class AttachedStep:
             window = self.step.windows.get(optimizer)
             if window is not None:
                 known = window.update.parameters
-                if known.seem_current if in_step else known.are_current:
+                if known.are_current(quickly=in_step):
                     continue
             named, are_complete = named_parameters_of(optimizer, models)
             if final or are_complete:

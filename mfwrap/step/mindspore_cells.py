@@ -129,7 +129,7 @@ class TrainOneStepCell(StepParts):
 
     def __gradients(self) -> dict[str, Tensor]:
         if not self.return_grad:
-            self.__trained.gradients()
+            self.__trained.collect_gradients()
             return {}
         # Return copies, because some optimizers change gradients in place.
         named = self.__trained.named_gradients()

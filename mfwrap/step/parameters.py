@@ -180,29 +180,30 @@ class TrainedParameters:
             self._trainable = trainable
         return self._groups
 
-    @property
-    def are_current(self) -> bool:
-        """Whether the optimizer still holds the parameters that it held at construction."""
-        held = _held_by(self._optimizer)
-        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+    def are_current(self, *, quickly: bool = False) -> bool:
+        """Return whether the optimizer still holds the parameters that it held at construction.
 
-    @property
-    def seem_current(self) -> bool:
-        """Whether the optimizer holds as many parameters as at construction; a quick answer."""
+        Args:
+            quickly: Whether to compare their numbers only.
+        """
         groups = self._optimizer.param_groups
-        return sum(len(group["params"]) for group in groups) == len(self._held)
+        if sum(len(group["params"]) for group in groups) != len(self._held):
+            return False
+        return quickly or all(map(operator.is_, _held_by(self._optimizer), self._held))
 
     def check_current(self) -> None:
         """Raise ``RuntimeError`` unless `are_current`."""
-        if not self.are_current:
+        if not self.are_current():
             msg = (
                 f"`optimizer` must hold the same {len(self._held)} parameters as when the cell was "
                 "built, got other parameters; build a new cell after adding or replacing parameters"
             )
             raise RuntimeError(msg)
 
-    def gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
-        """Return each parameter's gradient; ``None`` for a parameter that backward did not reach.
+    def collect_gradients(self, *, may_be_absent: bool = False) -> list[Tensor | None]:
+        """Check what backward has left, and return the gradient of each parameter.
+
+        It is ``None`` for a parameter that backward did not reach.
 
         A distributed gradient is first brought to the placements of its parameter, so all ranks
         that share parameters must call this method.
@@ -319,7 +320,7 @@ class TrainedParameters:
         """Return the gradients that are not ``None``, by the names of their parameters."""
         return {
             name: gradient
-            for name, gradient in zip(self._parameters, self.gradients(), strict=True)
+            for name, gradient in zip(self._parameters, self.collect_gradients(), strict=True)
             if gradient is not None
         }
 
@@ -366,7 +367,7 @@ def _select(
     if untrained:
         warnings.warn(
             f"trainable parameters are in no optimizer and are not updated: {untrained}",
-            stacklevel=4,
+            stacklevel=callers_stacklevel(),
         )
     inside = set(shared.values())
     outside = [parameter for parameter in held if parameter not in inside]
@@ -374,6 +375,6 @@ def _select(
         warnings.warn(
             f"{len(outside)} parameters of the optimizer are not in the network and are not "
             "updated",
-            stacklevel=4,
+            stacklevel=callers_stacklevel(),
         )
     return shared, outside

@@ -123,7 +123,7 @@ class StepParts:
         try:
             for weight, gradient in zip(self.weights, checked, strict=True):
                 weight.grad = gradient
-            self.__trained.gradients()
+            self.__trained.collect_gradients()
             if self.__ema is not None:
                 self.__ema.begin_update()
             self.optimizer.step()

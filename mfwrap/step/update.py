@@ -240,7 +240,9 @@ class StepUpdate:
         self._ema.begin_update()
         parameters, agreement = self.parameters, self._agreement
         groups = parameters.groups()
-        gradients = parameters.gradients(may_be_absent=may_be_absent or agreement.is_pipeline)
+        gradients = parameters.collect_gradients(
+            may_be_absent=may_be_absent or agreement.is_pipeline
+        )
         # Disable a caller's autocast, which would multiply norms in half precision.
         no_autocast = torch.autocast(self._device.type, enabled=False)
         with section_clock.within(Section.UPDATE), torch.no_grad(), no_autocast:

@@ -60,7 +60,7 @@ def test_parameters_have_the_networks_order():
 
     assert ours.groups().names == NAMES
     expected = [parameter.grad for parameter in network.parameters()]
-    assert all(a is b for a, b in zip(ours.gradients(), expected, strict=True))
+    assert all(a is b for a, b in zip(ours.collect_gradients(), expected, strict=True))
     assert list(ours.named_gradients()) == list(NAMES)
 
 
@@ -86,7 +86,7 @@ def test_an_unused_parameter_has_no_gradient():
     ours, _ = trained(network)
     network.embedding(IDS).sum().backward()
 
-    assert [gradient is None for gradient in ours.gradients()] == [False, True, True]
+    assert [gradient is None for gradient in ours.collect_gradients()] == [False, True, True]
     assert list(ours.named_gradients()) == ["embedding.weight"]
 
 
@@ -98,7 +98,7 @@ def test_a_frozen_parameter_is_in_no_group():
     network(IDS).sum().backward()
 
     assert ours.groups().names == ("embedding.weight", "body.bias")
-    assert [gradient is None for gradient in ours.gradients()] == [False, True, False]
+    assert [gradient is None for gradient in ours.collect_gradients()] == [False, True, False]
 
 
 def test_groups_follow_what_is_frozen_and_unfrozen_later():
@@ -161,7 +161,7 @@ def test_parameters_outside_of_the_network_are_counted_in_a_warning_and_not_upda
     with pytest.warns(UserWarning, match="2 parameters of the optimizer are not in the network"):
         ours, _ = trained(network, [*network.parameters(), *other.parameters()])
     other(network.body(torch.ones(4))).sum().backward()
-    ours.gradients()
+    ours.collect_gradients()
 
     assert [parameter.grad for parameter in other.parameters()] == [None, None]
     assert network.body.weight.grad is not None
@@ -226,7 +226,7 @@ def test_parameters_that_change_later_are_refused(change):
         held.pop()
 
     with pytest.raises(RuntimeError, match=r"must hold the same 3 parameters .* build a new cell"):
-        ours.gradients()
+        ours.collect_gradients()
 
 
 def test_a_step_without_gradients_is_refused():
@@ -234,7 +234,7 @@ def test_a_step_without_gradients_is_refused():
     ours, _ = trained(Tied())
 
     with pytest.raises(RuntimeError, match="no parameter of the optimizer has a gradient"):
-        ours.gradients()
+        ours.collect_gradients()
 
 
 def test_a_sparse_gradient_is_refused_by_name():
@@ -244,7 +244,7 @@ def test_a_sparse_gradient_is_refused_by_name():
     network.embedding(IDS).sum().backward()
 
     with pytest.raises(TypeError, match=r"`embedding.weight` must be dense.*sparse=False"):
-        ours.gradients()
+        ours.collect_gradients()
 
 
 def test_names_are_those_without_torch_compile():
@@ -265,10 +265,10 @@ def test_gradients_have_the_placements_of_their_parameters(tmp_path):
         ours, _ = trained(network)
         bias = network.body.bias
         bias.grad = distribute_tensor(torch.ones(bias.shape), mesh)
-        assert ours.gradients()[2] is bias.grad
+        assert ours.collect_gradients()[2] is bias.grad
 
         bias.grad = DTensor.from_local(torch.ones(bias.shape), mesh, [Partial()])
-        placed = ours.gradients()[2]
+        placed = ours.collect_gradients()[2]
         assert placed is bias.grad
         assert placed.placements == bias.placements
         assert torch.equal(placed.to_local(), torch.ones(bias.shape))
@@ -345,14 +345,14 @@ def test_a_replaced_parameter_is_found_in_the_next_update():
     network = Tied()
     ours = with_check(network)
     network(IDS).sum().backward()
-    ours.gradients()
+    ours.collect_gradients()
     ours.release_gradients()
 
     network.body.bias = nn.Parameter(torch.zeros(4))
     network(IDS).sum().backward()
 
     with pytest.raises(RuntimeError, match=r"no longer in the network: \['body\.bias'\]"):
-        ours.gradients()
+        ours.collect_gradients()
 
 
 def test_a_replaced_parameter_is_named_at_a_save():
@@ -389,7 +389,7 @@ def test_a_network_may_lose_parameters(change):
     change(network)
     network(IDS).sum().backward()
 
-    assert None in ours.gradients()
+    assert None in ours.collect_gradients()
     ours.warn_of_replaced()
 
 
@@ -400,7 +400,7 @@ def test_a_network_may_gain_parameters():
     network.added = nn.Parameter(torch.zeros(4))
     network(IDS).sum().backward()
 
-    assert None not in ours.gradients()
+    assert None not in ours.collect_gradients()
     ours.warn_of_replaced()
 
 
