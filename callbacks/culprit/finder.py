@@ -162,63 +162,47 @@ class CulpritFinder:
         if is_explained_by_scale(ranks, main.loss_scale, main.usual_global_norm, self._limit):
             self.num_scale_overflows += 1
             return None
-        verdicts: list[Verdict | None] = [None] * len(ranks)
-        is_exact = None
-        if self.recorder is not None:
-            is_exact = not weights_have_moved
-            # `is_first` may differ between ranks: a rank may have had an anomaly of its own.
-            verdicts = gather_objects(
-                self._replayed(self.recorder, numbers, is_exact=is_exact)
-                if own.has_fault and is_first
-                else None
-            )
-        found = [
-            rank
-            for rank, verdict in enumerate(verdicts)
-            if verdict is not None and verdict.origin is not None
-        ]
-        bad_losses = [each.rank for each in ranks if not math.isfinite(each.loss)]
-        # Blame the ranks with the most specific evidence: first what a replay found, then a
-        # non-finite loss, then changed weights, then non-finite gradients.
-        blamed = (
-            found
-            or bad_losses
-            or [each.rank for each in ranks if each.weights]
-            or [each.rank for each in ranks if each.bad_groups]
-        )
+        is_exact = not weights_have_moved
+        verdicts = self._replayed_on_all(numbers, own, is_first=is_first, is_exact=is_exact)
+        blamed = blamed_ranks(ranks, verdicts)
         first = ranks[blamed[0]] if blamed else own
         verdict = verdicts[first.rank]
         origin = None if verdict is None else verdict.origin
-        bad = [first.group(number) for number in reversed(first.bad_groups)]
         where, name = (None, None) if origin is None else (origin.where, origin.name)
-        by_weight = bool(first.weights) and where in _AFTER_A_WEIGHT
-        if by_weight:
+        shown = origin
+        if first.weights and where in _AFTER_A_WEIGHT:
             # A weight that has grown makes values overflow in a later module. The weight is the
             # cause, the module is where it shows.
-            where, name, origin_of_layer = "weight", first.weights[0].name, None
-        else:
-            origin_of_layer = origin
+            where, name, shown = "weight", first.weights[0].name, None
+        bad = [first.group(number) for number in reversed(first.bad_groups)]
+        is_loss = not all(math.isfinite(each.loss) for each in ranks)
         return self._anomaly(
-            "loss_not_finite" if bad_losses else "gradient_not_finite",
+            "loss_not_finite" if is_loss else "gradient_not_finite",
             numbers,
             judgement,
             ranks,
             blamed=tuple(blamed),
-            layer=self._layer(first, origin_of_layer, loss_is_finite=not bad_losses),
-            origin=None if by_weight else origin,
+            layer=self._layer(first, shown, loss_is_finite=not is_loss),
+            origin=shown,
             verdict=verdict,
             where=where,
             name=name,
-            # Weights that an update has ruined are in all micro-batches.
-            micro_batch=None if origin is None or where == "weights" else origin.micro_batch,
-            rows=None if origin is None else origin.rows,
-            indices=None if origin is None else origin.indices,
-            is_replay_exact=None if verdict is None else is_exact,
-            replay=None if verdict is None else verdict.result,
-            replay_detail=(verdict.detail or None) if verdict is not None else None,
-            num_clean_replays=None if verdict is None else verdict.num_clean,
             gradients=tuple(bad[:_MOST_GROUPS]),
             num_groups=len(bad),
+            **_of_replay(verdict, is_exact=is_exact),
+        )
+
+    def _replayed_on_all(
+        self, numbers: StepNumbers, own: RankEvidence, *, is_first: bool, is_exact: bool
+    ) -> list[Verdict | None]:
+        """Return the verdict of each rank; ``None`` for one that has no fault or no recorder."""
+        if self.recorder is None:
+            return [None] * num_ranks()
+        # `is_first` may differ between ranks: a rank may have had an anomaly of its own.
+        return gather_objects(
+            self._replayed(self.recorder, numbers, is_exact=is_exact)
+            if own.has_fault and is_first
+            else None
         )
 
     def _lone_loss(self, numbers: StepNumbers, judgement: Judgement) -> Anomaly:
@@ -432,3 +416,38 @@ class CulpritFinder:
             if "kinds" in state:
                 self._kinds.load_state_dict(state["kinds"])
             self.episodes.load_state_dict(state["episode"])
+
+
+def blamed_ranks(ranks: Sequence[RankEvidence], verdicts: Sequence[Verdict | None]) -> list[int]:
+    """Return the ranks with the most specific evidence of a step that is not finite.
+
+    First come those in which a replay found an origin, then those with a non-finite loss, then
+    those with changed weights, then those with non-finite gradients.
+
+    Args:
+        ranks: Evidence of all ranks.
+        verdicts: Verdict of each rank.
+    """
+    return (
+        [rank for rank, each in enumerate(verdicts) if each is not None and each.origin is not None]
+        or [each.rank for each in ranks if not math.isfinite(each.loss)]
+        or [each.rank for each in ranks if each.weights]
+        or [each.rank for each in ranks if each.bad_groups]
+    )
+
+
+def _of_replay(verdict: Verdict | None, *, is_exact: bool) -> dict[str, Any]:
+    """Return the fields of an anomaly that a replay tells."""
+    if verdict is None:
+        return {}
+    origin = verdict.origin
+    return {
+        # Weights that an update has ruined are in all micro-batches.
+        "micro_batch": None if origin is None or origin.where == "weights" else origin.micro_batch,
+        "rows": None if origin is None else origin.rows,
+        "indices": None if origin is None else origin.indices,
+        "is_replay_exact": is_exact,
+        "replay": verdict.result,
+        "replay_detail": verdict.detail or None,
+        "num_clean_replays": verdict.num_clean,
+    }
