@@ -36,7 +36,7 @@ from mfwrap.runner.pushing import push_models
 from mfwrap.runner.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.training import optimized
-from mfwrap.trainer.console import StepProgressCallback
+from mfwrap.trainer.display.console import StepProgressCallback
 
 
 class RunResult(NamedTuple):

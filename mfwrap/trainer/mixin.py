@@ -41,9 +41,12 @@ from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, replaced
-from mfwrap.trainer.console import show_in_one_place
-from mfwrap.trainer.data_position import TrainerPosition
-from mfwrap.trainer.data_skip import DataSkip
+from mfwrap.trainer.data.followed_loader import followed_loader
+from mfwrap.trainer.data.global_batch import TrainerBatch, check_micro_batches
+from mfwrap.trainer.data.position import TrainerPosition
+from mfwrap.trainer.data.row_skip import Part
+from mfwrap.trainer.data.skip import DataSkip
+from mfwrap.trainer.display.console import show_in_one_place
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
     StepCallbackHandler,
@@ -53,8 +56,6 @@ from mfwrap.trainer.events import (
     flushed_at_end,
     monitors,
 )
-from mfwrap.trainer.followed_loader import followed_loader
-from mfwrap.trainer.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.kept_attributes import restore_attributes, save_attributes
 from mfwrap.trainer.log import Losses
@@ -62,7 +63,6 @@ from mfwrap.trainer.model_card import describing, extend_card
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.rollback import Rollback, Rollbacks
-from mfwrap.trainer.row_skip import Part
 from mfwrap.trainer.stops import save_last_step, stop
 
 if TYPE_CHECKING:
@@ -124,11 +124,11 @@ class MFTrainerMixin(_Base):
         communication_hook: ``(state, hook)`` with which DistributedDataParallel reduces gradients
             after their local norms are taken; ``None`` for the usual all-reduce.
         data_skip_steps: Number of updates whose data are skipped at the start, without training on
-            them; see `mfwrap.trainer.data_skip.DataSkip` for what it means in a resume.
+            them; see `mfwrap.trainer.data.skip.DataSkip` for what it means in a resume.
         skip_rows: Rows of the training data to leave out: pairs of an epoch and a position in its
             order, both from 0, or the path of a file with such rows, one JSON object per line
-            (`mfwrap.records.read_skipped_rows`). See `mfwrap.trainer.row_skip.RowSkip`. A training
-            that resumes without the argument leaves out the rows of its checkpoint.
+            (`mfwrap.records.read_skipped_rows`). See `mfwrap.trainer.data.row_skip.RowSkip`. A
+            training that resumes without the argument leaves out the rows of its checkpoint.
         rollback: When to go back to a checkpoint after a bad step; ``None`` for never.
         eval_per_token_loss: Whether the loss of an evaluation is the mean over all targets, on any
             number of ranks. The targets are the ``labels`` that are not -100, without the first one

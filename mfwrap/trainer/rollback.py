@@ -21,7 +21,7 @@ from mfwrap.records.own_names import is_own
 from mfwrap.records.rollbacks import ROLLBACKS_FILE
 from mfwrap.records.skipped_rows import SkippedRow, checked_row
 from mfwrap.tensors.wrappers import unwrapped_optimizer
-from mfwrap.trainer.data_skip import DataSkip
+from mfwrap.trainer.data.skip import DataSkip
 from mfwrap.trainer.events import BadSteps, monitors
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from mfwrap.accelerate import attach
 from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
 from mfwrap.runner import run_recipe
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
-from mfwrap.trainer.data_skip import DataStart
-from mfwrap.trainer.global_batch import TrainerBatch
+from mfwrap.trainer.data.global_batch import TrainerBatch
+from mfwrap.trainer.data.skip import DataStart
 from support.attached_runs import new_accelerator
 from support.recipe_texts import parsed
 from support.resumed_training import StopAfter

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from mfwrap.compatibility.transformers import makes_batches_itself
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow
-from mfwrap.trainer.dealt_rows import Dealing, EpochRows
+from mfwrap.trainer.data.dealt import Dealing, EpochRows
 from mfwrap.trainer.events import MonitorCallback, monitors
 
 if TYPE_CHECKING:

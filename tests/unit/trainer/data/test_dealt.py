@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from mfwrap.trainer.dealt_rows import Dealing, EpochRows
+from mfwrap.trainer.data.dealt import Dealing, EpochRows
 
 
 class Loader(NamedTuple):

@@ -215,8 +215,8 @@ class TrainerPosition:
             folder: Folder of the checkpoint; created if it is missing.
             args: Training arguments, which contain the rank and the number of ranks.
             log: Function that returns the state of the log.
-            others: States of `mfwrap.trainer.global_batch.TrainerBatch` and
-                `mfwrap.trainer.data_skip.DataSkip` by their names in the file.
+            others: States of `mfwrap.trainer.data.global_batch.TrainerBatch` and
+                `mfwrap.trainer.data.skip.DataSkip` by their names in the file.
         """
         if self._epoch_random_states is None:
             return
@@ -326,7 +326,7 @@ def _check_count(number: Any) -> None:
 
 
 def _check_batch(state: Mapping[str, Any]) -> None:
-    """Check the state of a `mfwrap.trainer.global_batch.TrainerBatch`."""
+    """Check the state of a `mfwrap.trainer.data.global_batch.TrainerBatch`."""
     GlobalBatch.restored(state["sizes"])
     positive(state["num_ranks"])
     for name in ("updates_per_epoch", "group_size"):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows
-from mfwrap.trainer.followed_loader import skippable_loader
-from mfwrap.trainer.row_places import NotedRows
-from mfwrap.trainer.row_skip import RowSkip
+from mfwrap.trainer.data.followed_loader import skippable_loader
+from mfwrap.trainer.data.places import NotedRows
+from mfwrap.trainer.data.row_skip import RowSkip
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin
@@ -40,9 +40,9 @@ class DataSkip:
     - A training that resumes with other ``data_skip_steps`` begins with the data of that update,
       whatever ``global_step`` is: for data that have been changed at an earlier resume.
 
-    Listed rows are left out of their micro-batches (`mfwrap.trainer.row_skip.RowSkip`). A training
-    that resumes leaves out those of its checkpoint, unless others are given. An update whose rows
-    are all left out is not made.
+    Listed rows are left out of their micro-batches (`mfwrap.trainer.data.row_skip.RowSkip`). A
+    training that resumes leaves out those of its checkpoint, unless others are given. An update
+    whose rows are all left out is not made.
 
     The number of updates is the same as without skipping, so the data may begin another pass.
 

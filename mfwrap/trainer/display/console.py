@@ -17,8 +17,8 @@ from transformers.utils.logging import (
 
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
+from mfwrap.trainer.display.step_numbers import ShownStep
 from mfwrap.trainer.events import monitors
-from mfwrap.trainer.step_numbers import ShownStep
 
 
 def _print(line: str) -> None:
@@ -224,7 +224,7 @@ def show_in_one_place(handler: CallbackHandler) -> None:
             handler.callbacks[index] = StepProgressCallback(handler)
         elif type(callback).__name__ == "NotebookProgressCallback":
             # This module needs IPython, which is there in a notebook.
-            from mfwrap.trainer.notebook import NotebookStepCallback  # noqa: PLC0415  (see above)
+            from mfwrap.trainer.display.notebook import NotebookStepCallback  # noqa: PLC0415  (see above)
 
             handler.callbacks[index] = NotebookStepCallback()
         elif type(callback) is PrinterCallback:

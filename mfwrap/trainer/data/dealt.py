@@ -197,7 +197,7 @@ class EpochRows:
 
         - A slot without rows on all ranks is left out.
         - A slot without rows on this rank only has one row of another slot: all ranks must do
-          forward and backward. `mfwrap.trainer.row_skip.RowSkip` gives it no weight.
+          forward and backward. `mfwrap.trainer.data.row_skip.RowSkip` gives it no weight.
 
         Args:
             batches: Indices of the rows of each of this rank's batches.

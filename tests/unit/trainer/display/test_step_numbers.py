@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mfwrap import StepOutput, StepReport
-from mfwrap.trainer.step_numbers import ShownStep
+from mfwrap.trainer.display.step_numbers import ShownStep
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
-from mfwrap.trainer.dealt_rows import Dealing, EpochRows
+from mfwrap.trainer.data.dealt import Dealing, EpochRows
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin

@@ -19,8 +19,8 @@ from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.compatibility.transformers import batch_size_of
 from mfwrap.config import StepConfig
 from mfwrap.trainer.checkpoint import replaced
-from mfwrap.trainer.data_position import read_rank_file
-from mfwrap.trainer.data_skip import DataStart
+from mfwrap.trainer.data.position import read_rank_file
+from mfwrap.trainer.data.skip import DataStart
 
 if TYPE_CHECKING:
     from mfwrap.trainer.mixin import MFTrainerMixin

@@ -27,13 +27,13 @@ from mfwrap.checkpoints.global_batch import GlobalBatch
 from mfwrap.checkpoints.held_generators import held_generators
 from mfwrap.checkpoints.random_states import random_states, restore_random_states
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer.data_position import (
+from mfwrap.trainer.data.followed_loader import followed_loader
+from mfwrap.trainer.data.position import (
     DataPosition,
     _read_position,
     _samplers,
     read_rank_file,
 )
-from mfwrap.trainer.followed_loader import followed_loader
 from mfwrap.trainer.log import StepLog
 from support.trainer_runs import Counting, new_trainer, padded
 

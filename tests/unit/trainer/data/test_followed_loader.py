@@ -7,7 +7,7 @@ from accelerate.data_loader import skip_first_batches
 from torch.utils.data import DataLoader
 
 from mfwrap.accelerate.data_workers import WorkerStart
-from mfwrap.trainer.followed_loader import followed_loader, skippable_loader
+from mfwrap.trainer.data.followed_loader import followed_loader, skippable_loader
 
 KINDS = {
     "torch": lambda loader: loader,

@@ -1,0 +1,1 @@
+"""Show a training in a terminal and in a notebook."""
