@@ -8,7 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
@@ -69,12 +69,10 @@ from mfwrap.records.run_record import FACTS
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
+from mfwrap.trainer.overrides import view_of
 from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 from mfwrap.trainer.stops import had_ended
-from mfwrap.trainer.views import view_of
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 _LOG = logging.getLogger(__name__)
 _TRAINERS_LOG = logging.getLogger("transformers.trainer")
@@ -93,7 +91,7 @@ class Checkpoints:
         keeps_average: Whether the trainer keeps an average of the weights.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin", *, keeps_average: bool) -> None:
+    def __init__(self, trainer: TrainerView, *, keeps_average: bool) -> None:
         self._trainer = trainer
         self._keeps_average = keeps_average
         self.staging: Path | None = None
@@ -651,9 +649,7 @@ def _refuse_changed(verified: tuple[Path, Mapping[str, Identity]] | None) -> Non
             raise ValueError(msg) from error
 
 
-def _check_own(
-    trainer: "MFTrainerMixin", folder: Path, *, has_monitors: bool, is_new: bool
-) -> None:
+def _check_own(trainer: TrainerView, folder: Path, *, has_monitors: bool, is_new: bool) -> None:
     """Check that a training replaces nobody's files.
 
     Args:
@@ -742,7 +738,7 @@ def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:
         raise ValueError(msg)
 
 
-def _foreign_weights(trainer: "MFTrainerMixin", folder: Path) -> str | None:
+def _foreign_weights(trainer: TrainerView, folder: Path) -> str | None:
     """Return why the weights of a checkpoint do not belong to the trainer's model."""
     model: Any = trainer.model
     return foreign_weights(folder, model, may_be_partial=saves_weights_itself(trainer))

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -24,9 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
 from mfwrap.trainer.checkpoint import replaced
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 Outputs = tuple[Tensor | None, Any, Any]
 """Loss, logits and labels of a batch."""
@@ -41,7 +39,7 @@ class Evaluation:
         per_token: Whether the loss is the mean over the targets of all batches on all ranks.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin", *, per_token: bool) -> None:
+    def __init__(self, trainer: TrainerView, *, per_token: bool) -> None:
         self._trainer = trainer
         self._per_token = per_token
         self._sums: Tensor | None = None
@@ -189,7 +187,7 @@ class Evaluation:
         return math.nan if self._per_token and num_ranks else None
 
 
-def _dealt_rows(trainer: "MFTrainerMixin") -> int | None:
+def _dealt_rows(trainer: TrainerView) -> int | None:
     """Return how many rows the sampler deals to each rank for a batch; None if it is unknown.
 
     The batch may have other rows: a collator may make several of each row of the data set.
@@ -202,7 +200,7 @@ def _dealt_rows(trainer: "MFTrainerMixin") -> int | None:
     return size // sampler.num_processes if sampler.split_batches else size
 
 
-def _rows_left(trainer: "MFTrainerMixin") -> int | None:
+def _rows_left(trainer: TrainerView) -> int | None:
     """Return how many rows of the data set the last batch of all ranks has, without repetitions.
 
     Returns ``None`` for any other batch, and if it is unknown.

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerState
@@ -22,9 +22,7 @@ from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.run_facts import TrainerFacts
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 StepLines = Literal["never", "without a bar", "always"]
 
@@ -192,7 +190,7 @@ class StepCallbackHandler(CallbackHandler):
     cancel it.
     """
 
-    trainer: "MFTrainerMixin"
+    trainer: TrainerView
     before_event: Callable[[str], None]
     after_event: Callable[[str, TrainerControl], None]
     termination: "TerminationCallback"
@@ -360,7 +358,7 @@ def check_given_callbacks(
 
 
 def add_step_to_events(
-    trainer: "MFTrainerMixin",
+    trainer: TrainerView,
     before_event: Callable[[str], None],
     after_event: Callable[[str, TrainerControl], None],
     termination: RankTermination,

@@ -9,7 +9,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +19,14 @@ from torch import Tensor
 
 from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.compatibility.other_trainers import kept_attributes, synchronized_models
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView, trains_shards
 
 _LOG = logging.getLogger(__name__)
 
 _MODELS = "mfwrap_reference_models.safetensors"
 
 
-def save_attributes(trainer: "MFTrainerMixin", folder: Path) -> None:
+def save_attributes(trainer: TrainerView, folder: Path) -> None:
     """Write a rank's attributes, and the models that follow the trained one, into a checkpoint.
 
     Does nothing for a Trainer that has none. An attribute that holds anything else than numbers,
@@ -55,7 +53,7 @@ def save_attributes(trainer: "MFTrainerMixin", folder: Path) -> None:
         record = {"num_ranks": args.world_size, "attributes": attributes}
         save_file(tensors, path, {"record": json.dumps(record)})
     models = synchronized_models(trainer.callback_handler.callbacks)
-    if models and args.should_save and not _is_sharded(trainer):
+    if models and args.should_save and not trains_shards(trainer):
         weights = {
             f"{index}/{name}": value.detach().cpu().clone().contiguous()
             for index, model in enumerate(models)
@@ -64,7 +62,7 @@ def save_attributes(trainer: "MFTrainerMixin", folder: Path) -> None:
         save_file(weights, folder / _MODELS)
 
 
-def restore_attributes(trainer: "MFTrainerMixin", folder: Path) -> None:
+def restore_attributes(trainer: TrainerView, folder: Path) -> None:
     """Restore what `save_attributes` wrote; keep attributes that a checkpoint does not hold.
 
     After a change of the number of ranks, completions that the ranks had generated are not
@@ -88,7 +86,7 @@ def restore_attributes(trainer: "MFTrainerMixin", folder: Path) -> None:
     models = synchronized_models(trainer.callback_handler.callbacks)
     if not models:
         return
-    if not (folder / _MODELS).is_file() or _is_sharded(trainer):
+    if not (folder / _MODELS).is_file() or trains_shards(trainer):
         _LOG.warning(
             "%s does not hold the reference model, which is synchronized with the trained model: "
             "it starts again from the weights that the trainer was built with",
@@ -109,10 +107,6 @@ def restore_attributes(trainer: "MFTrainerMixin", folder: Path) -> None:
 def _file_name(rank: int, num_ranks: int) -> str:
     name = f"mfwrap_attributes_{rank}" if num_ranks > 1 else "mfwrap_attributes"
     return f"{name}.safetensors"
-
-
-def _is_sharded(trainer: "MFTrainerMixin") -> bool:
-    return trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
 
 
 def _read(path: Path, device: torch.device) -> tuple[int, dict[str, Any]]:

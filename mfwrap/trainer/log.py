@@ -5,7 +5,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from mfwrap.outputs import LocalNormStepOutput, StepReport
 from mfwrap.step.losses import named_losses
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.trainer.events import monitors
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
-
+from mfwrap.trainer.view import TrainerView
 
 _OUTPUTS_AT = 2
 """Place of ``return_outputs`` among the positional arguments of the Trainer's ``compute_loss``."""
@@ -36,7 +33,7 @@ class Losses:
         trainer: The trainer, which already has its accelerator.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin") -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
         self._sums = LossSums(trainer)
         self.step_log = StepLog(trainer.accelerator.device)
@@ -135,7 +132,7 @@ class Losses:
                 weighs micro-batches equally.
         """
         trainer = self._trainer
-        num_micro_batches = trainer.current_gradient_accumulation_steps
+        num_micro_batches: float = trainer.current_gradient_accumulation_steps
         if num_items is None or not self._counts_items or num_micro_batches == 1:
             return 1 / num_micro_batches
         items = method_of(trainer, COUNT_ITEMS)([inputs], trainer.args.device)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -17,9 +17,7 @@ from mfwrap.checkpoints.folders import whole_file
 from mfwrap.records.evaluations import ends_with_averages, last_evaluation
 from mfwrap.trainer.model_usage import inner_model, library_of, task_of, usage
 from mfwrap.trainer.run_facts import TrainerFacts
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 CARD = "README.md"
 """File of a model card, which the hub shows as the page of a model."""
@@ -241,7 +239,7 @@ def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
 
 @contextlib.contextmanager
 def describing(
-    trainer: "MFTrainerMixin", output_dir: str | None, *, is_checkpoint: bool
+    trainer: TrainerView, output_dir: str | None, *, is_checkpoint: bool
 ) -> Iterator[None]:
     """Write the card of the model that a Trainer saves within the block.
 
@@ -262,7 +260,7 @@ def describing(
         write_card(model, _tokenizer(held), _card_of_trainer(held, model, folder), folder)
 
 
-def extend_card(trainer: "MFTrainerMixin") -> None:
+def extend_card(trainer: TrainerView) -> None:
     """Add to the card that a Trainer has just written what mfwrap knows of the training.
 
     The text stays, with the usage, the settings of the step and the versions added that it lacks.

@@ -7,23 +7,21 @@ would start again at a resume.
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mfwrap.tensors.wrappers import unwrapped_optimizer
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView, trains_shards
 
 _LOG = logging.getLogger(__name__)
 
 _FILE = "mfwrap_outer_weights.safetensors"
 
 
-def save_outer_weights(trainer: "MFTrainerMixin", folder: Path) -> None:
+def save_outer_weights(trainer: TrainerView, folder: Path) -> None:
     """Write the weights into a checkpoint, on the rank that saves; do nothing if there are none.
 
     Args:
@@ -38,7 +36,7 @@ def save_outer_weights(trainer: "MFTrainerMixin", folder: Path) -> None:
         save_file(copies, folder / _FILE)
 
 
-def restore_outer_weights(trainer: "MFTrainerMixin", folder: Path) -> None:
+def restore_outer_weights(trainer: TrainerView, folder: Path) -> None:
     """Restore the weights that `save_outer_weights` wrote.
 
     Args:
@@ -72,10 +70,10 @@ def restore_outer_weights(trainer: "MFTrainerMixin", folder: Path) -> None:
             weight.copy_(saved[name])
 
 
-def _outer_weights(trainer: "MFTrainerMixin") -> dict[str, Tensor]:
+def _outer_weights(trainer: TrainerView) -> dict[str, Tensor]:
     """Return the weights by the numbers of their group and of their place in it."""
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return {}  # the optimizer trains shards, which are none of the model's own parameters
+    if trains_shards(trainer):
+        return {}
     network: Any = trainer.model
     inner = {id(weight) for weight in network.parameters()}
     return {

@@ -1,7 +1,7 @@
 """Check the optimizer of an `MFTrainer`, and before the first update that all ranks agree."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -17,9 +17,7 @@ from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.parameters import refuse_generation_pipeline
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 _MAY_DIFFER = (
     # Paths and names that differ between machines, and settings for printing and uploading.
@@ -66,7 +64,7 @@ def check_optim(args: TrainingArguments) -> None:
         raise ValueError(msg)
 
 
-def check_construction(trainer: "MFTrainerMixin") -> None:
+def check_construction(trainer: TrainerView) -> None:
     """Raise an error if the step cannot train a trainer's model or run its optimizer.
 
     Call it at the end of the trainer's construction.
@@ -84,7 +82,7 @@ def check_construction(trainer: "MFTrainerMixin") -> None:
 
 
 def check_trainer_ranks(
-    trainer: "MFTrainerMixin",
+    trainer: TrainerView,
     settings: StepConfig,
     num_updates: int,
     updates_per_epoch: int,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 from transformers.trainer_callback import TrainerControl
 
@@ -23,9 +23,7 @@ from mfwrap.records.skipped_rows import SkippedRow, checked_row
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.data.skip import DataSkip
 from mfwrap.trainer.events import BadSteps, monitors
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 _LOG = logging.getLogger(__name__)
 
@@ -152,9 +150,7 @@ class Rollbacks:
         TypeError: If `settings` is neither a `Rollback` nor ``None``.
     """
 
-    def __init__(
-        self, trainer: "MFTrainerMixin", settings: Rollback | None, skip: DataSkip
-    ) -> None:
+    def __init__(self, trainer: TrainerView, settings: Rollback | None, skip: DataSkip) -> None:
         if settings is not None and not isinstance(settings, Rollback):
             msg = f"`rollback` must be a mfwrap.trainer.Rollback or None, got {described(settings)}"
             raise TypeError(msg)

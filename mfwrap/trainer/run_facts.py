@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from transformers import TrainerState
@@ -11,9 +11,7 @@ from transformers import TrainerState
 from mfwrap.compatibility.transformers import has_own
 from mfwrap.records.run_facts import RunFacts, lasting_facts
 from mfwrap.records.run_files import record_folders
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 
 @final
@@ -24,7 +22,7 @@ class TrainerFacts:
         trainer: The trainer.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin") -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
         self._facts: RunFacts | None = None
         self.after_event: dict[str, Callable[[TrainerState], None]] = {"on_train_begin": self.begin}

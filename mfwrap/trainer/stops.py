@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Never, final
+from typing import Any, Never, final
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -16,9 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from mfwrap.compatibility.transformers import output_folder_of, save_checkpoint
 from mfwrap.termination import EXIT_STOPPED
 from mfwrap.trainer.events import MonitorCallback
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 
 @final
@@ -83,7 +81,7 @@ def _ends_after(callback: TrainerCallback, attributes: Mapping[str, Any]) -> boo
     return isinstance(callback, MonitorCallback) and callback.ends_after(attributes)
 
 
-def save_last_step(trainer: "MFTrainerMixin", trial: Any, saved_step: int | None) -> None:
+def save_last_step(trainer: TrainerView, trial: Any, saved_step: int | None) -> None:
     """Save a stopped training unless its last step is saved, or the best weights are loaded.
 
     Args:
@@ -98,7 +96,7 @@ def save_last_step(trainer: "MFTrainerMixin", trial: Any, saved_step: int | None
         save_checkpoint(trainer, trial)
 
 
-def stop(trainer: "MFTrainerMixin", trial: Any, *, is_interrupted: bool) -> Never:
+def stop(trainer: TrainerView, trial: Any, *, is_interrupted: bool) -> Never:
     """Say on the main process how to continue a stopped training, and end it.
 
     Args:
@@ -130,7 +128,7 @@ def stop(trainer: "MFTrainerMixin", trial: Any, *, is_interrupted: bool) -> Neve
     raise SystemExit(EXIT_STOPPED)
 
 
-def _starting_anew(trainer: "MFTrainerMixin") -> str:
+def _starting_anew(trainer: TrainerView) -> str:
     """Name the callbacks whose state a resumed training would not restore."""
     if trainer.args.restore_callback_states_from_checkpoint:
         return ""

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import IterableDataset, RandomSampler
@@ -21,9 +21,7 @@ from mfwrap.config import StepConfig
 from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.data.position import read_rank_file
 from mfwrap.trainer.data.skip import DataStart
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 
 @final
@@ -38,7 +36,7 @@ class TrainerBatch:
         config: Settings of its step.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin", config: StepConfig) -> None:
+    def __init__(self, trainer: TrainerView, config: StepConfig) -> None:
         self._trainer = trainer
         self._config = config
         self._configured_steps = 0

@@ -5,15 +5,13 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from mfwrap.compatibility.transformers import makes_batches_itself
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow
 from mfwrap.trainer.data.dealt import Dealing, EpochRows
 from mfwrap.trainer.events import MonitorCallback, monitors
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 
 @final
@@ -32,7 +30,7 @@ class NotedRows:
         trainer: The trainer.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin") -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
         self._takers: list[MonitorCallback] = []
         # A step is judged in the next step, which may belong to the next epoch.

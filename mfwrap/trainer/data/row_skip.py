@@ -6,7 +6,7 @@ import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch.utils.data import Sampler
 from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.trainer.data.dealt import Dealing, EpochRows
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 _IGNORED = -100
 """Label that transformers does not count as a target."""
@@ -65,7 +63,7 @@ class RowSkip:
         ValueError: If a line of the file or a number is wrong.
     """
 
-    def __init__(self, trainer: "MFTrainerMixin", skip_rows: SkipRows | None) -> None:
+    def __init__(self, trainer: TrainerView, skip_rows: SkipRows | None) -> None:
         self._trainer = trainer
         self._given = None if skip_rows is None else skipped_rows(skip_rows)
         self.present: frozenset[SkippedRow] = self._given or frozenset()
@@ -305,7 +303,9 @@ class RowSkip:
             return Part.ROWS
         part = self._parts.popleft()
         if part is not Part.NOTHING:
-            self._trainer.current_gradient_accumulation_steps = self._divisor  # type: ignore[assignment]  # (the Trainer divides by it)
+            self._trainer.current_gradient_accumulation_steps = (
+                self._divisor
+            )  # the Trainer divides by it
         return part
 
     def check_update(self) -> None:

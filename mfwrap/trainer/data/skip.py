@@ -8,16 +8,14 @@ have been left out.
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows
 from mfwrap.trainer.data.followed_loader import skippable_loader
 from mfwrap.trainer.data.places import NotedRows
 from mfwrap.trainer.data.row_skip import RowSkip
-
-if TYPE_CHECKING:
-    from mfwrap.trainer.mixin import MFTrainerMixin
+from mfwrap.trainer.view import TrainerView
 
 
 class DataStart(NamedTuple):
@@ -63,7 +61,7 @@ class DataSkip:
 
     def __init__(
         self,
-        trainer: "MFTrainerMixin",
+        trainer: TrainerView,
         data_skip_steps: int | None,
         skip_rows: SkipRows | None = None,
     ) -> None:

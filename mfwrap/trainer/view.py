@@ -1,0 +1,55 @@
+"""What the parts of an `MFTrainer` may see of it."""
+
+from typing import Any, Protocol
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from mfwrap.accelerate.attached_step import AttachedStep
+from mfwrap.average.ema import ExponentialMovingAverage
+
+
+class TrainerView(Protocol):
+    """A Trainer with the step attached, as its parts see it.
+
+    A part gets the trainer at its construction, and looks at it when it works: most of these
+    attributes are set or replaced later.
+    """
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    attached: AttachedStep
+    accelerator: Any
+    callback_handler: Any
+    model: Any
+    optimizer: Any
+    label_names: Any
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    processing_class: Any
+    compute_loss_func: Any
+    model_accepts_loss_kwargs: Any
+    current_gradient_accumulation_steps: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    rollbacks: Any
+    """`Rollbacks` of the trainer."""
+
+    @property
+    def ema(self) -> ExponentialMovingAverage | None:
+        """Average of the weights; ``None`` without one."""
+
+    def create_optimizer(self) -> Any:
+        """Create the optimizer, unless there is one."""
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the number of rows of an update on all ranks."""
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the main process of all machines."""
+
+
+def trains_shards(trainer: TrainerView) -> bool:
+    """Return whether the optimizer trains shards, which are none of the model's own parameters."""
+    return trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
