@@ -153,11 +153,11 @@ class _Reduction:
             parameter.grad = None
             set_gradient_dtype(parameter, parameter.dtype)
         self._buckets = Float32Buckets(part.process_group, sums)
-        gradient_tap.float32 = self._buckets
+        gradient_tap.reduce_by(self._buckets)
 
     def finish(self) -> None:
         """Make the averages of the buckets the gradients of their parameters."""
-        self._tap.float32 = None
+        self._tap.reduce_by(None)
         for parameter in self._parameters:
             # DistributedDataParallel leaves None where no rank has used the parameter.
             is_used = parameter.grad is not None
@@ -184,17 +184,12 @@ class Float32Buckets:
         """Average over ranks by the parameter's ``id``, float32, shape of the parameter. Valid
         after the backward."""
 
-    @staticmethod
-    def concerns(bucket: "GradBucket") -> bool:
-        """Return whether the gradients of a bucket have half precision."""
-        return bucket.buffer().dtype in HALF_PRECISION
-
     def __call__(
         self,
         bucket: "GradBucket",
         read: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
-    ) -> "torch.futures.Future[Tensor]":
-        """Begin to average a bucket.
+    ) -> "torch.futures.Future[Tensor] | None":
+        """Begin to average a bucket, unless its gradients do not have half precision.
 
         Args:
             bucket: Gradients of the last micro-batch. The bucket itself is not reduced: its values
@@ -202,6 +197,8 @@ class Float32Buckets:
             read: Called with the parameters and this rank's own sums before they are averaged.
         """
         buffer, parameters = bucket.buffer(), bucket.parameters()
+        if buffer.dtype not in HALF_PRECISION:
+            return None
         with torch.no_grad(), torch.autocast(buffer.device.type, enabled=False):
             total = buffer.float()
             first = buffer.storage_offset()

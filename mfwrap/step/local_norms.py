@@ -42,10 +42,16 @@ from mfwrap.tensors.shards import on_device
 
 if TYPE_CHECKING:
     from mfwrap.compatibility.torch import GradBucket
-    from mfwrap.step.float32_gradients import Float32Buckets
 
 CommunicationHook = tuple[Any, "Callable[[Any, GradBucket], torch.futures.Future[Tensor]]"]
 """``(state, hook)``, as ``DistributedDataParallel.register_comm_hook`` takes them."""
+
+Reduction = Callable[
+    ["GradBucket", Callable[[Sequence[Tensor], Sequence[Tensor]], None]],
+    "torch.futures.Future[Tensor] | None",
+]
+"""Begins to reduce a bucket, after it has called `GradientTap.read` for this rank's own gradients;
+``None`` if it leaves the bucket to the communication hook."""
 
 
 class LocalSquares(Protocol):
@@ -86,15 +92,28 @@ class GradientTap:
         self.readers: WeakSet[DistributedLocalSquares] = WeakSet()
         """Weak references to the objects that use `squares`. With none left, gradients are not
         read and only the reduction runs."""
-        self.float32: Float32Buckets | None = None
-        """Reduces the half-precision buckets of this backward in the place of the communication
-        hook; ``None`` if the communication hook does."""
+        self._reduction: Reduction | None = None
         self.squares: dict[int, Tensor] = {}
         """Sum of squares of this rank's own gradient just before its last reduction, by the
         parameter's ``id``; shape ``()``, float32."""
         # One reader for each bucket: torch sorts parameters into other buckets after the first
         # step.
         self._norms: dict[tuple[int, ...], NormReader] = {}
+
+    def reduce_by(self, reduction: Reduction | None) -> None:
+        """Let a function reduce buckets from now on; ``None`` for the communication hook alone."""
+        self._reduction = reduction
+
+    def reduce(self, bucket: "GradBucket") -> "torch.futures.Future[Tensor]":
+        """Read this rank's own gradients in a bucket, and begin to reduce the bucket."""
+        with section_clock.within(Section.REDUCTION):
+            reduced = None if self._reduction is None else self._reduction(bucket, self.read)
+        if reduced is not None:
+            return reduced
+        self.read(bucket.parameters(), bucket.gradients())
+        state, hook = self.communication_hook
+        with section_clock.within(Section.REDUCTION):
+            return hook(state, bucket)
 
     def read(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Compute the sums of squares of a bucket's gradients, reading each gradient once."""
@@ -189,13 +208,7 @@ def _tapping_hook(inner: Callable[..., Any]) -> Callable[..., Any]:
     from mfwrap.compatibility.torch import GradBucket  # noqa: PLC0415  (not in every torch)
 
     def tapping_hook(state: GradientTap, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if state.float32 is not None and state.float32.concerns(bucket):
-            with section_clock.within(Section.REDUCTION):
-                return state.float32(bucket, state.read)
-        state.read(bucket.parameters(), bucket.gradients())
-        inner_state, hook = state.communication_hook
-        with section_clock.within(Section.REDUCTION):
-            return hook(inner_state, bucket)
+        return state.reduce(bucket)
 
     # Keep the inner hook's name: torch logs the name, and uses it to detect hooks that a device
     # does not support.
