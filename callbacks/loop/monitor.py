@@ -189,7 +189,7 @@ class LoopMonitor:
             keep_out_of_copies(model, hook)
             self._ends.append(hook.remove)
         if isinstance(self._source, AttachedSource):
-            observers = self._source.attached.observers
+            observers = self._source.attached.attachment.observers
             events = _AttachedEvents(self, self._monitor, self._stop)
             observers.append(events)
             self._ends.append(lambda: observers.remove(events))

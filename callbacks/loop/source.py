@@ -87,7 +87,7 @@ class AttachedSource(_Listed):
         self.attached = attached
         self.accelerator = attached.accelerator
         self.step_config = attached.config
-        self.calls = attached.step.before_update
+        self.calls = attached.attachment.step.before_update
         self._model = model
 
     @property

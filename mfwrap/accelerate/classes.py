@@ -14,47 +14,42 @@ How accelerate's calls reach the step:
 - ``scheduler.step()`` advances at once if the host knows whether the last update was applied.
   Otherwise it records a request, which is carried out just before the next update, or when the loop
   reads the schedule; see `mfwrap.schedules.deferred`.
+
+These objects refer to the step, and the step refers to everything that is trained. A pickled
+optimizer must contain none of that: with accelerate alone, the pickle contains torch's optimizer
+only, and any process can load it. So a pickled accelerator, optimizer or schedule is the object
+that `AttachedStep.detach` would leave.
 """
 
 import contextlib
-import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mfwrap.accelerate.attachment import Attachment
 from mfwrap.accelerate.data_workers import leave_signals_to_parent
 from mfwrap.accelerate.gradients import clip_grad_norm, clip_grad_value
-from mfwrap.accelerate.schedules import attach_scheduler
-from mfwrap.accelerate.setup import named_parameters_of
+from mfwrap.accelerate.schedules import attach_scheduler, restore_scheduler
 from mfwrap.accelerate.state import newest_named_automatically
 from mfwrap.arguments import described
 from mfwrap.collectives import Section, rank_watch, section_clock
 from mfwrap.compatibility.accelerate import (
+    OF_SCALER,
     SAVE_HOOKS,
     SKIPPED,
-    data_loaders_of,
     is_prepared,
-    models_of,
     optimizers_of,
+    schedulers_of,
 )
-from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
-from mfwrap.preflight import Facts, num_batches, step_facts
 from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.backward_updates import refuse_update_in_backward
-from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.parameters import refuse_generation_pipeline
-from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
 from mfwrap.tensors.wrappers import unwrapped_optimizer
-
-if TYPE_CHECKING:
-    from mfwrap.accelerate.attached_step import AttachedStep
 
 
 class AttachedAccelerator:
@@ -63,7 +58,7 @@ class AttachedAccelerator:
     `attached_class` puts this class before the accelerator's own class.
     """
 
-    attachment: "AttachedStep"
+    attachment: Attachment
     project_configuration: Any
     scaler: Any
     sync_gradients: bool
@@ -128,7 +123,7 @@ class AttachedAccelerator:
     def backward(self, *args: Any, **keywords: Any) -> None:
         """Run backward as accelerate does; explain an error that another rank has caused.
 
-        The loss is multiplied by 0 if `AttachedStep.is_weightless` is set.
+        The loss is multiplied by 0 if `Attachment.is_weightless` is set.
         """
         if self.attachment.is_weightless:
             args = (args[0] * 0, *args[1:])
@@ -255,7 +250,7 @@ def attached_class(kind: type) -> type:
 class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (accelerate is untyped)
     """Wrap an optimizer as accelerate does; ``step`` does the whole update."""
 
-    attachment: "AttachedStep"
+    attachment: Attachment
 
     @property
     def step_was_skipped(self) -> bool:
@@ -306,12 +301,36 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
             windows[self.optimizer].open()
 
 
-def attach_optimizer(optimizer: Any, attachment: "AttachedStep", scaler: "StepScaler") -> None:
+def attach_optimizer(optimizer: Any, attachment: Attachment, scaler: "StepScaler") -> None:
     """Make an `AttachedOptimizer` of accelerate's optimizer, in place."""
     optimizer.__class__ = AttachedOptimizer
     optimizer.attachment = attachment
     # If another accelerator has prepared the optimizer, its scaler is None or the other's.
     optimizer.scaler = scaler
+
+
+def restore_prepared(accelerator: Any, grad_scaler: Any) -> None:
+    """Restore prepared optimizers and schedules to accelerate's own classes, in place.
+
+    Args:
+        accelerator: Accelerator that has prepared them.
+        grad_scaler: accelerate's own gradient scaler; ``None`` if accelerate uses no scaler.
+    """
+    for optimizer in optimizers_of(accelerator):
+        _restore_optimizer(optimizer, grad_scaler)
+    for scheduler in schedulers_of(accelerator):
+        restore_scheduler(scheduler)
+
+
+def _restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
+    optimizer.__class__ = AcceleratedOptimizer
+    optimizer.scaler = grad_scaler
+    del optimizer.attachment
+    if grad_scaler is None:
+        # Remove the attributes that accelerate sets only on an optimizer with a scaler: the
+        # optimizer had our scaler, and has no scaler now.
+        for name in OF_SCALER:
+            optimizer.__dict__.pop(name, None)
 
 
 class StepScaler:
@@ -325,7 +344,7 @@ class StepScaler:
             ``None``. `state_dict` includes the settings of that gradient scaler.
     """
 
-    def __init__(self, attachment: "AttachedStep", accelerator: Any) -> None:
+    def __init__(self, attachment: Attachment, accelerator: Any) -> None:
         self.attachment = attachment
         self._accelerator = accelerator
         self._grad_scaler = accelerator.scaler
@@ -399,56 +418,3 @@ class StepScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the loss scale to the scale in a GradScaler's state."""
         self.update(state_dict["scale"])
-
-
-@final
-class LoopRanks:
-    """Check the ranks before the first update of a loop, and watch them in every update.
-
-    Args:
-        accelerator: Accelerator of the loop.
-        parts: List of the prepared models' DistributedDataParallel modules. The caller appends to
-            this list when it prepares another model.
-        config: Settings of the step.
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        parts: Sequence[DistributedDataParallel],
-        config: StepConfig,
-    ) -> None:
-        self._accelerator = accelerator
-        self._parts = parts
-        self._config = config
-        self.are_checked = False
-        """Whether the ranks have been compared already, as `MFTrainer` does."""
-
-    def updating(self, *, ends: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for an update or a part of it; see `RankGuard.updating`."""
-        return contextlib.nullcontext() if self._guard is None else self._guard.updating(ends=ends)
-
-    @functools.cached_property
-    def _guard(self) -> RankGuard | LoneGuard | None:
-        # The first update reads this property, when all models are prepared.
-        models = models_of(self._accelerator)
-        sharded = ShardedParts(*models)
-        # A loop may draw as many batches as it likes, so their numbers may differ.
-        trained = {
-            f"optimizer_{index}.{name}": parameter
-            for index, optimizer in enumerate(optimizers_of(self._accelerator))
-            for name, parameter in named_parameters_of(optimizer.optimizer, models)[0].items()
-        }
-        guard = rank_guard(trained, self._parts, sharded, self._facts, warned=["data"])
-        if guard is not None:
-            guard.is_checked = self.are_checked
-        return guard
-
-    def _facts(self) -> Facts:
-        accelerator = self._accelerator
-        optimizers = [unwrapped_optimizer(each) for each in optimizers_of(accelerator)]
-        lengths = {
-            f"number of batches of data loader {index}": str(num_batches(each))
-            for index, each in enumerate(data_loaders_of(accelerator))
-        }
-        return step_facts(models_of(accelerator), optimizers, self._config) | {"data": lengths}

@@ -7,12 +7,13 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import LambdaLR
 
+from mfwrap.accelerate.attachment import Attachment
 from mfwrap.accelerate.schedules import AttachedScheduler
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
@@ -20,9 +21,6 @@ from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive, resumed_accumulation
 from mfwrap.compatibility.accelerate import data_loaders_of, schedulers_of
 from mfwrap.compatibility.torch import schedules_inside
-
-if TYPE_CHECKING:
-    from mfwrap.accelerate.attached_step import AttachedStep
 
 _LOG = logging.getLogger(__name__)
 
@@ -113,7 +111,7 @@ class LoopBatch:
         accelerator: Accelerator of the loop.
     """
 
-    def __init__(self, attached: "AttachedStep", accelerator: Accelerator) -> None:
+    def __init__(self, attached: Attachment, accelerator: Accelerator) -> None:
         self._attached = attached
         self._accelerator = accelerator
         self._accumulated = True  # in the checkpoint that was loaded last

@@ -13,10 +13,11 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 from accelerate import Accelerator
 
+from mfwrap.accelerate.attachment import Attachment
 from mfwrap.accelerate.global_batch import LoopBatch
 from mfwrap.accelerate.state import check_saved_step, is_writer, named_automatically
 from mfwrap.checkpoints.beside import move_back, show_files
@@ -40,10 +41,6 @@ from mfwrap.compatibility.accelerate import check_sharded_load, has_own_save_hoo
 from mfwrap.records.own_names import is_own_checkpoint, refuse_others
 from mfwrap.records.run_files import resume_records, save_records
 
-if TYPE_CHECKING:
-    from mfwrap.accelerate.attached_step import AttachedStep
-
-
 _OWN_FILES = ("mfwrap_loop.json", "mfwrap_step.json", "mfwrap_step.safetensors")
 """Files that every save writes."""
 
@@ -58,39 +55,6 @@ _STATE_FILE = re.compile(
 """Names of the files of a checkpoint. accelerate's sharded weights have folders of their own."""
 
 
-class LoopObserver(Protocol):
-    """What an attached step tells an object that follows its loop."""
-
-    def before_save(self, folder: Path) -> None:
-        """Write pending records, and own files into the checkpoint; called on every rank.
-
-        Args:
-            folder: Temporary folder of the checkpoint.
-        """
-
-    def after_load(self, folder: Path) -> None:
-        """Restore what `before_save` has written; called on every rank.
-
-        Args:
-            folder: Folder of the checkpoint, which may lack the files.
-        """
-
-    def after_backward(self) -> None:
-        """Write pending records: the last backward of an update is queued. Called on every rank."""
-
-    def before_log(self, step: int | None) -> None:
-        """Write pending records of an earlier step, because ``accelerator.log`` was called.
-
-        A loop may call it on one rank alone, so this method must not start a collective.
-
-        Args:
-            step: Step that the loop passes; ``None`` if it passes none.
-        """
-
-    def before_end(self) -> None:
-        """Write pending records, because ``end_training`` is about to close the trackers."""
-
-
 @final
 class AttachedCheckpoints:
     """Save and load the state of an attached step in ``save_state`` and ``load_state``.
@@ -102,7 +66,7 @@ class AttachedCheckpoints:
         accelerator: Its accelerator, which still has its own gradient scaler, if any.
     """
 
-    def __init__(self, attached: "AttachedStep", accelerator: Accelerator) -> None:
+    def __init__(self, attached: Attachment, accelerator: Accelerator) -> None:
         self._attached = attached
         self._accelerator = accelerator
         self._grad_scaler = accelerator.scaler

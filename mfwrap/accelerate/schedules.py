@@ -6,16 +6,14 @@ asking would synchronize, so `AttachedScheduler` records a request instead; see
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
 
+from mfwrap.accelerate.attachment import Attachment
 from mfwrap.compatibility.torch import step_count
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
 from mfwrap.schedules.pickling import pickled_as
-
-if TYPE_CHECKING:
-    from mfwrap.accelerate.attached_step import AttachedStep
 
 
 class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (accelerate is untyped)
@@ -27,7 +25,7 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
     (``ReduceLROnPlateau``) always advances at once, which synchronizes with the device.
     """
 
-    attachment: "AttachedStep"
+    attachment: Attachment
     requests: list[ScheduleRequest]
     gradient_state: Any
     split_batches: bool
@@ -142,7 +140,7 @@ class _AfterLastMicroBatch:
     sync_gradients = True
 
 
-def attach_scheduler(scheduler: Any, attachment: "AttachedStep") -> None:
+def attach_scheduler(scheduler: Any, attachment: Attachment) -> None:
     """Make an `AttachedScheduler` of accelerate's scheduler, in place; ignore other objects."""
     if type(scheduler) is AcceleratedScheduler:
         scheduler.__class__ = AttachedScheduler

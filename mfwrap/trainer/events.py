@@ -14,7 +14,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
-from mfwrap.accelerate.attached_step import AttachedStep
+from mfwrap.accelerate.attachment import Attachment
 from mfwrap.arguments import described, takes
 from mfwrap.collectives import section_clock
 from mfwrap.outputs import StepReport
@@ -217,7 +217,7 @@ class StepCallbackHandler(CallbackHandler):
 
         Changes ``control.should_save`` after the callbacks if a checkpoint is postponed.
         """
-        attached = self.trainer.attached
+        attached = self.trainer.attached.attachment
         # Right after `on_optimizer_step`, the Trainer reads whether the update was skipped. If not,
         # it steps the schedule. If only the device knows the true value, the Trainer gets False
         # there, so that the host does not wait. This is safe: if the update was skipped, the
@@ -396,7 +396,7 @@ def new_step_handler(kind: Any) -> StepCallbackHandler:
 
 
 @contextlib.contextmanager
-def flushed_at_end(attached: AttachedStep, callbacks: list[Any]) -> Iterator[None]:
+def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]:
     """Train within the block; then flush the step, and stop deferring the steps of schedules.
 
     After an error, the callbacks also put the raw weights back into the model, and the progress bar

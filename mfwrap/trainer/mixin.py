@@ -229,7 +229,7 @@ class MFTrainerMixin(_Base):
         schedule: Any = self.lr_scheduler
         if schedule is None:
             return result
-        steps = self.attached.step
+        steps = self.attached.attachment.step
         if not isinstance(schedule, DeferredSchedule) and not is_stepped_with_a_metric(schedule):
             optimizer = unwrapped_optimizer(self.optimizer)
             defer_schedule(
@@ -301,7 +301,7 @@ class MFTrainerMixin(_Base):
             # An error may end the training while an evaluation is due.
             replaced(self._evaluation, is_due=False),
             records_of_training(),
-            flushed_at_end(self.attached, self.callback_handler.callbacks),
+            flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),
             self._termination,
         ):
             result = super()._inner_training_loop(
@@ -387,7 +387,7 @@ class MFTrainerMixin(_Base):
         num_items = args[0] if args else kwargs.get("num_items_in_batch")
         share = self._losses.share_later(inputs, num_items)
         stands_in = part is Part.STAND_IN
-        weight = replaced(self.attached, is_weightless=True) if stands_in else _USUAL
+        weight = replaced(self.attached.attachment, is_weightless=True) if stands_in else _USUAL
         with self._losses.reporting(), weight:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         loss = self._losses.add(loss, share)
@@ -513,9 +513,9 @@ class MFTrainerMixin(_Base):
 
     def _save_scaler(self, output_dir: str) -> None:
         folder = Path(output_dir)
-        if self.attached.has_grad_scaler:
+        if self.attached.attachment.has_grad_scaler:
             super()._save_scaler(output_dir)
-        self.attached.save_files(folder, each_node=self.args.save_on_each_node)
+        self.attached.attachment.save_files(folder, each_node=self.args.save_on_each_node)
         self._position.save(
             folder,
             self.args,
@@ -547,12 +547,12 @@ class MFTrainerMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         let_cpu_ranks_load()
-        with replaced(self.attached, is_loading=True):
+        with replaced(self.attached.attachment, is_loading=True):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self.attached.load_files(Path(checkpoint))
+            self.attached.attachment.load_files(Path(checkpoint))
 
     def _load_callback_state(self) -> None:
         self._checkpoints.restore_callbacks(self._position.resumed_from)
@@ -604,7 +604,7 @@ class MFTrainerMixin(_Base):
                 callback.resume_from(self._position.resumed_from)
         self.rollbacks.begun()
         self._skip.noted.begin()
-        self.attached.step.rate_factor = 1.0
+        self.attached.attachment.step.rate_factor = 1.0
         self._losses.begin(self._position.saved_log)
         if self._position.resumed_from is not None:
             restore_attributes(self, self._position.resumed_from)
@@ -628,7 +628,7 @@ class MFTrainerMixin(_Base):
             self._watch.begin_update()
         if self.rollbacks.may_slow:
             factor = self.rollbacks.rate_factor(self.state.global_step + 1)
-            self.attached.step.rate_factor = factor
+            self.attached.attachment.step.rate_factor = factor
 
 
 def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:

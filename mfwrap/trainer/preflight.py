@@ -128,7 +128,7 @@ def check_trainer_ranks(
         size = checkpoint_bytes(model, saved, has_average=trainer.ema is not None)
         problems = [each for each in [disk_problem(Path(str(args.output_dir)), size)] if each]
     check_ranks_agree(facts, problems)
-    trainer.attached.ranks.are_checked = True
+    trainer.attached.attachment.ranks.are_checked = True
 
 
 def _is_own(callback: object) -> bool:

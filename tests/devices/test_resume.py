@@ -158,7 +158,7 @@ class AttachedLoop:
 
     def parts(self):
         self.attached.flush()
-        return (self.network, self.optimizer, self.schedule, self.attached.step)
+        return (self.network, self.optimizer, self.schedule, self.attached.attachment.step)
 
     def save(self, folder):
         self.accelerator.save_state(str(folder))

@@ -171,7 +171,7 @@ class AttachedRun:
 
     def state(self) -> dict[str, Any]:
         """Flush the step, and return copies of its state and of `trained` as one mapping."""
-        own = _copied("/step", self.step.step.state_dict())
+        own = _copied("/step", self.step.attachment.step.state_dict())
         return self.trained() | own
 
 

@@ -17,8 +17,11 @@ from support.small_networks import Classifier, labelled_batches
 from support.training_state import assert_same_state
 
 APPLIED = (1.0,) * len(FACTORS)
+
+
 PLAIN = RunSettings(loss_scale="none", max_norm=None)
 """Settings with which an attached run is bitwise equal to accelerate alone."""
+
 
 PRECISIONS = ["no", "bf16", "fp16"]
 
@@ -240,7 +243,7 @@ def test_detaching_twice_does_no_more_than_once():
 
     first.detach()
 
-    assert accelerator.attachment is second
+    assert accelerator.attachment is second.attachment
     assert accelerator.scaler is not None
 
 
@@ -261,41 +264,20 @@ def test_what_is_prepared_cannot_be_attached_again():
     assert run.accelerator.optimizer_step_was_skipped is False
 
 
-@pytest.mark.parametrize("method", ["free_memory", "clear"])
-def test_a_freed_accelerator_trains_what_is_prepared_next(method):
-    """After `free_memory` or `clear`, a newly prepared training starts with fresh state."""
-    fresh = AttachedRun(replace(PLAIN, seed=1))
-    fresh.train(0, 4, APPLIED)
-    expected = fresh.state()
-
-    run = AttachedRun(PLAIN)
-    run.train(0, 3)
-    getattr(run.accelerator, method)()
-    run.settings = replace(PLAIN, seed=1)
-    run.prepare()
-    run.train(0, 4, APPLIED)
-
-    assert_same_state(expected, run.state())
-
-
-@pytest.mark.parametrize("method", ["free_memory", "end_training"])
-def test_freeing_and_ending_settle_what_is_pending(method):
-    """`free_memory` and `end_training` apply the pending step of the schedule."""
-    run = AttachedRun()
-    schedule = run.schedule.scheduler
-    with late_results():
-        run.train(0, 3)
-        behind = schedule.last_epoch
-
-        getattr(run.accelerator, method)()
-
-    assert (behind, schedule.last_epoch) == (1, 2)
-
-
 def test_a_copy_of_an_attached_accelerator_is_the_accelerator_itself():
     """A deep copy of an attached accelerator is the accelerator itself, as in accelerate."""
     accelerator = new_accelerator()
     step = attach(accelerator)
 
     assert copy.deepcopy(accelerator) is accelerator
-    assert accelerator.attachment is step
+    assert accelerator.attachment is step.attachment
+
+
+def test_what_a_user_holds_is_thin():
+    """Everything else is behind `attachment`."""
+    step = attach(Accelerator(cpu=True))
+
+    assert {name for name in dir(step) if not name.startswith("_")} == {
+        *("accelerator", "attachment", "config", "detach", "ema", "flush", "last_output"),
+        *("last_report", "last_reports", "local_norm_names", "loss_scale", "report_losses"),
+    }

@@ -309,7 +309,7 @@ class Tracker:
 def test_observers_are_told_before_the_loop_logs():
     """Observers see each update's last backward, and each log before the trackers get it."""
     prepared, observer = Prepared(), Observer()
-    prepared.attached.observers.append(observer)
+    prepared.attached.attachment.observers.append(observer)
     prepared.accelerator.trackers = [Tracker(observer.calls)]
     for is_last in (False, True):
         prepared.accelerator.gradient_state._set_sync_gradients(is_last)

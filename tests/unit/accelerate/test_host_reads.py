@@ -171,7 +171,7 @@ def test_the_schedule_between_micro_batches_leaves_the_result_pending():
     """A step of the schedule between micro-batches does not ask for the last update's result."""
     loop = whole_loop(FUSED["AdamW"], FACTORS["applied first"])
     loop.update(0)
-    (window,) = loop.step.step.windows.values()
+    (window,) = loop.step.attachment.step.windows.values()
 
     with loop.accelerator.accumulate(loop.network):
         loop.accelerator.backward(loop.network(*loop.micro_batches[2]))

@@ -329,7 +329,7 @@ def test_reports_and_checkpoints_have_the_order_of_prepare():
     first.step()
 
     assert [report is not None for report in step.last_reports] == [True, False]
-    updates = step.step.state_dict()["updates"]
+    updates = step.attachment.step.state_dict()["updates"]
     assert [updates[number]["applied_updates"].item() for number in ("0", "1")] == [1, 0]
 
 
@@ -339,11 +339,11 @@ def test_a_replaced_parameter_is_an_error_or_a_warning():
     step = attach(accelerator)
     network = nn.Linear(1, 1)
     network, optimizer = accelerator.prepare(network, SGD(network.parameters(), lr=0.1))
-    step.build(final=True)
+    step.attachment.build(final=True)
     network.bias = nn.Parameter(torch.zeros(1))
     accelerator.backward(network(torch.ones(1, 1)).sum())
 
     with pytest.raises(RuntimeError, match=r"no longer in the network: \['bias'\]"):
         optimizer.step()
     with pytest.warns(UserWarning, match="no longer in the network"):
-        step.step.state_dict()
+        step.attachment.step.state_dict()

@@ -158,7 +158,7 @@ def test_a_copied_optimizer_is_prepared_as_any_other():
 
     optimizer = accelerator.prepare(copied)
 
-    assert optimizer.attachment is step
+    assert optimizer.attachment is step.attachment
     assert optimizer.scaler is accelerator.scaler
     assert optimizer.optimizer is copied.optimizer
 
@@ -177,7 +177,7 @@ def test_a_pickled_step_goes_on_with_what_is_pickled_with_it(num_updates, way):
         prepared.update(factor)
         loaded.update(factor)
 
-    assert loaded.accelerator.attachment is loaded_step
+    assert loaded.accelerator.attachment is loaded_step.attachment
     assert loaded.accelerator.optimizer_step_was_skipped is False
     assert torch.equal(loaded.network.weight, prepared.network.weight)
     assert loaded.schedule.get_last_lr() == prepared.schedule.get_last_lr()
@@ -199,7 +199,7 @@ def test_a_pickled_step_of_parameters_outside_of_all_models_goes_on():
 
     loaded_step, _ = with_pickle((step, accelerator))
 
-    (window,) = loaded_step.step.windows.values()
+    (window,) = loaded_step.attachment.step.windows.values()
     assert window.update.counts.applied_updates == 1
 
 
@@ -212,7 +212,7 @@ def test_a_step_is_its_own_copy(way):
     prepared.update(1.0)
 
     assert copied is step
-    assert prepared.accelerator.attachment is step
+    assert prepared.accelerator.attachment is step.attachment
     assert step.last_report.applied_updates == 1
 
 

@@ -222,7 +222,7 @@ def test_the_accelerators_accumulation_may_be_given_or_left_out(steps):
 
     step = attach(accelerator, StepConfig(gradient_accumulation_steps=steps))
 
-    assert accelerator.attachment is step
+    assert accelerator.attachment is step.attachment
 
 
 AVERAGES = {

@@ -88,7 +88,7 @@ def test_nothing_of_ours_is_a_pickle(tmp_path, monkeypatch):
         monkeypatch.setattr(pickle, method, None)
     monkeypatch.setattr(torch, "load", None)
 
-    run.step.load_files(tmp_path)
+    run.step.attachment.load_files(tmp_path)
 
     assert_same_state(own_state(saved), own_state(run))
     with safe_open(tmp_path / "mfwrap_step.safetensors", "pt") as file:

@@ -74,7 +74,8 @@ class Listener(TrainerCallback):
 
 def stub_trainer(handler, attached):
     """Return what a handler asks of its trainer."""
-    return SimpleNamespace(callback_handler=handler, attached=attached)
+    own = SimpleNamespace(attachment=attached)
+    return SimpleNamespace(callback_handler=handler, attached=own)
 
 
 def handler_of(last: StepReport | None) -> tuple[CallbackHandler, Listener, Any]:

@@ -126,7 +126,7 @@ def test_nothing_waits_for_the_update_before_the_next_one(tmp_path):
         num_pending = ()
 
         def on_step_end(self, *_, **__):
-            (window,) = self.trainer.attached.step.windows.values()
+            (window,) = self.trainer.attached.attachment.step.windows.values()
             self.num_pending += (len(window.update.counts._reads),)
 
     callback = Pending()

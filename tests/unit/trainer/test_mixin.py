@@ -335,7 +335,11 @@ def test_a_trainer_that_is_pickled_trains_with_the_step(tmp_path):
 
     loaded = pickle.loads(pickle.dumps(trainer))  # noqa: S301  (pickled just now)
 
-    assert loaded.attached is loaded.accelerator.attachment is not trainer.attached
+    assert (
+        loaded.attached.attachment
+        is loaded.accelerator.attachment
+        is not trainer.attached.attachment
+    )
     assert loaded.callback_handler.trainer is loaded
     runs = []
     for each in (trainer, loaded):

@@ -1,0 +1,321 @@
+"""What accelerate's calls drive: the step, with the optimizers that an accelerator prepares.
+
+An `Attachment` adds the prepared optimizers to a `mfwrap.accelerate.loop_step.LoopStep`, which does
+the updates and does not depend on accelerate. `attach` runs before ``prepare``, when there are no
+optimizers yet. `Attachment.build` adds them later. A loop may prepare its optimizer before its
+model, or call ``prepare`` several times, so `build` runs more than once. After each ``prepare`` it
+adds the optimizers whose parameters are all in prepared models. At the first backward at the
+latest, it adds all other prepared optimizers.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mfwrap.accelerate.loop_ranks import LoopRanks
+from mfwrap.accelerate.loop_step import LoopStep
+from mfwrap.accelerate.setup import (
+    EMA,
+    made_average,
+    named_parameters_of,
+    parameters_of_models,
+    trained_models,
+)
+from mfwrap.accelerate.state import is_writer, load_step, save_step
+from mfwrap.accelerate.timing import LoopSections
+from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.collectives import rank_watch
+from mfwrap.compatibility.accelerate import models_of, optimizers_of
+from mfwrap.config import StepConfig
+from mfwrap.loss_scale.live import LossScale, ScaleSense
+from mfwrap.outputs import StepReport
+from mfwrap.step.accelerator import scale_of
+from mfwrap.step.backward_reductions import reduce_before_accumulation
+from mfwrap.step.float32_gradients import Float32Gradients
+from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
+from mfwrap.step.local_norms import CommunicationHook, local_squares_of
+from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.ranks import agreement_of
+from mfwrap.tensors.wrappers import distributed_parts
+
+
+class LoopObserver(Protocol):
+    """What an attached step tells an object that follows its loop."""
+
+    def before_save(self, folder: Path) -> None:
+        """Write pending records, and own files into the checkpoint; called on every rank.
+
+        Args:
+            folder: Temporary folder of the checkpoint.
+        """
+
+    def after_load(self, folder: Path) -> None:
+        """Restore what `before_save` has written; called on every rank.
+
+        Args:
+            folder: Folder of the checkpoint, which may lack the files.
+        """
+
+    def after_backward(self) -> None:
+        """Write pending records: the last backward of an update is queued. Called on every rank."""
+
+    def before_log(self, step: int | None) -> None:
+        """Write pending records of an earlier step, because ``accelerator.log`` was called.
+
+        A loop may call it on one rank alone, so this method must not start a collective.
+
+        Args:
+            step: Step that the loop passes; ``None`` if it passes none.
+        """
+
+    def before_end(self) -> None:
+        """Write pending records, because ``end_training`` is about to close the trackers."""
+
+
+class Checkpoints(Protocol):
+    """Saves and loads the step in ``save_state`` and ``load_state``."""
+
+    def saving(self, output_dir: Any, save: Callable[[str], Any]) -> Any:
+        """Call accelerate's ``save_state``; see `AttachedCheckpoints`."""
+
+    def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:
+        """Call accelerate's ``load_state``; see `AttachedCheckpoints`."""
+
+    def detach(self) -> None:
+        """Leave the accelerator."""
+
+
+@final
+class Attachment:
+    """The step of an accelerate loop, its ranks, its observers and its checkpoints.
+
+    Args:
+        accelerator: Accelerator, which still has its own gradient scaler, if any.
+        config: Settings of the step.
+        ema: As in `attach`.
+        scale_sense: As in `attach`.
+        communication_hook: As in `attach`.
+        checkpoints_of: Makes what saves and loads the attachment.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: StepConfig,
+        ema: EMA | None,
+        scale_sense: ScaleSense | None,
+        communication_hook: CommunicationHook | None,
+        checkpoints_of: "Callable[[Attachment, Accelerator], Checkpoints]",
+    ) -> None:
+        self.config = config
+        """Settings of the step."""
+        self.ema = ema if isinstance(ema, ExponentialMovingAverage) else None
+        """Average of the weights. ``None`` if the step keeps no average, or if a callable makes the
+        average and ``prepare`` has not called it yet."""
+        self._make_ema = None if isinstance(ema, ExponentialMovingAverage) else ema
+        self.accelerator = accelerator
+        """Accelerator that the step is attached to."""
+        self._communication_hook = communication_hook
+        self._distributed_parts: list[DistributedDataParallel] = []
+        if scale_sense is None:
+            scale_sense = scale_of(accelerator)
+        self.step = LoopStep(config, LossScale(scale_sense, accelerator.device))
+        """Step that the accelerator's calls run."""
+        self.has_grad_scaler = accelerator.scaler is not None
+        """Whether the accelerator has a gradient scaler of its own."""
+        self.numbers_micro_batches = False
+        """Whether the loop uses ``accelerator.accumulate``. If so, ``accelerator.step`` numbers the
+        micro-batches of an update: 1, 2, ..., and 0 for the data loader's last micro-batch."""
+        self.answers_late = False
+        """Whether ``optimizer_step_was_skipped`` returns False if the true answer would synchronize
+        with the device. The Trainer reads it after every step."""
+        self.ranks = LoopRanks(accelerator, self._distributed_parts, config)
+        """Check of the ranks that update the models together."""
+        self.sections = LoopSections()
+        """Times of the sections of the loop's steps."""
+        self._float32: Float32Gradients | None = None
+        self.is_weightless = False
+        """Whether ``accelerator.backward`` multiplies losses by 0, so that gradients are 0."""
+        self.is_loading = False
+        """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
+        optimizer directly instead of doing an update."""
+        self.observers: list[LoopObserver] = []
+        """Objects that follow the loop, such as `mfwrap.callbacks.LoopMonitor`."""
+        self.checkpoints = checkpoints_of(self, accelerator)
+        """Saving and loading in ``save_state`` and ``load_state``."""
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """Report of the last update of any optimizer; ``None`` before the first update."""
+        return self.step.last_report
+
+    def flush(self) -> None:
+        """Wait for the results of the last update; see `AttachedStep.flush`."""
+        self.step.flush()
+
+    def release(self, *, scaled: bool) -> None:
+        """Flush the step, and hand the gradients back that no update has used.
+
+        Args:
+            scaled: Whether the loop expects scaled gradients.
+        """
+        try:
+            self.flush()
+        finally:
+            self.checkpoints.detach()
+            self.sections.detach()
+            for window in self.step.windows.values():
+                window.hand_back(scaled=scaled)
+                window.update.local_squares = None
+            self._leave_float32()
+
+    def prepared_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that the accelerator has prepared, without wrappers."""
+        return [wrapper.optimizer for wrapper in optimizers_of(self.accelerator)]
+
+    def see_model(self, prepared: nn.Module) -> None:
+        """Record a prepared model, and its DistributedDataParallel modules."""
+        reduce_before_accumulation(prepared)
+        self._leave_float32()
+        known = self._distributed_parts
+        known += [part for part in distributed_parts(prepared) if part not in known]
+        self.sections.see_model(prepared)
+        # Start the watch of the ranks, so that it answers even if this rank never gets a batch.
+        rank_watch()
+
+    def build(self, *, final: bool = False, in_step: bool = False) -> None:
+        """Add the prepared optimizers to the step; create the average if `attach` got a callable.
+
+        Every method that needs the updates calls this method first. If there is nothing to add, the
+        call is cheap.
+
+        Args:
+            final: Whether all models are prepared by now. If so, an optimizer is added even if some
+                of its parameters are in no prepared model.
+            in_step: Whether a backward of this step has made this call already. If so, a change of
+                an optimizer's parameters is noticed only if their number has changed.
+
+        Raises:
+            ValueError: If `attach` got a callable for the average and there is not exactly one
+                trained model, or if no optimizer holds any of the averaged parameters.
+        """
+        models = models_of(self.accelerator)
+        if self._make_ema is not None and self.ema is None:
+            trained = trained_models(models, optimizers_of(self.accelerator))
+            if trained or final:
+                self.ema = made_average(self._make_ema, trained)
+        if self.ema is not None and not self.step.windows:
+            self.ema.check_placement()
+            self.step.follow(self.ema)
+        for wrapper in optimizers_of(self.accelerator):
+            optimizer = wrapper.optimizer
+            window = self.step.windows.get(optimizer)
+            if window is not None:
+                known = window.update.parameters
+                if known.are_current(quickly=in_step):
+                    continue
+            named, are_complete = named_parameters_of(optimizer, models)
+            if final or are_complete:
+                parameters = TrainedParameters(
+                    named,
+                    optimizer,
+                    self.config.local_norm_groups,
+                    present=functools.partial(parameters_of_models, tuple(models)),
+                )
+                self._add(optimizer, parameters)
+                # An optimizer may be added before another one that was prepared earlier.
+                self.step.arrange(self.prepared_optimizers())
+        if final:
+            self.step.check_average()
+        if (
+            self.config.accumulate_allreduce_grads_in_fp32
+            and self._float32 is None
+            and self.step.windows
+        ):
+            self._float32 = Float32Gradients(models, self._distributed_parts)
+
+    def begin_backward(self) -> None:
+        """Prepare the backward of the loss that was scaled last."""
+        if self._float32 is None:
+            return
+        # Most loops say whether more micro-batches follow. In others, the second backward before an
+        # update shows that they accumulate.
+        is_first = all(window.num_backward == 1 for window in self.step.windows.values())
+        self._float32.accumulate(on=not (self.accelerator.sync_gradients and is_first))
+        self._float32.begin_backward()
+
+    def end_backward(self) -> None:
+        """Complete the gradients of the last backward."""
+        if self._float32 is not None:
+            self._float32.end_backward()
+
+    def _leave_float32(self) -> None:
+        if self._float32 is not None:
+            self._float32.accumulate(on=False)
+            self._float32 = None
+
+    def _add(self, optimizer: Optimizer, parameters: TrainedParameters) -> None:
+        parts = self._distributed_parts
+        self.step.add(
+            optimizer,
+            parameters,
+            local_squares=sharded_local_squares_of(
+                ShardedParts(*models_of(self.accelerator)),
+                parameters.tensors,
+                local_squares_of(
+                    parts,
+                    parameters.tensors,
+                    self._communication_hook,
+                    are_asked_for=self.config.local_norm,
+                ),
+                are_asked_for=self.config.local_norm,
+            ),
+            agreement=agreement_of(parts, parameters.tensors),
+        )
+
+    def clear(self) -> None:
+        """Flush the step, then drop everything that was prepared."""
+        try:
+            self.flush()
+        finally:
+            self.step.clear()
+            self._leave_float32()
+            self._distributed_parts.clear()
+            # The models that are prepared next are compared across ranks again.
+            self.ranks = LoopRanks(self.accelerator, self._distributed_parts, self.config)
+            if self._make_ema is not None:
+                self.ema = None
+
+    def save_files(self, folder: Path, *, each_node: bool = False) -> None:
+        """Flush the step, then write loss scale, counts and average into a checkpoint.
+
+        Call it on every process. The main process writes the files; with sharded weights each rank
+        writes its own shards.
+
+        Args:
+            folder: Existing folder of the checkpoint.
+            each_node: Whether the main process of every node writes the files. If False, only the
+                main process of the whole run writes them.
+        """
+        save_step(folder, self.step, is_writer=is_writer(self.accelerator, each_node=each_node))
+
+    def load_files(self, folder: Path) -> None:
+        """Restore the state that `save_files` wrote; change nothing if a part does not fit.
+
+        Load the weights before the call: if the checkpoint has no average, the average starts from
+        the weights. A checkpoint without any of the step's files gives a warning, not an error.
+
+        Raises:
+            FileNotFoundError: If only some of the step's files exist.
+            KeyError: If a name is missing or unknown.
+            TypeError: If a value has the wrong type.
+            ValueError: If a file is damaged, or a value has the wrong shape or range.
+        """
+        self.build(final=True)
+        load_step(folder, self.step, self.ema)
