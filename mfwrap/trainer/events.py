@@ -521,5 +521,5 @@ def _construct_again(exporting: Any, arguments: Mapping[str, Any]) -> None:
         raise TypeError(msg) from error
 
 
-_ENDING_EVENTS = frozenset(name for name in vars(TerminationCallback) if name.startswith("on_"))
+_ENDING_EVENTS = frozenset({"on_step_end", "on_epoch_end"})
 """Names of the events in which `TerminationCallback` may act."""

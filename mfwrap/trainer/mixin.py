@@ -166,7 +166,8 @@ class MFTrainerMixin(_Base):
         # Set these attributes before `super().__init__`: it calls
         # `create_accelerator_and_postprocess`, which needs them.
         self._step_config = StepConfig() if step is None else step
-        self._step_arguments = (ema, scale_sense, communication_hook)
+        self._given_ema, self._given_scale = ema, scale_sense
+        self._communication_hook = communication_hook
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
         self._skip = DataSkip(self, data_skip_steps, skip_rows)
@@ -203,22 +204,22 @@ class MFTrainerMixin(_Base):
         """Create the accelerator, and attach the step to it."""
         super().create_accelerator_and_postprocess()
         leave_accumulation_to_trainer(self.accelerator)
-        ema, scale_sense, communication_hook = self._step_arguments
-        if ema is not None and self.args.n_gpu > 1:
+        if self._given_ema is not None and self.args.n_gpu > 1:
             msg = (
                 "`ema` must be None with DataParallel, got an average with "
                 f"{self.args.n_gpu} GPUs in one process; start the training with torchrun, one "
                 "process per GPU"
             )
             raise ValueError(msg)
+        scale_sense = self._given_scale
         if scale_sense is None:
             scale_sense = DynamicLossScaleUpdateCell(65536, 2, 2000) if self.args.fp16 else 1.0
         self.attached: AttachedStep = attach(
             self.accelerator,
             loop_settings(self._step_config, self.args),
-            ema,
+            self._given_ema,
             scale_sense=scale_sense,
-            communication_hook=communication_hook,
+            communication_hook=self._communication_hook,
         )
         self._losses = Losses(self)
 
@@ -292,18 +293,7 @@ class MFTrainerMixin(_Base):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         self._checkpoints.saved_step = None
-        self._watch = rank_watch()
-        with (
-            contextlib.nullcontext() if self._watch is None else self._watch.training(),
-            self._losses.filtering(),
-            self._skip.of_training(),
-            self._position.of_training(resume_from_checkpoint, self.args),
-            # An error may end the training while an evaluation is due.
-            replaced(self._evaluation, is_due=False),
-            records_of_training(),
-            flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),
-            self._termination,
-        ):
+        with self._training(resume_from_checkpoint):
             result = super()._inner_training_loop(
                 batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
             )
@@ -314,6 +304,29 @@ class MFTrainerMixin(_Base):
         if must_exit:
             stop(self, trial, is_interrupted=self._termination.is_interrupted)
         return result
+
+    @contextlib.contextmanager
+    def _training(self, resume_from_checkpoint: str | None) -> Iterator[None]:
+        """Train within the block; the parts of the trainer begin in this order, and end reversed.
+
+        Signals are followed last and left first, so that none interrupts the end of another part.
+        Then the step is flushed, and averages leave the model, while records are still open. A due
+        evaluation, which an error may have left, is forgotten. What follows the data, and the
+        logged loss, ends afterwards. The watch of the ranks is the outermost part: it explains an
+        error of any other.
+        """
+        self._watch = rank_watch()
+        with (
+            contextlib.nullcontext() if self._watch is None else self._watch.training(),
+            self._losses.filtering(),
+            self._skip.of_training(),
+            self._position.of_training(resume_from_checkpoint, self.args),
+            replaced(self._evaluation, is_due=False),
+            records_of_training(),
+            flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),
+            self._termination,
+        ):
+            yield
 
     def _init_training_state(
         self,
