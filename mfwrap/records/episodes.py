@@ -35,9 +35,8 @@ def episodes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> lis
     """Return the episodes of a run, ordered by their first steps.
 
     An episode of several steps has two records: one when it begins, and one with ``last_step`` when
-    it ends. Files of older versions have a record without ``cause`` for each bad step instead;
-    successive steps of one kind are then an episode. Episodes of several ranks with the same first
-    step, kind and cause are one episode. Records without a step number are left out.
+    it ends. Episodes of several ranks with the same first step, kind and cause are one episode.
+    Records without a step number are left out.
 
     Args:
         files: Rank and records of each file of anomalies.
@@ -59,7 +58,6 @@ def _of_rank(records: Iterable[Mapping[str, Any]], rank: int) -> list[Episode]:
     found: list[Episode] = []
     for record in sorted(numbered, key=lambda record: int(record["step"])):
         step, kind, skipped = record["step"], str(record.get("kind", "anomaly")), _skipped(record)
-        last = found[-1] if found else None
         if "last_step" in record:
             begun = (one for one in reversed(found) if (one.step, one.kind) == (step, kind))
             if (episode := next(begun, None)) is None:
@@ -70,14 +68,6 @@ def _of_rank(records: Iterable[Mapping[str, Any]], rank: int) -> list[Episode]:
             episode.num_steps = int(record.get("num_steps", 1))
             episode.num_skipped = int(record.get("num_skipped", 0))
             episode.records = [{**episode.records[0], **record}]
-        elif (
-            "cause" not in record
-            and last is not None
-            and (last.cause, last.kind, last.last_step) == (None, kind, step - 1)
-        ):
-            last.last_step = step
-            last.num_steps += 1
-            last.num_skipped += skipped
         else:
             found.append(Episode(step, kind, step, 1, skipped, [_of(record, rank)]))
     return found

@@ -40,26 +40,6 @@ def test_an_end_alone_is_an_episode():
     assert spans(episodes_of([(0, [end])])) == [("spike", 20, 25, 4, 3)]
 
 
-def test_older_records_of_successive_steps_are_joined():
-    """Records without a cause are joined if they follow one another and have the same kind."""
-    kinds = {
-        3: "spike",
-        4: "spike",
-        5: "loss_not_finite",
-        7: "loss_not_finite",
-        8: "loss_not_finite",
-    }
-    records = [{"step": step, "kind": kind, "skipped": True} for step, kind in kinds.items()]
-
-    assert spans(episodes_of([(0, records)])) == [
-        ("spike", 3, 4, 2, 2),
-        ("loss_not_finite", 5, 5, 1, 1),
-        ("loss_not_finite", 7, 8, 2, 2),
-    ]
-    # Since records have causes, two beginnings are two episodes.
-    assert len(episodes_of([(0, [{"step": step, **NEW} for step in (3, 4)])])) == 2
-
-
 @pytest.mark.parametrize(
     ("other", "number"), [({}, 1), ({"cause": "rank_data"}, 2), ({"step": 9}, 2)]
 )
