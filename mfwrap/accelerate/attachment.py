@@ -8,8 +8,9 @@ adds the optimizers whose parameters are all in prepared models. At the first ba
 latest, it adds all other prepared optimizers.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -18,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mfwrap.accelerate.loop_ranks import LoopRanks
 from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.accelerate.setup import (
     EMA,
@@ -31,18 +31,20 @@ from mfwrap.accelerate.state import is_writer, load_step, save_step
 from mfwrap.accelerate.timing import LoopSections
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import rank_watch
-from mfwrap.compatibility.accelerate import models_of, optimizers_of
+from mfwrap.compatibility.accelerate import data_loaders_of, models_of, optimizers_of
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import StepReport
+from mfwrap.preflight import Facts, num_batches, step_facts
 from mfwrap.step.accelerator import scale_of
 from mfwrap.step.backward_reductions import reduce_before_accumulation
 from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, local_squares_of
 from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
 from mfwrap.step.ranks import agreement_of
-from mfwrap.tensors.wrappers import distributed_parts
+from mfwrap.tensors.wrappers import distributed_parts, unwrapped_optimizer
 
 
 class LoopObserver(Protocol):
@@ -319,3 +321,56 @@ class Attachment:
         """
         self.build(final=True)
         load_step(folder, self.step, self.ema)
+
+
+@final
+class LoopRanks:
+    """Check the ranks before the first update of a loop, and watch them in every update.
+
+    Args:
+        accelerator: Accelerator of the loop.
+        parts: List of the prepared models' DistributedDataParallel modules. The caller appends to
+            this list when it prepares another model.
+        config: Settings of the step.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        parts: Sequence[DistributedDataParallel],
+        config: StepConfig,
+    ) -> None:
+        self._accelerator = accelerator
+        self._parts = parts
+        self._config = config
+        self.are_checked = False
+        """Whether the ranks have been compared already, as `MFTrainer` does."""
+
+    def updating(self, *, ends: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for an update or a part of it; see `RankGuard.updating`."""
+        return contextlib.nullcontext() if self._guard is None else self._guard.updating(ends=ends)
+
+    @functools.cached_property
+    def _guard(self) -> RankGuard | LoneGuard | None:
+        # The first update reads this property, when all models are prepared.
+        models = models_of(self._accelerator)
+        sharded = ShardedParts(*models)
+        # A loop may draw as many batches as it likes, so their numbers may differ.
+        trained = {
+            f"optimizer_{index}.{name}": parameter
+            for index, optimizer in enumerate(optimizers_of(self._accelerator))
+            for name, parameter in named_parameters_of(optimizer.optimizer, models)[0].items()
+        }
+        guard = rank_guard(trained, self._parts, sharded, self._facts, warned=["data"])
+        if guard is not None:
+            guard.is_checked = self.are_checked
+        return guard
+
+    def _facts(self) -> Facts:
+        accelerator = self._accelerator
+        optimizers = [unwrapped_optimizer(each) for each in optimizers_of(accelerator)]
+        lengths = {
+            f"number of batches of data loader {index}": str(num_batches(each))
+            for index, each in enumerate(data_loaders_of(accelerator))
+        }
+        return step_facts(models_of(accelerator), optimizers, self._config) | {"data": lengths}

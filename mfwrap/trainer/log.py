@@ -156,11 +156,11 @@ class Losses:
         are returned unchanged. For the training log, this synchronizes with the device.
         """
         trainer = self._trainer
-        report = trainer.attached.last_report
+        report = trainer.attached.attachment.last_report
         # Test for both keys, which only the Trainer's training log has: an entry that a user logs
         # may also have the key `loss`.
         if {"loss", "learning_rate"} <= logs.keys() and report is not None:
-            trainer.attached.flush()
+            trainer.attached.attachment.flush()
             num_steps = self.step_log.num_steps
             logs, missing = self.step_log.completed(logs, report)
             if report.learning_rate_factor != 1:

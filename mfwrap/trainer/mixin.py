@@ -593,8 +593,9 @@ class MFTrainerMixin(_Base):
         elif event == "on_step_end":
             if self._skip.follows_rows:
                 self._skip.count_update()
-            if self.attached.last_report is not None:
-                self._losses.step_log.count(self.attached.last_report)
+            report = self.attached.attachment.last_report
+            if report is not None:
+                self._losses.step_log.count(report)
 
     def _after_event(self, event: str, control: TrainerControl) -> None:
         """Note a requested evaluation, go back to a checkpoint, or note the one saved next."""
