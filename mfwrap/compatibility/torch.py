@@ -6,7 +6,7 @@ FSDP2, pipelines, graphs and dtypes of gradients.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,16 +215,6 @@ def is_compiled(module: nn.Module) -> bool:
 def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the functions that may change how a module's own weights are loaded."""
     return [type(module)._load_from_state_dict, *module._load_state_dict_pre_hooks.values()]
-
-
-def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """Return a module's direct children by name; torch itself changes the result."""
-    return module._modules
-
-
-def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """Return a module's own parameters by name; torch itself changes the result."""
-    return module._parameters
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:

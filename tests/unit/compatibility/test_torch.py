@@ -149,18 +149,6 @@ def test_functions_that_load_weights_are_listed():
     assert len(hooks) == 1
 
 
-def test_children_and_parameters_of_a_module():
-    """Only a module's own children and parameters are returned."""
-    module = nn.Sequential(nn.Linear(1, 1, bias=False))
-
-    assert dict(names.children_of(module)) == dict(module.named_children())
-    assert dict(names.own_parameters(module)) == {}
-    assert dict(names.own_parameters(module[0])) == {
-        "weight": module[0].weight,
-        "bias": None,
-    }
-
-
 def test_hooks_of_a_step_are_listed():
     """Hooks before and after an optimizer's step are in the list."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
