@@ -12,7 +12,6 @@ thread answers with the place of its main thread in the program.
 
 import atexit
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -32,8 +31,6 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 _LOOKS_BETWEEN_QUESTIONS = 5
 SECONDS_BEFORE_REPORT = 15.0
 """Time after which an update counts as waiting for other ranks."""
-
-_logger = logging.getLogger("mfwrap")
 
 
 @final

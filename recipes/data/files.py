@@ -144,11 +144,6 @@ class TableSource(FilesSource):
         return self.delimiter or ("\t" if self.type == "tsv" else ",")
 
 
-def _text(field: str) -> str | None:
-    """Return a field of a table as text; ``None`` if it is empty."""
-    return field or None
-
-
 def _column_types(
     source: TableSource, name: str, texts: Collection[str], numbers: Collection[str]
 ) -> ColumnTypes:
