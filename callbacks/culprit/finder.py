@@ -12,13 +12,17 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.episodes import Episodes
-from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale, number_or_none
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.judges.kinds import StepKinds
 from mfwrap.callbacks.culprit.judges.state import no_denominator
 from mfwrap.callbacks.culprit.judges.step import LIMITS
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
+from mfwrap.callbacks.culprit.rank_evidence import (
+    RankEvidence,
+    is_explained_by_scale,
+    number_or_none,
+)
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, indices_of
 from mfwrap.callbacks.culprit.replay.replay import Origin, origin_of_loss
 from mfwrap.callbacks.culprit.replay.verdict import Verdict, verdict_of

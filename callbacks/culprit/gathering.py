@@ -5,10 +5,10 @@ from typing import final
 
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.evidence import RankEvidence, number_or_none
 from mfwrap.callbacks.culprit.judges.judges import Judgement
 from mfwrap.callbacks.culprit.judges.state import StateJudge
 from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, number_or_none
 from mfwrap.callbacks.culprit.replay.micro_batches import (
     factor_change,
     factors_of,

@@ -6,8 +6,8 @@ from typing import final
 
 from torch import nn
 
-from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.judges.step import LIMITS
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.tensors.norm_groups import layer_of, layer_of_module
 from mfwrap.tensors.wrappers import plain_name, unwrapped_network
 

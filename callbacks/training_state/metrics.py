@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.callbacks.culprit.judges.samples import Change
+from mfwrap.callbacks.culprit.judges.updates import Change
 from mfwrap.callbacks.training_state.expert_load import drop_rate, imbalance
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers
 from mfwrap.callbacks.training_state.settings import (

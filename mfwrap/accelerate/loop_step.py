@@ -200,10 +200,13 @@ class LoopStep:
         Raises:
             RuntimeError: If the optimizer's gradients come from a loss that was not scaled, if the
                 loss scale is not 1 and they contain gradients of its last update, if they have
-                changed since they were clipped, or if ``max_consecutive_skips`` updates in a
-                row were skipped.
+                changed since they were clipped, if the averages are swapped in, or if
+                ``max_consecutive_skips`` updates in a row were skipped.
         """
         window = self.windows[optimizer]
+        if self._ema is not None:
+            # A clip has perhaps measured the gradients before the block began.
+            self._ema.refuse_inside_swap("optimizer.step")
         unscaled = not window.num_backward and window.has_unused_gradients()
         if not unscaled and not self.loss_scale.is_one and window.holds_used_gradients():
             msg = (

@@ -1,6 +1,6 @@
 """The second half of a training step, after backward: read the gradients, decide, update.
 
-Everything happens on the device, in a fixed order:
+Everything happens on the device, in a fixed order; only a pipeline does step 2 before step 1, too:
 
 1. **Read the gradients** (`StepUpdate.measure`). One pass gives the sum of squares of each
    parameter's gradient. Local norms, the global norm and the overflow flag are computed from these

@@ -69,7 +69,7 @@ from mfwrap.records.run_record import FACTS
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
-from mfwrap.trainer.overrides import view_of
+from mfwrap.trainer.object_views import view_of
 from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 from mfwrap.trainer.stops import had_ended
 from mfwrap.trainer.view import TrainerView

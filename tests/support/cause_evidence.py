@@ -7,8 +7,8 @@ from typing import Any
 from mfwrap.callbacks.culprit.anomaly_log import StateNorm
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, StepTrace
-from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 
 __all__ = ["HIGH_LOSS", "NAMES", "NAN", "ORDINARY", "RANK", "cause", "state", "trace"]
 

@@ -18,8 +18,8 @@ from mfwrap.callbacks.culprit.causes.rate import (
     large_updates,
     rate_jump,
 )
-from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.judges.step import LIMITS
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay.replay import Origin
 
 _UPDATE_RISE = 5.0

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mfwrap import StepReport
 from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores, JudgedForward
-from mfwrap.callbacks.culprit.judges.samples import Change, UpdateSample
 from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
+from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import trainable

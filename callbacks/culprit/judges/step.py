@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from mfwrap.callbacks.culprit.judges.samples import Change
+from mfwrap.callbacks.culprit.judges.updates import Change
 from mfwrap.callbacks.culprit.judges.windows import NamedWindow
 from mfwrap.tensors.shards import on_device
 

@@ -8,7 +8,7 @@ from accelerate.data_loader import SkipBatchSampler
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mfwrap.accelerate.data_workers import worker_start
-from mfwrap.trainer.overrides import view_of
+from mfwrap.trainer.object_views import view_of
 
 Follow = Callable[[Iterable[Any]], Iterator[Any]]
 """Function that takes the batches of a batch sampler, lists of indices, and yields those to use."""

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from mfwrap import ExponentialMovingAverage
+from mfwrap.accelerate import attach
 
 
 def followed(**settings):
@@ -145,3 +147,22 @@ def test_inside_a_swap_there_is_no_restart():
     for (_, average), old in zip(ema.named_averages(), before, strict=True):
         assert torch.equal(average, old)
     assert not torch.equal(network[0].weight, before[0])
+
+
+def test_a_step_inside_a_swap_changes_nothing():
+    """It is refused before the update, also if the gradients were clipped before the block."""
+    accelerator, network = Accelerator(cpu=True), nn.Linear(2, 1)
+    ema = ExponentialMovingAverage(network, 0.5)
+    attach(accelerator, ema=ema)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=True)
+    network, optimizer = accelerator.prepare(network, optimizer)
+    accelerator.backward(network(torch.ones(3, 2)).sum())
+    accelerator.clip_grad_norm_(network.parameters(), 1.0)
+
+    with ema.swap():
+        before = [each.detach().clone() for each in network.parameters()]
+        with pytest.raises(RuntimeError, match=r"`optimizer.step` must not be called inside"):
+            optimizer.step()
+        assert all(map(torch.equal, before, network.parameters()))
+    optimizer.step()
+    assert not any(map(torch.equal, before, network.parameters()))

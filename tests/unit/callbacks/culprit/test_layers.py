@@ -3,8 +3,8 @@
 import pytest
 from torch import nn
 
-from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 
 NAMES = ("wte.weight", "h.0.a.weight", "h.0.b.weight", "h.1.a.weight", "h.1.b.weight", "head.bias")
 

@@ -4,8 +4,8 @@ import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import StateNorm
 from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
-from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 
 SCORES = StepScores(*[0.0] * len(StepScores._fields))
 

@@ -7,9 +7,9 @@ import pytest
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.causes.forward import forward_cause
-from mfwrap.callbacks.culprit.evidence import RankEvidence
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
 from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 
 SCORES = StepScores(*[0.0] * len(StepScores._fields))._replace(update_ratio=1e-3, rate_rise=1.0)
 GROWTH = ForwardRise("attention_logits", "h.1.attn", 12.0, 480.0, 32, is_alone=True)

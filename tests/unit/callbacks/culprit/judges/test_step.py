@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from mfwrap.callbacks.culprit.judges.samples import Change
 from mfwrap.callbacks.culprit.judges.step import LIMITS, JudgedStep, StepJudge, StepScores
+from mfwrap.callbacks.culprit.judges.updates import Change
 from support.host_reads import HostReads
 
 APPLIED = torch.ones((), dtype=torch.bool)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2Model
 
-from mfwrap.trainer.overrides import view_of
+from mfwrap.trainer.object_views import view_of
 
 
 @pytest.mark.parametrize(

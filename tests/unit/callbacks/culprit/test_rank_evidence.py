@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm, WeightNorm
-from mfwrap.callbacks.culprit.evidence import RankEvidence, is_explained_by_scale
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, is_explained_by_scale
 
 INF, NAN = math.inf, math.nan
 FLOAT16 = 65504.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.judges.samples import UpdateSample
+from mfwrap.callbacks.culprit.judges.updates import UpdateSample
 from support.host_reads import HostReads
 
 
