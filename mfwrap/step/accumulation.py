@@ -2,8 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from mfwrap.step.backward_reductions import reduce_before_accumulation
 from mfwrap.step.calls import NetworkCall
 from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.losses import LossParts, MeanLoss, Normalizer
+from mfwrap.step.losses import Accumulated, LossParts, MeanLoss, Normalizer
 from mfwrap.step.parameters import network_parameters
 from mfwrap.step.per_token import PerTokenLoss
 from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
@@ -28,23 +27,6 @@ from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-class Accumulated(NamedTuple):
-    """Result of the micro-batches of one update; the gradients are in ``parameter.grad``."""
-
-    loss: Tensor
-    """Unscaled loss of this rank, detached, shape ``()``, float32."""
-
-    normalizer: Normalizer | None
-    """Divisor of the gradients besides the loss scale; ``None`` if there is none."""
-
-    losses: Mapping[str, Tensor] = MappingProxyType({})
-    """As in `StepReport`."""
-
-    num_added: int = 1
-    """Number of micro-batches whose gradients were added up in float32, without a division by it;
-    1 if they were added up in the dtype of the weights."""
 
 
 @final

@@ -220,7 +220,7 @@ class CapturedStep:
         try:
             accumulated = self._accumulate(calls, self._loss_scale.value)
             with self._rates.in_groups(counts.applied_updates), counts.held_by(self._results.hold):
-                update(*accumulated)
+                update(accumulated)
             _write_back(update.replaced(), self._places)
         finally:
             update.release_gradients()

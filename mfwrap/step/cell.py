@@ -329,7 +329,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
                 accumulated = self.__accumulate(calls, self.__loss_scale.value)
-                return self.__update(*accumulated)
+                return self.__update(accumulated)
         except BaseException:
             # The update releases the gradients. If forward or backward has raised, the next step
             # must not add its gradients to those of an incomplete step.

@@ -40,6 +40,23 @@ class Normalizer(NamedTuple):
     """Whether `reduced` must still be summed over the ranks that hold shards."""
 
 
+class Accumulated(NamedTuple):
+    """Result of the micro-batches of one update; the gradients are in ``parameter.grad``."""
+
+    loss: Tensor
+    """Unscaled loss of this rank, detached, shape ``()``, float32."""
+
+    normalizer: Normalizer | None
+    """Divisor of the gradients besides the loss scale; ``None`` if there is none."""
+
+    losses: Mapping[str, Tensor] = MappingProxyType({})
+    """As in `StepReport`."""
+
+    num_added: int = 1
+    """Number of micro-batches whose gradients were added up in float32, without a division by it;
+    1 if they were added up in the dtype of the weights."""
+
+
 @final
 class MeanLoss:
     """Call a network that returns the mean loss of its micro-batch.

@@ -204,7 +204,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
         try:
             with contextlib.nullcontext() if guard is None else guard.updating(ends=True):
                 accumulated = self.__accumulate([NetworkCall(inputs, keywords)], self.scale_sense)
-                self.last_report = self.__update(*accumulated)
+                self.last_report = self.__update(accumulated)
         finally:
             self.__update.release_gradients()
         output = self.last_report.output

@@ -43,11 +43,11 @@ from mfwrap.compatibility.pipelining import (
 )
 from mfwrap.config import StepConfig
 from mfwrap.preflight import check_ranks_agree, setting_facts, step_facts, version_facts
-from mfwrap.step.accumulation import Accumulated, GradientAccumulation, detached, normalizer_of
+from mfwrap.step.accumulation import GradientAccumulation, detached, normalizer_of
 from mfwrap.step.calls import NetworkCall
 from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.losses import LossParts, Normalizer, loss_of, pair_of
+from mfwrap.step.losses import Accumulated, LossParts, Normalizer, loss_of, pair_of
 from mfwrap.step.parameters import checked_network, network_parameters
 from mfwrap.step.pipeline_batches import PipelineBatches
 from mfwrap.step.rank_guard import RankGuard

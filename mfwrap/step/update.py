@@ -39,7 +39,7 @@ from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
 from mfwrap.step.float32_gradients import squares_after_rounding
 from mfwrap.step.local_norms import LocalSquares
-from mfwrap.step.losses import Normalizer
+from mfwrap.step.losses import Accumulated, Normalizer
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import Agreement, Totals
 from mfwrap.step.rates import group_names, has_bad_rate, learning_rates
@@ -156,20 +156,11 @@ class StepUpdate:
             reported=reported,
         )
 
-    def __call__(
-        self,
-        loss: Tensor,
-        normalizer: Normalizer | None = None,
-        losses: Mapping[str, Tensor] | None = None,
-        num_added: int = 1,
-    ) -> StepReport:
+    def __call__(self, accumulated: Accumulated) -> StepReport:
         """Do one update from the present gradients, and then set the gradients to ``None``.
 
         Args:
-            loss: Loss to report, shape ``()``, float32, detached.
-            normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
-            losses: Named losses to report, as in `StepReport`.
-            num_added: As in `Accumulated`.
+            accumulated: Losses of the update, and how its gradients were added up.
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
@@ -183,6 +174,7 @@ class StepUpdate:
                 # With the norm, the ranks send whether a rate of this update is bad. The flush sets
                 # this rate.
                 self.flush()
+            loss, normalizer, losses, num_added = accumulated
             measured = self.measure(normalizer, loss, num_added=num_added)
             total = measured.totals.loss
             return self.apply(loss if total is None else total, measured, losses=losses)

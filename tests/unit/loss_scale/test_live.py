@@ -10,6 +10,7 @@ from torch import nn
 
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, StepConfig
 from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.losses import Accumulated
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.update import StepUpdate
 from support.host_reads import HostReads
@@ -167,7 +168,7 @@ def test_a_set_scale_that_is_no_scale_shows_as_overflow(sens, fused, use_clip_gr
     loss_scale.set(torch.tensor(sens, dtype=torch.float64))
     loss = network(torch.ones(2, 3)).sum()
     (loss * loss_scale.value).backward()
-    report = update(loss.detach())
+    report = update(Accumulated(loss.detach(), None))
 
     assert report.output.overflow
     assert report.skipped

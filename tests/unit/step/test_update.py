@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfwrap import StepConfig
 from mfwrap.loss_scale.live import LossScale
-from mfwrap.step.losses import Normalizer
+from mfwrap.step.losses import Accumulated, Normalizer
 from mfwrap.step.parameters import TrainedParameters, network_parameters
 from mfwrap.step.update import StepUpdate
 from support.host_reads import HostReads
@@ -60,7 +60,7 @@ class Run:
     def step(self, seed):
         """Do one update of both networks, and return the report."""
         self.backward(seed)
-        report = self.update(torch.zeros(()))
+        report = self.update(Accumulated(torch.zeros(()), None))
         self.plain_optimizer.step()
         self.plain_optimizer.zero_grad()
         return report
@@ -95,7 +95,7 @@ def test_weights_may_change_their_dtype_between_updates():
     run.network(batch).square().mean().backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in run.network.parameters()])
 
-    second = run.update(torch.zeros(())).output.global_norm
+    second = run.update(Accumulated(torch.zeros(()), None)).output.global_norm
 
     assert first.isfinite()
     torch.testing.assert_close(second.double(), expected, rtol=1e-6, atol=0)
@@ -114,7 +114,7 @@ def test_replaced_parameters_are_read_and_updated():
         run.update.measure()
     run.update.replace_parameters(run.parameters(), None, None)
 
-    report = run.update(torch.zeros(()))
+    report = run.update(Accumulated(torch.zeros(()), None))
 
     run.plain_optimizer.step()
     assert len(report.local_norm_names) == 8
@@ -128,7 +128,7 @@ def test_an_error_releases_the_gradients():
     run.optimizer.param_groups[0]["lr"] = float("nan")
 
     with pytest.raises(ValueError, match="learning rate of parameter group 0 must be finite"):
-        run.update(torch.zeros(()))
+        run.update(Accumulated(torch.zeros(()), None))
     assert all(parameter.grad is None for parameter in run.network.parameters())
 
 
@@ -161,7 +161,7 @@ def test_the_number_of_operators_does_not_depend_on_the_number_of_parameters(set
         for _ in range(2):
             network(torch.ones(5, 4)).mean().backward()
             with _Operators() as operators:
-                update(torch.zeros(()))
+                update(Accumulated(torch.zeros(()), None))
         counts.append(operators.count)
 
     assert counts[0] == counts[1] <= most
