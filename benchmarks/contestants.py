@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, StepConfig
 from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.losses import Accumulated
 from mfwrap.step.parameters import TrainedParameters, network_parameters
 from mfwrap.step.update import StepUpdate
 
@@ -89,7 +90,7 @@ class Mfwrap(Contestant):
         )
 
     def step(self) -> None:
-        self._update(self._loss)
+        self._update(Accumulated(self._loss, None))
 
 
 class MfwrapHalfAverage(Mfwrap):
