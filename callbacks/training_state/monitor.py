@@ -107,8 +107,8 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         known |= self._known | _not_none(known)
         if self._run is None:
             self._run = self._begin(args, state, state.global_step, known)
-        attached = getattr(known.get("optimizer"), "attachment", None)
-        self._scale_before = getattr(attached, "loss_scale", None)
+        attachment = getattr(known.get("optimizer"), "attachment", None)
+        self._scale_before = attachment and attachment.step.loss_scale.value.clone()
         self._run.begin_step(state.global_step + 1)
         self._run.fingerprints.begin_step(state.global_step + 1, known.get("optimizer"))
         self._run.clock.restart()

@@ -15,6 +15,7 @@ from mfwrap import (
     MFTrainOneStepCell,
     Model,
 )
+from mfwrap.step.losses import Accumulated
 from mfwrap.step.skipping import SkippableOptimizer
 from support.devices import each_device, skip_if_refused
 from support.small_networks import LinearProbe, labelled_batches
@@ -100,7 +101,7 @@ def kernels_of_an_update(number, dtype, *, averages):
     (network() * 2.0**4).backward()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        cell._MFTrainOneStepCell__update(torch.zeros((), device="cuda"))
+        cell._MFTrainOneStepCell__update(Accumulated(torch.zeros((), device="cuda"), None))
         torch.cuda.synchronize()
     on_device = [
         event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA

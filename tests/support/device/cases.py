@@ -14,6 +14,7 @@ from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrain
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.callbacks.training_state.metrics import _Numbers
 from mfwrap.loss_scale.live import LossScale
+from mfwrap.step.losses import Accumulated
 from mfwrap.tensors import deferred
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.tensors.norms import NormReader
@@ -210,8 +211,9 @@ def captured(device: Device, captures: Callable[[], Any] = nullcontext) -> Watch
     step()
     step.loss(step.batch).backward()
     step.optimizer.param_groups[0]["capturable"] = True  # as a captured step does
+    accumulated = Accumulated(torch.zeros((), device=device.device), None)
     with device.watching() as watch, captures():
-        step.cell._MFTrainOneStepCell__update(torch.zeros((), device=device.device))
+        step.cell._MFTrainOneStepCell__update(accumulated)
     return watch
 
 
