@@ -13,28 +13,28 @@ if TYPE_CHECKING:
         FixedLossScaleUpdateCell,
         LossScaleUpdateCell,
     )
-    from mfwrap.mindspore.functional import GradOperation, grad, value_and_grad
+    from mfwrap.mindspore.cells import (
+        TrainOneStepCell,
+        TrainOneStepWithLossScaleCell,
+        WithLossCell,
+    )
     from mfwrap.mindspore.managers import (
         DynamicLossScaleManager,
         FixedLossScaleManager,
         LossScaleManager,
     )
+    from mfwrap.mindspore.model import Model
     from mfwrap.mindspore.scalers import (
         DynamicLossScaler,
         LossScaler,
         StaticLossScaler,
         all_finite,
     )
-    from mfwrap.model.model import Model
     from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer
     from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
     from mfwrap.step.cell import MFTrainOneStepCell
     from mfwrap.step.clipping import clip_by_global_norm, clip_by_value
-    from mfwrap.step.mindspore_cells import (
-        TrainOneStepCell,
-        TrainOneStepWithLossScaleCell,
-        WithLossCell,
-    )
+    from mfwrap.step.parts.functional import GradOperation, grad, value_and_grad
     from mfwrap.step.pipeline import pipeline_stages
     from mfwrap.tensors.deferred import DeferredReads
 
@@ -87,26 +87,26 @@ _HOMES = {
     "ExponentialMovingAverage": "mfwrap.average.ema",
     "FixedLossScaleManager": "mfwrap.mindspore.managers",
     "FixedLossScaleUpdateCell": "mfwrap.loss_scale",
-    "GradOperation": "mfwrap.mindspore.functional",
+    "GradOperation": "mfwrap.step.parts.functional",
     "LocalNormStepOutput": "mfwrap.outputs",
     "LossScaleManager": "mfwrap.mindspore.managers",
     "LossScaleUpdateCell": "mfwrap.loss_scale",
     "LossScaler": "mfwrap.mindspore.scalers",
     "MFTrainOneStepCell": "mfwrap.step.cell",
-    "Model": "mfwrap.model.model",
+    "Model": "mfwrap.mindspore.model",
     "StaticLossScaler": "mfwrap.mindspore.scalers",
     "StepConfig": "mfwrap.config",
     "StepOutput": "mfwrap.outputs",
     "StepReport": "mfwrap.outputs",
-    "TrainOneStepCell": "mfwrap.step.mindspore_cells",
-    "TrainOneStepWithLossScaleCell": "mfwrap.step.mindspore_cells",
-    "WithLossCell": "mfwrap.step.mindspore_cells",
+    "TrainOneStepCell": "mfwrap.mindspore.cells",
+    "TrainOneStepWithLossScaleCell": "mfwrap.mindspore.cells",
+    "WithLossCell": "mfwrap.mindspore.cells",
     "all_finite": "mfwrap.mindspore.scalers",
     "clip_by_global_norm": "mfwrap.step.clipping",
     "clip_by_value": "mfwrap.step.clipping",
-    "grad": "mfwrap.mindspore.functional",
+    "grad": "mfwrap.step.parts.functional",
     "pipeline_stages": "mfwrap.step.pipeline",
-    "value_and_grad": "mfwrap.mindspore.functional",
+    "value_and_grad": "mfwrap.step.parts.functional",
 }
 
 __getattr__ = package_getattr(__name__, _HOMES, ABSENT_NAMES)

@@ -1,1 +1,1 @@
-"""MindSpore's gradients, loss scalers and loss scale managers. Public names are in `mfwrap`."""
+"""MindSpore's own classes: its cells, loss-scale managers and scalers, and `Model`."""

@@ -31,12 +31,12 @@ from mfwrap.step.parameters import (
     checked_optimizer,
     network_parameters,
 )
+from mfwrap.step.parts.cell_parts import LossScaleHooks, has_own_step
 from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.rate_table import RateTable
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES
 from mfwrap.step.state import check_keys, restore, state_of
-from mfwrap.step.step_parts import LossScaleHooks, has_own_step
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.norm_groups import LocalNormGroups
 

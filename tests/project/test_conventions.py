@@ -19,7 +19,7 @@ LONG = {
     "callbacks/loop/monitor.py::__init__": "takes the settings of a monitor, and checks them",
     "callbacks/training_state/run.py::__init__": "builds the parts of a run, in their order",
     "callbacks/training_state/run.py::end_step": "starts to copy all that a step tells",
-    "mfwrap/model/run.py::__init__": "builds the parts of a run, in their order",
+    "mfwrap/mindspore/run.py::__init__": "builds the parts of a run, in their order",
     "mfwrap/runner/mindformers/importer.py::_convert": "takes the sections of a file in turn",
     "mfwrap/runner/recipe.py::read_document": "takes the sections of a recipe in turn",
     "mfwrap/step/cell.py::__init__": "takes the settings of a step, and gives them to its parts",

@@ -16,22 +16,22 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from mfwrap.arguments import described
 from mfwrap.checkpoints.folders import OwnedFolders
 from mfwrap.compatibility.torch import foreach_mul_
-from mfwrap.mindspore.managers import LossScaleManager
-from mfwrap.model.callback import (
+from mfwrap.mindspore.callback import (
     AdaptedCallback,
     Callback,
     CallbackParameters,
     RunContext,
     as_trainer_callback,
 )
-from mfwrap.model.data import Batches
-from mfwrap.model.train_network import TrainNetwork
+from mfwrap.mindspore.cells import TrainOneStepWithLossScaleCell
+from mfwrap.mindspore.data import Batches
+from mfwrap.mindspore.managers import LossScaleManager
+from mfwrap.mindspore.train_network import TrainNetwork
 from mfwrap.outputs import named_output
 from mfwrap.records.run_files import owning_record_folders
 from mfwrap.step.calls import NetworkCall
 from mfwrap.step.cell import MFTrainOneStepCell
-from mfwrap.step.mindspore_cells import TrainOneStepWithLossScaleCell
-from mfwrap.step.step_parts import LossScaleHooks
+from mfwrap.step.parts.cell_parts import LossScaleHooks
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, check_callable, described
 from mfwrap.compatibility.torch import pytree
-from mfwrap.mindspore.forward_reuse import take_output
+from mfwrap.step.parts.forward_reuse import take_output
 from mfwrap.tensors.shards import is_distributed, on_device
 from mfwrap.tensors.wrappers import sharded_parts
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from mfwrap import GradOperation, TrainOneStepCell, WithLossCell
-from mfwrap.mindspore.forward_reuse import remember_forwards, take_output
+from mfwrap.step.parts.forward_reuse import remember_forwards, take_output
 from support.own_steps import GuidesStep
 
 

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.model.data import Batches, pair_of
+from mfwrap.mindspore.data import Batches, pair_of
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from mfwrap.model.train_network import AutocastNetwork, Precision, precision_of
+from mfwrap.mindspore.train_network import AutocastNetwork, Precision, precision_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

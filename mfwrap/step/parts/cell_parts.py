@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from mfwrap.arguments import check_bool, described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.loss_scale.live import LossScale
-from mfwrap.mindspore.forward_reuse import remember_forwards
-from mfwrap.mindspore.functional import GradOperation
-from mfwrap.step.gradient_reducer import GradientReducer, checked_gradients
 from mfwrap.step.parameters import TrainedParameters
+from mfwrap.step.parts.forward_reuse import remember_forwards
+from mfwrap.step.parts.functional import GradOperation
+from mfwrap.step.parts.gradient_reducer import GradientReducer, checked_gradients
 from mfwrap.step.ranks import RankAgreement
 from mfwrap.step.schedules import Schedule
 from mfwrap.tensors.sharded_norms import has_non_finite

@@ -8,10 +8,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool
-from mfwrap.model.callback import Callback, CallbackParameters, RunContext
-from mfwrap.model.data import Batches, pair_of
-from mfwrap.model.metrics import EvaluationMetrics, LossMetric, named_metrics
-from mfwrap.model.train_network import EvaluationNetwork, TrainNetwork
+from mfwrap.mindspore.callback import Callback, CallbackParameters, RunContext
+from mfwrap.mindspore.data import Batches, pair_of
+from mfwrap.mindspore.metrics import EvaluationMetrics, LossMetric, named_metrics
+from mfwrap.mindspore.train_network import EvaluationNetwork, TrainNetwork
 
 
 class EvaluationResult(NamedTuple):
@@ -32,7 +32,7 @@ class Evaluator:
         trained: The trained network and its device.
         loss_fn: Called with the network's output and the label; ``None`` if `eval_network` is used,
             or if the model is never evaluated.
-        metrics: Metrics; see `mfwrap.model.metrics.named_metrics`.
+        metrics: Metrics; see `mfwrap.mindspore.metrics.named_metrics`.
         eval_network: Called instead of the network with `loss_fn`.
         eval_indexes: Positions of loss, output and label in the outputs of `eval_network`; ``None``
             gives each metric all outputs.

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import described
-from mfwrap.mindspore.managers import DynamicLossScaleManager, LossScaleManager
-from mfwrap.step.mindspore_cells import (
+from mfwrap.mindspore.cells import (
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
 )
+from mfwrap.mindspore.managers import DynamicLossScaleManager, LossScaleManager
+from mfwrap.step.parts.cell_parts import LossScaleHooks
 from mfwrap.step.schedules import Schedule
-from mfwrap.step.step_parts import LossScaleHooks
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 
 AmpLevel = Literal["O0", "O1", "O2", "O3", "auto"]

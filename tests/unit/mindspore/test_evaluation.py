@@ -6,8 +6,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from mfwrap.callbacks import Callback
-from mfwrap.model.evaluation import Evaluator, checked_indexes, evaluating
-from mfwrap.model.train_network import build_train_network
+from mfwrap.mindspore.evaluation import Evaluator, checked_indexes, evaluating
+from mfwrap.mindspore.train_network import build_train_network
 from support.model_runs import Notes, batches, classifier
 
 LOSS = nn.CrossEntropyLoss()

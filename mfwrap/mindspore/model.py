@@ -9,12 +9,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import check_int, described
+from mfwrap.mindspore.callback import Callback
+from mfwrap.mindspore.data import Batches, check_sink_size, pair_of
+from mfwrap.mindspore.evaluation import Evaluator, evaluating
 from mfwrap.mindspore.managers import LossScaleManager
-from mfwrap.model.callback import Callback
-from mfwrap.model.data import Batches, check_sink_size, pair_of
-from mfwrap.model.evaluation import Evaluator, evaluating
-from mfwrap.model.run import ModelCallback, ModelRun, Updates, checked_callbacks, refuse_older_hooks
-from mfwrap.model.train_network import (
+from mfwrap.mindspore.run import (
+    ModelCallback,
+    ModelRun,
+    Updates,
+    checked_callbacks,
+    refuse_older_hooks,
+)
+from mfwrap.mindspore.train_network import (
     AmpLevel,
     AutocastNetwork,
     TrainingCell,
@@ -47,14 +53,14 @@ class Model:
         optimizer: Optimizer of the network's parameters; ``None`` to evaluate and predict only.
         metrics: Metrics of an evaluation: a set of MindSpore's names, or a dict from your names to
             MindSpore's names or to metric objects, for example of torchmetrics; see
-            `mfwrap.model.metrics.named_metrics`.
+            `mfwrap.mindspore.metrics.named_metrics`.
         eval_network: Called with all columns of a batch in an evaluation; by default the network
             with `loss_fn`.
         eval_indexes: Positions of loss, output and label in the outputs of `eval_network`. With
             ``None``, each metric gets all outputs. If there is a single output, the metric
             ``"loss"`` takes the loss from this output: the output itself if it is a tensor,
             otherwise its attribute or key ``loss`` (as in a Hugging Face model).
-        amp_level: Mixed precision; see `mfwrap.model.train_network.precision_of`.
+        amp_level: Mixed precision; see `mfwrap.mindspore.train_network.precision_of`.
         loss_scale_manager: The loss scale. ``None`` uses the default of `amp_level`. If this
             default is no loss scale, every update is applied even if it overflows. A
             `FixedLossScaleManager` with ``drop_overflow_update=False`` also applies every update,

@@ -6,7 +6,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, check_callable
-from mfwrap.mindspore.gradient_call import GradientRequest, checked_weights, gradients_of
+from mfwrap.step.parts.gradient_call import GradientRequest, checked_weights, gradients_of
 
 Weights = Tensor | Iterable[Tensor]
 """One parameter or several: a list, or the result of ``module.parameters()``."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.step.gradient_reducer import GradientReducer
+from mfwrap.step.parts.gradient_reducer import GradientReducer
 from support.ranks.own_steps import (
     LAYOUTS,
     OPTIMIZERS,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
 
-from mfwrap.model.metrics import EvaluationMetrics, LossMetric, named_metrics
+from mfwrap.mindspore.metrics import EvaluationMetrics, LossMetric, named_metrics
 
 CPU = torch.device("cpu")
 NAMES = {"accuracy", "acc", "top_1_accuracy", "precision", "recall", "F1", "confusion_matrix"}

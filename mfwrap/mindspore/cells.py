@@ -22,9 +22,9 @@ from mfwrap.step.parameters import (
     checked_optimizer,
     network_parameters,
 )
+from mfwrap.step.parts.cell_parts import LossScaleHooks, StepParts
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.state import check_keys
-from mfwrap.step.step_parts import LossScaleHooks, StepParts
 from mfwrap.step.update import StepUpdate
 
 

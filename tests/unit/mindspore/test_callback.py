@@ -6,7 +6,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from mfwrap.callbacks import EarlyStopping, History
-from mfwrap.model.callback import Callback, CallbackParameters, RunContext, as_trainer_callback
+from mfwrap.mindspore.callback import Callback, CallbackParameters, RunContext, as_trainer_callback
 from mfwrap.outputs import StepOutput
 from mfwrap.trainer import MFTrainer
 from support.model_runs import HOOKS, Notes
