@@ -1,7 +1,6 @@
 """MindSpore's plain training cells."""
 
 import contextlib
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +15,7 @@ from mfwrap.loss_scale.live import LossScale, wrong_type_of_scale
 from mfwrap.outputs import LossScaleStepOutput, StepReport
 from mfwrap.step.accumulation import GradientAccumulation
 from mfwrap.step.calls import NetworkCall
-from mfwrap.step.parameters import (
-    TrainedParameters,
-    checked_network,
-    checked_optimizer,
-    network_parameters,
-)
+from mfwrap.step.parameters import TrainedParameters, checked_network, checked_optimizer
 from mfwrap.step.parts.cell_parts import LossScaleHooks, StepParts
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.state import check_keys
@@ -98,8 +92,7 @@ class TrainOneStepCell(StepParts):
             msg = "`sens` must not be 0, got 0"
             raise ValueError(msg)
         optimizer = checked_optimizer(optimizer)
-        present = functools.partial(network_parameters, checked_network(network))
-        trained = TrainedParameters(present(), optimizer, None, present=present)
+        trained = TrainedParameters.of_network(checked_network(network), optimizer)
         schedule = checked_schedule(lr_scheduler, optimizer)
         super().__init__(network, optimizer, trained, lr_scheduler=schedule)
         self.sens: float = 1.0 if sens is None else sens
@@ -174,8 +167,7 @@ class TrainOneStepWithLossScaleCell(LossScaleHooks):
             expected = "a tensor or a loss-scale update cell"
             raise wrong_type_of_scale(expected, scale_sense)
         optimizer = checked_optimizer(optimizer)
-        present = functools.partial(network_parameters, checked_network(network))
-        trained = TrainedParameters(present(), optimizer, None, present=present)
+        trained = TrainedParameters.of_network(checked_network(network), optimizer)
         loss_scale = LossScale(scale_sense, trained.device)
         config = StepConfig(max_consecutive_skips=None)
         schedule = checked_schedule(lr_scheduler, optimizer)

@@ -1,7 +1,6 @@
 """MindFormers' training step for PyTorch."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +25,7 @@ from mfwrap.step.captured import CapturedStep
 from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.fsdp import sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
-from mfwrap.step.parameters import (
-    TrainedParameters,
-    checked_optimizer,
-    network_parameters,
-)
+from mfwrap.step.parameters import TrainedParameters, checked_optimizer
 from mfwrap.step.parts.cell_parts import LossScaleHooks, has_own_step
 from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.rate_table import RateTable
@@ -179,14 +174,9 @@ class MFTrainOneStepCell(LossScaleHooks):
         inner = checked_optimizer(optimizer)
         schedule = checked_schedule(lr_scheduler, inner)
         module = self.__accumulate.network
-        present = functools.partial(network_parameters, module)
         check_bool("capture", capture)
-        parameters = TrainedParameters(
-            present(),
-            inner,
-            local_norm_groups,
-            present=present,
-            are_stages=self.__accumulate.are_stages,
+        parameters = TrainedParameters.of_network(
+            module, inner, local_norm_groups, are_stages=self.__accumulate.are_stages
         )
         self.ema = self.__ema = _checked_average(ema, parameters)
         """Average of the weights; ``None`` without one."""

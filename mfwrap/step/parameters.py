@@ -1,10 +1,11 @@
 """The parameters that an update changes, and their gradients."""
 
+import functools
 import itertools
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -139,21 +140,15 @@ class TrainedParameters:
         present: Callable[[], Mapping[str, nn.Parameter]] | None = None,
         are_stages: bool = False,
     ) -> None:
-        self._are_stages = are_stages
         self._optimizer = optimizer
-        self._present = present
-        self._known = [] if present is None else list(present().values())
-        # Largest number of parameters without a gradient in any update so far.
-        self._most_absent = 0
-        self._local_norm_groups = local_norm_groups
         self._held = _held_by(optimizer)
         self._parameters, self._outside = _select(named_parameters, self._held)
+        self._network = None if present is None else _NetworkParameters(self._parameters, present)
         self.tensors: tuple[nn.Parameter, ...] = tuple(self._parameters.values())
         """The parameters themselves, in order."""
         # All parameters that may get a gradient in backward, whether or not the optimizer holds
         # them.
         self._released = list(dict.fromkeys([*named_parameters.values(), *self._held]))
-        self._trainable: list[bool] = []
         self.device = self.tensors[0].device
         """Training device: that of the first parameter."""
         # Distributed parameters, whose gradients may have other placements than they have.
@@ -161,24 +156,33 @@ class TrainedParameters:
         self.reduction = SquareReduction.among(self.tensors)
         """Sum over the ranks that hold shards; ``None`` if no parameter is distributed."""
         _check_rank_sets(self.reduction)
-        self._groups = self.groups()
+        self.groups = _TrainableGroups(
+            self._parameters, local_norm_groups, self.device, are_stages=are_stages
+        )
+        """Call it for the groups of local norms, without parameters that are frozen at present."""
 
-    def groups(self) -> NormGroups:
-        """Return the groups of local norms, without parameters that are frozen at present."""
-        trainable = [parameter.requires_grad for parameter in self.tensors]
-        if trainable != self._trainable:
-            sizes = {name: parameter.numel() for name, parameter in self._parameters.items()}
-            self._groups = group_parameters(
-                sizes,
-                self._local_norm_groups,
-                self.device,
-                left_out=[n for n, kept in zip(sizes, trainable, strict=True) if not kept],
-                # At construction, a pattern without a match is an error. Later, the loop may have
-                # frozen all parameters that a pattern matches, which must not end a run.
-                may_be_empty=self._are_stages or bool(self._trainable),
-            )
-            self._trainable = trainable
-        return self._groups
+    @classmethod
+    def of_network(
+        cls,
+        network: nn.Module,
+        optimizer: Optimizer,
+        local_norm_groups: LocalNormGroups | None = None,
+        *,
+        are_stages: bool = False,
+    ) -> Self:
+        """Return the parameters of a network, whose replaced parameters are found.
+
+        Args:
+            network: Network, with or without its wrappers.
+            optimizer: As of the class.
+            local_norm_groups: As of the class.
+            are_stages: As of the class.
+
+        Raises:
+            ValueError: As the class.
+        """
+        present = functools.partial(network_parameters, network)
+        return cls(present(), optimizer, local_norm_groups, present=present, are_stages=are_stages)
 
     def are_current(self, *, quickly: bool = False) -> bool:
         """Return whether the optimizer still holds the parameters that it held at construction.
@@ -233,7 +237,9 @@ class TrainedParameters:
         if {gradient.layout for gradient in gradients if gradient is not None} - _DENSE:
             self._refuse_sparse(gradients)
         absent = sum(map(operator.is_, gradients, itertools.repeat(None)))
-        self._check_network(absent)
+        # The comparison reshards the network, which is not possible within a step.
+        if self._network is not None and self.reduction is None:
+            self._network.check(absent)
         if not may_be_absent and absent == len(gradients):
             msg = (
                 "no parameter of the optimizer has a gradient; the loss must depend on at least "
@@ -255,45 +261,9 @@ class TrainedParameters:
                 )
                 raise TypeError(msg)
 
-    def _check_network(self, absent: int) -> None:
-        """Raise if a parameter was replaced in the network.
-
-        A parameter that has left the network gets no gradients any more. So the comparison is
-        needed only when the number of parameters without a gradient reaches a new maximum. That
-        happens at most once per parameter.
-
-        Args:
-            absent: Number of parameters that have no gradient in this update.
-        """
-        # `_replaced` reshards the network, which is not possible within a step.
-        if absent <= self._most_absent or self.reduction is not None:
-            return
-        fault = self._replaced()
-        if fault is not None:
-            raise RuntimeError(fault)
-        self._most_absent = absent
-
-    def _replaced(self) -> str | None:
-        """Describe parameters that were replaced in the network; ``None`` if there are none."""
-        if self._present is None:
-            return None
-        present = self._present()
-        inside = set(map(id, present.values()))
-        known = set(map(id, self._known))
-        named = self._parameters.items()
-        lost = [name for name, p in named if id(p) in known and id(p) not in inside]
-        new = [name for name, p in present.items() if p.requires_grad and id(p) not in known]
-        if not lost or not new:
-            return None
-        return (
-            f"the optimizer updates parameters that are no longer in the network: {lost}; the "
-            f"network has the new parameters {new}, which are not updated; build optimizer and "
-            "step after replacing parameters"
-        )
-
     def warn_of_replaced(self) -> None:
         """Warn if a parameter was replaced in the network; call it when a checkpoint is saved."""
-        fault = self._replaced()
+        fault = None if self._network is None else self._network.fault()
         if fault is not None:
             warnings.warn(fault, stacklevel=callers_stacklevel())
 
@@ -328,6 +298,111 @@ class TrainedParameters:
         """Set all gradients to ``None``, even if no optimizer holds the parameter."""
         for parameter in self._released:
             parameter.grad = None
+
+
+@final
+class _NetworkParameters:
+    """The parameters of a network, to notice that others have replaced them.
+
+    Args:
+        trained: Trained parameters by name.
+        present: Returns the network's present parameters by name.
+    """
+
+    def __init__(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        present: Callable[[], Mapping[str, nn.Parameter]],
+    ) -> None:
+        self._trained = trained
+        self._present = present
+        self._known = list(present().values())
+        # Largest number of parameters without a gradient in any update so far.
+        self._most_absent = 0
+
+    def check(self, absent: int) -> None:
+        """Raise ``RuntimeError`` if a trained parameter was replaced in the network.
+
+        A parameter that has left the network gets no gradients any more. So the comparison is
+        needed only when the number of parameters without a gradient reaches a new maximum. That
+        happens at most once per parameter.
+
+        Args:
+            absent: Number of parameters that have no gradient in this update.
+        """
+        if absent <= self._most_absent:
+            return
+        fault = self.fault()
+        if fault is not None:
+            raise RuntimeError(fault)
+        self._most_absent = absent
+
+    def fault(self) -> str | None:
+        """Describe parameters that were replaced in the network; ``None`` if there are none."""
+        present = self._present()
+        inside = set(map(id, present.values()))
+        known = set(map(id, self._known))
+        named = self._trained.items()
+        lost = [name for name, p in named if id(p) in known and id(p) not in inside]
+        new = [name for name, p in present.items() if p.requires_grad and id(p) not in known]
+        if not lost or not new:
+            return None
+        return (
+            f"the optimizer updates parameters that are no longer in the network: {lost}; the "
+            f"network has the new parameters {new}, which are not updated; build optimizer and "
+            "step after replacing parameters"
+        )
+
+
+@final
+class _TrainableGroups:
+    """The groups of local norms; a loop may freeze parameters at any time, and tells nobody.
+
+    Args:
+        named: Trained parameters by name.
+        local_norm_groups: As in `StepConfig`.
+        device: Training device.
+        are_stages: Whether all parameters may be frozen, and a pattern may match none of them.
+
+    Raises:
+        ValueError: If there is no group, or an empty one.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        local_norm_groups: LocalNormGroups | None,
+        device: torch.device,
+        *,
+        are_stages: bool,
+    ) -> None:
+        self._named = named
+        self._local_norm_groups = local_norm_groups
+        self._device = device
+        self._trainable = self._trainable_now()
+        self._groups = self._grouped(self._trainable, may_be_empty=are_stages)
+
+    def __call__(self) -> NormGroups:
+        """Return the groups, without parameters that are frozen at present."""
+        trainable = self._trainable_now()
+        if trainable != self._trainable:
+            # At construction, a pattern without a match is an error. Now the loop may have frozen
+            # all parameters that a pattern matches, which must not end a run.
+            self._groups = self._grouped(trainable, may_be_empty=True)
+            self._trainable = trainable
+        return self._groups
+
+    def _trainable_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._named.values()]
+
+    def _grouped(self, trainable: Sequence[bool], *, may_be_empty: bool) -> NormGroups:
+        return group_parameters(
+            {name: parameter.numel() for name, parameter in self._named.items()},
+            self._local_norm_groups,
+            self._device,
+            left_out=[n for n, kept in zip(self._named, trainable, strict=True) if not kept],
+            may_be_empty=may_be_empty,
+        )
 
 
 def _check_rank_sets(reduction: SquareReduction | None) -> None:

@@ -1,6 +1,5 @@
 """The parameters of an update: in optimizer and network, trainable, with a gradient."""
 
-import functools
 import math
 import sys
 from types import SimpleNamespace
@@ -335,9 +334,7 @@ def test_what_is_no_optimizer_is_refused(optimizer):
 
 def with_check(network):
     """Return the `TrainedParameters` of a network, which find replaced parameters."""
-    optimizer = SGD(network.parameters(), lr=0.1)
-    present = functools.partial(network_parameters, network)
-    return TrainedParameters(present(), optimizer, None, present=present)
+    return TrainedParameters.of_network(network, SGD(network.parameters(), lr=0.1))
 
 
 def test_a_replaced_parameter_is_found_in_the_next_update():
