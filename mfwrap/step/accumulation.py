@@ -62,8 +62,7 @@ class GradientAccumulation:
         """DistributedDataParallel modules of the network."""
         self.sharded_parts = ShardedParts(network)
         """Modules of the network that ``fully_shard`` has sharded."""
-        self.float32: Float32Gradients | None = None
-        """Accumulates the gradients in float32; ``None`` accumulates in the weights' dtype."""
+        self._float32: Float32Gradients | GradientsAsWeights = GradientsAsWeights()
         reduce_before_accumulation(network)
         self._forward = (
             PerTokenLoss(network, unwrapped_network(network)) if per_token else MeanLoss(network)
@@ -88,19 +87,16 @@ class GradientAccumulation:
             time_replicas(self.distributed_parts)
             self.sharded_parts.time_collectives()
         parts: list[LossParts] = []
-        share = len(calls)
-        if self.float32 is not None:
-            self.float32.accumulate(on=len(calls) > 1)
-            if self.float32.is_active:
-                # Divide the sum instead: a loss that is divided by the number of micro-batches
-                # gives gradients that are rounded once more.
-                share = 1
+        self._float32.accumulate(on=len(calls) > 1)
+        # In float32 the sum is divided instead: a loss that is divided by the number of
+        # micro-batches gives gradients that are rounded once more.
+        divisor = 1 if self._float32.is_active else len(calls)
         try:
             for index, call in enumerate(calls):
                 with self._reduction(last=index == len(calls) - 1):
                     with self._autocast():
                         part = self._forward(call)
-                    self._backward(part, loss_scale, share)
+                    self._backward(part, loss_scale, divisor)
                 parts.append(detached(part, loss_scale.device))
         except BaseException:
             self.sharded_parts.discard_half_a_step()
@@ -110,7 +106,19 @@ class GradientAccumulation:
                 # Reset `sync_gradients` even after an error: while it is False, accelerate's
                 # scheduler does not advance.
                 self._accelerator.sync_gradients = True
-        return self._accumulated(parts, divided=share == len(parts))
+        return self._accumulated(parts, are_divided=divisor == len(parts))
+
+    def accumulate_in_float32(self) -> None:
+        """Accumulate the gradients in float32 from now on; see `Float32Gradients`.
+
+        Raises:
+            RuntimeError: As `Float32Gradients`, which registers communication hooks.
+        """
+        self._float32 = Float32Gradients([self.network], self.distributed_parts)
+
+    def end_update(self) -> None:
+        """Let gradients have the dtypes of their weights again; call it after each update."""
+        self._float32.restore()
 
     def guard(self, optimizer: Optimizer, config: StepConfig) -> RankGuard | LoneGuard | None:
         """Return the guard of the ranks that train the network; ``None`` without other ranks.
@@ -130,26 +138,27 @@ class GradientAccumulation:
         """Return how the ranks that train `parameters` come to the same norms; see `StepUpdate`."""
         return agreement_of(self.distributed_parts, parameters)
 
-    def _backward(self, part: LossParts, loss_scale: Tensor, share: int) -> None:
+    def _backward(self, part: LossParts, loss_scale: Tensor, divisor: int) -> None:
         # Multiply in float32: a float16 loss times the scale would overflow.
         numerator = part.numerator.float()
-        share = 1 if part.denominator is not None else share
+        divisor = 1 if part.denominator is not None else divisor
         with torch.autocast(numerator.device.type, enabled=False):
-            scale = on_device(loss_scale / share, numerator.device)
+            scale = on_device(loss_scale / divisor, numerator.device)
             scaled = numerator * scale
             section_clock.follow_backward(scaled)
-            with contextlib.nullcontext() if self.float32 is None else self.float32.backward():
+            with self._float32.backward():
                 scaled.backward()
         section_clock.switch(Section.FORWARD_BACKWARD)
 
-    def _accumulated(self, parts: Sequence[LossParts], *, divided: bool) -> Accumulated:
+    def _accumulated(self, parts: Sequence[LossParts], *, are_divided: bool) -> Accumulated:
         total = torch.stack([part.numerator for part in parts]).sum()
         denominators = [part.denominator for part in parts if part.denominator is not None]
+        num_summed = len(parts) if self._float32.is_active else 1
         if not denominators:
-            number = None if divided else torch.full_like(total, len(parts))
+            number = None if are_divided else torch.full_like(total, len(parts))
             normalizer = None if number is None else Normalizer(number, number)
             losses = mean_by_name([part.named for part in parts])
-            return Accumulated(total / len(parts), normalizer, losses, self._num_added(len(parts)))
+            return Accumulated(total / len(parts), normalizer, losses, num_summed)
         local = torch.stack(denominators).sum()
         return Accumulated(
             total / local,
@@ -158,11 +167,8 @@ class GradientAccumulation:
                 name: torch.stack(numerators).sum() / local
                 for name, numerators in _by_name([part.named for part in parts]).items()
             },
-            self._num_added(len(parts)),
+            num_summed,
         )
-
-    def _num_added(self, number: int) -> int:
-        return number if self.float32 is not None and self.float32.is_active else 1
 
     @contextlib.contextmanager
     def _reduction(self, *, last: bool) -> Iterator[None]:
@@ -190,6 +196,20 @@ class GradientAccumulation:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
         return context
+
+
+@final
+class GradientsAsWeights:
+    """In the place of `Float32Gradients`: gradients have the dtypes of their weights."""
+
+    is_active = False
+    backward = contextlib.nullcontext
+
+    def accumulate(self, *, on: bool) -> None:
+        """Change no dtype."""
+
+    def restore(self) -> None:
+        """Change no dtype."""
 
 
 def detached(part: LossParts, device: torch.device) -> LossParts:

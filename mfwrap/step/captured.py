@@ -224,8 +224,7 @@ class CapturedStep:
             _write_back(update.replaced(), self._places)
         finally:
             update.release_gradients()
-            if self._accumulate.float32 is not None:
-                self._accumulate.float32.restore()
+            self._accumulate.end_update()
 
     def _fixed_by_a_graph(self) -> Any:
         """Return what a graph holds as it was at the capture, and the caller may change."""

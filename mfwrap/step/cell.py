@@ -22,7 +22,6 @@ from mfwrap.step.accelerator import (
 )
 from mfwrap.step.calls import NetworkCall, calls_of, split_calls
 from mfwrap.step.captured import CapturedStep
-from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.fsdp import sharded_local_squares_of
 from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
 from mfwrap.step.parameters import TrainedParameters, checked_optimizer
@@ -242,7 +241,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             are_asked_for=config.local_norm,
         )
         if config.accumulate_allreduce_grads_in_fp32:
-            accumulate.float32 = Float32Gradients([accumulate.network], parts)
+            accumulate.accumulate_in_float32()
 
     @property
     def before_update(self) -> list[Callable[[], None]]:
@@ -326,8 +325,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             self.__update.release_gradients()
             raise
         finally:
-            if self.__accumulate.float32 is not None:
-                self.__accumulate.float32.restore()
+            self.__accumulate.end_update()
 
     def flush(self) -> None:
         """Step the schedule if the last update was applied, and check for too many skips in a row.

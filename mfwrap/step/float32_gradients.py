@@ -220,7 +220,7 @@ def squares_after_rounding(
     squares: Tensor,
     gradients: Sequence[Tensor | None],
     parameters: Sequence[Tensor],
-    num_added: int,
+    num_summed: int,
     normalizer: Normalizer | None,
 ) -> Tensor:
     """Replace sums of squares by ``inf`` if float16 cannot hold an element of the gradient.
@@ -233,7 +233,7 @@ def squares_after_rounding(
         squares: Sums of squares of ``N`` gradients, shape ``(N,)``, float32.
         gradients: ``N`` scaled gradients; ``None`` for none.
         parameters: ``N`` parameters.
-        num_added: As in `Accumulated`: the gradients are divided by it before they are rounded.
+        num_summed: As in `Accumulated`: the gradients are divided by it before they are rounded.
         normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
     """
     concerned = [
@@ -253,9 +253,9 @@ def squares_after_rounding(
     for (index, _), norm in zip(full, norms, strict=True):
         largest[index] = norm
     # An optimizer that is skipped by the host gets gradients that were divided by the whole divisor
-    # before they are rounded. Denominators that are fractions make it less than `num_added`.
-    divisor: int | Tensor = num_added
+    # before they are rounded. Denominators that are fractions make it less than `num_summed`.
+    divisor: int | Tensor = num_summed
     if normalizer is not None and not normalizer.is_partial:
-        divisor = normalizer.reduced.clamp(max=num_added)
+        divisor = normalizer.reduced.clamp(max=num_summed)
     overflows = torch.stack(largest) / divisor >= _ROUNDS_TO_INF
     return torch.where(overflows, float("inf"), squares)

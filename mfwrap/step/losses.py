@@ -52,7 +52,7 @@ class Accumulated(NamedTuple):
     losses: Mapping[str, Tensor] = MappingProxyType({})
     """As in `StepReport`."""
 
-    num_added: int = 1
+    num_summed: int = 1
     """Number of micro-batches whose gradients were added up in float32, without a division by it;
     1 if they were added up in the dtype of the weights."""
 

@@ -43,7 +43,12 @@ from mfwrap.compatibility.pipelining import (
 )
 from mfwrap.config import StepConfig
 from mfwrap.preflight import check_ranks_agree, setting_facts, step_facts, version_facts
-from mfwrap.step.accumulation import GradientAccumulation, detached, normalizer_of
+from mfwrap.step.accumulation import (
+    GradientAccumulation,
+    GradientsAsWeights,
+    detached,
+    normalizer_of,
+)
 from mfwrap.step.calls import NetworkCall
 from mfwrap.step.float32_gradients import Float32Gradients
 from mfwrap.step.fsdp import ShardedParts
@@ -167,8 +172,7 @@ class PipelineAccumulation:
         self._group: distributed.ProcessGroup | None = self._stages[0].group
         self.are_stages = self._stages[0].group_size > 1
         """Whether other ranks train other stages of the network."""
-        self.float32: Float32Gradients | None = None
-        """As in `GradientAccumulation`."""
+        self._float32: Float32Gradients | GradientsAsWeights = GradientsAsWeights()
         self._has_first = any(stage.is_first for stage in self._stages)
         self._has_last = any(stage.is_last for stage in self._stages)
         self._batches = PipelineBatches(schedule, has_buffers=self.are_stages)
@@ -194,30 +198,36 @@ class PipelineAccumulation:
         """
         self.sharded_parts.check_usable()
         arguments, keywords = self._arguments(calls)
+        num_parts = num_micro_batches(self._schedule)
         divides = self._schedule.scale_grads and not self._per_token
-        share = num_micro_batches(self._schedule) if divides else 1
+        divisor = num_parts if divides else 1
         parts: list[LossParts] = []
         section_clock.switch(Section.FORWARD_BACKWARD)
-        if self.float32 is not None:
-            self.float32.accumulate(on=num_micro_batches(self._schedule) > 1)
+        self._float32.accumulate(on=num_parts > 1)
         try:
-            with self._scaled_loss(loss_scale / share, parts), self._held_reductions():
+            with self._scaled_loss(loss_scale / divisor, parts), self._held_reductions():
                 run(self._schedule, arguments, keywords)
             self._batches.keep_shapes()
         except BaseException:
             self.sharded_parts.discard_half_a_step()
             forget_losses(self._schedule)
             raise
-        num_parts = num_micro_batches(self._schedule)
         if self._has_last:
             # torch calls the loss function once more in the first step, to find out about shapes.
-            accumulated = self._accumulated(parts[-num_parts:], share)
+            accumulated = self._accumulated(parts[-num_parts:], divisor)
         else:
             accumulated = self._of_other_ranks(loss_scale)
         # The divisor of gradients whose sum the schedule does not divide does not contain a number.
-        is_in_float32 = self.float32 is not None and self.float32.is_active
-        is_divided_later = is_in_float32 and self._per_token
-        return accumulated._replace(num_added=num_parts if is_divided_later else 1)
+        is_divided_later = self._float32.is_active and self._per_token
+        return accumulated._replace(num_summed=num_parts if is_divided_later else 1)
+
+    def accumulate_in_float32(self) -> None:
+        """Accumulate the gradients in float32 from now on; as of `GradientAccumulation`."""
+        self._float32 = Float32Gradients([self.network], self.distributed_parts)
+
+    def end_update(self) -> None:
+        """Let gradients have the dtypes of their weights again; call it after each update."""
+        self._float32.restore()
 
     def agreement(self, _parameters: Sequence[nn.Parameter]) -> Agreement | None:
         """Return how the ranks of the pipeline come to the same norms; see `StepUpdate`."""
@@ -296,11 +306,11 @@ class PipelineAccumulation:
             return Accumulated(zero, None)
         return Accumulated(zero, Normalizer(zero, zero, bool(self.sharded_parts.units)))
 
-    def _accumulated(self, parts: Sequence[LossParts], share: int) -> Accumulated:
+    def _accumulated(self, parts: Sequence[LossParts], divisor: int) -> Accumulated:
         total = torch.stack([part.numerator for part in parts]).sum()
         denominators = [part.denominator for part in parts if part.denominator is not None]
         if not denominators:
-            return Accumulated(total / share, None)
+            return Accumulated(total / divisor, None)
         local = torch.stack(denominators).sum()
         normalizer = normalizer_of(local, self.distributed_parts, self.sharded_parts)
         return Accumulated(total / local, normalizer)

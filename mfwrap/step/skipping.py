@@ -77,14 +77,14 @@ class SkippableOptimizer:
         """Whether fused kernels do the whole step, so that a graph can hold it."""
         return not self._others and self.skips_on_device
 
-    def step(self, divisor: Tensor | None, skip: Tensor, num_added: int = 1) -> bool | None:
+    def step(self, divisor: Tensor | None, skip: Tensor, num_summed: int = 1) -> bool | None:
         """Update the parameters from their gradients, or do nothing if `skip` is true.
 
         Args:
             divisor: Divisor of the gradients, shape ``()``, float32. ``None`` means 1 and saves a
                 pass over the gradients.
             skip: Whether to leave parameters, state and step counts unchanged; shape ``()``, bool.
-            num_added: Part of `divisor` by which float32 gradients of float16 parameters are
+            num_summed: Part of `divisor` by which float32 gradients of float16 parameters are
                 divided before they are rounded, because float16 may hold no sum of gradients.
 
         Returns:
@@ -92,7 +92,7 @@ class SkippableOptimizer:
         """
         sgd = self._fused_sgd
         if self.skips_on_device and (sgd is None or not sgd.first_update_is_unsafe()):
-            self._step_folded(divisor, skip, num_added)
+            self._step_folded(divisor, skip, num_summed)
             return None
         return self._step_in_place(divisor, skip)
 
@@ -101,10 +101,10 @@ class SkippableOptimizer:
         if step_hooks(self.optimizer) or any(map(step_hooks, self._parts)):
             discard_logits(self.optimizer)
 
-    def _step_folded(self, divisor: Tensor | None, skip: Tensor, num_added: int) -> None:
-        if divisor is not None and num_added > 1 and self._holds_sums_for_float16():
-            _divide_gradients(self.optimizer, num_added)
-            divisor = divisor / num_added
+    def _step_folded(self, divisor: Tensor | None, skip: Tensor, num_summed: int) -> None:
+        if divisor is not None and num_summed > 1 and self._holds_sums_for_float16():
+            _divide_gradients(self.optimizer, num_summed)
+            divisor = divisor / num_summed
         # `found_inf` must be exactly 0.0 or 1.0: the kernels compare it with 1, and Adam subtracts
         # `found_inf` from its step count.
         attributes = {"found_inf": skip.float()}

@@ -82,7 +82,7 @@ class Measurement(NamedTuple):
     reduction_norms: Tensor | None = None
     """As in `StepReport`, a copy."""
 
-    num_added: int = 1
+    num_summed: int = 1
     """As in `Accumulated`."""
 
     def local_norm(self) -> Tensor:
@@ -174,8 +174,8 @@ class StepUpdate:
                 # With the norm, the ranks send whether a rate of this update is bad. The flush sets
                 # this rate.
                 self.flush()
-            loss, normalizer, losses, num_added = accumulated
-            measured = self.measure(normalizer, loss, num_added=num_added)
+            loss, normalizer, losses, num_summed = accumulated
+            measured = self.measure(normalizer, loss, num_summed=num_summed)
             total = measured.totals.loss
             return self.apply(loss if total is None else total, measured, losses=losses)
         finally:
@@ -211,7 +211,7 @@ class StepUpdate:
         loss: Tensor | None = None,
         *,
         may_be_absent: bool = False,
-        num_added: int = 1,
+        num_summed: int = 1,
     ) -> Measurement:
         """Compute norms and the overflow flag in one read of the present gradients.
 
@@ -222,7 +222,7 @@ class StepUpdate:
             loss: Loss to report, shape ``()``, float32; needed in a pipeline.
             may_be_absent: Whether to treat all gradients as zeros if no parameter has one, instead
                 of raising. So does a pipeline, in which all ranks must measure.
-            num_added: As in `Accumulated`.
+            num_summed: As in `Accumulated`.
 
         Raises:
             RuntimeError: If no parameter has a gradient, the optimizer's parameters have changed
@@ -240,7 +240,7 @@ class StepUpdate:
         with section_clock.within(Section.UPDATE), torch.no_grad(), no_autocast:
             squares = self._norms.squares(parameters.local(gradients))
             own = None if self.local_squares is None else self.local_squares.squares(squares)
-            squares = self._rounded(squares, gradients, parameters.tensors, num_added, normalizer)
+            squares = self._rounded(squares, gradients, parameters.tensors, num_summed, normalizer)
             squares, normalizer = _over_shards(parameters.reduction, squares, normalizer)
             has_bad_rate = self._has_bad_rate() if agreement.is_pipeline else None
             totals = agreement(Totals(squares.sum(), loss, normalizer, has_bad_rate))
@@ -259,7 +259,7 @@ class StepUpdate:
             groups=groups,
             totals=totals,
             reduction_norms=reduction_norms,
-            num_added=num_added,
+            num_summed=num_summed,
         )
 
     def apply(
@@ -298,7 +298,7 @@ class StepUpdate:
             skipped = self._skips(measured, spike)
             applied = ~skipped
             divisor = self._clipped_divisor(measured, coefficient, spike)
-            read = self._optimizer.step(divisor, skipped, measured.num_added)
+            read = self._optimizer.step(divisor, skipped, measured.num_summed)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
             self._ema.update(applied)
