@@ -23,7 +23,12 @@ from mfwrap.step.accelerator import (
 from mfwrap.step.calls import NetworkCall, calls_of, split_calls
 from mfwrap.step.captured import CapturedStep
 from mfwrap.step.fsdp import sharded_local_squares_of
-from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, local_squares_of
+from mfwrap.step.local_norms import (
+    CommunicationHook,
+    LocalSquares,
+    checked_communication_hook,
+    local_squares_of,
+)
 from mfwrap.step.parameters import TrainedParameters, checked_optimizer
 from mfwrap.step.parts.cell_parts import LossScaleHooks, has_own_step
 from mfwrap.step.pipeline import accumulation_of
@@ -166,45 +171,51 @@ class MFTrainOneStepCell(LossScaleHooks):
         )
         self.config = self.__config = config
         """Settings of the step."""
-        self.__accumulate = accumulation_of(network, config, accelerator)
+        self.__accumulate = accumulate = accumulation_of(network, config, accelerator)
         self.__check_communication_hook(communication_hook)
+        self.__check_capture(capture)
         if accelerator is not None:
             check_accelerator(accelerator, config)
-        inner = checked_optimizer(optimizer)
-        schedule = checked_schedule(lr_scheduler, inner)
-        module = self.__accumulate.network
-        check_bool("capture", capture)
+        optimizer = checked_optimizer(optimizer)
+        schedule = checked_schedule(lr_scheduler, optimizer)
         parameters = TrainedParameters.of_network(
-            module, inner, local_norm_groups, are_stages=self.__accumulate.are_stages
+            accumulate.network, optimizer, local_norm_groups, are_stages=accumulate.are_stages
         )
+        if config.calculate_per_token_loss:
+            accumulate.sharded_parts.check_per_token(parameters.reduction)
         self.ema = self.__ema = _checked_average(ema, parameters)
         """Average of the weights; ``None`` without one."""
         loss_scale = LossScale(effective_scale(scale_sense, accelerator), parameters.device)
-        rates = RateTable(inner, schedule, parameters.device) if capture else None
+        self.__loss_scale = loss_scale
+        rates = RateTable(optimizer, schedule, parameters.device) if capture else None
         self.__update = StepUpdate(
             parameters,
-            inner,
+            optimizer,
             config,
             loss_scale,
             lr_scheduler=rates if rates and schedule else schedule,
             ema=ema,
-            agreement=self.__accumulate.agreement(parameters.tensors),
+            agreement=accumulate.agreement(parameters.tensors),
         )
-        super().__init__(module, inner, parameters, loss_scale, lr_scheduler=schedule, ema=ema)
-        self.__loss_scale = loss_scale
-        self.__captured: CapturedStep | None = None
-        if rates is not None:
-            self.__refuse_own_step()
-            self.__captured = CapturedStep(
-                self.__accumulate, self.__update, inner, loss_scale, ema, rates
-            )
-        self.__read_own_gradients(parameters, communication_hook)
+        self.__captured = (
+            None
+            if rates is None
+            else CapturedStep(accumulate, self.__update, optimizer, loss_scale, ema, rates)
+        )
+        self.last_report: StepReport | None = None
+        """Report of the last update; ``None`` before the first."""
+        # Last, because it changes what belongs to the caller: it registers hooks of the network,
+        # some of which cannot be removed, and removes the accelerator's gradient scaler.
+        super().__init__(
+            accumulate.network, optimizer, parameters, loss_scale, lr_scheduler=schedule, ema=ema
+        )
+        self.__update.read_own_gradients(self.__local_squares(parameters, communication_hook))
+        if config.accumulate_allreduce_grads_in_fp32:
+            accumulate.accumulate_in_float32()
         if accelerator is not None:
             remove_grad_scaler(accelerator)
             join_saves(accelerator, self.flush)
-        self.__guard = self.__accumulate.guard(inner, config)
-        self.last_report: StepReport | None = None
-        """Report of the last update; ``None`` before the first."""
+        self.__guard = accumulate.guard(optimizer, config)
 
     def __check_communication_hook(self, hook: CommunicationHook | None) -> None:
         if checked_communication_hook(hook) is not None and not self.__accumulate.distributed_parts:
@@ -215,33 +226,24 @@ class MFTrainOneStepCell(LossScaleHooks):
             raise ValueError(msg)
         self.__config.check_communication_hook(hook)
 
-    def __refuse_own_step(self) -> None:
-        if has_own_step(type(self)):
+    def __check_capture(self, capture: bool) -> None:  # noqa: FBT001  (the cell's argument)
+        if check_bool("capture", capture) and has_own_step(type(self)):
             msg = (
                 "`capture` must be False for a subclass with its own `__call__`, which is not "
                 f"captured, got {type(self).__name__}"
             )
             raise ValueError(msg)
 
-    def __read_own_gradients(
-        self, parameters: TrainedParameters, communication_hook: CommunicationHook | None
-    ) -> None:
-        """Let the update read this rank's own gradients before they are reduced."""
-        accumulate, config = self.__accumulate, self.__config
-        parts, sharded_parts = accumulate.distributed_parts, accumulate.sharded_parts
-        if config.calculate_per_token_loss:
-            sharded_parts.check_per_token(parameters.reduction)
-        # Register communication hooks after everything that may raise: they cannot be removed.
-        self.__update.local_squares = sharded_local_squares_of(
-            sharded_parts,
-            parameters.tensors,
-            local_squares_of(
-                parts, parameters.tensors, communication_hook, are_asked_for=config.local_norm
-            ),
-            are_asked_for=config.local_norm,
+    def __local_squares(
+        self, parameters: TrainedParameters, hook: CommunicationHook | None
+    ) -> LocalSquares | None:
+        """Register communication hooks, and return the source of this rank's own norms."""
+        parts, sharded_parts = self.__accumulate.distributed_parts, self.__accumulate.sharded_parts
+        is_asked_for = self.__config.local_norm
+        replicated = local_squares_of(parts, parameters.tensors, hook, are_asked_for=is_asked_for)
+        return sharded_local_squares_of(
+            sharded_parts, parameters.tensors, replicated, are_asked_for=is_asked_for
         )
-        if config.accumulate_allreduce_grads_in_fp32:
-            accumulate.accumulate_in_float32()
 
     @property
     def before_update(self) -> list[Callable[[], None]]:
@@ -306,10 +308,7 @@ class MFTrainOneStepCell(LossScaleHooks):
 
     def __step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
         run = self.__update_once if self.__captured is None else self.__captured
-        try:
-            self.last_report = run(calls)
-        finally:
-            section_clock.switch(Section.DATA)
+        self.last_report = run(calls)
         return self.last_report.output
 
     def __update_once(self, calls: Sequence[NetworkCall]) -> StepReport:
@@ -323,6 +322,7 @@ class MFTrainOneStepCell(LossScaleHooks):
             # The update releases the gradients. If forward or backward has raised, the next step
             # must not add its gradients to those of an incomplete step.
             self.__update.release_gradients()
+            section_clock.switch(Section.DATA)
             raise
         finally:
             self.__accumulate.end_update()

@@ -194,6 +194,10 @@ class StepUpdate:
         self._norms = NormReader(self._device)
         self._optimizer.see_parameters()
 
+    def read_own_gradients(self, local_squares: LocalSquares | None) -> None:
+        """Take the norms of this rank's own gradients from a source; as of the class."""
+        self.local_squares = local_squares
+
     def release_gradients(self) -> None:
         """Set all gradients to ``None``; forget this rank's own norms, and logits for `QKClip`."""
         self.parameters.release_gradients()
