@@ -106,7 +106,7 @@ class GradientAccumulation:
                 # Reset `sync_gradients` even after an error: while it is False, accelerate's
                 # scheduler does not advance.
                 self._accelerator.sync_gradients = True
-        return self._accumulated(parts, are_divided=divisor == len(parts))
+        return self._accumulated(parts)
 
     def accumulate_in_float32(self) -> None:
         """Accumulate the gradients in float32 from now on; see `Float32Gradients`.
@@ -150,12 +150,12 @@ class GradientAccumulation:
                 scaled.backward()
         section_clock.switch(Section.FORWARD_BACKWARD)
 
-    def _accumulated(self, parts: Sequence[LossParts], *, are_divided: bool) -> Accumulated:
+    def _accumulated(self, parts: Sequence[LossParts]) -> Accumulated:
         total = torch.stack([part.numerator for part in parts]).sum()
         denominators = [part.denominator for part in parts if part.denominator is not None]
         num_summed = len(parts) if self._float32.is_active else 1
         if not denominators:
-            number = None if are_divided else torch.full_like(total, len(parts))
+            number = None if num_summed == 1 else torch.full_like(total, num_summed)
             normalizer = None if number is None else Normalizer(number, number)
             losses = mean_by_name([part.named for part in parts])
             return Accumulated(total / len(parts), normalizer, losses, num_summed)
