@@ -238,35 +238,123 @@ _MAX_DEPTH = 50
 """Limit above the depth of any recipe. Without it, thousands of brackets would exhaust Python's
 stack, and an alias inside the value that it refers to would nest without end."""
 
-_TOO_DEEP = f"expected at most {_MAX_DEPTH} nested levels, got more"
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
+_SCALARS = {
+    "str": "text without zero bytes and halves of surrogate pairs",
+    "int": "an integer of at most 64 bits",
+    "float": "a value of type float",
+    "bool": "a value of type bool",
+    "null": "a value of type null",
+}
+"""What a scalar of each type must be, for error messages."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Compose nodes by YAML 1.2: ``3e-4`` is a number, ``no`` and ``2026-01-01`` are text."""
+    """Read plain values by YAML 1.2: ``3e-4`` is a number, ``no`` and ``2026-01-01`` are text.
 
-    _depth = 0
+    Args:
+        text: The YAML text.
+        name: Name of the file, for error messages.
+        places: Receives the place of each value.
+    """
+
+    def __init__(self, text: str, name: str, places: dict[Path, str]) -> None:
+        super().__init__(text)
+        self._name = name
+        self._places = places
+        self._depth = 0
+        self._nodes = 0
+        self._values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose a node; PyYAML calls this method again for each node inside it.
 
         Raises:
-            yaml.composer.ComposerError: If the node is nested too deeply.
+            RecipeError: If the node is nested too deeply, or is one of too many.
         """
         self._depth += 1
-        if self._depth > _MAX_DEPTH:
+        self._nodes += 1
+        # The number of nodes also bounds the pairs that `flatten_mapping` copies for one mapping.
+        if self._depth > _MAX_DEPTH or self._nodes > _MAX_VALUES:
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # (a stub without types)
-            raise yaml.composer.ComposerError(None, None, _TOO_DEEP, mark)
+            raise self._limit_error(mark, (), is_deep=self._depth > _MAX_DEPTH)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping.
 
-_TAG = "tag:yaml.org,2002:"
-_MERGE = f"{_TAG}merge"
-_SCALARS = {"str", "int", "float", "bool", "null"}
+        Raises:
+            RecipeError: If a key is not a scalar, or is repeated.
+        """
+        node = super().compose_mapping_node(anchor)
+        places: dict[str, str] = {}
+        for key, _ in node.value:
+            mark = key.start_mark
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._error(mark, (), "expected a string as key, got a list or mapping")
+            if key.value in places and key.tag != _MERGE:
+                says = f"the key {shown(key.value)} is repeated; it was first set at"
+                raise self._error(mark, (), f"{says} {places[key.value]}")
+            places[key.value] = self._place(mark)
+        return node
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        """Return the value of a node, and record its place."""
+        self._places.setdefault(path, self._place(node.start_mark))
+        self._values += 1
+        if len(path) > _MAX_DEPTH or self._values > _MAX_VALUES:
+            raise self._limit_error(node.start_mark, path, is_deep=len(path) > _MAX_DEPTH)
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            self.flatten_mapping(node)  # puts merged pairs (<<) before the others
+            self._values += len(node.value)  # the keys
+            mapping: dict[str, Any] = {}
+            for key, inner in node.value:
+                name = self._scalar(key, "str", path)
+                self._places[(*path, name)] = self._place(key.start_mark)
+                mapping[name] = self.value(inner, (*path, name))
+            return mapping
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
+            return self._scalar(node, kind, path)
+        says = f"expected plain values, got the tag {node.tag}"
+        raise self._error(node.start_mark, path, says)
+
+    def _scalar(self, node: yaml.ScalarNode, kind: str, path: Path) -> Any:
+        text = str(node.value)
+        try:
+            if kind == "str":
+                if b"\0" not in text.encode():
+                    return text
+            elif kind == "int":
+                number = int(text, 0 if text[:2] in {"0o", "0x"} else 10)
+                if abs(number) < 2**63:
+                    return number
+            elif kind != "null" or text.lower() in {"", "~", "null"}:
+                return self.construct_object(node)
+        except (KeyError, ValueError):
+            pass  # not of this type: the error below says what is expected
+        got = shown("***" if is_secret(path) else text)
+        raise self._error(node.start_mark, path, f"expected {_SCALARS[kind]}, got {got}")
+
+    def _place(self, mark: yaml.Mark) -> str:
+        return _place(self._name, mark.line)
+
+    def _error(self, mark: yaml.Mark, path: Path, says: str) -> RecipeError:
+        return RecipeError(_message(self._place(mark), path, says))
+
+    def _limit_error(self, mark: yaml.Mark, path: Path, *, is_deep: bool) -> RecipeError:
+        of = "nested levels" if is_deep else "keys and values with aliases and merge keys expanded"
+        limit = _MAX_DEPTH if is_deep else _MAX_VALUES
+        return self._error(mark, path, f"expected at most {limit} {of}, got more")
+
+
 _INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-_BOOLS = {"true": True, "false": False}
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -308,11 +396,9 @@ def yaml_text(data: Mapping[str, Any]) -> str:
 def _read(text: str, name: str, places: dict[Path, str], path: Path, *, empty: Any) -> Any:
     """Return the value of a YAML text, or `empty` for an empty text; fill `places`."""
     try:
-        root = yaml.compose(text, Loader=_Loader)
-    except (OverflowError, ValueError) as error:
-        # Raised by PyYAML itself for escapes such as "\UFFFFFFFF" and for long version numbers.
-        msg = f"{name}: invalid YAML: {error}; expected escapes of at most \\U0010FFFF"
-        raise RecipeError(msg) from error
+        loader = _Loader(text, name, places)
+        root = loader.get_single_node()
+        return empty if root is None else loader.value(root, path)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = name if mark is None else _place(name, mark.line)
@@ -323,127 +409,14 @@ def _read(text: str, name: str, places: dict[Path, str], path: Path, *, empty: A
         at = _place(name, text.count("\n", 0, error.position))
         msg = f"{at}: invalid YAML: the character {chr(error.character)!r} is not allowed"
         raise RecipeError(msg) from error
-    return empty if root is None else _Reader(name, places).value(root, path)
+    except RecipeError:
+        raise
+    except (OverflowError, ValueError) as error:
+        # Raised by PyYAML itself for escapes such as "\UFFFFFFFF" and for long version numbers.
+        msg = f"{name}: invalid YAML: {error}; expected escapes of at most \\U0010FFFF"
+        raise RecipeError(msg) from error
 
 
 def _place(name: str, line: int) -> str:
     """Return ``file:line`` for a line counted from 0; for an override, return `name` unchanged."""
     return name if name.startswith("--set ") else f"{name}:{line + 1}"
-
-
-_Pair = tuple[yaml.Node, yaml.Node]
-
-
-@final
-class _Reader:
-    """Convert YAML nodes to values, and record the place of each value.
-
-    Args:
-        name: Name of the file, for error messages.
-        places: Receives the place of each value.
-    """
-
-    def __init__(self, name: str, places: dict[Path, str]) -> None:
-        self._name = name
-        self._places = places
-        self._values = 0
-
-    def value(self, node: yaml.Node, path: Path) -> Any:
-        """Return the value of a node."""
-        self._places.setdefault(path, self._place(node))
-        if len(path) > _MAX_DEPTH:
-            raise self._error(node, path, _TOO_DEEP)
-        self._count(node, path)
-        kind = node.tag.removeprefix(_TAG)
-        if isinstance(node, yaml.MappingNode) and kind == "map":
-            mapping: dict[str, Any] = {}
-            for key, (key_node, value_node) in self._pairs(node, path).items():
-                self._places[(*path, key)] = self._place(key_node)
-                mapping[key] = self.value(value_node, (*path, key))
-            return mapping
-        if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
-            return self._scalar(node, kind, path)
-        raise self._error(node, path, f"expected plain values, got the tag {node.tag}")
-
-    def _pairs(self, node: yaml.MappingNode, path: Path, depth: int = 0) -> dict[str, _Pair]:
-        """Return the keys and values of a mapping, including those of its merge keys (``<<``).
-
-        A key of the mapping replaces a merged one. Of several merged mappings, the first counts.
-        """
-        if depth > _MAX_DEPTH:
-            raise self._error(node, path, _TOO_DEEP)
-        own: dict[str, _Pair] = {}
-        merged: dict[str, _Pair] = {}
-        for key_node, value_node in node.value:
-            self._count(key_node, path)
-            if key_node.tag == _MERGE:
-                for inner in self._merged_mappings(value_node, path):
-                    merged = self._pairs(inner, path, depth + 1) | merged
-                continue
-            key = self._key(key_node, path)
-            if key in own:
-                first = self._place(own[key][0])
-                says = f"the key {shown(key)} is repeated; it was first set at {first}"
-                raise self._error(key_node, path, says)
-            own[key] = (key_node, value_node)
-        return merged | own
-
-    def _merged_mappings(self, node: yaml.Node, path: Path) -> list[yaml.MappingNode]:
-        """Return the mappings of a merge key, whose value is a mapping or a list of mappings."""
-        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        for one in nodes:
-            if not isinstance(one, yaml.MappingNode):
-                raise self._error(one, path, "expected a mapping to merge (<<), got another value")
-        return list(nodes)
-
-    def _key(self, node: yaml.Node, path: Path) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            raise self._error(node, path, "expected a string as key, got a list or mapping")
-        return self._text(node, path)
-
-    def _scalar(self, node: yaml.ScalarNode, kind: str, path: Path) -> Any:
-        if kind == "str":
-            return self._text(node, path)
-        text = node.value
-        says = f"expected a value of type {kind}"
-        try:
-            if kind == "int":
-                says = "expected an integer of at most 64 bits"
-                number = int(text, 0 if text[:2] in {"0o", "0x"} else 10)
-                if abs(number) < 2**63:
-                    return number
-            elif kind == "float":
-                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-            elif kind == "bool" and text.lower() in _BOOLS:
-                return _BOOLS[text.lower()]
-            elif kind == "null" and text.lower() in {"", "~", "null"}:
-                return None
-        except ValueError:
-            pass  # Not a number, or thousands of digits: the error below says what is expected.
-        raise self._error(node, path, f"{says}, got {shown('***' if is_secret(path) else text)}")
-
-    def _text(self, node: yaml.ScalarNode, path: Path) -> str:
-        """Return a text; refuse characters that no file system and no JSON reader accepts."""
-        text = str(node.value)
-        for character in text:
-            if character == "\0" or "\ud800" <= character <= "\udfff":
-                raise self._error(node, path, f"expected text without the character {character!r}")
-        return text
-
-    def _count(self, node: yaml.Node, path: Path) -> None:
-        self._values += 1
-        if self._values > _MAX_VALUES:
-            raise self._error(
-                node,
-                path,
-                f"expected at most {_MAX_VALUES} keys and values with aliases and merge keys "
-                "expanded, got more",
-            )
-
-    def _place(self, node: yaml.Node) -> str:
-        return _place(self._name, node.start_mark.line)
-
-    def _error(self, node: yaml.Node, path: Path, says: str) -> RecipeError:
-        return RecipeError(_message(self._place(node), path, says))
