@@ -86,7 +86,7 @@ def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind, lik
     wrong = ((at, one) for at, one in enumerate(_values(rows, column), start=1) if not fits(one))
     misfit = next(wrong, None)
     if misfit is not None:
-        if kind.use == "number" and is_number(misfit[1]):
+        if is_number(misfit[1]):
             # One text makes a whole column text, so name a text that is not a number.
             misfit = next((one for one in wrong if not is_number(one[1])), misfit)
         raise _error(names, column, wanted, misfit[1], misfit[0])

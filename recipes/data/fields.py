@@ -6,8 +6,6 @@ from typing import final
 
 from datasets import Features, Value
 
-from mfwrap.recipes.data.lines import TableRow
-
 _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*", re.ASCII)
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 _BOOLS = frozenset({"True", "TRUE", "true", "False", "FALSE", "false"})
@@ -25,46 +23,36 @@ class ColumnTypes:
 
     Args:
         texts: Columns that are strings, whatever their fields look like.
-        numbers: Columns whose fields must be numbers. A column in `texts` is a string nevertheless.
     """
 
-    def __init__(self, texts: Collection[str], numbers: Collection[str]) -> None:
+    def __init__(self, texts: Collection[str]) -> None:
         self._types = dict.fromkeys(texts, "string")
-        self._numbers = frozenset(numbers)
         self._with_nulls: set[str] = set()
 
-    def add(self, setting: str, names: Sequence[str], row: TableRow) -> None:
+    def add(self, names: Sequence[str], fields: Sequence[str]) -> None:
         """Take the fields of a row into account.
 
         Args:
-            setting: Key that names the file, for error messages.
             names: Names of the columns.
-            row: The row.
-
-        Raises:
-            ValueError: If a field is not a number, but its column must have numbers.
+            fields: Fields of the row.
         """
-        for name, field in zip(names, row.fields, strict=True):
+        for name, field in zip(names, fields, strict=True):
             former = self._types.get(name)
             if former == "string":
                 continue
-            if not field:
+            if field:
+                self._types[name] = _common(former, _type(field))
+            else:
                 self._with_nulls.add(name)
-                continue
-            found = _common(former, _type(field))
-            if found == "string" and name in self._numbers:
-                wanted = f"a number, such as 1234.5, in each row of column `{name}`"
-                msg = f"`{setting}` must have {wanted}, got {field!r:.60} at {row.place}"
-                raise ValueError(msg)
-            self._types[name] = found
 
     def features(self, names: Sequence[str]) -> Features:
         """Return the types of columns, as `datasets` takes them."""
         return Features({name: Value(self._stored(name)) for name in names})
 
-    def of_type(self, *types: str) -> frozenset[str]:
-        """Return the names of the columns that have one of some types."""
-        return frozenset(name for name, found in self._types.items() if found in types)
+    @property
+    def texts(self) -> frozenset[str]:
+        """Names of the columns that are strings."""
+        return frozenset(name for name, found in self._types.items() if found == "string")
 
     def _stored(self, name: str) -> str:
         """Return the type of a column; pandas has no null among integers and bools."""

@@ -17,6 +17,7 @@ from mfwrap.recipes.data.lines import (
     check_json,
     check_json_lines,
     checked_table,
+    lacking_column,
     read_lines,
     read_text,
     table_rows,
@@ -73,6 +74,16 @@ class FilesSource(DataSource):
         """
         return self._rows(lambda name, files: load_files(name, files, builder))
 
+    def place(self, row: int, *, held_out: bool) -> str | None:
+        name = "eval_path" if held_out else "path"
+        places = (place for file in self.files()[name] for place in self._places(name, file))
+        return next(itertools.islice(places, row - 1, None), None)
+
+    def _places(self, name: str, file: str) -> Iterator[str]:
+        """Yield ``file:line`` of each row of a file; nothing if rows are not lines."""
+        del name, file
+        return iter(())
+
     def _rows(self, read: Callable[[str, Sequence[str]], Dataset]) -> Rows:
         """Read the files of each key by themselves, so that an error names the key and the file."""
         train, *held_out = [read(name, files) for name, files in self.files().items()]
@@ -117,26 +128,17 @@ class TableSource(FilesSource):
         texts = {name for name, use in uses.items() if use == "text"}
         if self.text_columns is not None:
             texts = set(self.text_columns)
-        numbers = {name for name, use in uses.items() if use == "number"}
-        classes = {name for name, use in uses.items() if use == "class"}
-        train = _column_types(self, "path", texts, numbers)
-        # Classes have the same type in both tables, and so are not confused: "1" and 1 differ.
-        texts |= classes & train.of_type("string")
-        numbers |= classes & train.of_type("int64", "float64")
-        types = {"path": train}
+        types = {"path": _column_types(self, "path", texts)}
+        # A class that is text in the training table is so in the other one: "1" and 1 differ.
+        texts |= {name for name in types["path"].texts if uses.get(name) == "class"}
         if self.eval_path is not None:
-            types["eval_path"] = _column_types(self, "eval_path", texts, numbers)
+            types["eval_path"] = _column_types(self, "eval_path", texts)
         return self._rows(lambda name, files: _read_table(self, name, files, types[name]))
 
-    def place(self, row: int, *, held_out: bool) -> str | None:
-        name = "eval_path" if held_out else "path"
+    def _places(self, name: str, file: str) -> Iterator[str]:
         first = 0 if self.column_names is not None else 1  # after the header of each file
-        rows = itertools.chain.from_iterable(
-            itertools.islice(table_rows(name, file, self.separator), first, None)
-            for file in self.files()[name]
-        )
-        found = next(itertools.islice(rows, row - 1, None), None)
-        return None if found is None else found.place
+        rows = table_rows(name, file, self.separator)
+        return (place for place, _ in itertools.islice(rows, first, None))
 
     @property
     def separator(self) -> str:
@@ -144,14 +146,12 @@ class TableSource(FilesSource):
         return self.delimiter or ("\t" if self.type == "tsv" else ",")
 
 
-def _column_types(
-    source: TableSource, name: str, texts: Collection[str], numbers: Collection[str]
-) -> ColumnTypes:
+def _column_types(source: TableSource, name: str, texts: Collection[str]) -> ColumnTypes:
     """Return the types of the columns of a table's files, and check the files."""
-    types = ColumnTypes(texts, numbers)
+    types = ColumnTypes(texts)
     files = source.files()[name]
-    for names, row in checked_table(name, files, source.separator, source.column_names):
-        types.add(name, names, row)
+    for names, fields in checked_table(name, files, source.separator, source.column_names):
+        types.add(names, fields)
     return types
 
 
@@ -160,7 +160,7 @@ def _read_table(
 ) -> Dataset:
     names = source.column_names
     if names is None:
-        names = next(table_rows(name, files[0], source.separator)).fields
+        _, names = next(table_rows(name, files[0], source.separator))
     return load_files(
         name,
         files,
@@ -212,11 +212,8 @@ class JsonLinesSource(FilesSource):
             check_json_lines(name, files)
         return self.load("json")
 
-    def place(self, row: int, *, held_out: bool) -> str | None:
-        name = "eval_path" if held_out else "path"
-        lines = read_lines(name, self.files()[name])
-        found = next(itertools.islice(lines, row - 1, None), None)
-        return None if found is None else found.place
+    def _places(self, name: str, file: str) -> Iterator[str]:
+        return (place for place, _ in read_lines(name, [file]))
 
 
 @final
@@ -236,7 +233,7 @@ class TextSource(FilesSource):
 
     def _texts(self, name: str, files: Sequence[str]) -> Dataset:
         if self.rows_are == "lines":
-            texts = [line.text.rstrip("\r\n") for line in read_lines(name, files)]
+            texts = [line.rstrip("\r\n") for _, line in read_lines(name, files)]
         else:
             texts = [read_text(name, file) for file in files]
         return Dataset.from_dict({"text": texts})
@@ -260,7 +257,7 @@ def load_files(name: str, files: Sequence[str], builder: str, **options: Any) ->
             # The library takes each name for a pattern.
             names = [glob.escape(file) if Path(file).exists() else file for file in files]
             return load_dataset(builder, data_files=names, split="train", **options)
-    except (DatasetsError, ValueError) as error:
+    except (DatasetsError, RecursionError, ValueError) as error:
         cause = error.__cause__ or error
     first: Dataset | None = None
     for file in files if len(files) > 1 else ():
@@ -276,11 +273,9 @@ def load_files(name: str, files: Sequence[str], builder: str, **options: Any) ->
 
 def _difference(first: str, features: Features, file: str, others: Features) -> str | None:
     """Return in which column a file differs from the first file; ``None`` if in none."""
-    for name in {**features, **others}:
-        if name not in others:
-            return f"{file} lacks {name!r:.60}, which {first} has"
-        if name not in features:
-            return f"{first} lacks {name!r:.60}, which {file} has"
+    lacking = lacking_column(first, features, file, others)
+    if lacking is not None:
+        return lacking
     for name, feature in features.items():
         if feature != others[name]:
             return f"{name!r:.60} has the type {feature} in {first} and {others[name]} in {file}"

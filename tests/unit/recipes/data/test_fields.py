@@ -4,14 +4,13 @@ import pandas as pd
 import pytest
 
 from mfwrap.recipes.data.fields import ColumnTypes, is_number
-from mfwrap.recipes.data.lines import TableRow
 
 
-def types_of(*fields, texts=(), numbers=()):
+def types_of(*fields, texts=()):
     """Return the type of a column ``a`` with some fields."""
-    types = ColumnTypes(texts, numbers)
-    for number, field in enumerate(fields, start=2):
-        types.add("path", ["a"], TableRow("rows.csv", number, [field]))
+    types = ColumnTypes(texts)
+    for field in fields:
+        types.add(["a"], [field])
     return types.features(["a"])["a"].dtype
 
 
@@ -43,14 +42,9 @@ def test_the_type_of_a_column(fields, wanted):
         assert pd.to_numeric(read).notna().sum() == read.notna().sum()
 
 
-def test_texts_and_numbers():
-    """A column of texts is a string, and a column of numbers must have numbers."""
+def test_texts():
+    """A column of texts is a string."""
     assert types_of("1", texts=["a"]) == "string"
-    assert types_of("1", "x", texts=["a"], numbers=["a"]) == "string"
-    assert types_of("1", "", "2.5", numbers=["a"]) == "float64"
-    says = r"^`path` must have a number, .* column `a`, got '1,5' at rows.csv:3$"
-    with pytest.raises(ValueError, match=says):
-        types_of("1", "1,5", numbers=["a"])
 
 
 def test_a_text_that_is_a_number():

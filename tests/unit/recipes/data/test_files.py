@@ -212,13 +212,10 @@ def test_text_among_numbers_is_named(tmp_path, kind, column, value, key):
     message = str(caught.value)
     assert f"column `{column}`, got {value!r} " in message
     assert "number" in message
-    if kind in {"csv", "tsv"}:
-        assert f"data.{key}: " in message
-        assert message.endswith(f"at {files[key]}:6")
-    else:
-        of = " of the held-out rows" if key == "eval_path" else ""
-        at = f", at {files[key]}:5" if kind == "jsonl" else ""
-        assert message.endswith(f"in row 5 (counted from 1){of}{at}")
+    of = " of the held-out rows" if key == "eval_path" else ""
+    line = {"csv": 6, "tsv": 6, "jsonl": 5}.get(kind)
+    at = "" if line is None else f", at {files[key]}:{line}"
+    assert message.endswith(f"in row 5 (counted from 1){of}{at}")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
@@ -298,7 +295,7 @@ def test_classes_have_one_type_in_both_tables(tmp_path):
     assert rows.train["label"][:] == ["1", "x", "2"]
     assert rows.evaluation["label"][:] == ["1", "2"]
     assert read([1, 2, 1], [2, 1]).evaluation["label"][:] == [2, 1]
-    says = r"data.eval_path: must have a number.* of column `c`, got 'x' at .*eval_path.csv:4$"
+    says = r"must have a number .* of column `c`, got 'x' in row 3 .*, at .*eval_path.csv:4$"
     with pytest.raises(RecipeError, match=says):
         read([1, 2, 1], [1, 2, "x"])
 
@@ -378,6 +375,7 @@ def test_a_long_field(tmp_path):
         ("[]", "must hold a list of objects, got [] in FILE"),
         ("[1]", "must hold a list of objects, got 1 in row 1 of FILE"),
         ('[{"text": "a"}, 5]', "must hold a list of objects, got 5 in row 2 of FILE"),
+        ('[{"text": "\\ud83d"}]', "got half of a surrogate pair in {'text': '\\ud83d'} in row 1"),
         ('[{"text":\n "a"},,]', "must hold JSON, got a fault (Expecting value) at FILE:2"),
         ('{"text": "a"}\n{"text": }\n', "must hold one JSON object per line, got "),
     ],
@@ -390,6 +388,19 @@ def test_a_faulty_json_file_is_named(tmp_path, content, says):
     with pytest.raises(RecipeError, match=r"data\.path: ") as caught:
         checked_rows(recipe_of("causal_lm", {"path": str(file)}))
     assert says.replace("FILE", str(file)) in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+@pytest.mark.parametrize("brackets", ["[]", ('{"a":', "}")])
+@pytest.mark.parametrize("depth", [200, 900])
+def test_deep_rows_are_refused(tmp_path, ending, brackets, depth):
+    """A row that is nested more deeply than the library can read is an error with its reason."""
+    row = '{"text": ' + depth * brackets[0] + "1" + depth * brackets[1] + "}"
+    file = tmp_path / f"rows.{ending}"
+    file.write_text(f"[{row}]" if ending == "json" else row)
+
+    with pytest.raises(RecipeError, match=rf"data\.path: must .*{file}.*[rR]ecursion"):
+        checked_rows(recipe_of("causal_lm", {"path": str(file)}))
 
 
 @pytest.mark.parametrize("lines", [True, False])

@@ -16,8 +16,8 @@ def test_lines_are_counted_from_1(tmp_path):
     file.write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n  \r\n{"b": 2}')
     lines = list(read_lines("path", [str(file)]))
 
-    assert [line.text.strip() for line in lines] == ['{"a": 1}', '{"b": 2}']
-    assert [line.place for line in lines] == [f"{file}:1", f"{file}:4"]
+    assert [text.strip() for _, text in lines] == ['{"a": 1}', '{"b": 2}']
+    assert [place for place, _ in lines] == [f"{file}:1", f"{file}:4"]
     check_json_lines("path", [str(file)])
 
 
@@ -26,11 +26,11 @@ def test_lines_are_counted_from_1(tmp_path):
     [
         (b'{"a": "x', "(Unterminated string starting at)"),
         (b"[1]", "got '[1]'"),
+        (b"null", "got 'null'"),
         (b'{"a": 1} {"a": 2}', "(Extra data)"),
         (b'{"a": "\xff"}', "must hold UTF-8 text, got the byte 0xff"),
         (b'{"\xff": 1}', "must hold UTF-8 text, got the byte 0xff"),
-        (b'{"a": ' + 5_000 * b"[" + 5_000 * b"]" + b"}", "more than 100 nested levels"),
-        (b'{"a": ' + 200 * b"[" + 200 * b"]" + b"}", "more than 100 nested levels"),
+        (b'{"a": ' + 5_000 * b"[" + 5_000 * b"]" + b"}", "maximum recursion depth exceeded"),
         (b'{"a": "\\ud800"}', "half of a surrogate pair"),
         (b'{"a": ' + 5_000 * b"9" + b"}", "integer string conversion"),
     ],
@@ -49,16 +49,12 @@ def test_faulty_lines(tmp_path, bad, says):
 
 
 def test_files_without_rows(tmp_path):
-    """An empty file, and one without line breaks, are errors that name the file."""
+    """An empty file, and a missing one, are errors that name the file."""
     (tmp_path / "a").write_bytes(b"\n\n")
     with pytest.raises(
         ValueError, match=r"must hold one JSON object per line, got no line in .*/a$"
     ):
         check_json_lines("path", [str(tmp_path / "a")])
-    with pytest.raises(
-        ValueError, match=r"lines of at most 64 MiB, got a longer one at /dev/zero:1$"
-    ):
-        list(read_lines("path", ["/dev/zero"]))
     with pytest.raises(ValueError, match=r"`path` must name readable files, got '.*none'"):
         list(read_lines("path", [str(tmp_path / "none")]))
 
@@ -82,7 +78,8 @@ def test_the_limit_of_a_field_is_restored(tmp_path):
     """Reading a table leaves Python's own limit of a field's length as it was."""
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     limit = csv.field_size_limit()
-    rows = table_rows("path", str(tmp_path / "a.csv"), ",")
+    file = str(tmp_path / "a.csv")
+    rows = table_rows("path", file, ",")
 
-    assert [(row.number, row.fields) for row in rows] == [(1, ["a", "b"]), (2, ["1", "2"])]
+    assert list(rows) == [(f"{file}:1", ["a", "b"]), (f"{file}:2", ["1", "2"])]
     assert csv.field_size_limit() == limit
