@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import datasets
-from datasets import Dataset, Features, load_dataset
+from datasets import Dataset, Features, Value, load_dataset
 from datasets.exceptions import DatasetsError
 
 from mfwrap.recipes.data.fields import ColumnTypes
@@ -19,12 +19,13 @@ from mfwrap.recipes.data.lines import (
     checked_table,
     lacking_column,
     read_lines,
-    read_text,
     table_rows,
 )
 from mfwrap.recipes.data.source import ColumnUse, DataSource, Rows
 
 Files = str | list[str]
+
+_TEXT = Features({"text": Value("string")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,11 +233,18 @@ class TextSource(FilesSource):
         return self._rows(self._texts)
 
     def _texts(self, name: str, files: Sequence[str]) -> Dataset:
-        if self.rows_are == "lines":
-            texts = [line.rstrip("\r\n") for _, line in read_lines(name, files)]
-        else:
-            texts = [read_text(name, file) for file in files]
-        return Dataset.from_dict({"text": texts})
+        kind = {"lines": "line", "files": "document"}[self.rows_are]
+        options = {"features": _TEXT, "encoding": "utf-8-sig", "sample_by": kind}
+        try:
+            rows = load_files(name, files, "text", **options)
+        except ValueError:
+            # A line that is not UTF-8 raises an error that names it. Files without lines are empty.
+            if sum(1 for _ in read_lines(name, files)):
+                raise
+            return Dataset.from_dict({"text": []}, _TEXT)
+        if self.rows_are == "files":
+            return rows
+        return rows.filter(lambda text: bool(text.strip()), input_columns="text")
 
 
 def load_files(name: str, files: Sequence[str], builder: str, **options: Any) -> Dataset:

@@ -38,20 +38,6 @@ def read_lines(setting: str, files: Iterable[str]) -> Lines:
         yield from ((place, line) for place, line in _all_lines(setting, file) if line.strip())
 
 
-def read_text(setting: str, file: str) -> str:
-    """Return the whole text of a file.
-
-    Args:
-        setting: See `read_lines`.
-        file: Path of the file.
-
-    Raises:
-        ValueError: See `read_lines`.
-    """
-    text = "".join(line for _, line in _all_lines(setting, file))
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
 def check_json_lines(setting: str, files: Collection[str]) -> None:
     """Check that each line of JSON Lines files is a JSON object, and that there is one.
 
@@ -99,7 +85,7 @@ def check_json(setting: str, files: Iterable[str], key: str | None) -> None:
     wanted = f"`{setting}` must hold a list of objects"
     wanted = wanted if key is None else f"{wanted} under the key {key!r}"
     for file in files:
-        text = read_text(setting, file)
+        text = "".join(line for _, line in _all_lines(setting, file))
         try:
             content = json.loads(text)
         except (RecursionError, ValueError) as error:

@@ -32,6 +32,35 @@ def test_text_files(tmp_path, monkeypatch):
     assert files.train["text"][:] == ["one\ntwo\nthree\n"]
 
 
+@pytest.mark.parametrize("rows_are", ["lines", "files"])
+def test_lines_of_any_system(tmp_path, rows_are):
+    """Blank lines and a byte order mark are left out; line breaks of any system are the same."""
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\n  \t\ntwo\rthree")
+    section = {"type": "text", "path": str(file), "rows_are": rows_are, "eval_fraction": 0}
+    found = recipe_of("causal_lm", section).data.rows().train["text"][:]
+
+    lines = ["one", "two", "three"]
+    assert found == (lines if rows_are == "lines" else ["one\n\n  \t\ntwo\nthree"])
+
+
+@pytest.mark.parametrize("rows_are", ["lines", "files"])
+def test_a_text_file_that_cannot_be_read(tmp_path, rows_are):
+    """A line that is not UTF-8 is named, and so is a damaged archive; an empty file has no row."""
+    file = tmp_path / "a.txt"
+    section = {"type": "text", "path": str(file), "rows_are": rows_are}
+    file.write_bytes(b"one\n\n\xff\n")
+    with pytest.raises(RecipeError, match=rf"UTF-8 text, got the byte 0xff at {file}:3$"):
+        build_trainer(recipe_of("causal_lm", section))
+    file.with_suffix(".txt.gz").write_bytes(gzip.compress(b"one\ntwo\n")[:-4])
+    with pytest.raises(RecipeError, match=rf"must name readable files, got '{file}.gz': "):
+        build_trainer(recipe_of("causal_lm", section | {"path": f"{file}.gz"}))
+    file.write_bytes(b"")
+    if rows_are == "lines":
+        with pytest.raises(RecipeError, match="data: must have training rows, got none"):
+            build_trainer(recipe_of("causal_lm", section))
+
+
 @pytest.mark.parametrize(
     ("key", "bad"),
     [
