@@ -64,16 +64,17 @@ class FilesSource(DataSource):
         files = self.files()["eval_path" if held_out and self.eval_path is not None else "path"]
         return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} other files"
 
-    def load(self, builder: str) -> Rows:
+    def load(self, builder: str, **options: Any) -> Rows:
         """Read all files with the library `datasets`.
 
         Args:
             builder: Name of the library's builder, such as ``"parquet"``.
+            options: Options of the builder.
 
         Raises:
             ValueError: If the library cannot read the files. The message has its reason.
         """
-        return self._rows(lambda name, files: load_files(name, files, builder))
+        return self._rows(lambda name, files: load_files(name, files, builder, **options))
 
     def place(self, row: int, *, held_out: bool) -> str | None:
         name = "eval_path" if held_out else "path"
@@ -198,7 +199,7 @@ class JsonSource(FilesSource):
     def read(self) -> Rows:
         for name, files in self.files().items():
             check_json(name, files, self.field)
-        return self._rows(lambda name, files: load_files(name, files, "json", field=self.field))
+        return self.load("json", field=self.field)
 
 
 @final
