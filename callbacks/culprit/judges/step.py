@@ -173,6 +173,7 @@ class StepJudge:
         groups = [f"local_norm/{name}" for name in names]
         self._series = ("loss", "global_norm", *groups, *(f"update/{name}" for name in weights))
         self._windows = NamedWindow(device)
+        self._window = self._windows.use(self._series, self._priors)
         self._first_loss = torch.full((), torch.nan, device=device)
         self._highest_rate = torch.zeros((), device=device)
         self.rate_factor = 1.0
@@ -205,7 +206,7 @@ class StepJudge:
             applied: Whether the update was applied, shape ``()``, bool. A skipped step is scored,
                 but changes nothing of what is usual.
         """
-        window, device = self._windows.use(self._series, self._priors), self._first_loss.device
+        window, device = self._window, self._first_loss.device
         loss = on_device(loss.detach().float().mean(), device)
         unset = self._first_loss.isnan() & loss.isfinite() & (loss != 0)
         self._first_loss = torch.where(unset, loss.abs(), self._first_loss)
@@ -299,6 +300,7 @@ class StepJudge:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; a series whose name is not in the state starts empty."""
         self._windows.load_state_dict(state["window"])
+        self._window = self._windows.use(self._series, self._priors)
         self._first_loss.fill_(state["first_loss"])
         self._highest_rate.fill_(state["highest_rate"])
         counts = [state["zero_steps"].get(name, 0) for name in self.names]
