@@ -8,11 +8,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
+from mfwrap.average.swap import training_weights
 from mfwrap.callbacks.culprit.anomaly_log import KINDS
 from mfwrap.callbacks.shared.progress import global_batch_size
 from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
-from mfwrap.callbacks.shared.training_weights import monitors_training, reads_training
+from mfwrap.callbacks.shared.training_weights import monitors_training
 from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks
@@ -210,7 +211,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         """Receive the function that tells where the rows of a step are in the training data."""
         self._row_places = places
 
-    @reads_training
+    @training_weights()
     def values_to_log(self) -> dict[str, float]:
         """Return the newest reported step's metrics for trackers, keyed by tag.
 
@@ -265,7 +266,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._close()
         self._known = {}
 
-    @reads_training
+    @training_weights()
     def state(self) -> dict[str, Any]:
         """Return the state that a Trainer writes into its checkpoint.
 

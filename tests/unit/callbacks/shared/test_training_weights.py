@@ -3,7 +3,8 @@
 import torch
 
 from mfwrap import ExponentialMovingAverage
-from mfwrap.callbacks.shared.training_weights import monitors_training, reads_training
+from mfwrap.average.swap import training_weights
+from mfwrap.callbacks.shared.training_weights import monitors_training
 
 
 @monitors_training
@@ -17,7 +18,7 @@ class Reading:
         """Return the weight."""
         return self.weight.item()
 
-    @reads_training
+    @training_weights()
     def marked(self, *, factor):
         """Return the weight times a factor."""
         return self.weight.item() * factor
