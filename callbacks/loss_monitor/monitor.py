@@ -96,6 +96,7 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             )
         self._counted_flops = StepFlops() if settings.count_flops else None
         self._run: MonitoredRun | None = None
+        self._logger = logging.getLogger(__package__)
         self._warn_once = WarnOnce(__package__)
         self._num_losses_not_finite = 0
         self.saved_mean: SavedMean | None = None
@@ -249,6 +250,8 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         global_step: int,
         known: Mapping[str, Any],
     ) -> MonitoredRun:
+        if state.is_world_process_zero:
+            self._logger = run_logger(__package__)
         return MonitoredRun(
             self._settings,
             self._print,
@@ -277,11 +280,10 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             self._counted_flops.cancel()
 
     def _print(self, record: StepRecord) -> None:
-        logger = run_logger(__package__)
         # Formatting takes longer than everything else here, so skip it if the level hides it.
-        if logger.isEnabledFor(logging.INFO):
+        if self._logger.isEnabledFor(logging.INFO):
             for line in record_lines(record):
-                logger.info("%s", line)
+                self._logger.info("%s", line)
         if self._writer is not None:
             self._writer.write(record)
 
