@@ -123,8 +123,7 @@ class Judges:
         unknown = judged.summary.new_full((len(StateScores._fields),), torch.nan)
         is_first, self._is_first = self._is_first, False
         if self.states is not None and step % self._interval == 0:
-            sample = self.states.sample(step, optimizer)
-            unknown = on_device(sample.summary, unknown.device)
+            unknown = on_device(self.states.sample(step, optimizer), unknown.device)
             self._sample_updates()
             self._begin_travel()
         elif self.states is not None and is_first:

@@ -59,9 +59,6 @@ class StateSample(NamedTuple):
     norms: Tensor
     """Shape ``(K,)``, float32."""
 
-    summary: Tensor
-    """Shape ``(len(StateScores._fields),)``, float32."""
-
 
 class StateScores(NamedTuple):
     """The summary of a sample, on the host."""
@@ -94,12 +91,15 @@ class StateJudge:
         self.sample(step, None)
 
     @torch.no_grad()
-    def sample(self, step: int, optimizer: Any) -> StateSample:
+    def sample(self, step: int, optimizer: Any) -> Tensor:
         """Score the present norms, and then include them in what is usual.
 
         Args:
             step: Finished steps.
             optimizer: Optimizer with or without wrappers; ``None`` if unknown.
+
+        Returns:
+            The fields of `StateScores`, float32.
         """
         taken = self._measure(step, optimizer)
         before = self._samples[-1] if self._samples else taken
@@ -113,10 +113,8 @@ class StateJudge:
         # The moments of an optimizer rise and fall with the gradients. If they change by
         # themselves, the next update is an anomaly.
         of_network = sum(kind in {WEIGHT, BUFFER} for kind, _ in taken.tensors)
-        summary = torch.stack([_highest(scores[:of_network]), self._num_bad(taken, before)])
-        taken = taken._replace(summary=summary)
         self._samples.append(taken)
-        return taken
+        return torch.stack([_highest(scores[:of_network]), self._num_bad(taken, before)])
 
     def look(self, step: int, optimizer: Any) -> None:
         """Keep the present norms for a comparison, but leave them out of what is usual.
@@ -220,9 +218,7 @@ class StateJudge:
         for one in saved:
             norms = decoded(one["norms"], 1).reshape(-1).to(self._device)
             tensors = tuple((kind, name) for kind, name in one["tensors"])
-            self._samples.append(
-                StateSample(one["step"], tensors, tuple(one["sizes"]), norms, norms)
-            )
+            self._samples.append(StateSample(one["step"], tensors, tuple(one["sizes"]), norms))
         return bool(saved)
 
     @property
@@ -235,7 +231,7 @@ class StateJudge:
         shards = local_tensors([each.detach() for each in tensors.values()])
         norms = norms_of_each(shards, self._device) if shards else torch.zeros(0)
         sizes = tuple(shard.numel() for shard in shards)
-        return StateSample(step, tuple(tensors), sizes, norms, norms)
+        return StateSample(step, tuple(tensors), sizes, norms)
 
     def _exact_norms(self, sample: StateSample, optimizer: Any) -> list[float]:
         """Return the norms of a sample that was just taken; only non-finite tensors have no norm.

@@ -34,7 +34,7 @@ class Training:
             self.optimizer.zero_grad()
             if self.step % 10 == 0:
                 sample = self.judge.sample(self.step, self.optimizer)
-                found.append(StateScores(*sample.summary.tolist()))
+                found.append(StateScores(*sample.tolist()))
         return found
 
 
@@ -58,7 +58,7 @@ def test_a_tensor_that_changes_by_itself_is_named(kind):
     before = tensor.norm().item()
     tensor[(0,) * tensor.dim()] = 1e6
     (found,) = training.judge.risen(51, training.optimizer)
-    scores = StateScores(*training.judge.sample(51, training.optimizer).summary.tolist())
+    scores = StateScores(*training.judge.sample(51, training.optimizer).tolist())
 
     assert (found.kind, found.name) == (kind, name)
     assert found.norm_before == pytest.approx(before)
@@ -112,7 +112,7 @@ def test_what_becomes_non_finite_is_counted_once(value):
     training.run(20)
     training.network[0].weight.data[0, 0] = value
     found = training.judge.risen(21, training.optimizer)
-    counts = [training.judge.sample(21 + n, None).summary[1].item() for n in range(2)]
+    counts = [training.judge.sample(21 + n, None)[1].item() for n in range(2)]
 
     assert [(one.name, one.rise) for one in found] == [("0.weight", INF)]
     assert counts == [1, 0]
@@ -124,10 +124,10 @@ def test_a_rise_by_thousands_is_found_although_a_buffer_varies():
     variance = training.network[1].running_var
     for size in (1.0, 2.0, 4.0, 3.0, 5.0):
         variance.fill_(size)
-        score = StateScores(*training.judge.sample(0, None).summary.tolist()).highest
+        score = StateScores(*training.judge.sample(0, None).tolist()).highest
         assert not score > LIMIT
     variance.fill_(30_000.0)
-    assert StateScores(*training.judge.sample(0, None).summary.tolist()).highest > LIMIT
+    assert StateScores(*training.judge.sample(0, None).tolist()).highest > LIMIT
 
 
 def test_a_weight_is_compared_with_its_last_finite_norm():
@@ -157,7 +157,7 @@ def test_a_mask_may_hold_infinities():
     network = nn.Linear(2, 2)
     network.register_buffer("mask", torch.full((2, 2), -INF))
     judge = StateJudge(network)
-    assert judge.sample(10, None).summary[1].item() == 0
+    assert judge.sample(10, None)[1].item() == 0
     assert judge.risen(11) == []
 
 
@@ -191,8 +191,8 @@ def test_a_state_goes_on_after_a_resume():
     later = StateJudge(training.network, 100)
     later.load_state_dict(training.judge.state_dict())
     assert torch.equal(
-        later.sample(101, training.optimizer).summary,
-        training.judge.sample(101, training.optimizer).summary,
+        later.sample(101, training.optimizer),
+        training.judge.sample(101, training.optimizer),
     )
 
 
