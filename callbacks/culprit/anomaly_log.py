@@ -55,16 +55,6 @@ class GroupNorm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightNorm:
-    """Norm of a weight, recorded because it is non-finite or has risen."""
-
-    name: str
-    norm: float
-    norm_before: float
-    """Norm in the last sample of the weights before the step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StateNorm:
     """Norm of a tensor of the training state beside an earlier one."""
 
@@ -211,8 +201,9 @@ class Anomaly:
     """Number of groups whose norm is non-finite. In a spike: number of groups whose norm rose by
     the spike factor or more. If replicas differ: number of tensors that differ."""
 
-    weights: tuple[WeightNorm, ...] = ()
-    """Weights whose norm is non-finite or has risen, the worst first."""
+    weights: tuple[StateNorm, ...] = ()
+    """Weights whose norm is non-finite or has risen, the worst first. Their records have no
+    ``kind`` and no ``rise``."""
 
     states: tuple[StateNorm, ...] = ()
     """Optimizer states and buffers whose norm is non-finite, has risen, or has fallen (optimizer
@@ -245,7 +236,10 @@ class Anomaly:
 
     def as_record(self) -> dict[str, Any]:
         """Return the known fields, ready for JSON."""
-        return dataclasses.asdict(self, dict_factory=_known)
+        record = dataclasses.asdict(self, dict_factory=_known)
+        for weight in record.get("weights", ()):
+            del weight["kind"], weight["rise"]
+        return record
 
     def __str__(self) -> str:
         """Describe the anomaly in one line."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm, WeightNorm
+from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
 
 _HEADROOM = 64.0
@@ -79,23 +79,21 @@ class RankEvidence:
     """Names of the buffers that have become non-finite since the previous bad step."""
 
     @property
-    def weights(self) -> tuple[WeightNorm, ...]:
+    def weights(self) -> tuple[StateNorm, ...]:
         """Weights whose norm is non-finite or has risen, worst first; empty if most have.
 
         A change of most weights is a consequence of the fault, not its cause.
         """
-        risen = [each for each in self.states if each.kind == "weight"]
-        if len(risen) > max(1, self.num_weights // 2):
-            return ()
-        return tuple(
-            WeightNorm(name=one.name, norm=one.norm, norm_before=one.norm_before) for one in risen
-        )
+        return () if self.has_moved else self._risen_weights
 
     @property
     def has_moved(self) -> bool:
         """Whether most weights are non-finite or have risen."""
-        risen = [each for each in self.states if each.kind == "weight"]
-        return len(risen) > max(1, self.num_weights // 2)
+        return len(self._risen_weights) > max(1, self.num_weights // 2)
+
+    @property
+    def _risen_weights(self) -> tuple[StateNorm, ...]:
+        return tuple(each for each in self.states if each.kind == "weight")
 
     @property
     def bad_groups(self) -> list[int]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm, WeightNorm
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, outlier
 from mfwrap.callbacks.culprit.causes.forward import forward_cause, forward_finding
 from mfwrap.callbacks.culprit.causes.loss import (
@@ -77,16 +77,16 @@ def _grown_weight(evidence: CauseEvidence) -> Cause | None:
         return None
     weights = changed or weights
     what = f"{_change(weights[0])}, although no update explains it"
-    return _weight_changed(evidence.first_bad_step, what, weights[:1])
+    return _weight_changed(evidence.first_bad_step, what, [weights[0].name])
 
 
-def _weight_changed(step: int, what: str, names: Sequence[str | WeightNorm]) -> Cause:
+def _weight_changed(step: int, what: str, names: Sequence[str]) -> Cause:
     return Cause(
         "weight_changed",
         what,
         f"go back to a checkpoint from before step {step}; if no code of yours changes weights, "
         "suspect the memory",
-        tensors=tuple(one if isinstance(one, str) else one.name for one in names),
+        tensors=tuple(names),
         where="weight",
     )
 
@@ -346,10 +346,8 @@ def _is_ordinary(evidence: CauseEvidence) -> bool:
     return bool(ratios) and all(ratio < _ORDINARY_RATIO for ratio in ratios)
 
 
-def _change(state: StateNorm | WeightNorm) -> str:
-    what = "norm"
-    if isinstance(state, StateNorm) and state.kind != "weight":
-        what = f"norm of {state.kind}"
+def _change(state: StateNorm) -> str:
+    what = "norm" if state.kind == "weight" else f"norm of {state.kind}"
     return f"the {what} of {state.name} went from {state.norm_before:.4g} to {state.norm:.4g}"
 
 

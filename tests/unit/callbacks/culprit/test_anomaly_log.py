@@ -1,16 +1,17 @@
 """An anomaly is written as one line to the log and as one record to a file."""
 
+import dataclasses
 import math
 
 import pytest
 
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog, GroupNorm, WeightNorm
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog, GroupNorm, StateNorm
 from mfwrap.records.json_lines import read_json_lines
 
 GROUP = GroupNorm(name="a.0.weight", rank=1, norm=math.inf, usual_norm=0.5)
 NEW_GROUP = GroupNorm(name="a.0.weight", rank=1, norm=math.inf, usual_norm=math.nan)
-WEIGHT = WeightNorm(name="a.1.weight", norm=400.0, norm_before=2.5)
-NAN_WEIGHT = WeightNorm(name="a.1.weight", norm=math.nan, norm_before=2.5)
+WEIGHT = StateNorm(kind="weight", name="a.1.weight", norm=400.0, norm_before=2.5, rise=160.0)
+NAN_WEIGHT = dataclasses.replace(WEIGHT, norm=math.nan, rise=math.inf)
 
 LINES = {
     "group": (
