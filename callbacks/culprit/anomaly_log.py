@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.records.json_lines import rank_file
@@ -17,7 +17,27 @@ _MOST_SAMPLES = 2
 _MOST_BUFFERS = 2
 """Largest number of buffers in the log line."""
 
-KINDS = {
+Kind = Literal[
+    "loss_not_finite",
+    "gradient_not_finite",
+    "spike",
+    "loss_spike",
+    "local_norm_spike",
+    "zero_gradient",
+    "vanishing_gradient",
+    "update_spike",
+    "learning_rate_spike",
+    "state_spike",
+    "attention_logits",
+    "expert_load",
+    "update_growth",
+    "replicas_differ",
+]
+"""Kind of an anomaly, as it is recorded. A ``"spike"`` is one of the global norm,
+``"local_norm_spike"`` is one of a group's norm, and ``"state_spike"`` one of a weight, a buffer or
+an optimizer's state."""
+
+KINDS: Mapping[str, str] = {
     "loss_not_finite": "non-finite loss",
     "gradient_not_finite": "non-finite gradient",
     "spike": "gradient norm spike",
@@ -35,7 +55,7 @@ KINDS = {
 }
 """Kinds of anomalies, each with its name in the log."""
 
-NON_FINITE = frozenset({"loss_not_finite", "gradient_not_finite"})
+NON_FINITE: frozenset[Kind] = frozenset({"loss_not_finite", "gradient_not_finite"})
 """Kinds of anomalies with a non-finite number."""
 
 UNKNOWN_CAUSE = "unknown"
@@ -129,13 +149,7 @@ class Anomaly:
     """Findings about a step that went wrong. ``None`` and ``()`` mean unknown."""
 
     step: int
-    kind: str
-    """``"loss_not_finite"``, ``"gradient_not_finite"``, ``"spike"`` (of the global norm),
-    ``"loss_spike"``, ``"local_norm_spike"`` (of a group's norm), ``"zero_gradient"``,
-    ``"vanishing_gradient"``, ``"update_spike"``, ``"learning_rate_spike"``, ``"state_spike"`` (of a
-    weight, a buffer or an optimizer's state), ``"attention_logits"``, ``"expert_load"``,
-    ``"update_growth"`` or ``"replicas_differ"``."""
-
+    kind: Kind
     since: int | None = None
     """First step in which the fault may have begun, if it was looked for in some steps only."""
 

@@ -5,16 +5,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly, Kind
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
 _GAP = 3
 """Largest number of steps from a finite anomaly of an episode to the next one."""
 
-_CONSEQUENCES = frozenset({"state_spike", "attention_logits", "expert_load", "update_growth"})
+_CONSEQUENCES: frozenset[Kind] = frozenset(
+    {"state_spike", "attention_logits", "expert_load", "update_growth"}
+)
 """Kinds that a fault in a step before has as a consequence, some steps later."""
 
-_GROWING = frozenset({"attention_logits", "expert_load", "update_growth"})
+_GROWING: frozenset[Kind] = frozenset({"attention_logits", "expert_load", "update_growth"})
 """Kinds of which the last step of an episode tells more than the first."""
 
 _LONGEST_LEVEL = 64
@@ -32,7 +34,7 @@ class OpenEpisode:
     step: int
     """First step."""
 
-    kind: str
+    kind: Kind
     """Kind of the first anomaly."""
 
     is_shared: bool
@@ -139,7 +141,7 @@ class Episodes:
         self._state_interval = state_interval
         self._last: OpenEpisode | None = None
 
-    def goes_on(self, step: int, kind: str, *, is_shared: bool) -> bool:
+    def goes_on(self, step: int, kind: Kind, *, is_shared: bool) -> bool:
         """Tell whether an anomaly goes on with the last episode.
 
         Args:
@@ -207,7 +209,7 @@ class Episodes:
             episode.num_skipped += numbers.skipped
         return self.end() if episode.has_ended_before(numbers.step) else None
 
-    def _reach(self, kind: str) -> int:
+    def _reach(self, kind: Kind) -> int:
         """Return how long an episode waits for more: some things are looked at every few steps."""
         return self._state_interval if kind in _CONSEQUENCES else _GAP
 

@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from mfwrap import StepReport
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, Kind
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.episodes import Episodes
@@ -146,7 +146,7 @@ class CulpritFinder:
             return None
         return self._of_this_rank(kind, numbers, judgement)
 
-    def _is_first(self, kind: str, *, is_shared: bool) -> bool:
+    def _is_first(self, kind: Kind, *, is_shared: bool) -> bool:
         """Tell whether the last step begins an episode.
 
         Only the first of several bad steps is replayed: a diverged run would otherwise replay every
@@ -239,7 +239,7 @@ class CulpritFinder:
             **known,
         )
 
-    def _of_all_ranks(self, kind: str, numbers: StepNumbers, judgement: Judgement) -> Anomaly:
+    def _of_all_ranks(self, kind: Kind, numbers: StepNumbers, judgement: Judgement) -> Anomaly:
         """Return the anomaly that all ranks find together."""
         is_first = self._is_first(kind, is_shared=True)
         own = self._own_evidence(numbers, judgement, is_first=is_first)
@@ -247,7 +247,7 @@ class CulpritFinder:
         return self._finite(kind, numbers, judgement, gather_objects(own))
 
     def _of_this_rank(
-        self, kind: str, numbers: StepNumbers, judgement: Judgement
+        self, kind: Kind, numbers: StepNumbers, judgement: Judgement
     ) -> Anomaly | None:
         """Return an anomaly that the other ranks may not have found; starts no collective."""
         is_first = self._is_first(kind, is_shared=False)
@@ -257,7 +257,7 @@ class CulpritFinder:
         return self._finite(kind, numbers, judgement, [own])
 
     def _finite(
-        self, kind: str, numbers: StepNumbers, judgement: Judgement, ranks: Sequence[RankEvidence]
+        self, kind: Kind, numbers: StepNumbers, judgement: Judgement, ranks: Sequence[RankEvidence]
     ) -> Anomaly:
         rises = sorted(
             (
@@ -296,7 +296,7 @@ class CulpritFinder:
 
     def _anomaly(
         self,
-        kind: str,
+        kind: Kind,
         numbers: StepNumbers,
         judgement: Judgement,
         ranks: Sequence[RankEvidence],

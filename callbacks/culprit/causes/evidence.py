@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
@@ -54,9 +55,7 @@ class StepTrace(NamedTuple):
 class CauseEvidence:
     """What is known about an anomaly."""
 
-    kind: str
-    """Kind of the anomaly, see `Anomaly`."""
-
+    kind: Kind
     trace: Sequence[StepTrace]
     """The last steps, the one that went wrong at the end."""
 

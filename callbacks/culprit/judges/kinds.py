@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, final
 
+from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.causes.rate import LARGE_RATIO, RATE_RISE
 from mfwrap.callbacks.culprit.judges.growth import Growth, UpdateGrowth
 from mfwrap.callbacks.culprit.judges.judges import Scores
@@ -51,7 +52,7 @@ class StepKinds:
         if applied:
             self.growth = self._updates.add(scores.update_ratio, scores.learning_rate)
 
-    def shared(self, numbers: StepNumbers, scores: Scores) -> str | None:
+    def shared(self, numbers: StepNumbers, scores: Scores) -> Kind | None:
         """Return the kind of an anomaly that all ranks find together, if their states are equal.
 
         It depends on the global norms of this step and the steps before. They are the same on all
@@ -70,7 +71,7 @@ class StepKinds:
             return "spike"
         return None
 
-    def own(self, scores: Scores) -> str | None:
+    def own(self, scores: Scores) -> Kind | None:
         """Return the kind of an anomaly that other ranks may not have found.
 
         Early warnings come last, because what they warn of may be in the same step.
@@ -78,7 +79,7 @@ class StepKinds:
         step, state, forward = scores
         has_jumped = RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS
         has_changed = step.num_changed > 0 or state.highest > STATE_LIMIT or state.num_bad > 0
-        kinds = {
+        kinds: dict[Kind, bool] = {
             # Each rank has a schedule of its own.
             "learning_rate_spike": has_jumped,
             "state_spike": has_changed,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, Anomaly, BadRow
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, Anomaly, BadRow, Kind
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.rows import RowSearch, find_rows
@@ -13,7 +13,7 @@ from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import gather_objects, this_rank
 from mfwrap.records.skipped_rows import RowPlace, RowPlaces
 
-_OF_DATA = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
+_OF_DATA: frozenset[Kind] = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
 """Kinds of anomalies that a sample may have caused."""
 
 _NOT_OF_DATA = frozenset({"weight", "weights", "targets"})

@@ -2,10 +2,18 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog, GroupNorm, StateNorm
+from mfwrap.callbacks.culprit.anomaly_log import (
+    KINDS,
+    Anomaly,
+    AnomalyLog,
+    GroupNorm,
+    Kind,
+    StateNorm,
+)
 from mfwrap.records.json_lines import read_json_lines
 
 GROUP = GroupNorm(name="a.0.weight", rank=1, norm=math.inf, usual_norm=0.5)
@@ -270,6 +278,11 @@ LINES = {
         ),
     ),
 }
+
+
+def test_each_kind_has_a_name_in_the_log():
+    """No kind is without a name, and no name without a kind."""
+    assert get_args(Kind) == tuple(KINDS)
 
 
 @pytest.mark.parametrize(("fields", "line"), LINES.values(), ids=LINES)
