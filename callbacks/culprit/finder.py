@@ -5,9 +5,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
-from mfwrap import StepReport
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, Kind
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
@@ -77,35 +76,15 @@ class CulpritFinder:
         """Number of overflows so far that happened only because the loss scale was too high."""
         self.is_shared = False
         """Whether all ranks have judged the last step together."""
-        self._judges = Judges(network, state_interval, step)
-        self.forward_judge = self._judges.forward
-        """Judges attention logits and the load of experts."""
-        self._gatherer = EvidenceGatherer(network, self._judges.states, recorder)
+        self.judges = Judges(network, state_interval, step)
+        """Look at each step, on the device."""
+        self._gatherer = EvidenceGatherer(network, self.judges.states, recorder)
         self._layers = LayerNames(network)
         self._spike_factor = spike_factor
         self._limit = limit
         self._state_interval = state_interval
         self._trace: deque[StepTrace] = deque(maxlen=max(_TRACE, state_interval))
         self._kinds = StepKinds(spike_factor)
-
-    def begin_step(self) -> None:
-        """Tell changes of the weights before a step from its update, without synchronizing."""
-        self._judges.begin_step()
-
-    def end_step(
-        self,
-        step: int,
-        output: Any,
-        report: StepReport | None,
-        applied: Tensor | None,
-        optimizer: Any = None,
-        *,
-        measures_updates: bool = True,
-    ) -> Judgement:
-        """Judge a step on the device, without host-device synchronization; see `Judges`."""
-        return self._judges.end_step(
-            step, output, report, applied, optimizer, measures_updates=measures_updates
-        )
 
     def judge(
         self,
@@ -122,7 +101,7 @@ class CulpritFinder:
 
         Args:
             numbers: Loss, norm and other numbers of the step, on the host.
-            judgement: What `end_step` returned for the step.
+            judgement: What ``judges.end_step`` returned for the step.
             scores: Its summary, on the host.
             weights_have_moved: Whether a later update has already changed the weights.
         """
@@ -394,7 +373,7 @@ class CulpritFinder:
 
         Call it on every rank.
         """
-        self._judges.gather()
+        self.judges.gather()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is usual, `num_scale_overflows` and the last episode, ready for JSON.
@@ -403,7 +382,7 @@ class CulpritFinder:
         is usual on all ranks, otherwise only on this rank.
         """
         return {
-            "judges": self._judges.state_dict(),
+            "judges": self.judges.state_dict(),
             "num_scale_overflows": self.num_scale_overflows,
             "kinds": self._kinds.state_dict(),
             "episode": self.episodes.state_dict(),
@@ -416,7 +395,7 @@ class CulpritFinder:
         """
         self.num_scale_overflows = state["num_scale_overflows"]
         if "judges" in state:
-            self._judges.load_state_dict(state["judges"])
+            self.judges.load_state_dict(state["judges"])
             if "kinds" in state:
                 self._kinds.load_state_dict(state["kinds"])
             self.episodes.load_state_dict(state["episode"])

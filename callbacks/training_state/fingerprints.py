@@ -18,7 +18,6 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.replay.recorder import RandomState
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import PackedValues, pack, skip_flag
-from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.compatibility.torch import matmul_precision
 from mfwrap.optimizers.chained import parts_of
@@ -30,7 +29,7 @@ from mfwrap.records.fingerprints import (
     encoded_floats,
     joined,
 )
-from mfwrap.records.json_lines import JsonLines, rank_file
+from mfwrap.records.json_lines import rank_file
 from mfwrap.records.run_files import open_records
 from mfwrap.tensors.fingerprints import (
     NUM_VALUES,
@@ -87,11 +86,11 @@ class FingerprintRecorder:
     are written at the next `flush`.
 
     Args:
-        settings: Settings of the monitor. Without ``fingerprints``, nothing is recorded.
         args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
-        folder: Run folder; ``None`` records nothing.
+        folder: Run folder.
         finished: Steps finished before this training, as the loop counts and as the records count.
         model: Network, with its wrappers; ``None`` if unknown, which leaves the inputs out.
+        interval: Steps from one record to the next.
         is_compiled: Whether the network is compiled. Its inputs are then left out, because a hook
             would change the compiled code.
 
@@ -101,17 +100,18 @@ class FingerprintRecorder:
 
     def __init__(
         self,
-        settings: TrainingStateSettings,
         args: TrainingArguments | None,
-        folder: Path | None,
+        folder: Path,
         finished: tuple[int, int],
         model: nn.Module | None,
-        is_compiled: bool,  # noqa: FBT001  (one caller)
+        *,
+        interval: int,
+        is_compiled: bool,
     ) -> None:
         global_step, first_step = finished
         self._offset = first_step - global_step
-        self._interval = settings.step_interval
-        self._lines: JsonLines | None = None
+        self._interval = interval
+        self._lines = open_records(rank_file(folder, NAME, this_rank()), first_step)
         self._reads: DeferredReads | None = None
         self._facts = _facts(args, model)
         self._random: dict[str, str] = {}
@@ -122,9 +122,7 @@ class FingerprintRecorder:
         self._is_watching = False
         self._network = None if model is None else unwrapped_network(model)
         self._handle: RemovableHandle | None = None
-        if settings.fingerprints and folder is not None:
-            self._lines = open_records(rank_file(folder, NAME, this_rank()), first_step)
-            self._begin(first_step, is_compiled=is_compiled)
+        self._begin(first_step, is_compiled=is_compiled)
 
     def _begin(self, first_step: int, *, is_compiled: bool) -> None:
         """Watch the inputs, and record the weights before the first step."""
@@ -143,7 +141,7 @@ class FingerprintRecorder:
             self._submit(_fingerprints(list(parameters.values())).reshape(-1), write)
 
     def _is_due(self, global_step: int) -> bool:
-        return self._lines is not None and global_step % self._interval == 0
+        return global_step % self._interval == 0
 
     def begin_step(self, global_step: int, optimizer: Any = None) -> None:
         """Record the states of the random number generators, and the inputs from now on.
@@ -275,11 +273,7 @@ class FingerprintRecorder:
     ) -> None:
         weights = encoded(_read(host_values))
         record = {"step": step, "run": self._facts, "tensors": dict(shares), "weights": weights}
-        self._append(record)
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        if self._lines is not None:
-            self._lines.append(record)
+        self._lines.append(record)
 
     def _write(self, step: _Step, host_values: Sequence[float]) -> None:
         values = iter(host_values)
@@ -300,7 +294,7 @@ class FingerprintRecorder:
             record["local_norms"] = encoded_floats(list(islice(values, len(step.norm_names))))
         packed = step.packed
         record["numbers"] = {} if packed is None else packed.unpack(list(values)).to_record()
-        self._append(record)
+        self._lines.append(record)
 
 
 def _inputs_of(micro_batch: _MicroBatch, values: Iterator[float]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.callbacks.culprit.judges.updates import Change
+from mfwrap.callbacks.culprit.judges.step import JudgedStep
 from mfwrap.callbacks.training_state.expert_load import drop_rate, imbalance
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers
 from mfwrap.callbacks.training_state.settings import (
@@ -57,10 +57,6 @@ class StateMetrics:
         self._patterns = [re.compile(pattern) for pattern in settings.target or ()]
         self._selected: dict[tuple[str, ...], tuple[list[int], Tensor | None]] = {}
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a step is reported. Stable ranks have their own interval."""
-        return step % self._settings.step_interval == 0
-
     def of_step(
         self,
         step: int,
@@ -71,8 +67,9 @@ class StateMetrics:
         forward: ForwardNumbers | None = None,
         *,
         noise_scale: Tensor | None = None,
+        judged: JudgedStep | None = None,
     ) -> PackedMetrics:
-        """Return the metrics of one step.
+        """Return the metrics of one step, if it is reported. Stable ranks have their own interval.
 
         Args:
             step: Number of the step.
@@ -83,9 +80,12 @@ class StateMetrics:
                 unknown.
             forward: Numbers from the forward passes of the step; ``None`` if they were not watched.
             noise_scale: Gradient noise scale, shape ``()``; ``None`` if none is due.
+            judged: Judgement of the step, with the updates of the weights; ``None`` if it was not
+                judged.
         """
         found = _Numbers()
-        if self.is_due(step):
+        is_due = step % self._settings.step_interval == 0
+        if is_due:
             self._add_output(found, output, tuple(norm_names))
             if model is not None:
                 self._add_states(found, model, optimizer)
@@ -97,30 +97,9 @@ class StateMetrics:
         if model is not None and stable_rank.format and step % stable_rank.step_interval == 0:
             tags, values = tagged_spectra(trainable(model), stable_rank)
             found.add(tags, stable_rank.format, *values)
+        if judged is not None and is_due:
+            self._add_update_ratios(found, judged)
         return found.packed()
-
-    def with_update_ratios(
-        self, packed: PackedMetrics, step: int, change: tuple[tuple[str, ...], Change] | None
-    ) -> PackedMetrics:
-        """Return the metrics of a step together with the update ratios, if they are reported.
-
-        Args:
-            packed: Metrics of the step.
-            step: Number of the step.
-            change: Names of weights, and their change; ``None`` if it was not measured.
-        """
-        formats = self._settings.update_ratio_format
-        if not formats or change is None or not self.is_due(step):
-            return packed
-        names, (update, weight, _) = change
-        values = update / weight
-        numbers, index = self._selection(names, values.device)
-        metrics = tuple(StateMetric(f"update_ratio/{names[i]}", tuple(formats)) for i in numbers)
-        if index is not None:
-            values = values.index_select(0, index)
-        if packed.values is not None:
-            values = torch.cat([packed.values, on_device(values, packed.values.device)])
-        return PackedMetrics(packed.metrics + metrics, values)
 
     def _is_target(self, name: str) -> bool:
         """Return whether a parameter, or a group of parameters, is reported."""
@@ -189,6 +168,15 @@ class StateMetrics:
                 tags = [f"{tag}/{name}" for name in states]
                 norms = tensor_norms(list(states.values()))
                 found.add(tags, self._settings.optimizer_state_format, norms)
+
+    def _add_update_ratios(self, found: "_Numbers", judged: JudgedStep) -> None:
+        formats, change = self._settings.update_ratio_format, judged.change
+        if not formats or change is None:
+            return
+        values = change.update / change.weight
+        numbers, index = self._selection(judged.weights, values.device)
+        tags = [f"update_ratio/{judged.weights[i]}" for i in numbers]
+        found.add(tags, formats, values if index is None else values.index_select(0, index))
 
     def _add_forward(self, found: "_Numbers", forward: ForwardNumbers) -> None:
         settings = self._settings

@@ -110,8 +110,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run = self._begin(args, state, state.global_step, known)
         attachment = getattr(known.get("optimizer"), "attachment", None)
         self._scale_before = attachment and attachment.step.loss_scale.value.clone()
-        self._run.begin_step(state.global_step + 1)
-        self._run.fingerprints.begin_step(state.global_step + 1, known.get("optimizer"))
+        self._run.begin_step(state.global_step + 1, known.get("optimizer"))
         self._run.clock.restart()
 
     def on_pre_optimizer_step(
@@ -121,9 +120,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         known |= self._known | _not_none(known)
         del args
         if self._run is not None:
-            self._run.fingerprints.end_forward()
-            self._flush()
-            self._run.fingerprints.before_update(state.global_step + 1, known.get("model"))
+            self._run.before_update(state.global_step + 1, known.get("model"))
 
     def write(self, *, waits: bool) -> None:
         """Write the metrics of the previous step early; it is judged where it always is.
@@ -155,7 +152,6 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run = self._begin(args, state, state.global_step - 1, known)
         if step_output is None and step_report is not None:
             step_output = step_report.output
-        self._run.fingerprints.end_forward()
         scale_before, self._scale_before = self._scale_before, None
         self._run.end_step(
             state.global_step,
@@ -164,9 +160,6 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             scale_before=scale_before,
             model=known.get("model"),
             optimizer=known.get("optimizer"),
-        )
-        self._run.fingerprints.end_step(
-            state.global_step, known.get("model"), step_output, step_report
         )
         for text in _missing_values(self._settings, step_output, step_report, known):
             self._warn_once(f"TrainingStateMonitor cannot show {text}")

@@ -36,7 +36,7 @@ from mfwrap.callbacks.training_state.culprit_finder import (
 )
 from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
-from mfwrap.callbacks.training_state.metrics import StateMetric, StateMetrics
+from mfwrap.callbacks.training_state.metrics import PackedMetrics, StateMetric, StateMetrics
 from mfwrap.callbacks.training_state.noise_scale import new_noise_scale
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.callbacks.training_state.writers import metric_writers
@@ -128,19 +128,27 @@ class TrainingStateRun:
             settings, args, folder, is_main=is_main, first_step=first_step
         )
         self._samples_per_process = global_batch_size(settings, state, args) / num_ranks()
-        self._metrics = StateMetrics(settings)
+        self._metrics = StateMetrics(settings) if settings.formats else None
         self._noise_scale = new_noise_scale(settings, global_batch_size(settings, state, args))
+        compiled = is_compiled(model, args)
         self._watches = forward_watches(
             settings,
             None if model is None else unwrapped_network(model),
-            is_compiled=is_compiled(model, args),
-            judge=None if self.finder is None else self.finder.forward_judge,
+            is_compiled=compiled,
+            judge=None if self.finder is None else self.finder.judges.forward,
         )
         self._is_watched = False
         self._samples = new_sample_search(settings, self.finder, tokenizer, row_places)
-        self.fingerprints = FingerprintRecorder(
-            settings, args, folder, (global_step, first_step), model, is_compiled(model, args)
-        )
+        self._fingerprints: FingerprintRecorder | None = None
+        if settings.fingerprints and folder is not None:
+            self._fingerprints = FingerprintRecorder(
+                args,
+                folder,
+                (global_step, first_step),
+                model,
+                interval=settings.step_interval,
+                is_compiled=compiled,
+            )
         self._log = EpisodeLog(
             Episodes(settings.state_interval) if self.finder is None else self.finder.episodes,
             folder,
@@ -163,17 +171,33 @@ class TrainingStateRun:
         self._unjudged: deque[tuple[StepNumbers, Judgement | None, Sequence[float]]] = deque()
         self._last_scale: float | None = None
 
-    def begin_step(self, global_step: int) -> None:
+    def begin_step(self, global_step: int, optimizer: Any = None) -> None:
         """Watch the forward passes of a step, if its metrics are reported.
 
         Args:
             global_step: Number of this step: the finished steps plus one.
+            optimizer: Optimizer, with or without wrappers; ``None`` if unknown.
         """
-        self._is_watched = self._watches is not None and self._metrics.is_due(global_step)
+        self._is_watched = self._watches is not None and self._is_due(global_step)
         if self._watches is not None and self._is_watched:
             self._watches.begin()
         if self.finder is not None:
-            self.finder.begin_step()
+            self.finder.judges.begin_step()
+        if self._fingerprints is not None:
+            self._fingerprints.begin_step(global_step, optimizer)
+
+    def before_update(self, global_step: int, model: nn.Module | None) -> None:
+        """Write and judge the previous step, before this step's update changes the weights.
+
+        Args:
+            global_step: Number of this step: the finished steps plus one.
+            model: Network, with or without wrappers; ``None`` if unknown.
+        """
+        if self._fingerprints is not None:
+            self._fingerprints.end_forward()
+        self.flush()
+        if self._fingerprints is not None:
+            self._fingerprints.before_update(global_step, model)
 
     def end_step(
         self,
@@ -196,6 +220,8 @@ class TrainingStateRun:
             optimizer: Optimizer whose state is measured, with or without wrappers; ``None`` if
                 unknown.
         """
+        if self._fingerprints is not None:
+            self._fingerprints.end_forward()
         # Pending values belong to the previous step. This step's update has changed the weights
         # since, so the previous step cannot be replayed exactly.
         self.flush(weights_have_moved=True)
@@ -203,19 +229,7 @@ class TrainingStateRun:
             self.finder.recorder.end_step()
         self.clock.end_step()
         self.last_step = global_step
-        names = () if report is None else report.local_norm_names
-        noise_scale = None
-        if self._noise_scale is not None and report is not None:
-            noise_scale = self._noise_scale.end_step(global_step, report)
-        shown = self._metrics.of_step(
-            global_step,
-            output,
-            names,
-            model,
-            optimizer,
-            self._forward_numbers(),
-            noise_scale=noise_scale,
-        )
+        forward = self._forward_numbers()
         skipped = skip_flag(output, report)
         judgement = None
         packed = None
@@ -229,17 +243,35 @@ class TrainingStateRun:
             )
             if self.finder is not None:
                 applied = None if skipped is None else ~skipped
-                judgement = self.finder.end_step(global_step, output, report, applied, optimizer)
-                shown = self._metrics.with_update_ratios(shown, global_step, judgement.change)
+                judgement = self.finder.judges.end_step(
+                    global_step, output, report, applied, optimizer
+                )
+        shown = PackedMetrics((), None)
+        if self._metrics is not None:
+            noise_scale = None
+            if self._noise_scale is not None and report is not None:
+                noise_scale = self._noise_scale.end_step(global_step, report)
+            shown = self._metrics.of_step(
+                global_step,
+                output,
+                () if report is None else report.local_norm_names,
+                model,
+                optimizer,
+                forward,
+                noise_scale=noise_scale,
+                judged=None if judgement is None else judgement.step,
+            )
         step = _Step(
             number=global_step,
             position=self._length.position(global_step),
             packed=packed,
             metrics=shown.metrics,
-            linearity=self._linearity() if self._metrics.is_due(global_step) else None,
+            linearity=self._linearity() if self._is_due(global_step) else None,
             judgement=judgement,
         )
         self._submit(step, shown.values)
+        if self._fingerprints is not None:
+            self._fingerprints.end_step(global_step, model, output, report)
 
     def flush(self, *, weights_have_moved: bool = False) -> None:
         """Wait for the pending values of the last step, write them, and judge the step.
@@ -251,7 +283,8 @@ class TrainingStateRun:
             RuntimeError: If `SpikeGuard.check` raises it.
             ValueError: If `check_finite` or `SpikeCount.check` raises it.
         """
-        self.fingerprints.flush()  # first, because judging a step may raise
+        if self._fingerprints is not None:
+            self._fingerprints.flush()  # first, because judging a step may raise
         self.write(waits=True)
         while self._unjudged:
             self._judge(*self._unjudged.popleft(), weights_have_moved=weights_have_moved)
@@ -302,7 +335,7 @@ class TrainingStateRun:
         if self.finder is not None:
             rate = _tensor(values.learning_rate)
             logged = _Logged(torch.tensor(values.loss), _tensor(norm), rate)
-            judgement = self.finder.end_step(
+            judgement = self.finder.judges.end_step(
                 global_step, logged, None, torch.tensor(not overflow), measures_updates=False
             )
         # The loop logs after the update, and does not say whether the update was skipped.
@@ -342,11 +375,15 @@ class TrainingStateRun:
         """Close all files, and remove all hooks from the network."""
         self._log.close()
         self.writers.close()
-        self.fingerprints.close()
+        if self._fingerprints is not None:
+            self._fingerprints.close()
         if self._watches is not None:
             self._watches.close()
         if self.finder is not None and self.finder.recorder is not None:
             self.finder.recorder.close()
+
+    def _is_due(self, global_step: int) -> bool:
+        return global_step % self._settings.step_interval == 0
 
     def _forward_numbers(self) -> ForwardNumbers | None:
         watched, self._is_watched = self._is_watched, False

@@ -11,7 +11,7 @@ from mfwrap import StepReport
 from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores, JudgedForward
 from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
-from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample
+from mfwrap.callbacks.culprit.judges.updates import UpdateSample
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import trainable
@@ -45,9 +45,6 @@ class Judgement(NamedTuple):
 
     forward: JudgedForward | None = None
     """Judgement of the last forwards that were watched."""
-
-    change: tuple[tuple[str, ...], Change] | None = None
-    """Names of the weights, and their change in the step; ``None`` if it was not measured."""
 
 
 @final
@@ -110,7 +107,6 @@ class Judges:
         change = None
         if self._updates is not None and measures_updates:
             change = self._updates.measure()
-        weights = self._names
         judge.rate_factor = 1.0 if report is None else report.learning_rate_factor
         judged = judge.judge(
             loss,
@@ -136,8 +132,7 @@ class Judges:
             forward = judged.summary.new_full((len(ForwardScores._fields),), torch.nan)
         forward = on_device(forward, judged.summary.device)
         summary = torch.cat([judged.summary, unknown, forward])
-        changed = None if change is None else (weights, change)
-        return Judgement(judged, summary, optimizer, self.forward.last, changed)
+        return Judgement(judged, summary, optimizer, self.forward.last)
 
     def _sample_updates(self) -> None:
         """Follow the weights, if others are trained now or if they have moved to other memory."""

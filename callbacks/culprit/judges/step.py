@@ -58,17 +58,11 @@ class JudgedStep(NamedTuple):
     weights: tuple[str, ...] = ()
     """Names of the weights whose updates are measured."""
 
-    update: Tensor | None = None
-    """Root mean square of each weight's update, shape ``(P,)``, float32."""
-
-    weight: Tensor | None = None
-    """Root mean square of each weight before the update, shape ``(P,)``, float32."""
+    change: Change | None = None
+    """Changes of these weights; ``None`` if they were not measured."""
 
     update_scores: Tensor | None = None
     """Scores of the updates divided by the learning rate, shape ``(P,)``, float32."""
-
-    outside: Tensor | None = None
-    """Root mean square of each weight's change before the step, shape ``(P,)``, float32."""
 
     travel: Tensor | None = None
     """Sum of the root mean squares of each weight's updates that were no anomalies, since the last
@@ -77,9 +71,9 @@ class JudgedStep(NamedTuple):
 
     def changed(self) -> tuple[str, ...]:
         """Return the weights that have changed between two steps; synchronizes."""
-        if self.outside is None:
+        if self.change is None or self.change.outside is None:
             return ()
-        changes = self.outside.tolist()
+        changes = self.change.outside.tolist()
         return tuple(n for n, size in zip(self.weights, changes, strict=True) if size != 0)
 
     def travelled(self) -> dict[str, float]:
@@ -96,10 +90,10 @@ class JudgedStep(NamedTuple):
 
     def moved(self) -> tuple[str, ...]:
         """Return the weights whose update is an anomaly, the worst first; synchronizes."""
-        if self.update is None or self.update_scores is None or self.weight is None:
+        if self.change is None or self.update_scores is None:
             return ()
         # A weight that cannot be sampled has neither a size nor an update.
-        columns = (self.weights, self.update_scores, self.update, self.weight)
+        columns = (self.weights, self.update_scores, self.change.update, self.change.weight)
         listed = (column if isinstance(column, tuple) else column.tolist() for column in columns)
         found = [
             (score if math.isfinite(update) else math.inf, name)
@@ -263,10 +257,8 @@ class StepJudge:
             local_norm_scores=group_scores if local_norm is not None else None,
             zero_steps=self._zero_steps,
             weights=self.weights if change is not None else (),
-            update=None if change is None else change.update,
-            weight=None if change is None else change.weight,
+            change=change,
             update_scores=None if change is None else update_scores,
-            outside=None if change is None else change.outside,
             travel=None if change is None else self._travel,
         )
 

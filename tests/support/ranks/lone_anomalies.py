@@ -64,11 +64,11 @@ class _Judged:
 
     def judge(self, scores: Scores, **values: Any) -> Anomaly | None:
         self._step += 1
-        self.finder.begin_step()
+        self.finder.judges.begin_step()
         known = {"loss": 1.0, "overflow": False, "global_norm": 1.0, "skipped": False, **values}
         known = {"loss_scale": None, "consecutive_skips": 0, **known}
         output = SimpleNamespace(loss=torch.tensor(1.0), global_norm=torch.tensor(1.0))
-        judgement = self.finder.end_step(self._step, output, None, None)
+        judgement = self.finder.judges.end_step(self._step, output, None, None)
         numbers = StepNumbers(step=self._step, **known)
         return self.finder.judge(numbers, judgement, scores, weights_have_moved=False)
 

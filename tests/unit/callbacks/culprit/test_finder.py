@@ -41,7 +41,7 @@ def judged(finder, step=1, *, names=(), norms=None, moved=False, **values) -> An
     report = types.SimpleNamespace(
         local_norm_names=names, learning_rates=torch.zeros(0), learning_rate_factor=1.0
     )
-    judgement = finder.end_step(step, output, report, applied)
+    judgement = finder.judges.end_step(step, output, report, applied)
     numbers = StepNumbers(
         step=step, **{"loss_scale": None, "consecutive_skips": int(known["skipped"]), **known}
     )
@@ -341,7 +341,7 @@ def test_a_rate_that_is_too_high_from_the_first_update_on(rate, is_found):
     optimizer = torch.optim.AdamW(network.parameters(), rate)
     found = []
     for step in (1, 2):
-        finder.begin_step()
+        finder.judges.begin_step()
         network(torch.randn(16, 64)).square().mean().backward()
         optimizer.step()
         found.append(judged(finder, step))

@@ -10,7 +10,6 @@ from transformers import TrainerControl, TrainerState
 from mfwrap import MFTrainOneStepCell, Model, TrainOneStepCell, WithLossCell
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
-from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.records.fingerprints import Fingerprint, read_fingerprints
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.tensors.fingerprints import bitwise_hashes, fingerprints
@@ -33,8 +32,7 @@ class Network(nn.Module):
 
 def recorder_of(folder, model, *, is_compiled):
     """Return a recorder of all steps."""
-    settings = TrainingStateSettings(fingerprints=True)
-    return FingerprintRecorder(settings, None, folder, (0, 0), model, is_compiled)
+    return FingerprintRecorder(None, folder, (0, 0), model, interval=1, is_compiled=is_compiled)
 
 
 @pytest.fixture

@@ -58,8 +58,8 @@ def test_updates_are_measured_unless_several_may_have_passed():
     network.weight.data.add_(1.0)
     logged = judges.end_step(1, torch.ones(()), None, None, measures_updates=False)
     measured = judges.end_step(2, torch.ones(()), None, None)
-    assert (logged.step.update, logged.step.weights) == (None, ())
-    assert measured.step.update.tolist() == [1.0, 0.0]
+    assert (logged.step.change, logged.step.weights) == (None, ())
+    assert measured.step.change.update.tolist() == [1.0, 0.0]
 
 
 def test_updates_add_up_from_one_sample_to_the_next():
@@ -112,7 +112,7 @@ def test_a_change_before_the_step_is_no_update():
     network.weight.data.add_(1.0)
     judges.begin_step()
     judged = judges.end_step(1, torch.ones(()), None, None).step
-    assert (judged.update.tolist(), judged.outside.tolist()) == ([0, 0], [1, 0])
+    assert (judged.change.update.tolist(), judged.change.outside.tolist()) == ([0, 0], [1, 0])
     assert judged.changed() == ("weight",)
 
 
