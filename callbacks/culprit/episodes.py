@@ -139,7 +139,8 @@ class Episodes:
 
     def __init__(self, state_interval: int) -> None:
         self._state_interval = state_interval
-        self._last: OpenEpisode | None = None
+        self.last: OpenEpisode | None = None
+        """The last episode, which may be over."""
 
     def goes_on(self, step: int, kind: Kind, *, is_shared: bool) -> bool:
         """Tell whether an anomaly goes on with the last episode.
@@ -149,7 +150,7 @@ class Episodes:
             kind: Kind of the anomaly.
             is_shared: Whether all ranks have found the anomaly.
         """
-        episode = self._last
+        episode = self.last
         if episode is None:
             return False
         gap = step - episode.last_anomaly
@@ -172,7 +173,7 @@ class Episodes:
         Returns:
             Whether the anomaly begins an episode, and the episode that this has ended.
         """
-        episode = self._last
+        episode = self.last
         goes_on = self.goes_on(anomaly.step, anomaly.kind, is_shared=is_shared)
         if episode is not None and goes_on:
             episode.is_over = False
@@ -183,7 +184,7 @@ class Episodes:
                 episode.refined = {name: v for name, v in known.items() if v is not None}
             return False, None
         ended = self.end()
-        self._last = OpenEpisode(
+        self.last = OpenEpisode(
             step=anomaly.step,
             kind=anomaly.kind,
             is_shared=is_shared,
@@ -191,7 +192,7 @@ class Episodes:
             last_step=anomaly.step,
             num_skipped=int(bool(anomaly.skipped)),
         )
-        self._last.follow(anomaly, self._reach(anomaly.kind))
+        self.last.follow(anomaly, self._reach(anomaly.kind))
         return True, ended
 
     def pass_over(self, numbers: StepNumbers) -> OpenEpisode | None:
@@ -200,7 +201,7 @@ class Episodes:
         What is usual soon follows a loss or a norm that stays at the level of bad steps, for
         example while the data are bad. Such a step still belongs to the episode.
         """
-        episode = self._last
+        episode = self.last
         if episode is None:
             return None
         if episode.has_stayed(numbers):
@@ -215,7 +216,7 @@ class Episodes:
 
     def end(self) -> OpenEpisode | None:
         """End the last episode, and return it if its record is to be completed."""
-        episode = self._last
+        episode = self.last
         if episode is None or episode.is_over:
             return None
         episode.is_over = True
@@ -223,10 +224,10 @@ class Episodes:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the last episode, ready for JSON."""
-        return None if self._last is None else asdict(self._last)
+        return None if self.last is None else asdict(self.last)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state that `state_dict` returned."""
         # A state of an older version has only the last step.
         known = None if state is None else {"last_anomaly": state["last_step"], **state}
-        self._last = None if known is None else OpenEpisode(**known)
+        self.last = None if known is None else OpenEpisode(**known)

@@ -454,7 +454,9 @@ class TrainingStateRun:
                 anomaly = self._samples.added_to(
                     anomaly, numbers, is_shared=is_shared, weights_have_moved=weights_have_moved
                 )
-            self._log.add(anomaly, numbers, is_shared=is_shared)
+            episode = self.finder.episodes.last
+            if anomaly is not None or (episode is not None and not episode.is_over):
+                self._log.add(anomaly, numbers, is_shared=is_shared)
             if anomaly is not None:
                 self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None

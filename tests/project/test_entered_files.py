@@ -184,8 +184,8 @@ LOOPS: dict[str, tuple[Callable[[], set[str]], int]] = {
     "cell, everything": (lambda: _cell(everything=True), 20),
     "attached step": (_attached, 16),
     "Model, LossMonitor": (_model, 24),
-    "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 32),
-    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 51),
+    "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 31),
+    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 44),
 }
 """Ways to train, each with the largest number of files that its step may enter."""
 
