@@ -1,9 +1,10 @@
 """Find the layer, rank and micro-batch at fault when a step goes wrong."""
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import nn
 
@@ -15,7 +16,7 @@ from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.judges.kinds import StepKinds
 from mfwrap.callbacks.culprit.judges.state import no_denominator
-from mfwrap.callbacks.culprit.judges.step import LIMITS
+from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
 from mfwrap.callbacks.culprit.rank_evidence import (
     RankEvidence,
@@ -36,6 +37,14 @@ _TRACE = 10
 
 _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
 """Places at which a weight that has grown may show; ``None`` without a replay."""
+
+
+class _HostStep(NamedTuple):
+    """A step on the host, and what the judges found in it."""
+
+    numbers: StepNumbers
+    judgement: Judgement
+    scores: StepScores
 
 
 @final
@@ -105,39 +114,30 @@ class CulpritFinder:
             scores: Its summary, on the host.
             weights_have_moved: Whether a later update has already changed the weights.
         """
+        step = _HostStep(numbers, judgement, scores.step)
         applied = not (numbers.overflow or numbers.skipped)
-        self._trace.append(StepTrace(numbers.step, numbers.loss, applied, scores.step))
+        self._trace.append(StepTrace(numbers.step, applied, scores.step))
         self._kinds.follow(scores.step, applied=applied)
         self.is_shared = numbers.overflow
         if numbers.overflow:
-            return self._overflow(numbers, judgement, weights_have_moved=weights_have_moved)
+            return self._overflow(step, weights_have_moved=weights_have_moved)
         kind = self._kinds.shared(numbers, scores)
         if kind is not None:
             # The state of this rank may differ, so that it finds the anomaly alone.
             self.is_shared = all_ranks_meet(f"{kind} {numbers.step}")
-            judged = self._of_all_ranks if self.is_shared else self._of_this_rank
-            return judged(kind, numbers, judgement)
+            return (
+                self._of_all_ranks(kind, step) if self.is_shared else self._of_this_rank(kind, step)
+            )
         kind = self._kinds.own(scores)
         # A rate that has jumped is the cause of the loss.
         if not math.isfinite(numbers.loss) and kind != "learning_rate_spike":
-            return self._lone_loss(numbers, judgement)
-        if kind is None:
-            return None
-        return self._of_this_rank(kind, numbers, judgement)
+            return self._lone_loss(step)
+        return None if kind is None else self._of_this_rank(kind, step)
 
-    def _is_first(self, kind: Kind, *, is_shared: bool) -> bool:
-        """Tell whether the last step begins an episode.
-
-        Only the first of several bad steps is replayed: a diverged run would otherwise replay every
-        step.
-        """
-        return not self.episodes.goes_on(self._trace[-1].step, kind, is_shared=is_shared)
-
-    def _overflow(
-        self, numbers: StepNumbers, judgement: Judgement, *, weights_have_moved: bool
-    ) -> Anomaly | None:
-        is_first = self._is_first("gradient_not_finite", is_shared=True)
-        own = self._own_evidence(numbers, judgement, is_first=is_first)
+    def _overflow(self, step: _HostStep, *, weights_have_moved: bool) -> Anomaly | None:
+        numbers = step.numbers
+        is_first = self._is_first("gradient_not_finite", numbers, is_shared=True)
+        own = self._own_evidence(step, is_first=is_first)
         ranks = gather_objects(own)
         # One rank alone may have loaded a state. All ranks must decide alike, so they take the
         # numbers of the first rank.
@@ -159,21 +159,27 @@ class CulpritFinder:
             where, name, shown = "weight", first.weights[0].name, None
         bad = [first.group(number) for number in reversed(first.bad_groups)]
         is_loss = not all(math.isfinite(each.loss) for each in ranks)
-        return self._anomaly(
-            "loss_not_finite" if is_loss else "gradient_not_finite",
-            numbers,
-            judgement,
-            ranks,
-            blamed=tuple(blamed),
+        found = Anomaly(
+            step=numbers.step,
+            kind="loss_not_finite" if is_loss else "gradient_not_finite",
+            ranks=tuple(blamed),
             layer=self._layer(first, shown, loss_is_finite=not is_loss),
-            origin=shown,
-            verdict=verdict,
             where=where,
             name=name,
             gradients=tuple(bad[:_MOST_GROUPS]),
             num_groups=len(bad),
-            **_of_replay(verdict, is_exact=is_exact),
         )
+        if verdict is not None:
+            found = _with_replay(found, verdict, is_exact=is_exact)
+        return self._completed(found, step, ranks, origin=shown, verdict=verdict)
+
+    def _is_first(self, kind: Kind, numbers: StepNumbers, *, is_shared: bool) -> bool:
+        """Tell whether a step begins an episode.
+
+        Only the first of several bad steps is replayed: a diverged run would otherwise replay every
+        step.
+        """
+        return not self.episodes.goes_on(numbers.step, kind, is_shared=is_shared)
 
     def _replayed_on_all(
         self, numbers: StepNumbers, own: RankEvidence, *, is_first: bool, is_exact: bool
@@ -188,56 +194,44 @@ class CulpritFinder:
             else None
         )
 
-    def _lone_loss(self, numbers: StepNumbers, judgement: Judgement) -> Anomaly:
+    def _lone_loss(self, step: _HostStep) -> Anomaly:
         """Return the anomaly of a step with a non-finite loss and finite gradients.
 
         The other ranks do not know about this loss, so this method must not start a collective.
         The step is not replayed: its update was applied, and a replay would need the weights from
         before the update. But the recorder has kept the loss of each micro-batch.
         """
-        is_first = self._is_first("loss_not_finite", is_shared=False)
-        own = self._own_evidence(numbers, judgement, is_first=is_first)
-        bad = None if self.recorder is None else self.recorder.bad_micro_batch()
-        known: dict[str, Any] = {}
+        numbers, recorder = step.numbers, self.recorder
+        is_first = self._is_first("loss_not_finite", numbers, is_shared=False)
+        own = self._own_evidence(step, is_first=is_first)
+        found = Anomaly(step=numbers.step, kind="loss_not_finite", ranks=(own.rank,), layer=None)
+        bad = None if recorder is None else recorder.bad_micro_batch()
         origin = None
-        if bad is not None and self.recorder is not None:
+        if recorder is not None and bad is not None:
             number, call = bad
-            network = self.recorder.network
-            origin = origin_of_loss(network, call)
-            known = {"micro_batch": number, "indices": indices_of(network, call)}
+            origin = origin_of_loss(recorder.network, call)
+            indices = indices_of(recorder.network, call)
+            found = dataclasses.replace(found, micro_batch=number, indices=indices)
             if origin.where == "targets":
-                known |= {"where": origin.where, "name": origin.name}
-        return self._anomaly(
-            "loss_not_finite",
-            numbers,
-            judgement,
-            [own],
-            blamed=(own.rank,),
-            layer=None,
-            origin=origin,
-            **known,
-        )
+                found = dataclasses.replace(found, where=origin.where, name=origin.name)
+        return self._completed(found, step, [own], origin=origin)
 
-    def _of_all_ranks(self, kind: Kind, numbers: StepNumbers, judgement: Judgement) -> Anomaly:
+    def _of_all_ranks(self, kind: Kind, step: _HostStep) -> Anomaly:
         """Return the anomaly that all ranks find together."""
-        is_first = self._is_first(kind, is_shared=True)
-        own = self._own_evidence(numbers, judgement, is_first=is_first)
+        is_first = self._is_first(kind, step.numbers, is_shared=True)
+        own = self._own_evidence(step, is_first=is_first)
         # Whether an episode goes on may differ between ranks, so they always exchange evidence.
-        return self._finite(kind, numbers, judgement, gather_objects(own))
+        return self._finite(kind, step, gather_objects(own))
 
-    def _of_this_rank(
-        self, kind: Kind, numbers: StepNumbers, judgement: Judgement
-    ) -> Anomaly | None:
+    def _of_this_rank(self, kind: Kind, step: _HostStep) -> Anomaly | None:
         """Return an anomaly that the other ranks may not have found; starts no collective."""
-        is_first = self._is_first(kind, is_shared=False)
-        own = self._own_evidence(numbers, judgement, is_first=is_first)
+        is_first = self._is_first(kind, step.numbers, is_shared=False)
+        own = self._own_evidence(step, is_first=is_first)
         if kind == "state_spike" and not (own.states or own.buffers or own.changed):
             return None
-        return self._finite(kind, numbers, judgement, [own])
+        return self._finite(kind, step, [own])
 
-    def _finite(
-        self, kind: Kind, numbers: StepNumbers, judgement: Judgement, ranks: Sequence[RankEvidence]
-    ) -> Anomaly:
+    def _finite(self, kind: Kind, step: _HostStep, ranks: Sequence[RankEvidence]) -> Anomaly:
         rises = sorted(
             (
                 (each.rise(number), each, number)
@@ -257,68 +251,62 @@ class CulpritFinder:
         by_sample = kind == "state_spike" and not ranks[0].changed
         first = next((each for each in ranks if each.rank in blamed), ranks[0])
         groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
-        return self._anomaly(
-            kind,
-            numbers,
-            judgement,
-            ranks,
-            blamed=tuple(blamed) if num_ranks() > 1 or blamed else (first.rank,),
+        found = Anomaly(
+            step=step.numbers.step,
+            kind=kind,
+            ranks=tuple(blamed) if num_ranks() > 1 or blamed else (first.rank,),
             layer=self._layers.common(first.dead) or layer_of_rise(self._layers, first),
             gradients=groups,
             num_groups=sum(rise >= self._spike_factor for rise, _, _ in rises),
-            since=self._sample_before(numbers.step) + 1 if by_sample else None,
+            since=self._sample_before(step.numbers.step) + 1 if by_sample else None,
         )
+        return self._completed(found, step, ranks)
 
     def _sample_before(self, step: int) -> int:
         """Return the step of the last sample of weights and optimizer state before a step."""
         return (step - 1) // self._state_interval * self._state_interval
 
-    def _anomaly(
+    def _completed(
         self,
-        kind: Kind,
-        numbers: StepNumbers,
-        judgement: Judgement,
+        found: Anomaly,
+        step: _HostStep,
         ranks: Sequence[RankEvidence],
         *,
-        blamed: tuple[int, ...],
-        layer: str | None,
         origin: Origin | None = None,
         verdict: Verdict | None = None,
-        **known: Any,
     ) -> Anomaly:
         """Return an anomaly with its cause, and with the fields that all kinds have."""
-        first = next((each for each in ranks if each.rank in blamed), ranks[0])
-        scores = self._trace[-1].scores
+        numbers, optimizer = step.numbers, step.judgement.optimizer
+        first = next((each for each in ranks if each.rank in found.ranks), ranks[0])
         cause = cause_of(
             CauseEvidence(
-                kind=kind,
+                kind=found.kind,
                 trace=tuple(self._trace),
                 ranks=ranks,
                 blamed=first,
-                knows_optimizer=judgement.optimizer is not None,
-                layer=layer,
+                knows_optimizer=optimizer is not None,
+                layer=found.layer,
                 origin=origin,
-                verdict=None if verdict is None else verdict.result,
-                verdict_detail=None if verdict is None else verdict.detail,
+                verdict=verdict,
                 growth=self._kinds.growth,
-                since=known.get("since"),
+                since=found.since,
                 global_norm=numbers.global_norm,
-                no_denominator=no_denominator(judgement.optimizer),
+                no_denominator=no_denominator(optimizer),
             )
         )
         if cause.tensors:
             # The place of the cause, not that of its first consequence.
-            layer = self._layers.common(cause.tensors)
-            known |= {"where": cause.where, "name": cause.tensors[0] if cause.where else None}
+            found = dataclasses.replace(
+                found,
+                layer=self._layers.common(cause.tensors),
+                where=cause.where,
+                name=cause.tensors[0] if cause.where else None,
+            )
         elif not cause.is_in_layer:
-            layer = None
-        if known.get("micro_batch") is None:
-            known["micro_batch"] = cause.micro_batch
-        return Anomaly(
-            kind=kind,
-            step=numbers.step,
-            ranks=blamed,
-            layer=layer,
+            found = dataclasses.replace(found, layer=None)
+        return dataclasses.replace(
+            found,
+            micro_batch=cause.micro_batch if found.micro_batch is None else found.micro_batch,
             cause=cause.name,
             explanation=cause.explanation or None,
             suggestion=cause.suggestion or None,
@@ -328,20 +316,16 @@ class CulpritFinder:
             buffers=tuple(dict.fromkeys(name for each in ranks for name in each.buffers)),
             losses=tuple(each.loss for each in ranks),
             usual_loss=number_or_none(first.usual_loss),
-            learning_rate=number_or_none(scores.learning_rate),
+            learning_rate=number_or_none(step.scores.learning_rate),
             global_norm=numbers.global_norm,
-            usual_global_norm=number_or_none(scores.usual_global_norm),
+            usual_global_norm=number_or_none(step.scores.usual_global_norm),
             loss_scale=numbers.loss_scale,
             skipped=numbers.skipped,
             consecutive_skips=numbers.consecutive_skips,
-            **known,
         )
 
-    def _own_evidence(
-        self, numbers: StepNumbers, judgement: Judgement, *, is_first: bool
-    ) -> RankEvidence:
-        scores = self._trace[-1].scores
-        return self._gatherer.gather(numbers, judgement, scores, is_first=is_first)
+    def _own_evidence(self, step: _HostStep, *, is_first: bool) -> RankEvidence:
+        return self._gatherer.gather(*step, is_first=is_first)
 
     def _replayed(self, recorder: StepRecorder, numbers: StepNumbers, *, is_exact: bool) -> Verdict:
         return verdict_of(
@@ -419,18 +403,17 @@ def blamed_ranks(ranks: Sequence[RankEvidence], verdicts: Sequence[Verdict | Non
     )
 
 
-def _of_replay(verdict: Verdict | None, *, is_exact: bool) -> dict[str, Any]:
-    """Return the fields of an anomaly that a replay tells."""
-    if verdict is None:
-        return {}
+def _with_replay(found: Anomaly, verdict: Verdict, *, is_exact: bool) -> Anomaly:
+    """Return an anomaly with what a replay tells."""
     origin = verdict.origin
-    return {
+    return dataclasses.replace(
+        found,
         # Weights that an update has ruined are in all micro-batches.
-        "micro_batch": None if origin is None or origin.where == "weights" else origin.micro_batch,
-        "rows": None if origin is None else origin.rows,
-        "indices": None if origin is None else origin.indices,
-        "is_replay_exact": is_exact,
-        "replay": verdict.result,
-        "replay_detail": verdict.detail or None,
-        "num_clean_replays": verdict.num_clean,
-    }
+        micro_batch=None if origin is None or origin.where == "weights" else origin.micro_batch,
+        rows=None if origin is None else origin.rows,
+        indices=None if origin is None else origin.indices,
+        is_replay_exact=is_exact,
+        replay=verdict.result,
+        replay_detail=verdict.detail or None,
+        num_clean_replays=verdict.num_clean,
+    )

@@ -42,27 +42,26 @@ RANK = RankEvidence(
 HIGH_LOSS: dict[str, Any] = {"loss": 20.0, "global_norm": 4.0}
 
 
-def trace(*changes: dict[str, Any], loss: float = 3.0, applied: bool = True) -> tuple:
+def trace(*changes: dict[str, Any], applied: bool = True) -> tuple:
     """Return steps of which the last ones differ from ordinary ones, the present one last."""
     scores = [ORDINARY] * (4 - len(changes)) + [ORDINARY._replace(**each) for each in changes]
     last = len(scores) - 1
-    return tuple(
-        StepTrace(13 - last + number, loss if number == last else 3.0, applied, each)
-        for number, each in enumerate(scores)
-    )
+    return tuple(StepTrace(13 - last + number, applied, each) for number, each in enumerate(scores))
 
 
 def cause(
     kind: str = "loss_spike",
-    steps: tuple = trace(HIGH_LOSS, loss=6.0),
+    steps: tuple | None = None,
     *,
     others: tuple[RankEvidence, ...] = (),
     rank: dict[str, Any] | None = None,
     **known: Any,
 ) -> Cause:
-    """Return the cause of an anomaly of rank 0."""
-    now = {"loss": steps[-1].loss, "loss_score": steps[-1].scores.loss}
-    blamed = dataclasses.replace(RANK, **{**now, **(rank or {})})
+    """Return the cause of an anomaly of rank 0, by default of a loss that has doubled."""
+    known_of_rank = {"loss": 6.0} if steps is None else {}
+    steps = trace(HIGH_LOSS) if steps is None else steps
+    known_of_rank |= {"loss_score": steps[-1].scores.loss, **(rank or {})}
+    blamed = dataclasses.replace(RANK, **known_of_rank)
     return cause_of(
         CauseEvidence(kind=kind, trace=steps, ranks=(blamed, *others), blamed=blamed, **known)
     )

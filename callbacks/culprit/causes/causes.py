@@ -217,14 +217,15 @@ def _non_finite(evidence: CauseEvidence) -> Cause | None:
 
 
 def _replay(evidence: CauseEvidence) -> Cause | None:
-    if evidence.verdict == "not_covered":
+    verdict = evidence.verdict
+    if verdict is not None and verdict.result == "not_covered":
         return Cause(
             "loss",
-            f"the fault is outside of the network: {evidence.verdict_detail}",
+            f"the fault is outside of the network: {verdict.detail}",
             "look at the code between the network's output and the backward",
             micro_batch=outlier(evidence.blamed.factors),
         )
-    transient = evidence.verdict_detail == "transient"
+    transient = verdict is not None and verdict.detail == "transient"
     again = "; the same inputs, weights and random numbers gave finite values three times"
     if evidence.kind == "gradient_not_finite" and evidence.layer is not None:
         return Cause(

@@ -10,6 +10,7 @@ from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay.replay import Origin
+from mfwrap.callbacks.culprit.replay.verdict import Verdict
 
 _FEW_STEPS = 3
 """Number of steps before an anomaly among which an update may be its cause."""
@@ -46,7 +47,6 @@ class StepTrace(NamedTuple):
     """What is known about one of the last steps."""
 
     step: int
-    loss: float
     applied: bool
     scores: StepScores
 
@@ -74,10 +74,9 @@ class CauseEvidence:
     origin: Origin | None = None
     """Place of the first non-finite value, from a replay."""
 
-    verdict: str | None = None
-    """Verdict of the replay."""
+    verdict: Verdict | None = None
+    """Result of the replay."""
 
-    verdict_detail: str | None = None
     growth: Growth | None = None
     """Growth of the updates in the last steps; ``None`` if they have not grown."""
 

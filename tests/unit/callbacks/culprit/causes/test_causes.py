@@ -7,6 +7,7 @@ import pytest
 
 from mfwrap.callbacks.culprit.causes.evidence import Cause
 from mfwrap.callbacks.culprit.replay.replay import Origin
+from mfwrap.callbacks.culprit.replay.verdict import Verdict
 from support.cause_evidence import HIGH_LOSS, NAMES, NAN, RANK, cause, state, trace
 
 
@@ -138,11 +139,10 @@ def test_verdicts_of_a_replay():
     """What a replay cannot repeat is outside of the network, in a hook, or transient."""
     outside = cause(
         "loss_not_finite",
-        verdict="not_covered",
-        verdict_detail="the loss is computed outside of the network",
+        verdict=Verdict("not_covered", "the loss is computed outside of the network"),
         rank={"factors": (0.5, NAN)},
     )
-    transient = {"verdict": "not_reproduced", "verdict_detail": "transient"}
+    transient = {"verdict": Verdict("not_reproduced", "transient")}
     gradient = cause("gradient_not_finite", layer="h.1", **transient)
 
     assert (outside.name, outside.micro_batch) == ("loss", 1)

@@ -12,7 +12,7 @@ SCORES = StepScores(*[0.0] * len(StepScores._fields))
 
 def test_the_steps_before_are_those_whose_update_was_applied():
     """The last three of them, the last one first."""
-    trace = [StepTrace(step, 1.0, step != 4, SCORES) for step in range(1, 7)]
+    trace = [StepTrace(step, step != 4, SCORES) for step in range(1, 7)]
     rank = RankEvidence(rank=0, loss=1.0, names=(), norms=(), usual_norms=())
     evidence = CauseEvidence(kind="spike", trace=trace, ranks=[rank], blamed=rank)
 
@@ -26,7 +26,7 @@ def test_the_rise_of_updates_is_at_the_same_rate():
     """It is the ratio to the largest of at least three updates before."""
     updates = [(0.01, 1.0), (0.03, 2.0), (0.02, 2.0), (0.9, 3.0)]
     trace = [
-        StepTrace(n, 1.0, n >= 0, SCORES._replace(update_ratio=ratio, learning_rate=rate))
+        StepTrace(n, n >= 0, SCORES._replace(update_ratio=ratio, learning_rate=rate))
         for n, (ratio, rate) in enumerate(updates)
     ]
     rank = RankEvidence(rank=0, loss=1.0, names=(), norms=(), usual_norms=())
@@ -43,7 +43,7 @@ def test_buffers_that_have_risen_or_become_non_finite():
     rank = RankEvidence(
         rank=0, loss=1.0, names=(), norms=(), usual_norms=(), states=states, buffers=("a", "buffer")
     )
-    trace = [StepTrace(step=1, loss=1.0, applied=True, scores=SCORES)]
+    trace = [StepTrace(step=1, applied=True, scores=SCORES)]
     evidence = CauseEvidence(kind="spike", trace=trace, ranks=[rank], blamed=rank)
 
     assert evidence.buffers == ["a", "buffer"]

@@ -19,7 +19,7 @@ LOAD = ForwardRise("expert_load", "h.1.moe", 1.02, 3.9, 1, is_alone=True)
 
 def evidence(kind: str, *rises: ForwardRise, **last: float) -> CauseEvidence:
     """Return evidence with rises; `last` are scores of the step before."""
-    trace = [StepTrace(step, 3.0, applied=True, scores=SCORES) for step in range(1, 8)]
+    trace = [StepTrace(step, applied=True, scores=SCORES) for step in range(1, 8)]
     trace[-2] = trace[-2]._replace(scores=SCORES._replace(**last))
     rank = RankEvidence(rank=0, loss=3.0, names=(), norms=(), usual_norms=(), forward=rises)
     return CauseEvidence(kind=kind, trace=trace, ranks=[rank], blamed=rank)

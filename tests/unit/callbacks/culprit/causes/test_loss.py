@@ -8,15 +8,19 @@ from support.cause_evidence import HIGH_LOSS, cause, state, trace
 def test_a_loss_that_was_multiplied():
     """The factor shows in the backward, or in loss and gradients alike."""
     factor = cause("spike", rank={"factors": (0.5, 500.0)})
-    alike = {"norms": (900.0, 1000.0, 1100.0), "micro_losses": (3.0, 3000.0)}
-    found = cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=alike)
+    alike = {
+        "loss": 3000.0,
+        "norms": (900.0, 1000.0, 1100.0),
+        "micro_losses": (3.0, 3000.0),
+    }
+    found = cause("spike", trace(HIGH_LOSS), rank=alike)
     unlike = {**alike, "norms": (1.0, 1000.0, 1e6)}
 
     assert (factor.name, factor.micro_batch) == (found.name, found.micro_batch) == ("loss", 1)
-    assert cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=unlike).name == "data"
+    assert cause("spike", trace(HIGH_LOSS), rank=unlike).name == "data"
     # A group far below the global norm varies by large factors.
     small = {**unlike, "norms": (1000.0, 1000.0, 1e6 * 1e-3), "usual_norms": (1.0, 1.0, 1e-3)}
-    assert cause("spike", trace(HIGH_LOSS, loss=3000.0), rank=small).name == "loss"
+    assert cause("spike", trace(HIGH_LOSS), rank=small).name == "loss"
 
 
 def test_a_factor_outside_of_the_network_explains_statistics_that_have_moved():
