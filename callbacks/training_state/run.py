@@ -121,7 +121,6 @@ class TrainingStateRun:
         self.has_outputs = False
         """Whether any step of this run has had an output."""
         self._settings = settings
-        self._is_main = is_main
         self._length = run_length(settings, state, args, train_dataloader)
         first_step = self._length.position(global_step).step
         self.writers = metric_writers(
