@@ -45,7 +45,7 @@ from mfwrap.trainer.data.followed_loader import followed_loader
 from mfwrap.trainer.data.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.data.position import TrainerPosition
 from mfwrap.trainer.data.row_skip import Part
-from mfwrap.trainer.data.skip import DataSkip
+from mfwrap.trainer.data.skip import NO_CHECKPOINT, DataSkip
 from mfwrap.trainer.display.console import show_in_one_place
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
@@ -381,7 +381,9 @@ class MFTrainerMixin(_Base):
 
         loader, num_skipped = keywords["train_dataloader"], self._batch.num_skipped
         keywords["train_dataloader"] = followed_loader(loader, follow, num_skipped=num_skipped)
-        self._skip.run_epoch(super()._run_epoch, keywords)
+        moved = self._skip.of_epoch(keywords)
+        if moved is not None:
+            super()._run_epoch(**moved)  # type: ignore[no-untyped-call]  # (transformers)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -571,8 +573,8 @@ class MFTrainerMixin(_Base):
         self._checkpoints.restore_callbacks(self._position.resumed_from)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # `DataSkip` gives an empty name in a training from the start.
-        self._position.restore_random_states(checkpoint or None, super()._load_rng_state)
+        if checkpoint is not None and checkpoint != NO_CHECKPOINT:
+            self._position.restore_random_states(checkpoint, super()._load_rng_state)
 
     def _before_event(self, event: str) -> None:
         """Bring the log and the data position up to date before callbacks are called."""
@@ -591,7 +593,7 @@ class MFTrainerMixin(_Base):
         elif event == "on_train_end":
             self._checkpoints.end()
         elif event == "on_step_end":
-            if self._skip.follows_rows:
+            if self._skip.rows.are_followed:
                 self._skip.count_update()
             report = self.attached.attachment.last_report
             if report is not None:

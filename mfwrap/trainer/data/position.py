@@ -137,7 +137,7 @@ class TrainerPosition:
                 stacklevel=callers_stacklevel(),
             )
 
-    def restore_random_states(self, checkpoint: str | None, load: Callable[[str], None]) -> None:
+    def restore_random_states(self, checkpoint: str, load: Callable[[str], None]) -> None:
         """Restore the random states of a checkpoint, unless that is done already.
 
         If training resumes in the middle of an epoch, the Trainer restores them after the first
@@ -145,11 +145,11 @@ class TrainerPosition:
         advanced them. Restoring them again would repeat random numbers.
 
         Args:
-            checkpoint: Folder of the checkpoint; ``None`` to restore nothing.
+            checkpoint: Folder of the checkpoint.
             load: Function that takes the folder of a checkpoint and restores the random states that
                 the Trainer saved there for this rank.
         """
-        if self._data.is_resumed or checkpoint is None:
+        if self._data.is_resumed:
             return
         if self._on_other_ranks is None:
             load(checkpoint)

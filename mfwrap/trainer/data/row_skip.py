@@ -81,7 +81,8 @@ class RowSkip:
         self._updates: Iterator[int] = iter(())
         self._parts: deque[Part] = deque()
         self._divisor: float = 1
-        self._follows = False
+        self.are_followed = False
+        """Whether it is known to which update a row belongs."""
         self._is_read = False
 
     @property
@@ -99,15 +100,15 @@ class RowSkip:
             yield
         finally:
             self._loader = None
-            self._follows = self._is_read = False
+            self.are_followed = self._is_read = False
             self._parts.clear()
 
     def note_loader(self, loader: Any) -> None:
         """Note the data loader of the training; call it before `begin`."""
         self._loader = loader
 
-    def begin(self, saved: Iterable[Collection[int]] | None, updates_per_epoch: int) -> bool:
-        """Prepare a training; return whether positions of rows are known.
+    def begin(self, saved: Iterable[Collection[int]] | None, updates_per_epoch: int) -> None:
+        """Prepare a training, and follow its rows if any is left out or `needs_positions`.
 
         Args:
             saved: Rows that `state_dict` returned; ``None`` for a training from the start.
@@ -124,9 +125,9 @@ class RowSkip:
         self.present = given | self.added
         self._epochs, self._empty = {}, []
         self._epoch = EpochRows(_NO_DEALING)
-        self._follows = False
+        self.are_followed = False
         if not self.present and not self.needs_positions:
-            return False
+            return
         if trainer.args.ignore_data_skip:
             msg = (
                 "`ignore_data_skip` must be False with `skip_rows` or `rollback`, got True: the "
@@ -146,8 +147,7 @@ class RowSkip:
             rows.check(epoch)
             self._epochs[epoch] = rows
             self._empty += [epoch * updates_per_epoch + update for update in rows.empty_updates]
-        self._follows = True
-        return True
+        self.are_followed = True
 
     def _rows_of(self, epoch: int, first_update: int = 0) -> EpochRows:
         skipped = frozenset(row.position for row in self.present if row.epoch == epoch)
@@ -224,22 +224,23 @@ class RowSkip:
         self._updates = self._epoch.updates()
         return self._epoch
 
-    def run_epoch(self, run: Callable[..., None], keywords: Mapping[str, Any]) -> None:
-        """Call the Trainer's ``_run_epoch`` for the updates of the epoch that have rows.
+    def of_epoch(self, keywords: dict[str, Any]) -> dict[str, Any] | None:
+        """Return keywords of the Trainer's ``_run_epoch`` for the updates that have rows.
 
         Args:
-            run: The method.
-            keywords: Its keywords for an epoch with all rows.
+            keywords: Keywords for an epoch with all rows.
+
+        Returns:
+            The keywords; ``None`` without any update, because the Trainer would end the training.
         """
         rows = self._epoch
         if not rows.empty_updates:
-            run(**keywords)
-            return
+            return keywords
         num_updates = keywords["num_update_steps_per_epoch"] - len(rows.empty_updates)
-        # Without any update, the Trainer would end the training.
-        if num_updates > rows.first_update:
-            steps = keywords["steps_in_epoch"] - rows.num_empty_slots
-            run(**{**keywords, "num_update_steps_per_epoch": num_updates, "steps_in_epoch": steps})
+        if num_updates <= rows.first_update:
+            return None
+        steps = keywords["steps_in_epoch"] - rows.num_empty_slots
+        return {**keywords, "num_update_steps_per_epoch": num_updates, "steps_in_epoch": steps}
 
     def batches(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         """Yield the batches of the epoch that `begin_epoch` has begun, without rows left out.
@@ -251,7 +252,7 @@ class RowSkip:
             Pairs of a slot, which is the number of a batch among those of an epoch with all rows,
             and indices.
         """
-        return self._epoch.batches(batches) if self._follows else enumerate(batches)
+        return self._epoch.batches(batches) if self.are_followed else enumerate(batches)
 
     def read(
         self,
@@ -268,7 +269,7 @@ class RowSkip:
             num_batches: Number of micro-batches of an update with all rows.
             device: Device of the number of targets.
         """
-        if not self._follows:
+        if not self.are_followed:
             return read(epoch_iterator, num_batches, device)
         rows, update = self._epoch, next(self._updates, None)
         self._is_read = True
@@ -314,7 +315,7 @@ class RowSkip:
         Raises:
             RuntimeError: If a subclass of the trainer has replaced one of the two methods.
         """
-        if self._follows and (self._parts or not self._is_read):
+        if self.are_followed and (self._parts or not self._is_read):
             name = "training_step" if self._parts else "get_batch_samples"
             msg = (
                 f"`skip_rows` and `rollback` need the trainer's `{name}`, got that of "

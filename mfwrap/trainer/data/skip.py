@@ -7,7 +7,7 @@ have been left out.
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 from mfwrap.arguments import check_int
@@ -16,6 +16,12 @@ from mfwrap.trainer.data.followed_loader import skippable_loader
 from mfwrap.trainer.data.places import NotedRows
 from mfwrap.trainer.data.row_skip import RowSkip
 from mfwrap.trainer.view import TrainerView
+
+NO_CHECKPOINT = ""
+"""Name that the Trainer's ``_run_epoch`` gets where a training from the start leaves batches out.
+
+The Trainer leaves batches out only if it resumes. A checkpoint of this name has nothing to load.
+"""
 
 
 class DataStart(NamedTuple):
@@ -75,8 +81,6 @@ class DataSkip:
         """Rows to leave out."""
         self.noted = NotedRows(trainer)
         """Rows that have been dealt, for monitors that name rows."""
-        self.follows_rows = False
-        """Whether `count_update` must be called after each update."""
         # Steps from which on the update of the data differs from the step by another number.
         self._made: list[tuple[int, int]] = []
         self._offset = 0
@@ -94,19 +98,20 @@ class DataSkip:
         with self.rows.of_training(), self.noted.of_training():
             yield
 
-    def run_epoch(self, run: Callable[..., None], keywords: Mapping[str, Any]) -> None:
-        """Call the Trainer's ``_run_epoch``, so that epochs begin where `begin` says.
+    def of_epoch(self, keywords: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return keywords with which an epoch begins where `begin` says, without the rows left out.
 
         Args:
-            run: The method.
-            keywords: Its keywords.
+            keywords: Keywords of the Trainer's ``_run_epoch``.
+
+        Returns:
+            The keywords to call it with; ``None`` for an epoch without any update.
         """
         resumed_from = keywords["resume_from_checkpoint"]
         if self._offset and resumed_from is None:
-            # The Trainer skips batches only in a resumed training. The name of no checkpoint
-            # restores no random states.
-            resumed_from = ""
+            resumed_from = NO_CHECKPOINT
         moved: dict[str, Any] = {
+            **keywords,
             "epoch": keywords["epoch"] + self._epochs_added,
             "epochs_trained": keywords["epochs_trained"] + self._epochs_added,
             "resume_from_checkpoint": resumed_from,
@@ -115,7 +120,7 @@ class DataSkip:
         if is_resumed and keywords["steps_trained_in_current_epoch"] > 0:
             loader = skippable_loader(keywords["train_dataloader"], moved["epoch"])
             moved["train_dataloader"] = loader
-        self.rows.run_epoch(run, {**keywords, **moved})
+        return self.rows.of_epoch(moved)
 
     def batches(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         """Return the batches of the epoch that `begin_epoch` has begun, without rows left out.
@@ -163,9 +168,9 @@ class DataSkip:
         self._updates_per_epoch = updates_per_epoch
         self._made = []
         saved_rows = None if saved is None else saved.get("rows")
-        self.follows_rows = self.rows.begin(saved_rows, updates_per_epoch if has_length else 0)
+        self.rows.begin(saved_rows, updates_per_epoch if has_length else 0)
         end = max_steps + self._offset
-        if self.follows_rows:
+        if self.rows.are_followed:
             first = self.rows.settled(done + self._offset)
             end = self.rows.end(first, max_steps - done)
             self._offset = first - done
@@ -198,7 +203,7 @@ class DataSkip:
         self._epoch += 1
         first_update = 0 if start is None else start.updates
         left_out = None
-        if self.follows_rows:
+        if self.rows.are_followed:
             if start is None:
                 # A callback may have ended the former epoch before its end.
                 first = self._epoch * self._updates_per_epoch
@@ -208,7 +213,10 @@ class DataSkip:
         return start if is_resumed or self._offset else None
 
     def count_update(self) -> None:
-        """Add the updates without rows that come before the update that has just been made."""
+        """Add the updates without rows that come before the update that has just been made.
+
+        Call it after each update if `RowSkip.are_followed`.
+        """
         state = self._trainer.state
         following = self.rows.end(state.global_step - 1 + self._offset, 1)
         difference = following - 1 - state.global_step
