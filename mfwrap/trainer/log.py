@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mfwrap.compatibility.transformers import COUNT_ITEMS, LossSums, has_own, method_of
 from mfwrap.outputs import LocalNormStepOutput, StepReport
-from mfwrap.step.losses import named_losses
 from mfwrap.tensors.deferred import DeferredReads
 from mfwrap.trainer.events import monitors
 from mfwrap.trainer.view import TrainerView
@@ -39,8 +38,12 @@ class Losses:
         self.step_log = StepLog(trainer.accelerator.device)
         """Counts since the last log."""
         self._training_loss: float | None = None
-        self._is_training = False
-        self._reports = False
+        self._may_report = False
+        self.are_reported = False
+        """Whether the losses beside the ``loss`` of a model's output are reported now.
+
+        A subclass with a ``compute_loss`` of its own calls ``attached.report_losses`` instead.
+        """
 
     @contextlib.contextmanager
     def filtering(self) -> Iterator[None]:
@@ -49,11 +52,11 @@ class Losses:
         filters = args.logging_nan_inf_filter
         self.step_log = StepLog(self._trainer.accelerator.device, filters=filters)
         # A method of the user's own may refuse `return_outputs=True`.
-        self._reports = not has_own(self._trainer, "compute_loss")
+        self._may_report = not has_own(self._trainer, "compute_loss")
         try:
             yield
         finally:
-            self._reports = False
+            self._may_report = False
             self.end_micro_batch()
 
     def add(self, loss: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
@@ -63,58 +66,28 @@ class Losses:
         `end_micro_batch`. It stays on for the losses of a ``training_step`` that does not call the
         method of `MFTrainerMixin`.
         """
+        self.are_reported = False
         if self.step_log.filters:
             self._trainer.args.logging_nan_inf_filter = False
         return self.step_log.filtered(loss, share)
 
     def end_micro_batch(self) -> None:
-        """Restore the user's setting of the Trainer's own filter."""
+        """Restore the user's setting of the Trainer's own filter.
+
+        Call it before each event, which ends a micro-batch also if an error has.
+        """
+        self.are_reported = False
         if self.step_log.filters:
             self._trainer.args.logging_nan_inf_filter = True
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Within the block, `reported` reports the losses beside the ``loss`` of a model's output.
-
-        A subclass with a ``compute_loss`` of its own calls ``attached.report_losses`` instead.
-        """
-        self._is_training = True
-        try:
-            yield
-        finally:
-            self._is_training = False
-
-    def reported(self, compute_loss: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Return what the Trainer's ``compute_loss`` returns, and report its further losses.
-
-        A method of the user's own gets exactly the arguments of the call: it may have fewer
-        parameters than that of the Trainer.
-
-        Args:
-            compute_loss: The method.
-            args: Positional arguments of the call: the model, its inputs, perhaps whether to return
-                the model's output, too, and the number of targets.
-            keywords: Keyword arguments of the call.
-        """
-        if not (self._is_training and self._reports):
-            return compute_loss(*args, **keywords)
-        if len(args) > _OUTPUTS_AT:
-            returns_outputs = args[_OUTPUTS_AT]
-            args = (*args[:_OUTPUTS_AT], True, *args[_OUTPUTS_AT + 1 :])
-        else:
-            returns_outputs = keywords.get("return_outputs", False)
-            keywords["return_outputs"] = True
-        loss, outputs = compute_loss(*args, **keywords)
-        losses = named_losses(outputs)
-        if losses:
-            self._trainer.attached.report_losses(losses)
-        return (loss, outputs) if returns_outputs else loss
-
-    def share_later(self, inputs: dict[str, Any], num_items: Any) -> Callable[[], Tensor | float]:
+    def begin_micro_batch(
+        self, inputs: dict[str, Any], num_items: Any
+    ) -> Callable[[], Tensor | float]:
         """Return a function that returns `share_of_update`; call this before the training step.
 
         On a CPU few shares are needed, and this does not compute the share yet.
         """
+        self.are_reported = self._may_report
         if self.step_log.reads_at_once:
             # The training step of a subclass may take the labels out of the micro-batch.
             return functools.partial(self.share_of_update, copy.copy(inputs), num_items)
@@ -226,6 +199,24 @@ class Losses:
             self.step_log.load_state_dict(state["step_log"])
 
 
+def with_outputs(
+    args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return a call of ``compute_loss`` that returns the model's output, too.
+
+    Args:
+        args: Positional arguments of the call: the model, its inputs, perhaps whether to return the
+            model's output, too, and the number of targets.
+        keywords: Keyword arguments of the call.
+
+    Returns:
+        The arguments, the keywords, and whether the call itself asks for the output.
+    """
+    if len(args) > _OUTPUTS_AT:
+        return (*args[:_OUTPUTS_AT], True, *args[_OUTPUTS_AT + 1 :]), keywords, args[_OUTPUTS_AT]
+    return args, keywords | {"return_outputs": True}, keywords.get("return_outputs", False)
+
+
 def check_log(state: Mapping[str, Any]) -> None:
     """Check the state of a log that was read from a file.
 
@@ -263,7 +254,8 @@ class StepLog:
 
     def __init__(self, device: torch.device, *, filters: bool = True) -> None:
         self._device = device
-        self._reads = DeferredReads(device)
+        self.reads_at_once = DeferredReads(device).are_free
+        """Whether losses are read on the host as soon as they are there."""
         self.filters = filters
         """Whether non-finite losses are replaced by 0."""
         self.begin = 0
@@ -279,11 +271,6 @@ class StepLog:
         # Since the start of the training: the numbers of non-finite losses and of overflows.
         self._non_finite_losses = self._zero()
         self._overflows = self._zero()
-
-    @property
-    def reads_at_once(self) -> bool:
-        """Whether losses are read on the host as soon as they are there."""
-        return self._reads.are_free
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self._device)

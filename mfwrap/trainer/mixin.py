@@ -38,6 +38,7 @@ from mfwrap.records.run_files import records_of_training
 from mfwrap.records.skipped_rows import SkipRows
 from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
 from mfwrap.step.local_norms import CommunicationHook
+from mfwrap.step.losses import named_losses
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, replaced
@@ -58,7 +59,7 @@ from mfwrap.trainer.events import (
 )
 from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.kept_attributes import restore_attributes, save_attributes
-from mfwrap.trainer.log import Losses
+from mfwrap.trainer.log import Losses, with_outputs
 from mfwrap.trainer.model_card import describing, extend_card
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
@@ -400,17 +401,24 @@ class MFTrainerMixin(_Base):
         if part is Part.NOTHING:
             return torch.zeros((), device=self.args.device)
         num_items = args[0] if args else kwargs.get("num_items_in_batch")
-        share = self._losses.share_later(inputs, num_items)
+        share = self._losses.begin_micro_batch(inputs, num_items)
         stands_in = part is Part.STAND_IN
         weight = replaced(self.attached.attachment, is_weightless=True) if stands_in else _USUAL
-        with self._losses.reporting(), weight:
+        with weight:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         loss = self._losses.add(loss, share)
         return torch.zeros_like(loss) if stands_in else loss
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a micro-batch; report the further losses of the model's output."""
-        return self._losses.reported(super().compute_loss, *args, **kwargs)
+        if not self._losses.are_reported:
+            # A method of the user's own may have fewer parameters than that of the Trainer.
+            return super().compute_loss(*args, **kwargs)
+        args, kwargs, returns_outputs = with_outputs(args, kwargs)
+        loss, outputs = super().compute_loss(*args, **kwargs)
+        if losses := named_losses(outputs):
+            self.attached.report_losses(losses)
+        return (loss, outputs) if returns_outputs else loss
 
     def prediction_step(
         self,
