@@ -55,7 +55,7 @@ def write_recipe_card(run: FinishedRun, name: str, folder: Path) -> None:
     """
     recipe, trainer = run.recipe, run.trainer
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    facts = trainer.callback_handler.facts.lasting()
+    facts = trainer.run_facts.lasting()
     repository = trainer.hub_model_id if recipe.arguments.push_to_hub else None
     title = repository.rpartition("/")[2] if repository else Path(recipe.document.name).stem
     results = {

@@ -197,7 +197,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         eval_per_token_loss=recipe.eval_per_token_loss,
         **keywords,
     )
-    trainer.callback_handler.facts.configuration = recipe.document.data
+    trainer.run_facts.describe(recipe.document.data)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StepProgressCallback):
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, final
 
 from torch import nn
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerState
@@ -21,14 +21,14 @@ from mfwrap.outputs import StepReport
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
-from mfwrap.trainer.run_facts import TrainerFacts
 from mfwrap.trainer.view import TrainerView
 
 StepLines = Literal["never", "without a bar", "always"]
 
-_do_nothing: Callable[[TrainerState], None] = lambda _: None  # noqa: E731  (typed)
-
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+_ENDING_EVENTS = frozenset({"on_step_end", "on_epoch_end"})
+"""Names of the events in which `TerminationCallback` may act."""
 
 
 class BadSteps(NamedTuple):
@@ -180,26 +180,67 @@ def evaluating(
         yield
 
 
-class StepCallbackHandler(CallbackHandler):
-    """Callback handler that passes the step's results to callbacks; see `add_step_to_events`.
+@final
+class PostponedSave:
+    """Postpone a checkpoint that is due after the last step of an epoch.
 
-    If a checkpoint is due after the last step of an epoch, the handler postpones the checkpoint
-    until the epoch's evaluation and log are done. A stock Trainer saves first. A run that resumes
-    from such a checkpoint begins with the next epoch, so it would lack this evaluation and log.
-    In `on_log` and `on_evaluate` of the last step, callbacks see that a checkpoint is due, and can
-    cancel it.
+    It is written when the epoch's evaluation and log are done. A stock Trainer saves first. A run
+    that resumes from such a checkpoint begins with the next epoch, so it would lack this evaluation
+    and log. In `on_log` and `on_evaluate` of the last step, callbacks see that a checkpoint is due,
+    and can cancel it.
     """
 
-    trainer: TrainerView
-    before_event: Callable[[str], None]
-    after_event: Callable[[str, TrainerControl], None]
-    termination: "TerminationCallback"
-    facts: TrainerFacts
-    postpones_save: bool = False
-    """Whether a checkpoint is due at the end of this epoch."""
+    def __init__(self) -> None:
+        self.is_due = False
+        """Whether a checkpoint is due at the end of this epoch."""
+        self.must_save = False
+        """Whether this is the end of the epoch, and the postponed checkpoint is not written yet."""
 
-    must_save: bool = False
-    """Whether this is the end of the epoch, and the postponed checkpoint is not written yet."""
+    def on_step_end(self, _args: Any, state: TrainerState, control: TrainerControl) -> None:
+        """Postpone the checkpoint of the last step of an epoch."""
+        self.is_due = control.should_save and _ends_epoch(state)
+        control.should_save = control.should_save and not self.is_due
+
+    def on_log(self, _args: Any, _state: TrainerState, control: TrainerControl) -> None:
+        """Take the decision of callbacks about a checkpoint that is due."""
+        if self.is_due:
+            self.is_due, control.should_save = control.should_save, False
+
+    def on_evaluate(self, args: Any, _state: TrainerState, control: TrainerControl) -> None:
+        """Take the decision of callbacks, unless the Trainer decides after each evaluation."""
+        if self.is_due:
+            self.is_due = control.should_save and args.save_strategy != SaveStrategy.BEST
+            control.should_save = False
+
+    def on_epoch_end(self, *_: Any) -> None:
+        """Have the postponed checkpoint written next."""
+        self.is_due, self.must_save = False, self.is_due
+
+    def on_save(self, *_: Any) -> None:
+        """Forget a postponed checkpoint: it is written."""
+        self.is_due = self.must_save = False
+
+    # An error, or an evaluation with the strategy "best", may have prevented a postponed save.
+    on_train_begin = on_epoch_begin = on_save
+
+
+class StepCallbackHandler(CallbackHandler):
+    """Callback handler that passes the step's results to callbacks; see `add_step_to_events`."""
+
+    def follow(
+        self,
+        trainer: TrainerView,
+        before_event: Callable[[str], None],
+        after_event: Callable[[str, TrainerControl], None],
+        termination: RankTermination,
+        listeners: Sequence[object],
+    ) -> None:
+        """Begin to pass results and events of a trainer; see `add_step_to_events`."""
+        self._trainer = trainer
+        self._before_event, self._after_event = before_event, after_event
+        self._termination = TerminationCallback(termination)
+        self._postponed = PostponedSave()
+        self._listeners = (*listeners, self._postponed)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # This object's class was made by `add_step_to_events`, so no module has it.
@@ -213,52 +254,37 @@ class StepCallbackHandler(CallbackHandler):
     def call_event(
         self, event: str, args: Any, state: Any, control: TrainerControl, **keywords: Any
     ) -> TrainerControl:
-        """Call all callbacks; for ``on_step_end``, pass the step's output and report.
+        """Call all callbacks, and the parts of the trainer before and after them.
 
-        Changes ``control.should_save`` after the callbacks if a checkpoint is postponed.
+        For ``on_step_end``, callbacks get the step's output and report as keywords.
         """
-        attached = self.trainer.attached.attachment
+        attached = self._trainer.attached.attachment
         # Right after `on_optimizer_step`, the Trainer reads whether the update was skipped. If not,
         # it steps the schedule. If only the device knows the true value, the Trainer gets False
         # there, so that the host does not wait. This is safe: if the update was skipped, the
         # deferred schedule drops the step just before the next update.
         attached.answers_late = False
-        self.before_event(event)
-        report = attached.last_report
-        may_cancel = self.postpones_save and event in {"on_log", "on_evaluate"}
-        control.should_save |= may_cancel
+        self._before_event(event)
+        control.should_save |= self._postponed.is_due and event in {"on_log", "on_evaluate"}
+        call: Callable[..., TrainerControl] = super().call_event
+        if event == "on_step_end" and attached.last_report is not None:
+            call = functools.partial(self._call_with_step, attached.last_report)
         # What callbacks do for these events does not belong to a step.
         is_pause = event in {"on_evaluate", "on_log", "on_save"}
-        left_out = section_clock.left_out() if is_pause else _NOTHING
-        terminates = event in _ENDING_EVENTS
-        with left_out, self._calling_termination() if terminates else _NOTHING:
-            call: Callable[..., TrainerControl] = super().call_event
-            if event == "on_step_end" and report is not None:
-                call = functools.partial(self._call_with_step, report)
+        with (
+            section_clock.left_out() if is_pause else _NOTHING,
+            self._calling_termination() if event in _ENDING_EVENTS else _NOTHING,
+        ):
             changed = call(event, args, state, control, **keywords)
-            self.facts.after_event.get(event, _do_nothing)(state)
+            for listener in self._listeners:
+                listen = getattr(listener, event, None)
+                if listen is not None:
+                    listen(args, state, changed)
         if event == "on_step_begin":
             section_clock.begin_step()
         attached.answers_late = event == "on_optimizer_step"
-        if event == "on_step_end":
-            self.postpones_save = changed.should_save and _ends_epoch(state)
-            changed.should_save = changed.should_save and not self.postpones_save
-        elif may_cancel:
-            # With the strategy "best", the Trainer decides after each evaluation whether to save.
-            is_overridden = event == "on_evaluate" and args.save_strategy == SaveStrategy.BEST
-            self.postpones_save = changed.should_save and not is_overridden
-            changed.should_save = False
-        elif event == "on_epoch_end":
-            self.postpones_save, self.must_save = False, self.postpones_save
-        elif event in {"on_save", "on_train_begin", "on_epoch_begin"}:
-            # At a beginning, too: an error, or an evaluation with the strategy "best", may have
-            # prevented a postponed save.
-            self.postpones_save = self.must_save = False
-        changed.should_save |= self.must_save
-        if event == "on_save":
-            # The signal may have come during the save, which may take long.
-            changed.should_training_stop |= self.termination.stops_after_save()
-        self.after_event(event, changed)
+        changed.should_save |= self._postponed.must_save
+        self._after_event(event, changed)
         return changed
 
     def _call_with_step(
@@ -293,13 +319,13 @@ class StepCallbackHandler(CallbackHandler):
         # cancel, and before the user's callbacks, which may prepare for an evaluation.
         flows = [isinstance(callback, DefaultFlowCallback) for callback in callbacks]
         place = max((number for number, is_flow in enumerate(flows, 1) if is_flow), default=0)
-        callbacks.insert(place, self.termination)
+        callbacks.insert(place, self._termination)
         try:
             yield
         finally:
             # A callback may have emptied or replaced the list.
             with contextlib.suppress(ValueError):
-                self.callbacks.remove(self.termination)
+                self.callbacks.remove(self._termination)
 
 
 _taken_by_function: MutableMapping[Any, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -362,27 +388,28 @@ def add_step_to_events(
     before_event: Callable[[str], None],
     after_event: Callable[[str, TrainerControl], None],
     termination: RankTermination,
+    *listeners: object,
 ) -> None:
     """Give a trainer a callback handler that passes the step's results to callbacks.
 
-    Its class is a subclass of `StepCallbackHandler` and of the class of the trainer's handler,
-    whose attributes it has, such as the list of callbacks.
+    The trainer's handler stays as it is. The new one has its attributes, such as the list of
+    callbacks. Its class is a subclass of `StepCallbackHandler` and of the class of the old one.
 
     Args:
         trainer: A trainer that already has its callback handler.
         before_event: Function that is called with the name of each event, before the callbacks.
         after_event: Function that is called with the name of each event and the trainer's control,
-            which it may change, after the callbacks.
+            which it may change, after the callbacks and the listeners.
         termination: Decides after which step SIGTERM ends the training.
+        listeners: Objects with a method for each event that concerns them, named like the event. It
+            is called after the callbacks with the trainer's arguments, state and control, which it
+            may change.
     """
     before = trainer.callback_handler
     handler = new_step_handler(type(before))
     vars(handler).update(vars(before))
+    handler.follow(trainer, before_event, after_event, termination, listeners)
     trainer.callback_handler = handler
-    handler.trainer = trainer
-    handler.before_event, handler.after_event = before_event, after_event
-    handler.termination = TerminationCallback(termination)
-    handler.facts = TrainerFacts(trainer)
 
 
 @functools.cache
@@ -399,8 +426,7 @@ def new_step_handler(kind: Any) -> StepCallbackHandler:
 def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]:
     """Train within the block; then flush the step, and stop deferring the steps of schedules.
 
-    After an error, the callbacks also put the raw weights back into the model, and the progress bar
-    is closed.
+    After an error, the callbacks also put the raw weights back into the model.
 
     Args:
         attached: Step of the training.
@@ -416,9 +442,6 @@ def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]
             attached.flush()
         for callback in monitors(callbacks):
             callback.put_weights_back()
-        for callback in callbacks:
-            if hasattr(callback, "end_with_error"):
-                callback.end_with_error()
         raise
     finally:
         # After the training, a schedule must advance as soon as its `step` is called.
@@ -446,15 +469,6 @@ class TerminationCallback(TrainerCallback):
         del args
         if self._termination.stops_after(state.global_step):
             control.should_training_stop = control.should_save = True
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether a signal has stopped the training."""
-        return self._termination.is_stopping
-
-    def stops_after_save(self) -> bool:
-        """Return whether training must stop after the checkpoint that was just written."""
-        return self._termination.stops_after_save()
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """If training stops in the middle of an epoch, cancel the evaluation and checkpoint here.
@@ -519,7 +533,3 @@ def _construct_again(exporting: Any, arguments: Mapping[str, Any]) -> None:
             "`restore_callback_states_from_checkpoint` to False"
         )
         raise TypeError(msg) from error
-
-
-_ENDING_EVENTS = frozenset({"on_step_end", "on_epoch_end"})
-"""Names of the events in which `TerminationCallback` may act."""

@@ -47,7 +47,7 @@ from mfwrap.trainer.data.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.data.position import TrainerPosition
 from mfwrap.trainer.data.row_skip import Part
 from mfwrap.trainer.data.skip import NO_CHECKPOINT, DataSkip
-from mfwrap.trainer.display.console import show_in_one_place
+from mfwrap.trainer.display.console import closed_after_error, show_in_one_place
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
     StepCallbackHandler,
@@ -64,6 +64,7 @@ from mfwrap.trainer.model_card import describing, extend_card
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.rollback import Rollback, Rollbacks
+from mfwrap.trainer.run_facts import TrainerFacts
 from mfwrap.trainer.stops import save_last_step, stop
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class MFTrainerMixin(_Base):
         check_bool("eval_per_token_loss", eval_per_token_loss)
         self._evaluation = Evaluation(self, per_token=eval_per_token_loss)
         self._termination = RankTermination()
+        self.run_facts = TrainerFacts(self, self._termination)
         self._watch: RankWatch | None = None
         self._back_to: str | None = None
         super().__init__(*args, **kwargs)
@@ -198,8 +200,10 @@ class MFTrainerMixin(_Base):
     def _connect_events(self) -> None:
         """Pass the step's results to the callbacks of the handler, which may be a new one."""
         if not isinstance(self.callback_handler, StepCallbackHandler):
-            add_step_to_events(self, self._before_event, self._after_event, self._termination)
-            show_in_one_place(self.callback_handler)
+            add_step_to_events(
+                self, self._before_event, self._after_event, self._termination, self.run_facts
+            )
+            show_in_one_place(self.callback_handler, self._termination)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, and attach the step to it."""
@@ -311,10 +315,10 @@ class MFTrainerMixin(_Base):
         """Train within the block; the parts of the trainer begin in this order, and end reversed.
 
         Signals are followed last and left first, so that none interrupts the end of another part.
-        Then the step is flushed, and averages leave the model, while records are still open. A due
-        evaluation, which an error may have left, is forgotten. What follows the data, and the
-        logged loss, ends afterwards. The watch of the ranks is the outermost part: it explains an
-        error of any other.
+        Then the step is flushed, and averages leave the model, while records and the progress bar,
+        which shows their lines, are still open. A due evaluation, which an error may have left, is
+        forgotten. What follows the data, and the logged loss, ends afterwards. The watch of the
+        ranks is the outermost part: it explains an error of any other.
         """
         self._watch = rank_watch()
         with (
@@ -324,6 +328,7 @@ class MFTrainerMixin(_Base):
             self._position.of_training(resume_from_checkpoint, self.args),
             replaced(self._evaluation, is_due=False),
             records_of_training(),
+            closed_after_error(self.callback_handler.callbacks),
             flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),
             self._termination,
         ):
@@ -611,6 +616,9 @@ class MFTrainerMixin(_Base):
         """Note a requested evaluation, go back to a checkpoint, or note the one saved next."""
         if event in {"on_step_end", "on_epoch_end"}:
             self._evaluation.is_due = control.should_evaluate
+        elif event == "on_save":
+            # The signal may have come during the save, which may take long.
+            control.should_training_stop |= self._termination.stops_after_save()
         if self.rollbacks.are_on:
             self.rollbacks.after_event(event, control)
         if control.should_save:

@@ -16,7 +16,6 @@ from transformers.modelcard import METRIC_TAGS
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.records.evaluations import ends_with_averages, last_evaluation
 from mfwrap.trainer.model_usage import inner_model, library_of, task_of, usage
-from mfwrap.trainer.run_facts import TrainerFacts
 from mfwrap.trainer.view import TrainerView
 
 CARD = "README.md"
@@ -315,9 +314,7 @@ def _results(trainer: Any) -> tuple[str, dict[str, float]]:
 
 
 def _card_of_trainer(trainer: Any, model: Any, folder: Path) -> CardFacts:
-    # A user may have set another handler since the training.
-    facts = getattr(trainer.callback_handler, "facts", None) or TrainerFacts(trainer)
-    facts = facts.lasting()
+    facts = trainer.run_facts.lasting()
     heading, numbers = _results(trainer)
     repository = getattr(trainer, "hub_model_id", None)
     name = repository.rpartition("/")[2] if repository else folder.absolute().name

@@ -1,7 +1,7 @@
 """Say in the run folder what a Trainer's run was, beside the records of its monitors."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -11,6 +11,7 @@ from transformers import TrainerState
 from mfwrap.compatibility.transformers import has_own
 from mfwrap.records.run_facts import RunFacts, lasting_facts
 from mfwrap.records.run_files import record_folders
+from mfwrap.termination import RankTermination
 from mfwrap.trainer.view import TrainerView
 
 
@@ -18,48 +19,47 @@ from mfwrap.trainer.view import TrainerView
 class TrainerFacts:
     """Write `RunFacts` in the folder in which a monitor of a trainer writes records.
 
+    It is a listener of `mfwrap.trainer.events.add_step_to_events`.
+
     Args:
         trainer: The trainer.
+        termination: Says at the end whether a signal has stopped the training.
     """
 
-    def __init__(self, trainer: TrainerView) -> None:
+    def __init__(self, trainer: TrainerView, termination: RankTermination) -> None:
         self._trainer = trainer
+        self._termination = termination
         self._facts: RunFacts | None = None
-        self.after_event: dict[str, Callable[[TrainerState], None]] = {"on_train_begin": self.begin}
-        """What to call with the trainer's state after the callbacks, by the name of the event."""
+        self._given: Mapping[str, Any] | None = None
 
-        self.configuration: Mapping[str, Any] | None = None
-        """Settings of the run; ``None`` for those of the trainer and its step."""
+    def describe(self, configuration: Mapping[str, Any]) -> None:
+        """Take other settings of the run than those of the trainer and its step."""
+        self._given = configuration
 
-    def begin(self, state: TrainerState) -> None:
-        """Begin to write at the start of a training, in the main process, if a monitor does."""
-        self.after_event = {"on_train_begin": self.begin}
+    def on_train_begin(self, _args: Any, state: TrainerState, _control: Any) -> None:
+        """Begin to write in the main process, if a monitor writes."""
         folders = record_folders()
-        if folders and state.is_world_process_zero:
-            self._facts = self._of_trainer(folders, state)
-            self.after_event |= {
-                "on_log": self._note,
-                "on_save": self._save,
-                "on_train_end": self._end,
-            }
+        writes = folders and state.is_world_process_zero
+        self._facts = self._of_trainer(folders, state) if writes else None
 
     def lasting(self) -> dict[str, Any]:
         """Return the facts of the run that stay the same when it is resumed; see `RunFacts`."""
         return lasting_facts(self._configuration(), self._trainer.model)
 
-    def _note(self, state: TrainerState) -> None:
+    def on_log(self, _args: Any, state: TrainerState, _control: Any) -> None:
+        """Note the step and its tokens."""
         if self._facts is not None:
             self._facts.note(state.global_step, self._tokens(state))
 
-    def _save(self, _: TrainerState) -> None:
+    def on_save(self, *_: Any) -> None:
+        """Write what was noted."""
         if self._facts is not None:
             self._facts.save()
 
-    def _end(self, state: TrainerState) -> None:
+    def on_train_end(self, _args: Any, state: TrainerState, _control: Any) -> None:
+        """Write how the training has ended."""
         if self._facts is not None:
-            handler: Any = self._trainer.callback_handler
-            is_stopped = handler.termination.is_stopping
-            how = "stopped by a signal" if is_stopped else "stopped early"
+            how = "stopped by a signal" if self._termination.is_stopping else "stopped early"
             self._facts.end(state.global_step, how)
         self._facts = None
 
@@ -77,8 +77,8 @@ class TrainerFacts:
 
     def _configuration(self) -> Mapping[str, Any]:
         trainer: Any = self._trainer
-        if self.configuration is not None:
-            return self.configuration
+        if self._given is not None:
+            return self._given
         step = dataclasses.asdict(trainer.attached.config)
         return {"training": trainer.args.to_dict(), "step": step}
 

@@ -35,6 +35,8 @@ class TrainerView(Protocol):
     is_deepspeed_enabled: bool
     rollbacks: Any
     """`Rollbacks` of the trainer."""
+    run_facts: Any
+    """`TrainerFacts` of the trainer."""
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:

@@ -1,9 +1,10 @@
 """Show a training in a terminal as one progress bar, with lines above it for what goes wrong."""
 
+import contextlib
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from transformers.utils.logging import (
 
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
+from mfwrap.termination import RankTermination
 from mfwrap.trainer.display.step_numbers import ShownStep
 from mfwrap.trainer.events import monitors
 
@@ -40,11 +42,6 @@ def _fitted(line: str, width: int) -> str:
     return line[: max(0, width - len(end))] + end
 
 
-def _is_stopped(handler: CallbackHandler) -> bool:
-    """Return whether a signal has stopped the training, which says so itself."""
-    return bool(handler.termination.is_stopping) if hasattr(handler, "termination") else False
-
-
 @final
 class StepProgressCallback(ProgressCallback):
     """Show one progress bar with the numbers of the last step whose values have arrived.
@@ -62,11 +59,14 @@ class StepProgressCallback(ProgressCallback):
 
     Args:
         handler: Callback handler of the trainer.
+        termination: Says at the end whether a signal has stopped the training. If so, another line
+            says how to continue.
     """
 
-    def __init__(self, handler: CallbackHandler) -> None:
+    def __init__(self, handler: CallbackHandler, termination: RankTermination) -> None:
         super().__init__()
         self._handler = handler
+        self._termination = termination
         self._numbers: ShownStep | None = None
         self._is_hidden = False
         self._hides_other_bars = False
@@ -143,7 +143,7 @@ class StepProgressCallback(ProgressCallback):
         self._release_numbers()
         if not self._is_hidden:
             super().on_train_end(args, state, control, **known)  # type: ignore[no-untyped-call]  # (transformers)
-        if is_terminal and self.says_end and not _is_stopped(self._handler):
+        if is_terminal and self.says_end and not self._termination.is_stopping:
             self._say_end(args, state)
 
     def _say_end(self, args: Any, state: TrainerState) -> None:
@@ -213,15 +213,28 @@ class StepPrinterCallback(PrinterCallback):
             super().on_log(args, state, control, logs=logs, **known)  # type: ignore[no-untyped-call]  # (transformers)
 
 
-def show_in_one_place(handler: CallbackHandler) -> None:
+@contextlib.contextmanager
+def closed_after_error(callbacks: Sequence[object]) -> Iterator[None]:
+    """Train within the block; after an error, leave the terminal to it."""
+    try:
+        yield
+    except BaseException:
+        for callback in callbacks:
+            if isinstance(callback, StepProgressCallback):
+                callback.end_with_error()
+        raise
+
+
+def show_in_one_place(handler: CallbackHandler, termination: RankTermination) -> None:
     """Replace transformers' progress bar, printer, or table in a notebook, by mfwrap's.
 
     Args:
         handler: Callback handler of a trainer.
+        termination: Says whether a signal has stopped the training.
     """
     for index, callback in enumerate(handler.callbacks):
         if type(callback) is ProgressCallback:
-            handler.callbacks[index] = StepProgressCallback(handler)
+            handler.callbacks[index] = StepProgressCallback(handler, termination)
         elif type(callback).__name__ == "NotebookProgressCallback":
             # This module needs IPython, which is there in a notebook.
             from mfwrap.trainer.display.notebook import NotebookStepCallback  # noqa: PLC0415  (see above)

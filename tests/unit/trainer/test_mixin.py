@@ -340,7 +340,7 @@ def test_a_trainer_that_is_pickled_trains_with_the_step(tmp_path):
         is loaded.accelerator.attachment
         is not trainer.attached.attachment
     )
-    assert loaded.callback_handler.trainer is loaded
+    assert loaded.callback_handler._trainer is loaded
     runs = []
     for each in (trainer, loaded):
         torch.manual_seed(0)  # of the dropout
