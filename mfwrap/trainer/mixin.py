@@ -180,7 +180,6 @@ class MFTrainerMixin(_Base):
         self._termination = RankTermination()
         self.run_facts = TrainerFacts(self, self._termination)
         self._watch: RankWatch | None = None
-        self._back_to: str | None = None
         super().__init__(*args, **kwargs)
         if not hasattr(self, "attached"):
             name = "create_accelerator_and_postprocess"
@@ -285,7 +284,7 @@ class MFTrainerMixin(_Base):
                     given = given[:-1]
                 with self._batch.resuming(Path(asked_for) if asked_for else None):
                     result = super().train(*given, **kwargs)
-                asked_for, self._back_to = self._back_to, None
+                asked_for = self.rollbacks.target
                 if asked_for is None:
                     return result
 
@@ -303,8 +302,8 @@ class MFTrainerMixin(_Base):
                 batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
             )
             must_exit = self._termination.conclude(self.accelerator.device)
-            self._back_to = self.rollbacks.decide()
-            if must_exit and self._back_to is None:
+            self.rollbacks.decide()
+            if must_exit and self.rollbacks.target is None:
                 save_last_step(self, trial, self._checkpoints.saved_step)
         if must_exit:
             stop(self, trial, is_interrupted=self._termination.is_interrupted)

@@ -155,12 +155,14 @@ class Rollbacks:
             msg = f"`rollback` must be a mfwrap.trainer.Rollback or None, got {described(settings)}"
             raise TypeError(msg)
         self._trainer = trainer
-        self._settings = settings
+        self._settings = Rollback() if settings is None else settings
         self._skip = skip
         self._done: list[_Done] = []
         self._pending: str | None = None
         self._own: list[BadSteps] = []  # that other ranks do not know of yet
         self._request: BadSteps | None = None
+        self.target: str | None = None
+        """Checkpoint to go back to, when the training has ended; ``None`` if it is complete."""
         self.is_stopping = False
         """Whether the training is about to end, to go back."""
         self.may_slow = False
@@ -190,7 +192,7 @@ class Rollbacks:
             ValueError: If the file is damaged.
         """
         path = self._run_folder / ROLLBACKS_FILE
-        self.is_stopping, self._request, self._own = False, None, []
+        self.is_stopping, self._request, self._own, self.target = False, None, [], None
         self._done, self._pending = [], None
         for callback in monitors(self._trainer.callback_handler.callbacks):
             callback.bad_steps()  # found while the last training ended: it is undone
@@ -222,7 +224,7 @@ class Rollbacks:
         if self._pending is not None:
             self._pending = None
             self._write()
-        if self._settings is None:
+        if not self.are_on:
             return
         optimizer: Any = self._trainer.optimizer
         computes = any(
@@ -256,33 +258,31 @@ class Rollbacks:
     def after_event(self, event: str, control: TrainerControl) -> None:
         """Look at what the monitors have found, and stop the training if it must go back.
 
-        Call it on all ranks. Before a checkpoint is written, all ranks exchange what they have
-        found. The training stops on all ranks or on none.
+        Call it on all ranks if `are_on`. Before a checkpoint is written, all ranks exchange what
+        they have found. The training stops on all ranks or on none.
 
         Args:
             event: Name of the event that the callbacks have handled.
             control: The trainer's control after that, which is changed.
         """
-        if self._settings is None:
-            return
         if event in {"on_step_end", "on_epoch_end"} and not self.is_stopping:
-            self._look_after_step(self._settings.kinds, is_saving=control.should_save)
+            self._look_after_step(is_saving=control.should_save)
         if self.is_stopping:
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
 
-    def _look_after_step(self, kinds: Sequence[str], *, is_saving: bool) -> None:
+    def _look_after_step(self, *, is_saving: bool) -> None:
         trainer = self._trainer
         if is_saving:
             known = {"model": trainer.model, "optimizer": trainer.optimizer}
             for callback in monitors(trainer.callback_handler.callbacks):
                 callback.on_pre_save(trainer.args, trainer.state, trainer.control, **known)
-        self._look(kinds, exchanges=is_saving or num_ranks() == 1)
+        self._look(exchanges=is_saving or num_ranks() == 1)
 
-    def _look(self, kinds: Sequence[str], *, exchanges: bool) -> None:
+    def _look(self, *, exchanges: bool) -> None:
         callbacks = monitors(self._trainer.callback_handler.callbacks)
         found = [bad for callback in callbacks for bad in callback.bad_steps()]
-        found = [bad for bad in found if bad.kind in kinds]
+        found = [bad for bad in found if bad.kind in self._settings.kinds]
         known_to_all = [bad for bad in found if bad.is_shared]
         self._own += [bad for bad in found if not bad.is_shared]
         if exchanges:
@@ -295,14 +295,11 @@ class Rollbacks:
 
     def _limit(self, bad: BadSteps) -> int:
         """Return the first step whose checkpoint is too late."""
-        return bad.first_step - (0 if self._settings is None else self._settings.updates_before)
+        return bad.first_step - self._settings.updates_before
 
     def _may_go_back(self, bad: BadSteps) -> bool:
         """Return whether a rollback is possible; if not, log why. Call it on all ranks."""
-        settings = self._settings
-        if settings is None:
-            return False
-        limit = self._limit(bad)
+        settings, limit = self._settings, self._limit(bad)
         steps = gather_objects(_steps_of(self._run_folder))[0]  # the disk of rank 0
         if len(self._done) >= settings.max_rollbacks:
             reason = f"{settings.max_rollbacks} rollbacks have been done"
@@ -314,22 +311,22 @@ class Rollbacks:
             _LOG.warning("step %d: no rollback after %s: %s", bad.first_step, bad.kind, reason)
         return False
 
-    def decide(self) -> str | None:
-        """Return the checkpoint to go back to; ``None`` if the training is complete.
+    def decide(self) -> None:
+        """Decide on the `target`; call it on all ranks when the training has ended.
 
-        Call it on all ranks when the training has ended. The decision is on disk before it returns.
+        The decision is on disk before it returns.
 
         Raises:
             RuntimeError: If no checkpoint before the bad steps is intact any more.
         """
         settings = self._settings
-        if settings is None:
-            return None
+        if not self.are_on:
+            return
         if not self.is_stopping:
-            self._look(settings.kinds, exchanges=True)
+            self._look(exchanges=True)
         bad, self._request, self.is_stopping = self._request, None, False
         if bad is None:
-            return None
+            return
         name = None
         with raising_together():
             if this_rank() == 0:
@@ -358,10 +355,15 @@ class Rollbacks:
             _LOG.warning(
                 "step %d: %s; going back to %s and leaving out %d rows of the data (rollback %d of "
                 "%d); see %s",
-                *(bad.first_step, bad.kind, name, len(rows), len(self._done)),
-                *(settings.max_rollbacks, self._run_folder / ROLLBACKS_FILE),
+                bad.first_step,
+                bad.kind,
+                name,
+                len(rows),
+                len(self._done),
+                settings.max_rollbacks,
+                self._run_folder / ROLLBACKS_FILE,
             )
-        return str(self._run_folder / name)
+        self.target = str(self._run_folder / name)
 
     def _newest_name(self, bad: BadSteps) -> str:
         limit = self._limit(bad)
