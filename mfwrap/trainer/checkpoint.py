@@ -67,12 +67,12 @@ from mfwrap.records.run_facts import PROGRESS
 from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.records.run_record import FACTS
 from mfwrap.tensors.wrappers import unwrapped_optimizer
-from mfwrap.trainer.events import monitors, restore_in_place
+from mfwrap.trainer.events import finish_pending, monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.object_views import view_of
 from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 from mfwrap.trainer.stops import had_ended
-from mfwrap.trainer.view import TrainerView
+from mfwrap.trainer.view import TrainerView, run_folder_of
 
 _LOG = logging.getLogger(__name__)
 _TRAINERS_LOG = logging.getLogger("transformers.trainer")
@@ -141,7 +141,7 @@ class Checkpoints:
             if self._writes:
                 stack.enter_context(owning_run(folder, waits=asked_for == AUTO))
                 with raising_together():
-                    check_writable(Path(str(args.output_dir)))
+                    check_writable(run_folder_of(self._trainer))
                     if args.local_process_index == 0:
                         _check_own(
                             self._trainer, folder, has_monitors=has_monitors, is_new=not asked_for
@@ -179,7 +179,7 @@ class Checkpoints:
             if self._trainer.args.local_process_index == 0:
                 found = self._intact(asked_for, trial)
         names = sorted({name for name in gather_objects(found) if name is not None})
-        run_folder = Path(str(self._trainer.args.output_dir))
+        run_folder = run_folder_of(self._trainer)
         if len(names) > 1 and asked_for == AUTO and all(names):
             # Nodes with disks of their own: the run was killed after one node had saved. Every node
             # has the older checkpoint, or all of them raise an error.
@@ -202,7 +202,7 @@ class Checkpoints:
         """Return the name of the checkpoint to resume from, after all checks; empty for none."""
         trainer = self._trainer
         is_last = asked_for is True or asked_for == AUTO
-        run_folder = Path(str(trainer.args.output_dir)) if is_last else Path(asked_for).parent
+        run_folder = run_folder_of(trainer) if is_last else Path(asked_for).parent
         # In a trial, do not compare the checkpoint with the current network: `model_init` may build
         # a different network for the trial.
         is_compared = trial is None and not loads_weights_itself(trainer)
@@ -228,7 +228,7 @@ class Checkpoints:
 
     def _accepted(self, checkpoint: Path, verified: Verified) -> str:
         check_average(checkpoint, is_given=self._keeps_average)
-        run_folder = Path(str(self._trainer.args.output_dir))
+        run_folder = run_folder_of(self._trainer)
         if checkpoint.parent.resolve() != run_folder.resolve():
             _refuse_others_checkpoints(run_folder, after=-1)
         elif CHECKPOINT.fullmatch(checkpoint.name):
@@ -271,8 +271,7 @@ class Checkpoints:
             msg = f"cannot load {folder}: {reason}"
             raise ValueError(msg)
         if not saves_optimizer_itself(trainer):
-            optimizer: Any = trainer.optimizer
-            check_parameter_groups(folder, unwrapped_optimizer(optimizer))
+            check_parameter_groups(folder, unwrapped_optimizer(trainer.optimizer))
 
     def restore_records(self, checkpoint: Path | None) -> None:
         """Truncate the record files of the run to their lengths at a checkpoint, on every rank.
@@ -286,7 +285,7 @@ class Checkpoints:
 
         Does nothing if the training neither saves nor records, and another program owns the folder.
         """
-        run_folder = Path(str(self._trainer.args.output_dir))
+        run_folder = run_folder_of(self._trainer)
         with contextlib.ExitStack() as stack:
             if not self._writes and gather_objects(bool(checkpoints_of_run(run_folder)))[0]:
                 # A callback may save, although the settings of this training do not.
@@ -387,9 +386,7 @@ class Checkpoints:
     def _writing(self, run_folder: Path) -> Iterator[None]:
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()
-        known = {"model": trainer.model, "optimizer": trainer.optimizer}
-        for callback in monitors(trainer.callback_handler.callbacks):
-            callback.on_pre_save(args, trainer.state, trainer.control, **known)
+        finish_pending(trainer)
         self._clear_callback_states()
         name = f"checkpoint-{trainer.state.global_step}"
         staging = staging_folder(run_folder / name)
@@ -429,7 +426,7 @@ class Checkpoints:
         """
         trainer = self._trainer
         if trainer.args.local_process_index == 0 and saves_checkpoints_itself(trainer):
-            run_folder = Path(str(trainer.args.output_dir))
+            run_folder = run_folder_of(trainer)
             # The other ranks do not learn of an error here. The user's method gets it as well.
             with contextlib.suppress(OSError):
                 begin_folder(run_folder)
@@ -445,16 +442,15 @@ class Checkpoints:
         if self.saved_step == step:
             return
         self.saved_step = step
-        folder = Path(str(trainer.args.output_dir)) / f"checkpoint-{step}"
+        folder = run_folder_of(trainer) / f"checkpoint-{step}"
         if trainer.args.should_save and is_checkpoint(folder):
             write_manifest(folder)
 
     def _complete(self, written: Path, final: Path) -> None:
         """Move a checkpoint into place, remove old checkpoints, and push to the Hub if enabled."""
         trainer, args = self._trainer, self._trainer.args
-        model: Any = trainer.model
         for callback in monitors(trainer.callback_handler.callbacks):
-            callback.save_into(written, args, model)
+            callback.save_into(written, args, trainer.model)
         save_records(written, final.parent)
         self._find_best(final)
         trainer.accelerator.wait_for_everyone()
@@ -665,7 +661,7 @@ def _check_own(trainer: TrainerView, folder: Path, *, has_monitors: bool, is_new
     rolls_back = trainer.rollbacks.are_on
     names = [FACTS, PROGRESS] if has_monitors else []
     names += [ROLLBACKS_FILE, SKIP_ROWS_FILE] if rolls_back else []
-    run_folder = Path(str(trainer.args.output_dir))
+    run_folder = run_folder_of(trainer)
     check_own(run_folder / name for name in names)
     if is_new:
         _refuse_others_checkpoints(folder, after=-1)
@@ -740,5 +736,4 @@ def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:
 
 def _foreign_weights(trainer: TrainerView, folder: Path) -> str | None:
     """Return why the weights of a checkpoint do not belong to the trainer's model."""
-    model: Any = trainer.model
-    return foreign_weights(folder, model, may_be_partial=saves_weights_itself(trainer))
+    return foreign_weights(folder, trainer.model, may_be_partial=saves_weights_itself(trainer))

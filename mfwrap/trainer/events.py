@@ -169,6 +169,13 @@ def monitors(callbacks: Iterable[object]) -> list[MonitorCallback]:
     return [callback for callback in callbacks if isinstance(callback, MonitorCallback)]
 
 
+def finish_pending(trainer: TrainerView) -> None:
+    """Call `MonitorCallback.on_pre_save` of a trainer's callbacks, on every rank."""
+    known = {"model": trainer.model, "optimizer": trainer.optimizer}
+    for callback in monitors(trainer.callback_handler.callbacks):
+        callback.on_pre_save(trainer.args, trainer.state, trainer.control, **known)
+
+
 @contextlib.contextmanager
 def evaluating(
     callbacks: Iterable[object], state: TrainerState, model: nn.Module

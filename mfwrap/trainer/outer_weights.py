@@ -7,7 +7,6 @@ would start again at a resume.
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -74,8 +73,7 @@ def _outer_weights(trainer: TrainerView) -> dict[str, Tensor]:
     """Return the weights by the numbers of their group and of their place in it."""
     if trains_shards(trainer):
         return {}
-    network: Any = trainer.model
-    inner = {id(weight) for weight in network.parameters()}
+    inner = {id(weight) for weight in trainer.model.parameters()}
     return {
         f"{number}/{place}": weight
         for number, group in enumerate(unwrapped_optimizer(trainer.optimizer).param_groups)

@@ -1,8 +1,5 @@
 """Check the optimizer of an `MFTrainer`, and before the first update that all ranks agree."""
 
-from pathlib import Path
-from typing import Any
-
 from transformers import TrainingArguments
 
 from mfwrap.config import StepConfig
@@ -17,19 +14,18 @@ from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.parameters import refuse_generation_pipeline
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors
-from mfwrap.trainer.view import TrainerView
+from mfwrap.trainer.model_card import WITHOUT_EFFECT
+from mfwrap.trainer.view import TrainerView, run_folder_of
 
 _MAY_DIFFER = (
-    # Paths and names that differ between machines, and settings for printing and uploading.
-    *("output_dir", "run_name", "local_rank", "log_level", "log_level_replica", "disable_tqdm"),
-    *("log_on_each_node", "report_to", "project", "trackio_space_id", "trackio_bucket_id"),
-    *("trackio_static_space_id", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id"),
-    *("hub_strategy", "hub_always_push", "hub_revision", "resume_from_checkpoint"),
+    *WITHOUT_EFFECT,
+    # Names that differ between machines.
+    *("local_rank", "report_to", "resume_from_checkpoint"),
     # Ranks may have different seeds on purpose. The seed of the data (`data_seed`) is compared.
     "seed",
-    # Settings for loading data and measuring memory.
+    # Settings for loading data.
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
-    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "skip_memory_metrics"),
+    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
     # Objects whose text differs between processes.
     *("parallelism_config", "deepspeed", "fsdp_config"),
 )
@@ -74,8 +70,7 @@ def check_construction(trainer: TrainerView) -> None:
         ValueError: If ``args.optim`` names such an optimizer, or transformers has split the model
             into pipeline stages.
     """
-    model: Any = trainer.model
-    refuse_generation_pipeline(model)
+    refuse_generation_pipeline(trainer.model)
     check_optim(trainer.args)
     if trainer.optimizer is not None:
         refuse_update_in_backward(unwrapped_optimizer(trainer.optimizer))
@@ -102,8 +97,7 @@ def check_trainer_ranks(
     Raises:
         RuntimeError: If the ranks disagree, or if a rank has a problem.
     """
-    args: Any = trainer.args
-    model: Any = trainer.model
+    args, model = trainer.args, trainer.model
     if trainer.optimizer is None and not trainer.is_fsdp_enabled:
         trainer.create_optimizer()
     optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
@@ -126,7 +120,7 @@ def check_trainer_ranks(
     if args.should_save and (args.save_strategy != "no" or by_callback):
         saved = None if args.save_only_model else trainer.optimizer
         size = checkpoint_bytes(model, saved, has_average=trainer.ema is not None)
-        problems = [each for each in [disk_problem(Path(str(args.output_dir)), size)] if each]
+        problems = [each for each in [disk_problem(run_folder_of(trainer), size)] if each]
     check_ranks_agree(facts, problems)
     trainer.attached.attachment.ranks.are_checked = True
 

@@ -22,8 +22,8 @@ from mfwrap.records.rollbacks import ROLLBACKS_FILE
 from mfwrap.records.skipped_rows import SkippedRow, checked_row
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.data.skip import DataSkip
-from mfwrap.trainer.events import BadSteps, monitors
-from mfwrap.trainer.view import TrainerView
+from mfwrap.trainer.events import BadSteps, finish_pending, monitors
+from mfwrap.trainer.view import TrainerView, run_folder_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Rollbacks:
 
     @property
     def _run_folder(self) -> Path:
-        return Path(str(self._trainer.args.output_dir))
+        return run_folder_of(self._trainer)
 
     def begin(self, asked_for: Any) -> Any:
         """Read the rollbacks of the run, and return the checkpoint to resume from.
@@ -226,7 +226,7 @@ class Rollbacks:
             self._write()
         if not self.are_on:
             return
-        optimizer: Any = self._trainer.optimizer
+        optimizer = self._trainer.optimizer
         computes = any(
             g.get("lr") is None or g.get("relative_step") for g in optimizer.param_groups
         )
@@ -266,18 +266,12 @@ class Rollbacks:
             control: The trainer's control after that, which is changed.
         """
         if event in {"on_step_end", "on_epoch_end"} and not self.is_stopping:
-            self._look_after_step(is_saving=control.should_save)
+            if control.should_save:
+                finish_pending(self._trainer)
+            self._look(exchanges=control.should_save or num_ranks() == 1)
         if self.is_stopping:
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
-
-    def _look_after_step(self, *, is_saving: bool) -> None:
-        trainer = self._trainer
-        if is_saving:
-            known = {"model": trainer.model, "optimizer": trainer.optimizer}
-            for callback in monitors(trainer.callback_handler.callbacks):
-                callback.on_pre_save(trainer.args, trainer.state, trainer.control, **known)
-        self._look(exchanges=is_saving or num_ranks() == 1)
 
     def _look(self, *, exchanges: bool) -> None:
         callbacks = monitors(self._trainer.callback_handler.callbacks)

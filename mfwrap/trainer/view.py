@@ -1,5 +1,6 @@
 """What the parts of an `MFTrainer` may see of it."""
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -50,6 +51,11 @@ class TrainerView(Protocol):
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main process of all machines."""
+
+
+def run_folder_of(trainer: TrainerView) -> Path:
+    """Return the folder of the run; in a hyperparameter search, that of all trials."""
+    return Path(str(trainer.args.output_dir))
 
 
 def trains_shards(trainer: TrainerView) -> bool:
