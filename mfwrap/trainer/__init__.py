@@ -1,4 +1,7 @@
-"""The Hugging Face Trainer with MindFormers' training step."""
+"""The Hugging Face Trainer with MindFormers' training step.
+
+`mfwrap.trainer.mixin` has all methods of the Trainer that change.
+"""
 
 from typing import TYPE_CHECKING, Any
 

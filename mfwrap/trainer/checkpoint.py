@@ -69,7 +69,7 @@ from mfwrap.records.run_record import FACTS
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import finish_pending, monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
-from mfwrap.trainer.object_views import view_of
+from mfwrap.trainer.lookalikes import lookalike
 from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 from mfwrap.trainer.stops import had_ended
 from mfwrap.trainer.view import TrainerView, run_folder_of
@@ -573,7 +573,7 @@ class Checkpoints:
         members = {"save_pretrained": save}
         if self._trainer.args.save_on_each_node:
             members["should_save_on_this_rank"] = staticmethod(bool)
-        with replaced(self._trainer, model=view_of(model, **members)):
+        with replaced(self._trainer, model=lookalike(model, **members)):
             yield
 
     @contextlib.contextmanager

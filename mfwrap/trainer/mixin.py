@@ -1,4 +1,8 @@
-"""`MFTrainerMixin`: give a Trainer MindFormers' training step."""
+"""`MFTrainerMixin`: give a Trainer MindFormers' training step.
+
+tests/unit/trainer/test_surface.py lists the methods of the Trainer that the mixin overrides, each
+with its reason. The other modules of this package have what the methods do.
+"""
 
 import contextlib
 import dataclasses

@@ -8,7 +8,7 @@ from accelerate.data_loader import SkipBatchSampler
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mfwrap.accelerate.data_workers import worker_start
-from mfwrap.trainer.object_views import view_of
+from mfwrap.trainer.lookalikes import lookalike
 
 Follow = Callable[[Iterable[Any]], Iterator[Any]]
 """Function that takes the batches of a batch sampler, lists of indices, and yields those to use."""
@@ -82,7 +82,7 @@ def followed_loader(loader: Any, follow: Follow, *, num_skipped: int = 0) -> Any
     if isinstance(base.batch_sampler, Sampler):
         sampler = _followed_sampler(base.batch_sampler, follow)
         members["batch_sampler"] = property(lambda _: sampler)
-    view = view_of(base, **members)
+    view = lookalike(base, **members)
     if base is loader:
         return view
     members = {"base_dataloader": property(lambda _: view)}
@@ -90,9 +90,9 @@ def followed_loader(loader: Any, follow: Follow, *, num_skipped: int = 0) -> Any
         # Iterating uses the sampler of the base; `skip_first_batches` reads that of the loader.
         ahead = SkipBatchSampler(view.batch_sampler, num_skipped)
         members["batch_sampler"] = property(lambda _: ahead)
-    return view_of(loader, **members)
+    return lookalike(loader, **members)
 
 
 def _followed_sampler(sampler: Any, follow: Follow) -> Any:
     batches = type(sampler).__iter__
-    return view_of(sampler, __iter__=lambda view: follow(batches(view)))
+    return lookalike(sampler, __iter__=lambda view: follow(batches(view)))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2Model
 
-from mfwrap.trainer.object_views import view_of
+from mfwrap.trainer.lookalikes import lookalike
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_a_view_shares_the_attributes(make):
     """What is set on one of the two is set on both; a copy of the object is of its own class."""
     target = make()
     kind = type(target)
-    view = view_of(target, extra_repr=lambda self: f"seen of {type(self).__name__}")
+    view = lookalike(target, extra_repr=lambda self: f"seen of {type(self).__name__}")
     view.mark, target.other = 1, 2
 
     assert (target.mark, view.other) == (1, 2)
@@ -42,6 +42,6 @@ def test_a_view_shares_the_attributes(make):
 def test_a_property_of_a_view_hides_an_attribute():
     """A property of the view has precedence over the attribute of the object."""
     target = nn.Linear(2, 3)
-    view = view_of(target, in_features=property(lambda _: 5))
+    view = lookalike(target, in_features=property(lambda _: 5))
 
     assert (view.in_features, target.in_features, view.out_features) == (5, 2, 3)

@@ -6,7 +6,7 @@ from typing import Any
 from mfwrap.schedules.pickling import pickled_as
 
 
-def view_of(target: Any, **members: Any) -> Any:
+def lookalike(target: Any, **members: Any) -> Any:
     """Return a view of an object: an object of a subclass that shares the object's attributes.
 
     The view and the object have the same ``__dict__``, so an attribute that is set on one of them
