@@ -176,7 +176,7 @@ class MFTrainerMixin(_Base):
         self._communication_hook = communication_hook
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
-        self._skip = DataSkip(self, data_skip_steps, skip_rows)
+        self._skip = DataSkip(self, data_skip_steps, skip_rows, may_go_back=rollback is not None)
         self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
         check_bool("eval_per_token_loss", eval_per_token_loss)
@@ -358,7 +358,7 @@ class MFTrainerMixin(_Base):
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize
         self._batch.check_epoch(num_update_steps_per_epoch, has_length=has_length)
-        saved = self._position.saved_log
+        saved = self._position.saved
         epochs, batches = self._skip.begin(
             epochs,
             batches,
@@ -640,7 +640,7 @@ class MFTrainerMixin(_Base):
         self.rollbacks.begun()
         self._skip.noted.begin()
         self.attached.attachment.step.rate_factor = 1.0
-        self._losses.begin(self._position.saved_log)
+        self._losses.begin(self._position.saved)
         if self._position.resumed_from is not None:
             restore_attributes(self, self._position.resumed_from)
             restore_outer_weights(self, self._position.resumed_from)

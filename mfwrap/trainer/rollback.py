@@ -169,7 +169,6 @@ class Rollbacks:
         """Whether a rollback that was done lowers the learning rates of some updates."""
         self.are_on = settings is not None
         """Whether the training may go back, and write a list of rollbacks and of rows."""
-        skip.rows.needs_positions = settings is not None
 
     @property
     def _run_folder(self) -> Path:
@@ -206,7 +205,7 @@ class Rollbacks:
         content = gather_objects(content)[0] if asked_for else None
         if content is not None:
             self._done, self._pending = content
-        self._skip.rows.added = frozenset(row for done in self._done for row in done.rows)
+        self._skip.rows.add(frozenset(row for done in self._done for row in done.rows))
         self.may_slow = any(done.rate_factor < 1 for done in self._done)
         if self._pending is not None and (asked_for is True or asked_for == AUTO):
             return str(self._run_folder / self._pending)

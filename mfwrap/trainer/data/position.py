@@ -60,7 +60,11 @@ class TrainerPosition:
         self._samplers: dict[str, object] = {}
         self._epoch_samplers: dict[str, Any] = {}
         self._on_other_ranks: dict[str, Any] | None = None
-        self._saved: dict[str, Any] | None = None
+        self.saved: dict[str, Any] | None = None
+        """Content of the position file of the resumed checkpoint, with the state of the log.
+
+        ``None`` if the training is not resumed, the checkpoint has no such file, or the first epoch
+        has begun."""
         self.resumed_from: Path | None = None
         """Checkpoint that the coming epoch resumes from; ``None`` for any other epoch."""
 
@@ -72,19 +76,19 @@ class TrainerPosition:
             checkpoint: Checkpoint to resume from; ``None`` for a training from the start.
             args: Training arguments, which contain the rank and the number of ranks.
         """
-        self._saved = self._epoch_random_states = self.resumed_from = None
+        self.saved = self._epoch_random_states = self.resumed_from = None
         self._on_other_ranks = None
         if checkpoint is not None:
             self.resumed_from = Path(checkpoint)
-            self._saved = _read_position(self.resumed_from, args.process_index, args.world_size)
-        if self._saved is not None:
-            if self._saved.get("num_ranks", 1) != args.world_size:
-                self._on_other_ranks = self._saved.get("random_states")
+            self.saved = _read_position(self.resumed_from, args.process_index, args.world_size)
+        if self.saved is not None:
+            if self.saved.get("num_ranks", 1) != args.world_size:
+                self._on_other_ranks = self.saved.get("random_states")
             # The data loader takes the seed of its shuffling from the generators when it is
             # constructed, before the first epoch begins. So restore the generators already here,
             # to their states at the start of the checkpoint's epoch.
-            self._epoch_random_states = self._saved["epoch_random_states"]
-            restore_random_states(self._saved["epoch_random_states"])
+            self._epoch_random_states = self.saved["epoch_random_states"]
+            restore_random_states(self.saved["epoch_random_states"])
         try:
             yield
         finally:
@@ -98,15 +102,6 @@ class TrainerPosition:
             batches: Indices of the rows of each batch, with the number of the batch in its epoch.
         """
         return self._data.watching(batches)
-
-    @property
-    def saved_log(self) -> dict[str, Any] | None:
-        """Content of the position file of the resumed checkpoint, with the state of the log.
-
-        ``None`` if the training is not resumed, the checkpoint has no such file, or the first epoch
-        has begun.
-        """
-        return self._saved
 
     def warn_of_repeated_rows(self, args: TrainingArguments, max_steps: int) -> None:
         """Warn if a training of data without a length resumes within a second or later pass.
@@ -126,7 +121,7 @@ class TrainerPosition:
         updates = round(part * state.max_steps)
         # The last update of the training may come before that point.
         updates = min(updates, max_steps - state.global_step)
-        has_ended = self._saved is not None and self._saved.get("pass_has_ended", False)
+        has_ended = self.saved is not None and self.saved.get("pass_has_ended", False)
         if passes and updates and not has_ended:
             warnings.warn(
                 f"{self.resumed_from} was written within a second or later pass over training data "
@@ -175,7 +170,7 @@ class TrainerPosition:
             skips_data: Whether the Trainer recreates and skips the batches that precede the
                 checkpoint.
         """
-        saved, self._saved = self._saved, None
+        saved, self.saved = self.saved, None
         checkpoint, self.resumed_from = self.resumed_from, None
         self._data.watch(loader)
         self._loader = loader

@@ -56,6 +56,8 @@ class RowSkip:
     Args:
         trainer: The trainer.
         skip_rows: Rows to leave out, or their file; ``None`` for those of the checkpoint.
+        always_follows: Whether to follow rows even if none is left out, because `positions` is
+            needed.
 
     Raises:
         OSError: If the file cannot be read.
@@ -63,15 +65,15 @@ class RowSkip:
         ValueError: If a line of the file or a number is wrong.
     """
 
-    def __init__(self, trainer: TrainerView, skip_rows: SkipRows | None) -> None:
+    def __init__(
+        self, trainer: TrainerView, skip_rows: SkipRows | None, *, always_follows: bool
+    ) -> None:
         self._trainer = trainer
         self._given = None if skip_rows is None else skipped_rows(skip_rows)
         self.present: frozenset[SkippedRow] = self._given or frozenset()
         """Rows that the present training leaves out."""
-        self.added: frozenset[SkippedRow] = frozenset()
-        """Further rows to leave out."""
-        self.needs_positions = False
-        """Whether `positions` is needed, even if no row is left out."""
+        self._added: frozenset[SkippedRow] = frozenset()
+        self._always_follows = always_follows
         self._loader: Any = None
         self._dealing = _NO_DEALING
         self._epochs: dict[int, EpochRows] = {}
@@ -103,12 +105,16 @@ class RowSkip:
             self.are_followed = self._is_read = False
             self._parts.clear()
 
+    def add(self, rows: frozenset[SkippedRow]) -> None:
+        """Leave out further rows in the next training; call it before `begin`."""
+        self._added = rows
+
     def note_loader(self, loader: Any) -> None:
         """Note the data loader of the training; call it before `begin`."""
         self._loader = loader
 
     def begin(self, saved: Iterable[Collection[int]] | None, updates_per_epoch: int) -> None:
-        """Prepare a training, and follow its rows if any is left out or `needs_positions`.
+        """Prepare a training, and follow its rows if necessary.
 
         Args:
             saved: Rows that `state_dict` returned; ``None`` for a training from the start.
@@ -122,11 +128,11 @@ class RowSkip:
         given = self._given
         if given is None:
             given = frozenset(SkippedRow(*each) for each in saved or ())
-        self.present = given | self.added
+        self.present = given | self._added
         self._epochs, self._empty = {}, []
         self._epoch = EpochRows(_NO_DEALING)
         self.are_followed = False
-        if not self.present and not self.needs_positions:
+        if not self.present and not self._always_follows:
             return
         if trainer.args.ignore_data_skip:
             msg = (

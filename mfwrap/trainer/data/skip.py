@@ -57,6 +57,7 @@ class DataSkip:
         trainer: The trainer.
         data_skip_steps: Number of updates whose data are skipped; ``None`` for none.
         skip_rows: Rows to leave out, or their file; ``None`` for those of the checkpoint.
+        may_go_back: Whether the training may go back to a checkpoint, and leave out more rows.
 
     Raises:
         OSError: If the file of rows cannot be read.
@@ -70,6 +71,8 @@ class DataSkip:
         trainer: TrainerView,
         data_skip_steps: int | None,
         skip_rows: SkipRows | None = None,
+        *,
+        may_go_back: bool = False,
     ) -> None:
         self._trainer = trainer
         self._steps = data_skip_steps or None
@@ -77,7 +80,7 @@ class DataSkip:
             check_int("data_skip_steps", data_skip_steps, minimum=0)
         # Without a number, checkpoints keep that of the checkpoint from which the training resumed.
         self._saved_steps = self._steps
-        self.rows = RowSkip(trainer, skip_rows)
+        self.rows = RowSkip(trainer, skip_rows, always_follows=may_go_back)
         """Rows to leave out."""
         self.noted = NotedRows(trainer)
         """Rows that have been dealt, for monitors that name rows."""
