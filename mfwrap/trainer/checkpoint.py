@@ -106,7 +106,8 @@ class Checkpoints:
         """Step of the last checkpoint of this training; ``None`` before the first one."""
         self._is_auto = False
         self._writes = False
-        self._is_loading = False
+        self.is_loading = False
+        """Whether a checkpoint is being loaded: from its verification to the first step."""
         self._checked: Path | None = None
         self._verified: tuple[Path, Mapping[str, Identity]] | None = None
         """Checkpoint to resume from, and its files, on the rank of each node that verifies it."""
@@ -131,7 +132,7 @@ class Checkpoints:
                 training of mfwrap has written.
             OSError: On all ranks, if any rank cannot write.
         """
-        self.ended_early = self._is_loading = False  # of an earlier training
+        self.ended_early = self.is_loading = False  # of an earlier training
         self._checked = None
         args = self._trainer.args
         has_monitors = bool(monitors(self._trainer.callback_handler.callbacks))
@@ -150,7 +151,7 @@ class Checkpoints:
                 yield
             except Exception:
                 # Another program may delete the checkpoint while it is being loaded.
-                if self._is_loading:
+                if self.is_loading:
                     _refuse_changed(self._verified)
                 raise
 
@@ -173,7 +174,7 @@ class Checkpoints:
                 newest checkpoints of the nodes differ.
         """
         found = self._verified = None
-        self._is_loading = True
+        self.is_loading = True
         self._is_auto = asked_for == AUTO
         with raising_together():
             if self._trainer.args.local_process_index == 0:
@@ -239,7 +240,7 @@ class Checkpoints:
     def check_unchanged(self, *, is_last: bool) -> None:
         """Check on all ranks that the checkpoint that is being loaded is the one that was verified.
 
-        Does nothing in a training from the start, and after the last check.
+        Call it if `is_loading`.
 
         Args:
             is_last: Whether everything has been loaded.
@@ -247,9 +248,7 @@ class Checkpoints:
         Raises:
             ValueError: On all ranks, if another program has deleted or changed a file of it.
         """
-        if not self._is_loading:
-            return
-        self._is_loading = not is_last
+        self.is_loading = not is_last
         with raising_together():
             _refuse_changed(self._verified)
 

@@ -632,7 +632,8 @@ class MFTrainerMixin(_Base):
             callback.expect_evaluations()
         # The Trainer has loaded weights, optimizer and schedule. It passes over files that are
         # missing, so an absent file would be a fresh start.
-        self._checkpoints.check_unchanged(is_last=False)
+        if self._checkpoints.is_loading:
+            self._checkpoints.check_unchanged(is_last=False)
         self._checkpoints.restore_records(self._position.resumed_from)
         if self._position.resumed_from is not None:
             for callback in monitors(self.callback_handler.callbacks):
@@ -658,7 +659,8 @@ class MFTrainerMixin(_Base):
 
     def _begin_step(self) -> None:
         # Callbacks and random generators have loaded their states since the training began.
-        self._checkpoints.check_unchanged(is_last=True)
+        if self._checkpoints.is_loading:
+            self._checkpoints.check_unchanged(is_last=True)
         if self._watch is not None:
             self._watch.begin_update()
         if self.rollbacks.may_slow:
