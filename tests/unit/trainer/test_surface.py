@@ -5,6 +5,7 @@ tests/unit/compatibility/test_foreign.py finds private names that are used and n
 
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
 
-from mfwrap.trainer import MFTrainerMixin
+from mfwrap.trainer import MFTrainer, MFTrainerMixin
 from mfwrap.trainer.events import StepCallbackHandler
 from support.trainer_runs import new_trainer, train
 
@@ -241,6 +242,26 @@ def test_no_other_method_is_overridden():
     shared = {name for name in vars(MFTrainerMixin) if name in vars(Trainer)}
 
     assert shared - OF_EVERY_CLASS == OVERRIDDEN.keys() == REASONS.keys()
+
+
+def test_only_overridden_methods_call_the_model(tmp_path):
+    """From `train` to the forward of the model, mfwrap's functions are overridden methods alone."""
+    callers = []
+
+    def note_callers(*_):
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_globals["__name__"].startswith("mfwrap."):
+                callers.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+
+    trainer = new_trainer(MFTrainer, tmp_path, max_steps=1, gradient_accumulation_steps=1)
+    trainer.model.register_forward_pre_hook(note_callers)
+    trainer.train()
+
+    names = ["compute_loss", "training_step", "_run_epoch", "_inner_training_loop", "train"]
+    assert OVERRIDDEN.keys() >= {*names}
+    assert callers == [f"MFTrainerMixin.{name}" for name in names]
 
 
 class _WithAnnotation:
