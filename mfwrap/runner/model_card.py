@@ -1,8 +1,13 @@
-"""Write the cards of the models that a recipe has trained."""
+"""Write the cards of the models that a recipe has trained: what each is, and how to load it."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.modelcard import make_markdown_table
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.recipes.data.library import BUILDERS, DatasetsSource
@@ -10,20 +15,17 @@ from mfwrap.recipes.data.places import is_folder, resolve_package
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.runner.folder import AVERAGED_MODEL, MODEL
 from mfwrap.runner.recipe import Recipe
-from mfwrap.trainer.model_card import (
-    CardFacts,
-    Evaluation,
-    origin_text,
-    results_table,
-    settings_text,
-    shared_settings,
-    write_card,
-)
+from mfwrap.runner.resumption import WITHOUT_EFFECT
 
 _PREFIXES = {MODEL: "eval_", AVERAGED_MODEL: f"{AVERAGED}eval_"}
 """Prefix of the metrics of a model."""
 
 _COLUMNS = {MODEL: "trained weights", AVERAGED_MODEL: "averaged weights"}
+
+_OF_THE_MACHINE = frozenset(
+    {"accelerator_config", "dataloader_pin_memory", "report_to", "resume_from_checkpoint"}
+)
+"""Further training arguments that a card leaves out: they follow from the machine."""
 
 
 class FinishedRun(NamedTuple):
@@ -41,6 +43,11 @@ class FinishedRun(NamedTuple):
     metrics: Mapping[str, float]
     """Results of all evaluations; those of averaged weights begin with ``ema_``."""
 
+    @property
+    def model(self) -> Any:
+        """The trained network without wrappers."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
+
 
 def write_recipe_card(run: FinishedRun, name: str, folder: Path) -> None:
     """Write the card of a model into its folder.
@@ -51,41 +58,171 @@ def write_recipe_card(run: FinishedRun, name: str, folder: Path) -> None:
     Args:
         run: The run.
         name: ``model``, or ``model_ema`` for the averaged weights.
-        folder: Folder with the files of the model.
+        folder: Folder with the files of the model. The entries that PEFT has put in the front
+            matter of a card there are kept.
     """
     recipe, trainer = run.recipe, run.trainer
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    facts = trainer.run_facts.lasting()
+    file = folder / "README.md"
     repository = trainer.hub_model_id if recipe.arguments.push_to_hub else None
     title = repository.rpartition("/")[2] if repository else Path(recipe.document.name).stem
-    results = {
-        column: {
-            key.removeprefix(_PREFIXES[each]): value
-            for key, value in run.metrics.items()
-            if key.startswith(_PREFIXES[each])
-        }
-        for each, column in _COLUMNS.items()
+    title = title if name == MODEL else f"{title} ({_COLUMNS[name]})"
+    place = f'"{repository or "."}"'
+    if repository and name != MODEL:
+        place += f', subfolder="{name}"'
+    facts = trainer.run_facts.lasting()
+    versions = "\n".join(f"- {library} {one}" for library, one in facts["versions"].items())
+    sections = [
+        f"# {title}",
+        f"{_network(run, facts['parameters'])} {_origin(run, name)}",
+        f"## Use\n\n{_usage(run, place)}",
+        _results(run.metrics),
+        f"## Training\n\n{_training(run, facts['configuration'])}",
+        f"## Versions\n\n{versions}",
+    ]
+    text = "\n\n".join(filter(None, sections))
+    data = ModelCardData()
+    if file.is_file():
+        data = ModelCard.load(file, ignore_metadata_errors=True).data
+    _complete(data, run, title, name)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(file)
+
+
+def shared_settings(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a run without what concerns the machine and the output alone.
+
+    Args:
+        configuration: Settings without secrets, nested by name. An absolute path is shortened to
+            its last part: a card is read by others.
+    """
+    shown: dict[str, Any] = _without_folders(configuration)
+    if training := shown.get("training"):
+        left_out = WITHOUT_EFFECT | _OF_THE_MACHINE
+        shown["training"] = {key: one for key, one in training.items() if key not in left_out}
+    return shown
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_folders(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(one) for one in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
+def _complete(data: Any, run: FinishedRun, title: str, name: str) -> None:
+    """Complete the front matter of a card."""
+    recipe, base, on_hub = run.recipe, _base_model(run.recipe), _hub_data(run.recipe)
+    tags = {"mfwrap", "generated_from_trainer", str(recipe.document.data["task"])}
+    tags |= {*(data.tags or ()), *(getattr(run.model, "model_tags", None) or ())}
+    data.library_name = _library(recipe)
+    data.pipeline_tag = recipe.task.hub_task
+    # PEFT names the base model also if it is a folder of this machine.
+    data.base_model = base
+    # Sorted, because TRL's tags come in the order of a set, which changes with each process.
+    data.tags = sorted(tag for tag in tags if base or not tag.startswith("base_model:"))
+    data.datasets = None if on_hub is None else [on_hub.path]
+    kind: Any = recipe.data
+    dataset, config, split = kind.type, None, "held out"
+    if on_hub is not None:
+        dataset, config, split = on_hub.path, on_hub.name, on_hub.eval_split or on_hub.split
+    data.eval_results = [
+        EvalResult(
+            task_type=recipe.task.hub_task,
+            dataset_type=dataset,
+            dataset_name=dataset,
+            dataset_config=config,
+            dataset_split=split,
+            metric_type=metric,
+            metric_name=metric.replace("_", " ").capitalize(),
+            metric_value=value,
+        )
+        for metric, value in _metrics(run.metrics, name).items()
+        if math.isfinite(value)  # JSON has no other numbers
+    ] or None
+    data.model_name = title if data.eval_results else None
+
+
+def _metrics(metrics: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return the metrics of a model without their prefix."""
+    prefix = _PREFIXES[name]
+    return {
+        key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)
     }
-    tokenizer, on_hub = trainer.processing_class, _hub_data(recipe)
-    card = CardFacts(
-        name=title if name == MODEL else f"{title} ({_COLUMNS[name]})",
-        facts=facts,
-        origin=_origin(run, model, name),
-        training=_training(run, facts["configuration"]),
-        results=_results({key: one for key, one in results.items() if one}),
-        evaluation=_evaluation(recipe, results[_COLUMNS[name]]),
-        repository=repository,
-        subfolder="" if name == MODEL else name,
-        base_model=_base_model(recipe),
-        datasets=[] if on_hub is None else [on_hub.path],
-        tags=[str(recipe.document.data["task"])],
-        is_chat=recipe.model.path is not None and _has_chat(tokenizer),
+
+
+def _results(metrics: Mapping[str, float]) -> str:
+    """Return the section with the results of all models; empty without an evaluation."""
+    columns = {_COLUMNS[name]: _metrics(metrics, name) for name in _COLUMNS}
+    rows = [
+        {"metric": f"`{metric}`"}
+        | {column: f"{values[metric]:.6g}" for column, values in columns.items() if values}
+        for metric in columns[_COLUMNS[MODEL]]
+    ]
+    said = "## Results\n\nOn the held-out examples, after the training:\n\n"
+    return said + str(make_markdown_table(rows)).rstrip() if rows else ""
+
+
+def _library(recipe: Recipe) -> str:
+    """Return the library that loads the model."""
+    if recipe.peft is not None:
+        return "peft"
+    return "mfwrap" if recipe.task.auto_class is None else "transformers"
+
+
+def _usage(run: FinishedRun, place: str) -> str:
+    """Return code that loads a model, and runs it if a pipeline of transformers does.
+
+    Args:
+        run: The run.
+        place: Arguments of ``from_pretrained`` that say where the model is.
+    """
+    recipe, task, tokenizer = run.recipe, run.recipe.task, run.trainer.processing_class
+    if recipe.peft is not None and recipe.model.path is None:
+        return (
+            "The model that this adapter belongs to had random weights, which were not saved. So "
+            "the adapter cannot be used on its own: it shows the training. To get one that can, "
+            "train an adapter of a checkpoint."
+        )
+    install, module, kind, labels = "transformers torch", "transformers", "Perceptron", ""
+    if task.auto_class is None:
+        install, module = '"mfwrap[recipes]"', "mfwrap.recipes.models"
+    else:
+        kind = task.auto_class.__name__
+    if recipe.peft is not None:
+        install, module = "peft transformers torch", "peft"
+        kind = kind.replace("Auto", "AutoPeft") if task.peft_task_type else "AutoPeftModel"
+        if task.classes:
+            labels = f", num_labels={run.model.config.num_labels}"
+    lines = [f"from {module} import {kind}", "", f"model = {kind}.from_pretrained({place}{labels})"]
+    if tokenizer is not None:
+        asked = '"This is a text."'
+        if task.hub_task == "text-generation":
+            is_chat = recipe.model.path is not None and bool(tokenizer.chat_template)
+            asked = _CHAT if is_chat else '"This is", max_new_tokens=32'
+        lines.insert(1, "from transformers import AutoTokenizer, pipeline")
+        lines += [
+            f"tokenizer = AutoTokenizer.from_pretrained({place})",
+            f'run = pipeline("{task.hub_task}", model=model, tokenizer=tokenizer)',
+            f"print(run({asked}))",
+        ]
+    where = "" if run.recipe.arguments.push_to_hub else ", in the folder of the model"
+    code = "\n".join(lines)
+    return f"After `pip install {install}`{where}:\n\n```python\n{code}\n```"
+
+
+_CHAT = '[{"role": "user", "content": "What can you do?"}], max_new_tokens=64'
+
+
+def _network(run: FinishedRun, parameters: Mapping[str, int]) -> str:
+    """Return a sentence about the network."""
+    model = run.model
+    if run.recipe.peft is None:
+        return f"A `{type(model).__name__}` with {parameters['total']:,} parameters."
+    kind = str(model.active_peft_config.peft_type.value).replace("_", " ")
+    trained = f"{parameters['trainable']:,} of the {parameters['total']:,} parameters"
+    return (
+        f"A {kind} adapter of a `{type(model.get_base_model()).__name__}`: {trained} were trained."
     )
-    write_card(model, tokenizer, card, folder)
-
-
-def _has_chat(tokenizer: Any) -> bool:
-    return getattr(tokenizer, "chat_template", None) is not None
 
 
 def _base_model(recipe: Recipe) -> str | None:
@@ -102,42 +239,36 @@ def _hub_data(recipe: Recipe) -> DatasetsSource | None:
     return data
 
 
-def _origin(run: FinishedRun, model: Any, name: str) -> str:
-    recipe = run.recipe
-    path = recipe.model.path
-    said = origin_text(model, _base_model(recipe), is_new=path is None)
-    if path is not None and path.startswith("package:"):
-        said = f"It was fine-tuned from the checkpoint `{path}`."
+def _origin(run: FinishedRun, name: str) -> str:
+    """Return sentences about where the weights come from."""
+    path, base = run.recipe.model.path, _base_model(run.recipe)
+    if base is not None:
+        said = f"It was fine-tuned from [{base}](https://huggingface.co/{base})."
+    elif path is None and run.recipe.peft is not None:
+        said = "Its base model was built with random weights."
+    elif path is None:
+        said = "It was trained from random weights."
+    else:
+        at = f"the checkpoint `{path}`" if path.startswith("package:") else "a checkpoint on disk"
+        said = f"It was fine-tuned from {at}."
     if run.average is None:
         return said
     kind = "an exponential moving average over the training"
     if name == AVERAGED_MODEL:
         return f"{said} These are the averaged weights: {kind}."
-    other = "in the folder" if recipe.arguments.push_to_hub else "beside this folder, in"
+    other = "in the folder" if run.recipe.arguments.push_to_hub else "beside this folder, in"
     return f"{said} The averaged weights, {kind}, are {other} `{AVERAGED_MODEL}`."
 
 
 def _training(run: FinishedRun, configuration: Mapping[str, Any]) -> str:
+    """Return the updates, the data and the recipe of a run."""
     recipe, trainer = run.recipe, run.trainer
-    task = recipe.document.data["task"]
-    return (
-        f"{trainer.state.global_step} updates for the task `{task}`, with MindFormers' training "
-        f"step in mfwrap.\n\n{_data(run)}\n\nThe recipe, for `mfwrap train`:\n\n"
-        f"{settings_text(shared_settings(configuration))}"
-    )
-
-
-def _data(run: FinishedRun) -> str:
-    """Return a sentence about the data, and how many there were."""
-    data, trainer = run.recipe.data, run.trainer
-    section = run.recipe.document.data["data"]
-    path = section.get("path")
-    if _hub_data(run.recipe) is not None:
-        said = f"[{path}](https://huggingface.co/datasets/{path})."
-    else:
-        said = str(type(data).__doc__).partition("\n")[0].replace("``", "`")
-        if isinstance(path, str):
-            said += f" Here: `{Path(path).name}`."
+    path, on_hub = recipe.document.data["data"].get("path"), _hub_data(recipe)
+    data = str(type(recipe.data).__doc__).partition("\n")[0].replace("``", "`")
+    if on_hub is not None:
+        data = f"[{on_hub.path}](https://huggingface.co/datasets/{on_hub.path})."
+    elif isinstance(path, str):
+        data += f" Here: `{Path(path).name}`."
     sizes = [
         f"{len(rows):,} examples {purpose}"
         for rows, purpose in (
@@ -146,20 +277,13 @@ def _data(run: FinishedRun) -> str:
         )
         if hasattr(rows, "__len__")
     ]
-    return f"Data: {said}" + (f" There were {' and '.join(sizes)}." if sizes else "")
-
-
-def _results(columns: Mapping[str, Mapping[str, float]]) -> str:
-    if not columns:
-        return ""
-    return f"On the held-out examples, after the training:\n\n{results_table(columns)}"
-
-
-def _evaluation(recipe: Recipe, results: Mapping[str, float]) -> Evaluation:
-    data = _hub_data(recipe)
-    if data is None:
-        kind: Any = recipe.data
-        return Evaluation(dataset=kind.type, split="held out", results=results)
-    return Evaluation(
-        dataset=data.path, config=data.name, split=data.eval_split or data.split, results=results
+    if sizes:
+        data += f" There were {' and '.join(sizes)}."
+    settings = yaml.safe_dump(
+        shared_settings(configuration), sort_keys=False, allow_unicode=True, width=100
+    )
+    return (
+        f"{trainer.state.global_step} updates for the task `{recipe.document.data['task']}`, with "
+        f"MindFormers' training step in mfwrap.\n\nData: {data}\n\nThe recipe, for `mfwrap train`:"
+        f"\n\n```yaml\n{settings}```"
     )

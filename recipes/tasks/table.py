@@ -98,6 +98,9 @@ class Task:
     build: Callable[[ModelSettings, DataSource, Rows], dict[str, Any]]
     """Builds the Trainer's keyword arguments: model, data sets, collator, tokenizer and metrics."""
 
+    hub_task: str
+    """The hub's name of the task. For texts, it is also the name of a pipeline of transformers."""
+
     options: frozenset[str] = frozenset()
     """Optional keys of the section ``data`` that this task accepts, but not every other task."""
 
@@ -165,6 +168,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "causal_lm": Task(
             needs=({"text": TEXT},),
             build=build_causal_lm,
+            hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             options=frozenset({"sequence_length", "packing"}),
             peft_task_type="CAUSAL_LM",
@@ -173,6 +177,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "supervised_tuning": Task(
             needs=TUNING,
             build=build_supervised_tuning,
+            hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             trainer=_trl_trainer("SFTTrainer"),
             arguments=_trl_arguments("SFTConfig"),
@@ -182,6 +187,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "preference_tuning": Task(
             needs=PREFERENCES,
             build=build_preference_tuning,
+            hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             trainer=_trl_trainer("DPOTrainer"),
             arguments=_trl_arguments("DPOConfig"),
@@ -192,6 +198,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "sequence_classification": Task(
             needs=({"text": TEXT, "label": LABEL},),
             build=build_sequence_classification,
+            hub_task="text-classification",
             classes="label",
             auto_class=AutoModelForSequenceClassification,
             options=frozenset({"sequence_length"}),
@@ -203,6 +210,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "token_classification": Task(
             needs=({"tokens": WORDS, "labels": LABELS},),
             build=build_token_classification,
+            hub_task="token-classification",
             classes="labels",
             auto_class=AutoModelForTokenClassification,
             options=frozenset({"sequence_length"}),
@@ -212,6 +220,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "image_classification": Task(
             needs=({"image": IMAGE, "label": LABEL},),
             build=build_image_classification,
+            hub_task="image-classification",
             classes="label",
             options=frozenset({"image_size"}),
             auto_class=AutoModelForImageClassification,
@@ -221,6 +230,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "regression": Task(
             needs=({"features": NUMBERS, "target": NUMBER},),
             build=build_regression,
+            hub_task="tabular-regression",
             uses_tokenizer=False,
         ),
     }
