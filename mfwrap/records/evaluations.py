@@ -89,24 +89,14 @@ def named(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def last_evaluation(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], bool]:
-    """Return the last results in a Trainer's log, and whether they are of averaged weights.
+def last_has_averages(log: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the last evaluation in a Trainer's log used averaged weights.
 
     Args:
         log: ``log_history`` of a ``TrainerState``, or a part of it.
-
-    Returns:
-        The results that are numbers, without ``eval_``; empty without an evaluation.
     """
-    found: tuple[dict[str, float], bool] = {}, False
-    for entry, is_averaged in _with_marks(log):
-        numbers = {
-            name.removeprefix("eval_"): float(value)
-            for name, value in results_of(entry).items()
-            if isinstance(value, (int, float))
-        }
-        found = (numbers, is_averaged) if numbers else found
-    return found
+    found = [is_averaged for entry, is_averaged in _with_marks(log) if results_of(entry)]
+    return bool(found) and found[-1]
 
 
 def _with_marks(log: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], bool]]:

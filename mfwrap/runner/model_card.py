@@ -15,7 +15,7 @@ from mfwrap.recipes.data.places import is_folder, resolve_package
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.runner.folder import AVERAGED_MODEL, MODEL
 from mfwrap.runner.recipe import Recipe
-from mfwrap.runner.resumption import WITHOUT_EFFECT
+from mfwrap.trainer.preflight import WITHOUT_EFFECT
 
 _PREFIXES = {MODEL: "eval_", AVERAGED_MODEL: f"{AVERAGED}eval_"}
 """Prefix of the metrics of a model."""

@@ -12,14 +12,7 @@ from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
 from mfwrap.runner.document import Path as KeyPath
 from mfwrap.runner.folder import RESULT, check_others_files, checkpoints
-
-WITHOUT_EFFECT = frozenset({
-    "disable_tqdm", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision",
-    "hub_strategy", "hub_token", "log_level", "log_level_replica", "log_on_each_node", "output_dir",
-    "project", "push_to_hub", "run_name", "skip_memory_metrics", "trackio_bucket_id",
-    "trackio_space_id", "trackio_static_space_id",
-})  # fmt: skip
-"""Training arguments that change neither the weights nor the records of a run."""
+from mfwrap.trainer.preflight import WITHOUT_EFFECT
 
 
 def check_resume(run_folder: str, resume: str | bool, *, overwrite: bool) -> None:  # noqa: FBT001  (a path or True, as in the Trainer)

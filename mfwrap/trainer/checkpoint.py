@@ -94,7 +94,7 @@ class Checkpoints:
     def __init__(self, trainer: TrainerView, *, keeps_average: bool) -> None:
         self._trainer = trainer
         self._keeps_average = keeps_average
-        self.staging: Path | None = None
+        self._staging: Path | None = None
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
         self.ending: Callable[[], None] | None = None
         """What is left to do in `finishing`; ``None`` at any other time."""
@@ -401,14 +401,14 @@ class Checkpoints:
                 staging.mkdir(parents=True, exist_ok=True)
                 if saves_checkpoints_itself(trainer):
                     show_files(run_folder, staging)
-        self.staging = staging
+        self._staging = staging
         with naming_written_file(staging / name):
             try:
                 self._pushes = args.push_to_hub
                 with replaced(args, push_to_hub=False):
                     yield
             finally:
-                self.staging = None
+                self._staging = None
             # Another rank may still write beside the checkpoint.
             is_there = any(gather_objects((staging / name).is_dir()))
             if args.should_save:
@@ -526,8 +526,8 @@ class Checkpoints:
         Args:
             own: Folder that the Trainer would take.
         """
-        if self.staging is not None:
-            return str(self.staging)
+        if self._staging is not None:
+            return str(self._staging)
         return str(Path(own, "_no_checkpoints")) if self.hides_checkpoints else own
 
     def hide(self) -> None:
@@ -547,7 +547,7 @@ class Checkpoints:
 
     def users_arguments(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, the training's arguments are the user's, also while `writing`."""
-        if self.staging is None:
+        if self._staging is None:
             return contextlib.nullcontext()
         return replaced(self._trainer.args, push_to_hub=self._pushes)
 
@@ -563,7 +563,7 @@ class Checkpoints:
         Within the block, the trainer has a view of the model; the model itself stays as it is.
         """
         model: Any = self._trainer.model
-        if self.staging is None or not isinstance(model, PreTrainedModel):
+        if self._staging is None or not isinstance(model, PreTrainedModel):
             yield
             return
         save: Any = type(model).save_pretrained

@@ -64,7 +64,7 @@ from mfwrap.trainer.events import (
 from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.kept_attributes import restore_attributes, save_attributes
 from mfwrap.trainer.log import Losses, with_outputs
-from mfwrap.trainer.model_card import describing, extend_card
+from mfwrap.trainer.model_card import extended_card
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.rollback import Rollback, Rollbacks
@@ -533,14 +533,13 @@ class MFTrainerMixin(_Base):
             self._checkpoints.keeping_weight_names(),
             self._checkpoints.users_arguments(),
             without_saved_token(self.args),
-            describing(self, output_dir, is_checkpoint=self._checkpoints.staging is not None),
         ):
             super()._save(output_dir, *args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the model's card as the Trainer does; add how to use it, and all settings."""
-        super().create_model_card(*args, **kwargs)
-        extend_card(self)
+        """Write the model's card as the Trainer does; add the settings of the step."""
+        with extended_card(self):
+            super().create_model_card(*args, **kwargs)
 
     def _save_scaler(self, output_dir: str) -> None:
         folder = Path(output_dir)

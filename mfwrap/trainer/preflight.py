@@ -14,8 +14,15 @@ from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.parameters import refuse_generation_pipeline
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.events import monitors
-from mfwrap.trainer.model_card import WITHOUT_EFFECT
 from mfwrap.trainer.view import TrainerView, run_folder_of
+
+WITHOUT_EFFECT = frozenset({
+    "disable_tqdm", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision",
+    "hub_strategy", "hub_token", "log_level", "log_level_replica", "log_on_each_node", "output_dir",
+    "project", "push_to_hub", "run_name", "skip_memory_metrics", "trackio_bucket_id",
+    "trackio_space_id", "trackio_static_space_id",
+})  # fmt: skip
+"""Training arguments that change neither the weights nor the records of a run."""
 
 _MAY_DIFFER = (
     *WITHOUT_EFFECT,

@@ -3,7 +3,7 @@
 from transformers import TrainerState
 from transformers.modelcard import make_markdown_table, parse_log_history
 
-from mfwrap.records.evaluations import last_evaluation, mark_averages, named, results_of
+from mfwrap.records.evaluations import last_has_averages, mark_averages, named, results_of
 
 
 def test_metrics_without_timings():
@@ -12,20 +12,6 @@ def test_metrics_without_timings():
     preparation = {"eval_model_preparation_time": 1.0}
 
     assert results_of({"eval_loss": 1.0} | timings | preparation) == {"eval_loss": 1.0}
-
-
-def test_the_last_evaluation_of_a_log():
-    """The last entry with results counts; logs of the training and texts do not."""
-    log = [
-        {"loss": 2.0, "step": 1},
-        {"eval_loss": 3.0, "step": 1},
-        {"eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 1.0, "step": 2},
-        {"eval_note": "a text", "step": 2},
-        {"train_runtime": 1.0, "step": 2},
-    ]
-
-    assert last_evaluation(log) == ({"loss": 2.0, "accuracy": 0.5}, False)
-    assert last_evaluation(log[:1]) == ({}, False)
 
 
 def test_evaluations_of_averaged_weights():
@@ -37,12 +23,12 @@ def test_evaluations_of_averaged_weights():
     log.append({"eval_loss": 2.0, "eval_runtime": 1.0, "step": 2, "epoch": 1.0})
     for metrics in ({"loss": 1.0}, {"eval_loss": 1.0}):
         mark_averages(state, metrics)
-        assert last_evaluation(log) == ({"loss": 2.0}, False)
+        assert not last_has_averages(log)
     mark_averages(state, {"eval_loss": 2.0, "eval_runtime": 1.0})
     log.append({"train_runtime": 1.0, "train_loss": 3.0, "step": 2, "epoch": 1.0})
 
-    assert last_evaluation(log) == ({"loss": 2.0}, True)
-    assert last_evaluation(log[:2]) == ({"loss": 3.0}, False)
+    assert last_has_averages(log)
+    assert not last_has_averages(log[:2])
     assert named(log) == [
         *log[:2],
         {"ema_eval_loss": 2.0, "eval_runtime": 1.0, "step": 2, "epoch": 1.0},

@@ -201,11 +201,3 @@ def test_a_handler_of_the_users_own(tmp_path):
     assert_same_weights(*runs, difference=1e-6)
     assert_same_weights(runs[1], resumed)
     assert ours.seen == [False] * 4 + [True] * 4
-
-
-def test_a_handler_that_is_set_after_the_training(tmp_path):
-    """The model can be saved, with its card."""
-    trainer = with_own_handler(MFTrainer, tmp_path, Reports())
-    trainer.save_model(str(tmp_path / "model"))
-
-    assert "mfwrap" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")

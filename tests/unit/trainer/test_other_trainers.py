@@ -1,7 +1,6 @@
 """Trainers of other libraries do the same with MFTrainerMixin as without, and resume exactly."""
 
 import math
-import re
 from collections import deque
 from pathlib import Path
 
@@ -32,15 +31,6 @@ def assert_covers(stock, ours):
             assert same, f"step {expected['step']}: {name} is {actual[name]}, not {value}"
 
 
-EXPLAINED = re.compile(
-    r"This model is a fine-tuned version of \[(None)?\]\("  # it is trained from random weights
-    r'|.*model="None"'  # no model has this name
-    r"|  results: \[\]$"  # those of the last evaluation
-    r"|.* seconds$"  # the time that the training took
-)
-"""Lines of a stock card that our card may change: those that are false or empty, and times."""
-
-
 def card_of(trainer, folder):
     """Return a trainer's model card."""
     trainer.create_model_card()
@@ -49,13 +39,11 @@ def card_of(trainer, folder):
 
 
 def assert_extends(stock, ours):
-    """Fail unless our card has all lines of the stock card, and says once how to use the model."""
+    """Fail unless our card has all lines of the stock card but times, and a section of its own."""
     lines = [line.strip() for line in ours.splitlines()]
     missing = [line for line in stock.splitlines() if line.strip() not in lines]
-    assert [line for line in missing if not EXPLAINED.match(line)] == []
+    assert [line for line in missing if not line.endswith(" seconds")] == []
     assert "## Training with mfwrap" in lines
-    uses = re.findall(r"^#+ (?:Quick start|Usage|Use)$", ours, re.MULTILINE)
-    assert len(uses) == 1
 
 
 @pytest.mark.fast_sample(6)

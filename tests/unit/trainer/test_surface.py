@@ -38,7 +38,7 @@ REASONS = {
     "evaluate": "do so, too, if a subclass calls it in the place of `_evaluate`",
     "evaluation_loop": "take the mean loss over the rows of all ranks",
     "_run_epoch": "follow the batches of an epoch, and begin where the data were left",
-    "create_model_card": "add the settings of the step and the usage",
+    "create_model_card": "add the settings of the step",
     "log": "add the counts of the step, and correct the mean loss",
     "train": "check the run folder and the checkpoint, and go back after a bad step",
     "_inner_training_loop": "enter and leave a training: signals, records, ranks, positions",
@@ -51,7 +51,7 @@ REASONS = {
     "_load_scaler": "load the step",
     "_load_callback_state": "restore callbacks in place",
     "_load_rng_state": "restore the random numbers of the batch that was made ahead",
-    "_save": "keep the network's own names, leave tokens out, and write a card",
+    "_save": "keep the network's own names, and leave tokens out",
     "_finalize_training": "take the mean loss of all steps, and keep checkpoints whole",
     "_load_from_checkpoint": "check the optimizer before weights are loaded",
 }

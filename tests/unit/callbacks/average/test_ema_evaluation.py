@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 from mfwrap.callbacks import EMACallback, MetricsRecorder, TrainingStateMonitor
-from mfwrap.records.evaluations import last_evaluation, named
+from mfwrap.records.evaluations import last_has_averages, named
 from mfwrap.records.json_lines import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.averaged_training import (
@@ -342,7 +343,7 @@ def test_records_say_which_weights_were_evaluated(tmp_path, kind, evaluate, is_f
     assert len(expected) > 1
     log = trainer.state.log_history
     marked = {
-        entry["step"]: last_evaluation(log[: index + 2])[1]
+        entry["step"]: last_has_averages(log[: index + 2])
         for index, entry in enumerate(log)
         if "eval_loss" in entry
     }
@@ -400,7 +401,7 @@ def test_a_second_evaluation_of_the_same_step(tmp_path, is_swapped):
     records = [one for one in read_json_lines(tmp_path / "metrics.jsonl") if "step" in one]
     names = [key for record in records for key in record if "eval_loss" in key]
     assert names == ["ema_eval_loss", "ema_eval_loss" if is_swapped else "eval_loss"]
-    assert last_evaluation(trainer.state.log_history)[1] == is_swapped
+    assert last_has_averages(trainer.state.log_history) == is_swapped
 
 
 @pytest.mark.fast_sample(1)
@@ -415,12 +416,12 @@ def test_evaluation_and_prediction_after_training(tmp_path, kind):
     best = follower.averages[trainer.state.best_global_step]
 
     assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
-    assert last_evaluation(trainer.state.log_history)[1]
+    assert last_has_averages(trainer.state.log_history)
     if kind != "stock":
-        trainer.save_model(str(tmp_path / "saved"))
-        card = (tmp_path / "saved" / "README.md").read_text()
+        trainer.create_model_card()
+        card = Path(trainer.args.output_dir, "README.md").read_text(encoding="utf-8")
         assert f"{trainer.state.best_metric:.4f}"[:4] in card
-        assert "averaged weights, not in this model" not in card
+        assert "which this model does not have" not in card
     assert trainer.predict(Rows()).metrics["test_loss"] == trainer.state.best_metric
     with callback.ema.swap():
         averaged = trainer.predict(Rows()).metrics["test_loss"]
@@ -617,8 +618,8 @@ def test_weights_that_are_loaded_after_training(tmp_path, kind):
     raw = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
     copy.deepcopy(trainer.model).load_state_dict(raw, strict=False)
     trainer.evaluate()
-    assert last_evaluation(trainer.state.log_history)[1]
+    assert last_has_averages(trainer.state.log_history)
 
     trainer.model.load_state_dict(raw, strict=False)
     trainer.evaluate()
-    assert not last_evaluation(trainer.state.log_history)[1]
+    assert not last_has_averages(trainer.state.log_history)
