@@ -96,12 +96,11 @@ def resumed_accumulation(
         raise ValueError(_refusal(saved, now, checkpoint, unit))
     if this_rank() == 0:
         _LOG.warning(
-            "gradient_accumulation_steps is %d instead of %d, so that updates still train on %d %s:"
-            " %s was written with %d x %d x %d (ranks x batch size x accumulation), this run has "
-            "%d x %d x %d",
-            *(steps, now.configured_steps, saved.size, unit, checkpoint),
-            *(saved.num_ranks, saved.batch_size, saved.accumulation_steps),
-            *(now.num_ranks, now.batch_size, steps),
+            "%s",
+            f"gradient_accumulation_steps is {steps} instead of {now.configured_steps}, so that "
+            f"updates still train on {saved.size} {unit}: {checkpoint} was written with "
+            f"{saved.num_ranks} x {saved.batch_size} x {saved.accumulation_steps} (ranks x batch "
+            f"size x accumulation), this run has {now.num_ranks} x {now.batch_size} x {steps}",
         )
     return steps
 

@@ -82,19 +82,19 @@ class _Event(NamedTuple):
     what: str
     """Kind in words."""
 
-    cause_words: str
-    """Cause in two or three words; empty for a rollback."""
-
     explanation: str
-    suggestion: str
-    lines: list[str]
-    """Evidence, a clause each."""
-
-    where: list[str]
-    samples: list[str]
     action: str
     """What the run did about it."""
 
+    cause_words: str = ""
+    """Cause in two or three words; empty for a rollback."""
+
+    suggestion: str = ""
+    lines: Sequence[str] = ()
+    """Evidence, a clause each."""
+
+    where: Sequence[str] = ()
+    samples: Sequence[str] = ()
     before: str = ""
     """The episode or rollback that ended shortly before, or that still goes on."""
 
@@ -128,12 +128,12 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
 def _in_short(alike: Sequence[_Event]) -> str:
     """Return what must be known about the first of events of the same kind and cause."""
     event, more = alike[0], len(alike) - 1
-    rest = "more in the table below" if event.samples[_MOST_NAMES:] else ""
+    rest = ["more in the table below"] if event.samples[_MOST_NAMES:] else []
     facts = {
         "Cause": _cause(event),
         "Just before": event.before,
         "Where": ", ".join(event.where),
-        "Samples": "<br>".join(event.samples[:_MOST_NAMES] + ([rest] if rest else [])),
+        "Samples": "<br>".join([*event.samples[:_MOST_NAMES], *rest]),
         "What the run did": event.action,
         "What to do": event.suggestion,
         "Again": f"{more} more like this, the last at step {_link(alike[-1])}" * bool(more),
@@ -251,19 +251,14 @@ def _before(event: _Event, earlier: Sequence[_Event]) -> str:
 
 def _of_rollback(run: RunRecord, number: int, rollback: RollbackRecord) -> _Event:
     return _Event(
-        run,
-        number,
-        rollback.first_step,
-        rollback.last_step,
-        rollback.last_step - rollback.first_step + 1,
-        html.escape(kind_words(rollback.kind)),
-        "",
-        html.escape(rollback.description),
-        "",
-        [],
-        [],
-        [],
-        f"went back to {html.escape(rollback.checkpoint)} and left out "
+        run=run,
+        number=number,
+        first=rollback.first_step,
+        last=rollback.last_step,
+        num_steps=rollback.last_step - rollback.first_step + 1,
+        what=html.escape(kind_words(rollback.kind)),
+        explanation=html.escape(rollback.description),
+        action=f"went back to {html.escape(rollback.checkpoint)} and left out "
         f"{_counted(rollback.num_rows, 'row')} of the data",
     )
 
@@ -271,19 +266,19 @@ def _of_rollback(run: RunRecord, number: int, rollback: RollbackRecord) -> _Even
 def _of_episode(run: RunRecord, number: int, episode: Episode) -> _Event:
     records, cause = episode.records, episode.cause or _NO_CAUSE
     return _Event(
-        run,
-        number,
-        episode.step,
-        episode.last_step,
-        episode.num_steps,
-        html.escape(kind_words(episode.kind)),
-        html.escape(_CAUSES.get(cause, cause.replace("_", " "))),
-        "; ".join(_escaped(_explanation(record) for record in records)),
-        "; ".join(_escaped(record.get("suggestion") or "" for record in records)),
-        _escaped(line for record in records for line in _lines(record)),
-        [line.replace(".", ".<wbr>") for line in _escaped(_where(records, run))],
-        samples_of(records),
-        html.escape(_action(run, episode)),
+        run=run,
+        number=number,
+        first=episode.step,
+        last=episode.last_step,
+        num_steps=episode.num_steps,
+        what=html.escape(kind_words(episode.kind)),
+        cause_words=html.escape(_CAUSES.get(cause, cause.replace("_", " "))),
+        explanation="; ".join(_escaped(_explanation(record) for record in records)),
+        suggestion="; ".join(_escaped(record.get("suggestion") or "" for record in records)),
+        lines=_escaped(line for record in records for line in _lines(record)),
+        where=[line.replace(".", ".<wbr>") for line in _escaped(_where(records, run))],
+        samples=samples_of(records),
+        action=html.escape(_action(run, episode)),
     )
 
 

@@ -34,10 +34,9 @@ _MAX_SPANS = 200
 with each."""
 
 _OWN_PANEL = {
-    *_LOSSES,
-    *("learning_rate", "loss_scale", "global_norm", "noise_scale", "seconds", "tokens"),
-    *("overflow", "overflows", "applied_updates", "skipped_updates", "max_grad_norm"),
-}
+    *_LOSSES, "applied_updates", "global_norm", "learning_rate", "loss_scale", "max_grad_norm",
+    "noise_scale", "overflow", "overflows", "seconds", "skipped_updates", "tokens",
+}  # fmt: skip
 
 _FEW_DECADES = 20
 """Factor between the largest and the median loss, or between the rates of runs, above which they
@@ -55,16 +54,21 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         _loss(runs),
         _evaluations(runs),
         _lines(
-            *(runs, "learning_rate", "Learning rate"),
-            "Learning rate of the first parameter group.",
+            runs,
+            "learning_rate",
+            title="Learning rate",
+            note="Learning rate of the first parameter group.",
             log=_rates_differ(runs),
         ),
         _loss_scale(runs),
         _global_norm(runs),
         _lines(
-            *(runs, "noise_scale", "Gradient noise scale"),
-            "A batch that is larger than this makes the gradient little better.",
-            *("samples", True),
+            runs,
+            "noise_scale",
+            title="Gradient noise scale",
+            note="A batch that is larger than this makes the gradient little better.",
+            unit="samples",
+            log=True,
         ),
         norms_by_step(runs),
         *maps_by_layer(runs),
@@ -171,10 +175,11 @@ def _is_throughput(name: str) -> bool:
 def _lines(
     runs: Sequence[RunRecord],
     key: str,
+    *,
     title: str,
     note: str,
+    log: bool,
     unit: str = "",
-    log: bool = False,  # noqa: FBT001, FBT002  (private)
 ) -> Panel:
     traces = [
         line(number, label(run, title, runs), curve)
