@@ -165,11 +165,7 @@ def _details(run: RunRecord, runs: Sequence[RunRecord]) -> str:
     if not run.facts:
         return ""
     of = f" of {html.escape(run.name)}" if len(runs) > 1 else ""
-    facts = {
-        "Command": run.facts.get("command"),
-        "Started": run.facts.get("started"),
-        "Folder": run.facts.get("folder"),
-    }
+    facts = {"Command": run.facts.get("command"), "Started": run.facts.get("started")}
     listed = "".join(
         f"<dt>{term}</dt><dd><code>{html.escape(str(fact))}</code></dd>"
         for term, fact in facts.items()
