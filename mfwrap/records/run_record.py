@@ -129,7 +129,7 @@ def read_run(folder: Path) -> RunRecord:
             for rank, groups in sorted(points.local_norms.items())
         },
         episodes_of(anomalies),
-        read_rollbacks(folder),
+        read_rollbacks(folder)[0],
         points.max_grad_norm,
         {0: curves.get("loss", Curve()), **rank_losses} if rank_losses else {},
         read_facts(folder),

@@ -259,7 +259,7 @@ def _of_rollback(run: RunRecord, number: int, rollback: RollbackRecord) -> _Even
         what=html.escape(kind_words(rollback.kind)),
         explanation=html.escape(rollback.description),
         action=f"went back to {html.escape(rollback.checkpoint)} and left out "
-        f"{_counted(rollback.num_rows, 'row')} of the data",
+        f"{_counted(len(rollback.rows), 'row')} of the data",
     )
 
 

@@ -1,7 +1,5 @@
 """Go back to a checkpoint after a bad step, and around the data of that step: ``rollback``."""
 
-import dataclasses
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +9,18 @@ from typing import Any, Literal, final
 from transformers.trainer_callback import TrainerControl
 
 from mfwrap.arguments import check_choice, check_int, check_positive_number, described
-from mfwrap.checkpoints.file_formats import json_content
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.checkpoints.verification import newest_whole_checkpoint
 from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
 from mfwrap.records.own_names import is_own
-from mfwrap.records.rollbacks import ROLLBACKS_FILE
-from mfwrap.records.skipped_rows import SkippedRow, checked_row
+from mfwrap.records.rollbacks import (
+    ROLLBACKS_FILE,
+    RollbackRecord,
+    read_rollbacks,
+    rollbacks_text,
+)
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer.data.skip import DataSkip
 from mfwrap.trainer.events import BadSteps, finish_pending, monitors
@@ -29,8 +30,6 @@ _LOG = logging.getLogger(__name__)
 
 SKIP_ROWS_FILE = "skip_rows.jsonl"
 """File in the run folder with all rows that the run has left out."""
-
-_FORMAT_VERSION = 1
 
 
 @final
@@ -104,33 +103,6 @@ class Rollback:
 
 
 @final
-@dataclass(frozen=True)
-class _Done:
-    """A rollback, as ``rollbacks.json`` records it."""
-
-    kind: str
-    first_step: int
-    last_step: int
-    checkpoint: str
-    """Name of the checkpoint that the training went back to."""
-
-    rows: tuple[SkippedRow, ...]
-    """Rows that are left out since then."""
-
-    description: str
-    """What went wrong, in one line. The records of the bad steps are removed."""
-
-    rate_factor: float = 1.0
-    slow_updates: int = 0
-    """As in `Rollback`, when the training went back."""
-
-    def slows(self, step: int) -> bool:
-        """Return whether the rates of a step are multiplied by `rate_factor`."""
-        first = int(self.checkpoint.partition("-")[2]) + 1
-        return first <= step < first + self.slow_updates
-
-
-@final
 class Rollbacks:
     """Decide when an `MFTrainer` goes back, and to which checkpoint.
 
@@ -157,7 +129,7 @@ class Rollbacks:
         self._trainer = trainer
         self._settings = Rollback() if settings is None else settings
         self._skip = skip
-        self._done: list[_Done] = []
+        self._done: list[RollbackRecord] = []
         self._pending: str | None = None
         self._own: list[BadSteps] = []  # that other ranks do not know of yet
         self._request: BadSteps | None = None
@@ -199,7 +171,7 @@ class Rollbacks:
         with raising_together():
             if this_rank() == 0 and path.exists() and is_own(path):
                 if asked_for:
-                    content = _read(path)
+                    content = read_rollbacks(self._run_folder)
                 else:
                     path.unlink()
         content = gather_objects(content)[0] if asked_for else None
@@ -331,15 +303,15 @@ class Rollbacks:
             bad.rows if settings.leave_out == "rows" else (),
         )
         self._done.append(
-            _Done(
-                bad.kind,
-                bad.first_step,
-                bad.last_step,
-                name,
-                tuple(sorted(rows)),
-                bad.description,
-                float(settings.rate_factor),
-                settings.slow_updates,
+            RollbackRecord(
+                kind=bad.kind,
+                first_step=bad.first_step,
+                last_step=bad.last_step,
+                checkpoint=name,
+                rows=tuple(sorted(rows)),
+                description=bad.description,
+                rate_factor=float(settings.rate_factor),
+                slow_updates=settings.slow_updates,
             )
         )
         self._pending = name
@@ -384,54 +356,10 @@ class Rollbacks:
             with whole_file(self._run_folder / SKIP_ROWS_FILE) as partial:
                 lines = (f'{{"epoch": {epoch}, "position": {place}}}\n' for epoch, place in rows)
                 partial.write_text("".join(lines), encoding="utf-8")
-            content = {
-                "format_version": _FORMAT_VERSION,
-                "pending": self._pending,
-                "rollbacks": [dataclasses.asdict(done) for done in self._done],
-            }
             with whole_file(self._run_folder / ROLLBACKS_FILE) as partial:
-                partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+                partial.write_text(rollbacks_text(self._done, self._pending), encoding="utf-8")
 
 
 def _steps_of(run_folder: Path) -> Sequence[int]:
     names = [path.name.partition("-")[2] for path in run_folder.glob("checkpoint-*")]
     return [int(name) for name in names if name.isdecimal()]
-
-
-def _read(path: Path) -> tuple[list[_Done], str | None]:
-    """Return the rollbacks in a file, and the checkpoint of one that was not completed.
-
-    Raises:
-        ValueError: If the file is damaged or has another format version.
-    """
-    try:
-        content: Any = json_content(path)
-        version, pending = content["format_version"], content["pending"]
-        done = [
-            _Done(
-                str(each["kind"]),
-                int(each["first_step"]),
-                int(each["last_step"]),
-                str(each["checkpoint"]),
-                tuple(checked_row(*row) for row in each["rows"]),
-                str(each["description"]),
-                float(each.get("rate_factor", 1.0)),
-                int(each.get("slow_updates", 0)),
-            )
-            for each in content["rollbacks"]
-        ]
-        if not isinstance(pending, (str, type(None))) or Path(pending or "").name != (
-            pending or ""
-        ):
-            msg = f"expected the name of a checkpoint, got {pending!r}"
-            raise ValueError(msg)  # noqa: TRY301  (reported below)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        msg = (
-            f"{path} is damaged ({type(error).__name__}: {error}); delete it and give the rows to "
-            "leave out as `skip_rows`"
-        )
-        raise ValueError(msg) from error
-    if version != _FORMAT_VERSION:
-        msg = f"{path}: expected format_version {_FORMAT_VERSION}, got {version!r}"
-        raise ValueError(msg)
-    return done, pending

@@ -253,7 +253,8 @@ def test_rollbacks_are_told(tmp_path):
         "rows": [[0, 16]],
         "description": "step 5: loss spike",
     }
-    run = run_of(tmp_path, [], rollbacks={"rollbacks": [done]})
+    content = {"format_version": 1, "pending": None, "rollbacks": [done]}
+    run = run_of(tmp_path, [], rollbacks=content)
     [row] = cells(run)
 
     assert "1 rollback in 10 steps." in headline([run])
