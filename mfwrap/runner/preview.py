@@ -1,7 +1,6 @@
 """Show rows of a recipe's data as the model will see them."""
 
 import itertools
-import json
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +14,9 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from mfwrap.recipes.models.settings import ModelSettings, WeightlessModel
 from mfwrap.runner.document import RecipeError
-from mfwrap.runner.objects import RecipeObjects
-from mfwrap.runner.recipe import Recipe, data_errors, read_document
-from mfwrap.runner.rehearsal import quiet
-from mfwrap.runner.run import build_trainer, checked_rows
+from mfwrap.runner.recipe import Recipe
+from mfwrap.runner.rehearsal import limited, quiet
+from mfwrap.runner.run import build_trainer, task_keywords
 
 _MAX_ROWS = 1_000
 """Number of rows to prepare, enough to fill packed sequences. All rows are checked."""
@@ -96,7 +94,7 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
 def _prepare(recipe: Recipe, *, held_out: bool) -> _Prepared:
     key = "eval_dataset" if held_out else "train_dataset"
     if recipe.task.arguments() is TrainingArguments:
-        keywords = _keywords(recipe)
+        keywords = task_keywords(recipe, WeightlessModel.of(recipe.model))
         rows, collate = keywords[key], keywords["data_collator"]
         tokenizer = keywords.get("processing_class")
         names = getattr(keywords["model"].config, "id2label", {})
@@ -108,14 +106,6 @@ def _prepare(recipe: Recipe, *, held_out: bool) -> _Prepared:
     return _Prepared(rows, collate, tokenizer, names)
 
 
-def _keywords(recipe: Recipe) -> dict[str, Any]:
-    """Return the Trainer's keywords of a task whose data need no Trainer."""
-    objects = RecipeObjects(recipe.document)
-    rows = checked_rows(recipe)
-    with data_errors(objects):
-        return recipe.task.build(WeightlessModel.of(recipe.model), recipe.data, rows)
-
-
 def _of_trainer(recipe: Recipe, key: str) -> tuple[Any, Any, PreTrainedTokenizerBase]:
     """Return rows, collator and tokenizer of a trainer of TRL, which prepares the data itself."""
     tokenizer = recipe.model.tokenizer or recipe.model.path or "bytes"
@@ -125,19 +115,9 @@ def _of_trainer(recipe: Recipe, key: str) -> tuple[Any, Any, PreTrainedTokenizer
         trust_remote_code=recipe.model.trust_remote_code,
     )
     with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
-        settings: dict[str, Any] = {
-            "training.output_dir": folder,
-            "training.report_to": "none",
-            "training.push_to_hub": False,
-            "training.disable_tqdm": True,
-        }
-        for limit in ("max_train_samples", "max_eval_samples"):
-            given = getattr(recipe.data, limit)
-            settings[f"data.{limit}"] = _MAX_ROWS if given is None else min(given, _MAX_ROWS)
-        overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-        limited = read_document(recipe.document.overridden(overrides))
+        small = limited(recipe, folder, _MAX_ROWS, _MAX_ROWS)
         trainer, _ = build_trainer(
-            replace(limited, model=stand_in, peft=None, make_average=None, make_callbacks=())
+            replace(small, model=stand_in, peft=None, make_average=None, make_callbacks=())
         )
         loader = trainer.get_train_dataloader()
         rows = loader.dataset if key == "train_dataset" else trainer.eval_dataset

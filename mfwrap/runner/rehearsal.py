@@ -83,8 +83,7 @@ def _reason_to_skip(recipe: Recipe) -> str | None:
 
 def _try_step(recipe: Recipe, max_rows: int | None) -> None:
     with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
-        overrides = _overrides(recipe, folder, max_rows)
-        small = read_document(recipe.document.overridden(overrides))
+        small = limited(recipe, folder, max_rows, _BATCH)
         trainer, recorder = build_trainer(small)
         collate = trainer.data_collator
         # Keep the length of the training, which the schedule depends on.
@@ -94,26 +93,33 @@ def _try_step(recipe: Recipe, max_rows: int | None) -> None:
         finish(small, trainer, recorder)
 
 
-def _overrides(recipe: Recipe, folder: str, max_rows: int | None) -> Iterator[str]:
-    """Yield overrides that keep a run in a folder, silent and small."""
+def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int) -> Recipe:
+    """Return a recipe whose run stays in a folder, silent and small.
+
+    Args:
+        recipe: The recipe.
+        folder: Folder for all that the run writes.
+        max_train: Largest number of training rows; ``None`` for that of the recipe.
+        max_eval: Largest number of held-out rows.
+    """
     settings: dict[str, Any] = {
         "training.output_dir": folder,
         "training.report_to": "none",
         "training.push_to_hub": False,
         "training.disable_tqdm": True,
     }
-    limit = recipe.data.max_train_samples
-    if max_rows is not None and (limit is None or limit > max_rows):
-        settings["data.max_train_samples"] = max_rows
-    limit = recipe.data.max_eval_samples
-    settings["data.max_eval_samples"] = _BATCH if limit is None else min(limit, _BATCH)
+    for name, most in (("max_train_samples", max_train), ("max_eval_samples", max_eval)):
+        given = getattr(recipe.data, name)
+        if most is not None and (given is None or given > most):
+            settings[f"data.{name}"] = most
     data = recipe.document.data
     entries = {f"callbacks.{i}": entry for i, entry in enumerate(data.get("callbacks") or ())}
     entries["monitor_config"] = data.get("monitor_config") or {}
     for name, entry in entries.items():
         for key in FOLDER_KEYS & entry.keys():
             settings[f"{name}.{key}"] = f"{folder}/{name}"
-    return (f"{key}={json.dumps(value)}" for key, value in settings.items())
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return read_document(recipe.document.overridden(overrides))
 
 
 @final

@@ -16,6 +16,7 @@ from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
 from mfwrap.recipes.data.source import ColumnUse, Needs, Rows
+from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.records.evaluations import AVERAGED, results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.runner.averages import average_of
@@ -205,11 +206,23 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
     return trainer, recorder
 
 
-def _keywords(recipe: Recipe) -> dict[str, Any]:
-    objects = RecipeObjects(recipe.document)
+def task_keywords(recipe: Recipe, model: ModelSettings) -> dict[str, Any]:
+    """Read the data of a recipe, and return the Trainer's keywords that its task builds.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+
+    Raises:
+        RecipeError: If the data or the model do not fit the task.
+    """
     rows = checked_rows(recipe)
-    with data_errors(objects):
-        keywords = recipe.task.build(recipe.model, recipe.data, rows)
+    with data_errors(RecipeObjects(recipe.document)):
+        return recipe.task.build(model, recipe.data, rows)
+
+
+def _keywords(recipe: Recipe) -> dict[str, Any]:
+    keywords = task_keywords(recipe, recipe.model)
     check_max_length(recipe.document, recipe.arguments, keywords["model"])
     if recipe.peft is None and recipe.task.needs_reference:
         # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
