@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mfwrap.recipes.models.settings import ModelSettings, config_keys
 from mfwrap.recipes.tasks.table import TASKS
 from mfwrap.runner.document import Path, shown
-from mfwrap.runner.mindformers.architectures.core import convert_core, core_no_effect
+from mfwrap.runner.mindformers.architectures.core import CORE_NO_EFFECT, convert_core
 from mfwrap.runner.mindformers.architectures.core_experts import CORE_EXPERTS_NO_EFFECT
 from mfwrap.runner.mindformers.architectures.deepseek import (
     convert_deepseek_v2,
@@ -210,7 +210,7 @@ def convert_model(
     else:
         kind = _core_kind(keys, name, kind)
         config = convert_core(keys, kind, config_keys(kind))
-        left, unknown_keys = keys.rest(core_no_effect())
+        left, unknown_keys = keys.rest(CORE_NO_EFFECT)
     if TASKS[task].classes is None:
         config.pop("num_labels", None)
     return ConvertedModel(
@@ -238,7 +238,7 @@ def overriding_keys(
         The sorted keys, with an empty `config`.
     """
     keys = Keys(settings, path)
-    left, others = keys.rest(core_no_effect() | CORE_EXPERTS_NO_EFFECT, with_vocabulary=False)
+    left, others = keys.rest(CORE_NO_EFFECT | CORE_EXPERTS_NO_EFFECT, with_vocabulary=False)
     if others:
         names = [str(other[-1]) for other in others]
         says = f"the file sets {', '.join(names)} over the checkpoint's config.json"

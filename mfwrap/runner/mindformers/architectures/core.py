@@ -73,7 +73,9 @@ _WITHOUT_EFFECT = """
     use_attention_mask use_rope_scaling virtual_pipeline_model_parallel_size vocab_emb_dp
     window_attn_skip_freq
 """
-_CORE_NO_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+CORE_NO_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+"""MindFormers' further keys that do not change the numbers."""
+
 _HALF_ROTARY = frozenset({"glm", "glm4", "glm4_moe"})
 """Model types that rotate the first half of each head by default."""
 
@@ -120,11 +122,6 @@ def convert_core(keys: Keys, kind: str, known: AbstractSet[str]) -> dict[str, An
     if kind in _CORE_KINDS and isinstance(activation, str):
         config["hidden_act"] = _ACTIVATIONS.get(activation, activation)
     return config | experts
-
-
-def core_no_effect() -> frozenset[str]:
-    """Return MindFormers' further keys that do not change the numbers."""
-    return _CORE_NO_EFFECT
 
 
 def _lose_what_transformers_lacks(keys: Keys, kind: str) -> None:
