@@ -1,6 +1,5 @@
 """Read what a run has recorded: numbers by file and rank, fingerprints, and settings."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from mfwrap.records.fingerprints import (
     StepFingerprints,
     read_fingerprints,
 )
-from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.json_lines import rank_files, read_json_lines
 from mfwrap.records.run_record import to_number, trainer_log
 from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, read_text
 
@@ -25,7 +24,6 @@ SOURCES = (NAME, "training_state", "metrics", "local_norms", TRAINER_LOG)
 """Where numbers are recorded. A number is compared within one source only, because the Trainer's
 log has means over several steps. The first source that both runs have counts."""
 
-_RANK_FILE = re.compile(r"(.*?)(?:_rank(\d+))?\.jsonl")
 _ALIASES = {"grad_norm": "global_norm", "local_loss": "loss", "device_accum_local_loss": "loss"}
 _SINGULAR = {"losses": "loss", "learning_rates": "learning_rate"}
 _NO_SETTINGS = ("output_dir", "logging_dir", "run_name", "tensorboard_dir", "folder")
@@ -87,9 +85,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
     numbers: dict[str, dict[int, Numbers]] = {}
     fingerprints: dict[int, RankFingerprints] = {}
     limits: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        match = _RANK_FILE.fullmatch(path.name)
-        source, rank = (match[1], int(match[2] or 0)) if match else ("", 0)
+    for path, source, rank in rank_files(folder):
         if source == NAME:
             found = read_fingerprints(read_json_lines(path), str(path))
             fingerprints[rank] = found
@@ -99,7 +95,9 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         elif source in SOURCES:
             records = read_json_lines(path)
             numbers.setdefault(source, {})[rank] = _by_step(records)
-            limits |= {k: r[k] for r in records for k in ("max_grad_norm",) if k in r}
+            for record in records:
+                if "max_grad_norm" in record:
+                    limits["max_grad_norm"] = record["max_grad_norm"]
     log = _by_step(trainer_log(folder))
     if log:
         numbers[TRAINER_LOG] = {0: log}

@@ -4,12 +4,15 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
 _BLOCK = 2**16
 """Bytes that are read at once while looking for the start of a file's last line."""
+
+_RANK = re.compile(r"(.*)_rank(\d+)")
 
 
 @final
@@ -93,6 +96,13 @@ def last_value(path: Path, key: str) -> Any:
 def rank_file(folder: Path, name: str, rank: int) -> Path:
     """Return a rank's file: ``<name>.jsonl`` for rank 0, else ``<name>_rank<rank>.jsonl``."""
     return folder / (f"{name}.jsonl" if rank == 0 else f"{name}_rank{rank}.jsonl")
+
+
+def rank_files(folder: Path) -> Iterator[tuple[Path, str, int]]:
+    """Yield path, name and rank of each JSON Lines file in a folder; see `rank_file`."""
+    for path in sorted(folder.glob("*.jsonl")):
+        match = _RANK.fullmatch(path.stem)
+        yield (path, path.stem, 0) if match is None else (path, match[1], int(match[2]))
 
 
 def is_object(line: bytes) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.records.evaluations import AVERAGED, named
-from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.json_lines import rank_files, read_json_lines
 from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
 
 FACTS = "run.json"
@@ -20,7 +20,6 @@ NOT_ENDED = "not ended"
 """State in ``run.json`` of a run that goes on, or was killed."""
 
 _NORM = "local_norm/"
-_RANK = re.compile(r"_rank(\d+)$")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _TRAINER_STATE = "trainer_state.json"
 
@@ -103,10 +102,9 @@ def read_run(folder: Path) -> RunRecord:
         raise FileNotFoundError(msg)
     points = _Points()
     anomalies: list[tuple[int, list[dict[str, Any]]]] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        rank = int(match[1]) if (match := _RANK.search(path.stem)) else 0
+    for path, name, rank in rank_files(folder):
         records = read_json_lines(path)
-        if path.stem.startswith("anomalies"):
+        if name.startswith("anomalies"):
             anomalies.append((rank, records))
         else:
             points.add_all(records, rank)
@@ -220,11 +218,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     path = folder / FACTS
     if not path.is_file():
         return {}
-    try:
-        facts: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deep
-        msg = f"{path}: invalid JSON: {error}"
-        raise ValueError(msg) from error
+    facts = _json(path)
     if not isinstance(facts, dict):
         msg = f"{path}: expected an object, got {type(facts).__name__}"
         raise ValueError(msg)  # noqa: TRY004  (the content of a file is wrong, not an argument)
@@ -266,11 +260,7 @@ def _trainer_state(folder: Path) -> Path | None:
 
 
 def _log_of(path: Path) -> list[dict[str, Any]]:
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deep
-        msg = f"{path}: invalid JSON: {error}"
-        raise ValueError(msg) from error
+    state = _json(path)
     log = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
         msg = f"{path}: expected a Trainer's state whose `log_history` is a list of objects"
@@ -278,3 +268,17 @@ def _log_of(path: Path) -> list[dict[str, Any]]:
     # Leave out the summary that `train` logs at its end: it looks like the entry of a step. Only it
     # has the mean loss; an entry of a step may have `train_runtime`, too.
     return [entry for entry in named(log) if "train_loss" not in entry]
+
+
+def _json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deep
+        msg = f"{path}: invalid JSON: {error}"
+        raise ValueError(msg) from error

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mfwrap.records import json_lines
-from mfwrap.records.json_lines import JsonLines, rank_file, read_json_lines
+from mfwrap.records.json_lines import JsonLines, rank_file, rank_files, read_json_lines
 
 # Characters that could end a line or a string, and characters of several bytes.
 text = st.text(alphabet='az09 "\\\n\r\t\0\x85\u2028\u00e9\U0001f600', max_size=8)
@@ -151,9 +151,13 @@ def test_a_killed_process_leaves_its_lines(tmp_path):
     assert read_json_lines(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
 
 
-def test_each_rank_has_a_file_of_its_own():
+def test_each_rank_has_a_file_of_its_own(tmp_path):
     """The main process's file has the plain name; names of other files contain the rank."""
-    folder = Path("run")
+    expected = [("anomalies", 0, "anomalies.jsonl"), ("anomalies", 12, "anomalies_rank12.jsonl")]
+    for name, rank, file in expected:
+        assert rank_file(tmp_path, name, rank) == tmp_path / file
+        (tmp_path / file).touch()
 
-    assert rank_file(folder, "anomalies", 0) == folder / "anomalies.jsonl"
-    assert rank_file(folder, "anomalies", 12) == folder / "anomalies_rank12.jsonl"
+    assert list(rank_files(tmp_path)) == [
+        (tmp_path / file, name, rank) for name, rank, file in expected
+    ]
