@@ -8,7 +8,7 @@ How accelerate's calls reach the step:
 
 - ``accelerator.backward(loss)`` calls ``accelerator.scaler.scale(loss)``; see `StepScaler`. The
   first call checks that the ranks agree.
-- ``accelerator.clip_grad_norm_`` calls `mfwrap.accelerate.gradients.clip_grad_norm`, which lets
+- ``accelerator.clip_grad_norm_`` calls `mfwrap.accelerate.clipping.clip_grad_norm`, which lets
   the optimizer's step do the clipping if possible.
 - ``optimizer.step()`` calls ``accelerator.scaler.step``, which does the whole update.
 - ``scheduler.step()`` advances at once if the host knows whether the last update was applied.
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.accelerate.attachment import Attachment
+from mfwrap.accelerate.clipping import clip_grad_norm, clip_grad_value
 from mfwrap.accelerate.data_workers import leave_signals_to_parent
-from mfwrap.accelerate.gradients import clip_grad_norm, clip_grad_value
 from mfwrap.accelerate.schedules import attach_scheduler, restore_scheduler
 from mfwrap.accelerate.state import newest_named_automatically
 from mfwrap.arguments import described

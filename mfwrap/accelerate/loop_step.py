@@ -1,7 +1,7 @@
 """Do the updates of a loop whose optimizers share one loss scale and one average.
 
 The loop scales each loss (`LoopStep.scaled`), runs backward, may clip through an optimizer's window
-(`mfwrap.accelerate.gradients`), and lets each optimizer do its update (`LoopStep.update`). This
+(`mfwrap.accelerate.window`), and lets each optimizer do its update (`LoopStep.update`). This
 module does not depend on accelerate; `mfwrap.accelerate.classes` translates accelerate's calls.
 
 Several optimizers need two extra rules. The loss scale must not change while another optimizer
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mfwrap.accelerate.gradients import OptimizerWindow
+from mfwrap.accelerate.window import OptimizerWindow
 from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.config import StepConfig

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from mfwrap.compatibility.torch import foreach_mul_
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -36,6 +38,21 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of one tensor; see `local_tensors`."""
     [local] = local_tensors([tensor])
     return local
+
+
+def shards_by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Return this rank's shards of tensors by device; see `local_tensors`."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for local in local_tensors(tensors):
+        by_device.setdefault(local.device, []).append(local)
+    return by_device
+
+
+@torch.no_grad()
+def multiply_in_place(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply tensors on any devices by `factor`, a tensor of shape ``()``, without host reads."""
+    for device, members in shards_by_device(tensors).items():
+        foreach_mul_(members, on_device(factor, device))
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from mfwrap.accelerate.gradients import SeenGradients
+from mfwrap.accelerate.window import SeenGradients
 
 
 def gradients_of(count=3):

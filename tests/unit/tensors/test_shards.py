@@ -13,9 +13,11 @@ from mfwrap.tensors.shards import (
     local_tensor,
     local_tensors,
     mesh_groups,
+    multiply_in_place,
     on_device,
     placed_like,
 )
+from support.host_reads import HostReads
 
 WHOLE = torch.arange(8.0).reshape(4, 2)
 
@@ -116,3 +118,18 @@ def test_a_tensor_is_moved_to_another_device():
     moved = on_device(WHOLE, torch.device("meta"))
 
     assert (moved.device.type, moved.shape, moved.dtype) == ("meta", WHOLE.shape, WHOLE.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_tensors_are_multiplied_in_place_without_a_read(dtype):
+    """`multiply_in_place` keeps each dtype, accepts an empty list and reads nothing on the host."""
+    tensors = [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)]
+    factor = torch.full((), 0.5)
+
+    with HostReads() as counted:
+        multiply_in_place(tensors, factor)
+        multiply_in_place([], factor)
+
+    assert counted.reads == []
+    assert [tensor.dtype for tensor in tensors] == [dtype] * 2
+    assert all((tensor == 0.5).all() for tensor in tensors)
