@@ -91,9 +91,8 @@ class AttachedStep:
 
         An entry is ``None`` before the first update of its optimizer.
         """
-        own = self.attachment
-        windows = [own.step.windows.get(each) for each in own.prepared_optimizers()]
-        return tuple(None if window is None else window.last_report for window in windows)
+        reports = self.attachment.step.last_reports
+        return tuple(reports.get(each) for each in self.attachment.prepared_optimizers())
 
     @property
     def local_norm_names(self) -> tuple[str, ...]:

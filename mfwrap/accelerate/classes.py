@@ -298,7 +298,7 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
         super().zero_grad(set_to_none)
         windows = self.attachment.step.windows
         if self.gradient_state.sync_gradients and self.optimizer in windows:
-            windows[self.optimizer].open()
+            windows[self.optimizer].restart()
 
 
 def attach_optimizer(optimizer: Any, attachment: Attachment, scaler: "StepScaler") -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mfwrap.accelerate.window import OptimizerWindow
+from mfwrap.accelerate.window import Form, OptimizerWindow
 from mfwrap.compatibility.torch import foreach_clamp_max_, foreach_clamp_min_
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.tensors.placements import place_gradients
@@ -55,7 +55,7 @@ def clip_grad_norm(
         measured = window.measured()
         with torch.no_grad(), torch.autocast(loss_scale.device.type, enabled=False):
             coefficient = clip_coefficient(measured.global_norm, max_norm)
-        window.fold_clip(measured.global_norm, measured.overflow, coefficient)
+        window.fold_clip(measured, coefficient)
         return measured.global_norm
     place_gradients(held)
     gradients = {id(p): p.grad for p in held if p.grad is not None}
@@ -67,7 +67,7 @@ def clip_grad_norm(
     folds = may_fold and bool(concerned)
     for window in concerned:
         whole = window.update.parameters.all_with_gradient_among(gradients)
-        folds = folds and whole and not window.is_unscaled
+        folds = folds and whole and window.form is not Form.UNSCALED
     # Disable a caller's autocast, which would multiply norms in half precision.
     with torch.no_grad(), torch.autocast(loss_scale.device.type, enabled=False):
         if folds:
@@ -119,8 +119,8 @@ def _fold(
         norm = torch.linalg.vector_norm(torch.stack(norms))
         overflow = torch.stack([m.overflow for m in measured]).any() | ~norm.isfinite()
     coefficient = clip_coefficient(norm, max_norm)
-    for window in windows:
-        window.fold_clip(norm, overflow, coefficient)
+    for window, own in zip(windows, measured, strict=True):
+        window.fold_clip(own._replace(global_norm=norm, overflow=overflow), coefficient)
     # No optimizer holds the other gradients, so no step would clip them.
     multiply_in_place(others, coefficient)
     return norm
@@ -133,7 +133,7 @@ def _clip_in_place(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    are_unscaled = any(window.is_unscaled for window in windows)
+    are_unscaled = any(window.form is Form.UNSCALED for window in windows)
     for window in windows:
         if are_unscaled:
             window.unscale()

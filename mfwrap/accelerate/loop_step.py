@@ -54,6 +54,8 @@ class LoopStep:
         self.loss_scale = loss_scale
         self.last_report: StepReport | None = None
         """Report of the last update of any optimizer; ``None`` before the first update."""
+        self.last_reports: dict[Optimizer, StepReport] = {}
+        """Report of each optimizer's last update; without optimizers that have done none."""
         self.schedules: list[PendingSchedule] = []
         """Schedules that `flush` resolves. Each update flushes first."""
         self.windows: dict[Optimizer, OptimizerWindow] = {}
@@ -127,6 +129,7 @@ class LoopStep:
     def clear(self) -> None:
         """Forget all optimizers, all schedules and the average."""
         self.windows.clear()
+        self.last_reports.clear()
         self.schedules.clear()
         self._shared_scale.discard()
         self._ema = self._average = None
@@ -236,11 +239,11 @@ class LoopStep:
                 report = window.apply(measured, accumulation_steps, losses)
             if self.rate_factor != 1:
                 report = dataclasses.replace(report, learning_rate_factor=self.rate_factor)
-            self.last_report = window.last_report = report
+            self.last_report = self.last_reports[optimizer] = report
             self._are_reported = True
         finally:
             self._stepping = None
-        return self.last_report
+        return report
 
     def _others_are_used(self) -> bool:
         others = (w for w in self.windows.values() if w is not self._stepping)
@@ -320,7 +323,7 @@ class LoopStep:
         if self._average is not None:
             self._average.discard()
         for window in self.windows.values():
-            window.open()
+            window.restart()
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise the errors of `load_state_dict` without changing anything."""

@@ -2,24 +2,37 @@
 
 A cell does backward, clipping and update in one call. A loop makes a separate call for each, in an
 order that it chooses, and may leave some out. An `OptimizerWindow` follows one optimizer through
-these calls, from the end of one optimizer step to the end of the next:
+these calls, from the end of one optimizer step to the end of the next. In between, the gradients
+have one of four forms:
 
-1. `before_backward` notes the loss of each micro-batch.
-2. `mfwrap.accelerate.clipping` clips, if the loop asks for it. The clip factor is stored, and the
-   step multiplies the gradients by this factor in its own pass ("the clip is folded"). Between a
-   folded clip and the step the gradients must not change. Where a clip cannot be folded, it changes
-   the gradients in place.
-3. `apply` does the update without reading the gradients again.
+- `Form.SCALED`: as backward has left them, multiplied by the loss scale.
+- `Form.FOLDED`: the same, but the step will multiply them by a clip factor in its own pass.
+- `Form.CLIPPED`: clipped in place, and still multiplied by the loss scale.
+- `Form.UNSCALED`: divided by the loss scale in place, and perhaps clipped in place.
 
-A maintainer must keep these five properties:
+===================  ==========  ==========  ==========  ==========
+call                 SCALED      FOLDED      CLIPPED     UNSCALED
+===================  ==========  ==========  ==========  ==========
+`before_backward`    SCALED      SCALED (1)  SCALED      SCALED (2)
+`fold_clip`          FOLDED                  FOLDED
+`settle_clip`        SCALED      CLIPPED     CLIPPED     UNSCALED
+`accept_clipped`     CLIPPED                 CLIPPED     UNSCALED
+`unscale`            UNSCALED    UNSCALED    UNSCALED    UNSCALED
+`apply`              SCALED      SCALED      SCALED      SCALED
+===================  ==========  ==========  ==========  ==========
 
-- The reported norms are from before any clipping, even if a loop clips several times (``_first``).
+1. The clip is first applied in place, because backward adds gradients that are not clipped.
+2. The gradients are first scaled again, because backward adds scaled gradients.
+
+A maintainer must keep these properties:
+
+- The reported norms are from before any clipping, even if a loop clips several times
+  (`Gradients.first`).
 - The overflow flag is recorded before any change that could hide the overflow (`note_overflow`).
   Clamping turns inf into a finite number. If the norm is infinite, the clip factor is 0 and turns
   finite gradients into zeros.
-- Gradients are unscaled at most once, and a folded clip is applied at most once. A later backward
-  adds gradients that are scaled and not clipped, so `before_backward` first applies a folded clip
-  and scales the present gradients again.
+- Gradients are unscaled at most once, and a folded clip is applied at most once. Between a folded
+  clip and the step the gradients must not change.
 - With a loss scale, gradients that the last step has used are not used again
   (`holds_used_gradients`). That step has divided them by the scale, unless it was skipped, which
   the host does not know.
@@ -27,10 +40,12 @@ A maintainer must keep these five properties:
   version counters, which are on the host.
 """
 
+import itertools
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import final
+from enum import Enum, auto
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -75,6 +90,33 @@ def _versions(gradients: Sequence[Tensor]) -> list[int]:
     return [version_of(local) for local in local_tensors(gradients)]
 
 
+class Form(Enum):
+    """What has been done to gradients since the last backward; see the module."""
+
+    SCALED = auto()
+    FOLDED = auto()
+    CLIPPED = auto()
+    UNSCALED = auto()
+
+
+class Gradients(NamedTuple):
+    """What is known about an optimizer's gradients since the last backward."""
+
+    form: Form = Form.SCALED
+
+    measured: Measurement | None = None
+    """Last read; ``None`` if nothing was read, or if a clip has made it obsolete."""
+
+    seen: SeenGradients = SeenGradients()
+    """The gradients that `measured` belongs to."""
+
+    first: Measurement | None = None
+    """First read, before any clipping. The report of the update contains its norms."""
+
+    coefficient: Tensor | None = None
+    """Factor of a folded clip, shape ``()``, float32; ``None`` unless the form is FOLDED."""
+
+
 @final
 class OptimizerWindow:
     """Track what a loop does with an optimizer's gradients between two steps of the optimizer.
@@ -86,36 +128,34 @@ class OptimizerWindow:
 
     def __init__(self, update: StepUpdate, loss_scale: Tensor) -> None:
         self.update = update
-        self.last_report: StepReport | None = None
-        """Report of the optimizer's last update; ``None`` before the first."""
         self._loss_scale = loss_scale
-        self._used = SeenGradients()
-        self.open()
+        self.restart()
 
-    def open(self) -> None:
+    def restart(self) -> None:
         """Start a new window, and treat the gradients that exist now as used."""
-        self._losses: list[Tensor] = []
-        self._micro_batches: list[int | None] = []
-        # Result of the last read. It is out of date if the gradients differ from `_seen`.
-        self._measured: Measurement | None = None
-        # Result of the first read since the last backward, before any clipping. The report of the
-        # update contains the norms of this read.
-        self._first: Measurement | None = None
+        self._gradients = Gradients()
+        # Losses of the micro-batches, each with the number of its micro-batch.
+        self._losses: list[tuple[Tensor, int | None]] = []
         # Overflow found before the gradients were changed in place.
         self._overflow: Tensor | None = None
-        # Factor of a folded clip, which the step has yet to apply.
-        self._coefficient: Tensor | None = None
-        self._is_clipped = False
-        self.is_unscaled = False
-        """Whether the gradients were divided by the loss scale, in place."""
+        # Whether the loop has clipped gradients in place, maybe before the last backward.
+        self._loop_has_clipped = False
         # The gradients that the last step has used, as they are after the last backward, which may
         # have added to them. None if there are none, because the loop has zeroed them.
         self._kept: SeenGradients | None = None
         self.update.forget_local_squares()
-        self._used = self._seen = self._see()
+        self._used = self._see()
 
     def _see(self) -> SeenGradients:
-        return SeenGradients(self.update.parameters.present_gradients())
+        return SeenGradients(self._present())
+
+    def _present(self) -> Sequence[Tensor]:
+        return self.update.parameters.present_gradients()
+
+    @property
+    def form(self) -> Form:
+        """Form of the gradients."""
+        return self._gradients.form
 
     @property
     def num_backward(self) -> int:
@@ -124,7 +164,7 @@ class OptimizerWindow:
 
     def has_unused_gradients(self) -> bool:
         """Return whether there are gradients that the optimizer's last step has not used."""
-        present = self.update.parameters.present_gradients()
+        present = self._present()
         return bool(present) and not self._used.are(present)
 
     def holds_used_gradients(self) -> bool:
@@ -139,26 +179,17 @@ class OptimizerWindow:
             micro_batch: Number of the micro-batch; consecutive calls with the same number count
                 as one micro-batch. ``None`` if the loop does not number its micro-batches.
         """
-        if self._kept is not None and not self._kept.are(
-            self.update.parameters.present_gradients()
-        ):
+        if self._kept is not None and not self._kept.are(self._present()):
             # The loop has zeroed the gradients without `AttachedOptimizer.zero_grad`.
             self._kept = None
-        if self._measured is not None:
-            # The loop has clipped or unscaled the gradients, and now accumulates more. Backward
-            # will add gradients that are scaled but not clipped. So apply a folded clip to the
-            # present gradients, and scale the present gradients again.
-            self.settle_clip()
-            if self.is_unscaled:
-                self._scale_again()
-            self._measured = self._first = None
+        self.settle_clip()
+        self._scale_again()
+        self._gradients = Gradients()
         if self._losses and not self._waits_for_gradients():
             # The loop has zeroed the gradients by `network.zero_grad`, so the earlier losses do
             # not contribute to the update.
-            self._losses, self._micro_batches = [], []
-        self._losses.append(loss)
-        if self._micro_batches[-1:] != [micro_batch]:
-            self._micro_batches.append(micro_batch)
+            self._losses = []
+        self._losses.append((loss, micro_batch))
 
     def after_backward(self) -> None:
         """Note that backward has added to the gradients."""
@@ -166,8 +197,9 @@ class OptimizerWindow:
             self._kept = self._see()
 
     def _scale_again(self) -> None:
-        multiply_in_place(self.update.parameters.present_gradients(), self._loss_scale)
-        self.is_unscaled = False
+        if self.form is Form.UNSCALED:
+            multiply_in_place(self._present(), self._loss_scale)
+            self._gradients = Gradients()
 
     def _waits_for_gradients(self) -> bool:
         """Return whether the losses noted so far may still contribute to the update."""
@@ -182,11 +214,11 @@ class OptimizerWindow:
         Raises:
             RuntimeError: If the gradients changed after a clip was folded into the step.
         """
-        if self._measured is not None and self._seen.are(
-            self.update.parameters.present_gradients()
-        ):
-            return self._measured
-        if self._coefficient is not None:
+        known = self._gradients
+        last = known.measured
+        if last is not None and known.seen.are(self._present()):
+            return last
+        if known.form is Form.FOLDED:
             msg = (
                 "gradients must not change between `clip_grad_norm_` and the optimizer's step, "
                 "because the step does the clipping; to change gradients after a clip, call "
@@ -194,12 +226,11 @@ class OptimizerWindow:
             )
             raise RuntimeError(msg)
         fresh = self.update.measure(may_be_absent=True)
-        if self.is_unscaled and self._measured is not None:
+        if known.form is Form.UNSCALED and last is not None:
             fresh = _of_unscaled(fresh)
-            fresh = fresh._replace(overflow=self._measured.overflow | fresh.overflow)
-        self._measured = fresh
-        self._first = self._first or fresh
-        self._seen = self._see()
+            fresh = fresh._replace(overflow=last.overflow | fresh.overflow)
+        first = fresh if known.first is None else known.first
+        self._gradients = known._replace(measured=fresh, seen=self._see(), first=first)
         return fresh
 
     def may_fold_clip_of(self, parameters: Sequence[Tensor]) -> bool:
@@ -208,7 +239,7 @@ class OptimizerWindow:
         This is a quick answer for the usual loop, which clips all parameters of its optimizer once,
         in the network's order. ``False`` says nothing.
         """
-        if self._coefficient is not None or self._is_clipped or self.is_unscaled:
+        if self.form is not Form.SCALED or self._loop_has_clipped:
             return False
         own = self.update.parameters.tensors
         return (
@@ -217,44 +248,42 @@ class OptimizerWindow:
             and any(parameter.grad is not None for parameter in own)
         )
 
-    def fold_clip(self, global_norm: Tensor, overflow: Tensor, coefficient: Tensor) -> None:
+    def fold_clip(self, measured: Measurement, coefficient: Tensor) -> None:
         """Fold a clip into the step: the step will multiply the gradients by `coefficient`.
 
         Args:
-            global_norm: Norm that the clip is computed from, shape ``()``, float32.
-            overflow: Whether the gradients of this norm overflowed, shape ``()``, bool.
+            measured: Result of `measured` for the present gradients. Its norm and its overflow may
+                have been replaced by those of all gradients that are clipped together.
             coefficient: Clip factor, shape ``()``, float32.
         """
-        measured = self._measured or self.measured()  # the caller has just measured
-        self._measured = measured._replace(global_norm=global_norm, overflow=overflow)
-        if not self._is_clipped:
-            self._first = self._measured
-        self._coefficient = coefficient
+        # A second clip keeps the norm from before the first one.
+        first = self._gradients.first if self._loop_has_clipped else measured
+        self._gradients = self._gradients._replace(
+            form=Form.FOLDED, measured=measured, first=first, coefficient=coefficient
+        )
 
     def settle_clip(self) -> None:
         """Apply a folded clip to the gradients in place, so that they can be clipped again."""
-        if self._coefficient is not None:
+        coefficient = self._gradients.coefficient
+        if coefficient is not None:
             self.note_overflow()
-            multiply_in_place(self.update.parameters.present_gradients(), self._coefficient)
-            self._coefficient = None
-            self._is_clipped = True
-        if self._is_clipped and not self.is_unscaled:
-            # Drop the last read, which was before the clip: a second clip needs the norm after the
-            # first clip.
-            self._measured = None
+            multiply_in_place(self._present(), coefficient)
+            self.accept_clipped()
+        if self.form is Form.CLIPPED:
+            # The last read was before the clip. A second clip needs the norm after the first one.
+            self._gradients = self._gradients._replace(measured=None)
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, in place, once."""
-        if self.is_unscaled:
+        if self.form is Form.UNSCALED:
             return
         self.settle_clip()
         measured = self.measured()
         if measured.divisor is not None:
-            gradients = self.update.parameters.present_gradients()
-            multiply_in_place(gradients, measured.divisor.reciprocal())
-        self._measured = measured._replace(divisor=None)
-        self._seen = self._see()
-        self.is_unscaled = True
+            multiply_in_place(self._present(), measured.divisor.reciprocal())
+        self._gradients = self._gradients._replace(
+            form=Form.UNSCALED, measured=measured._replace(divisor=None), seen=self._see()
+        )
 
     def hand_back(self, *, scaled: bool) -> None:
         """Make the gradients usable for a loop without this window: apply a folded clip, unscale.
@@ -266,10 +295,10 @@ class OptimizerWindow:
         if not self.num_backward:
             return
         self.settle_clip()
-        if not scaled:
-            self.unscale()
-        elif self.is_unscaled:
+        if scaled:
             self._scale_again()
+        else:
+            self.unscale()
 
     def note_overflow(self) -> None:
         """Remember an overflow that clipping in place might hide."""
@@ -278,8 +307,9 @@ class OptimizerWindow:
 
     def accept_clipped(self) -> None:
         """Note that the gradients were clipped in place; keep the norms from before the clip."""
-        self._seen = self._see()
-        self._is_clipped = True
+        form = Form.UNSCALED if self.form is Form.UNSCALED else Form.CLIPPED
+        self._gradients = self._gradients._replace(form=form, seen=self._see(), coefficient=None)
+        self._loop_has_clipped = True
 
     def apply(
         self,
@@ -296,38 +326,39 @@ class OptimizerWindow:
         """
         if self._overflow is not None:
             measured = measured._replace(overflow=measured.overflow | self._overflow)
-        coefficient = self._coefficient
-        if coefficient is None and self._is_clipped:
+        coefficient, first = self._gradients.coefficient, self._gradients.first
+        if coefficient is None and self._loop_has_clipped:
             # The gradients are clipped already, so pass a factor of 1. With None the update would
             # clip by the configured norm, if any, or leave the norm out of the report.
             coefficient = torch.ones_like(measured.global_norm)
         elif coefficient is None:
             coefficient = self.update.configured_coefficient(measured)
-        if self._first is not None:
+        if first is not None:
             measured = measured._replace(
-                global_norm=self._first.global_norm,
-                own_squares=self._first.own_squares,
-                own_divisor=self._first.own_divisor,
-                reduction_norms=self._first.reduction_norms,
-                groups=self._first.groups,
+                global_norm=first.global_norm,
+                own_squares=first.own_squares,
+                own_divisor=first.own_divisor,
+                reduction_norms=first.reduction_norms,
+                groups=first.groups,
             )
         loss = self._loss(accumulation_steps, measured.global_norm.device)
-        self.last_report = self.update.apply(loss, measured, coefficient, losses)
-        self.open()
+        report = self.update.apply(loss, measured, coefficient, losses)
+        self.restart()
         self._kept = self._used or None
-        return self.last_report
+        return report
 
     def _loss(self, accumulation_steps: int, device: torch.device) -> Tensor:
         if not self._losses:
             return torch.full((), float("nan"), dtype=torch.float32, device=device)
-        total = torch.stack([on_device(loss, device).float() for loss in self._losses]).sum()
-        if accumulation_steps == 1 or None in self._micro_batches:
+        total = torch.stack([on_device(loss, device).float() for loss, _ in self._losses]).sum()
+        numbers = [number for number, _ in itertools.groupby(number for _, number in self._losses)]
+        if accumulation_steps == 1 or None in numbers:
             # Without numbers, the micro-batches of the update cannot be counted. The sum is the
             # loss of an update of `accumulation_steps` micro-batches.
             return total
         # Each loss was divided by `accumulation_steps`, but the last update of an epoch may have
         # fewer micro-batches.
-        return total * (accumulation_steps / len(self._micro_batches))
+        return total * (accumulation_steps / len(numbers))
 
 
 def _of_unscaled(measured: Measurement) -> Measurement:

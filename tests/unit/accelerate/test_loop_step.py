@@ -60,7 +60,7 @@ class Training:
         self.step.scaled(self.loss(factor)).backward()
         report = self.step.update(self.optimizers[0])
         self.optimizers[0].zero_grad()
-        self.step.windows[self.optimizers[0]].open()
+        self.step.windows[self.optimizers[0]].restart()
         return report
 
     def state(self):
@@ -146,7 +146,7 @@ def test_each_optimizer_has_its_own_report_and_the_last_is_the_steps():
     second = training.step.update(training.optimizers[1])
 
     windows = [training.step.windows[optimizer] for optimizer in training.optimizers]
-    assert [window.last_report for window in windows] == [first, second]
+    assert list(training.step.last_reports.values()) == [first, second]
     assert training.step.last_report is second
     assert [training.step.was_skipped(each) for each in training.optimizers] == [True, False]
     assert [int(window.update.counts.applied_updates) for window in windows] == [0, 1]

@@ -9,7 +9,7 @@ from torch.optim import SGD
 
 from mfwrap import StepConfig
 from mfwrap.accelerate.clipping import clip_grad_norm, clip_grad_value
-from mfwrap.accelerate.window import OptimizerWindow
+from mfwrap.accelerate.window import Form, OptimizerWindow
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.update import StepUpdate
@@ -46,8 +46,82 @@ class Window:
 
     def step(self) -> list[list[float]]:
         """Apply the update and return the amount by which each weight decreased."""
-        self.window.apply(self.window.measured(), 1)
+        self.output = self.window.apply(self.window.measured(), 1).output
         return [(-weight.detach()).tolist() for weight in self.weights.values()]
+
+
+def fold(window: Window, coefficient: float = 0.5) -> None:
+    """Fold a clip of all gradients of a window."""
+    window.window.fold_clip(window.window.measured(), torch.tensor(coefficient))
+
+
+def window_in(form: Form) -> Window:
+    """Return a window after a backward of the gradient [3, 4], with the gradient in this form."""
+    window = Window()
+    window.backward([3.0, 4.0])
+    if form in {Form.FOLDED, Form.CLIPPED}:
+        fold(window)
+    if form is Form.CLIPPED:
+        window.window.settle_clip()
+    if form is Form.UNSCALED:
+        window.window.unscale()
+    assert window.window.form is form
+    return window
+
+
+CALLS = {
+    "before_backward": lambda window: window.window.before_backward(ONE, 2),
+    "fold_clip": lambda window: fold(window, 1.0),
+    "settle_clip": lambda window: window.window.settle_clip(),
+    "accept_clipped": lambda window: window.window.accept_clipped(),
+    "unscale": lambda window: window.window.unscale(),
+}
+S, F, C, U = Form
+TRANSITIONS = {
+    ("before_backward", S): S,
+    ("before_backward", F): S,
+    ("before_backward", C): S,
+    ("before_backward", U): S,
+    ("fold_clip", S): F,
+    ("fold_clip", C): F,
+    ("settle_clip", S): S,
+    ("settle_clip", F): C,
+    ("settle_clip", C): C,
+    ("settle_clip", U): U,
+    ("accept_clipped", S): C,
+    ("accept_clipped", C): C,
+    ("accept_clipped", U): U,
+    ("unscale", S): U,
+    ("unscale", F): U,
+    ("unscale", C): U,
+    ("unscale", U): U,
+}
+"""The table in the docstring of the module."""
+
+
+@pytest.mark.parametrize(("call", "form"), TRANSITIONS, ids=str)
+def test_each_call_leads_to_the_form_of_the_table(call, form):
+    """Each call brings the gradients into the form of the table, and unscales or clips once."""
+    window = window_in(form)
+
+    CALLS[call](window)
+
+    assert window.window.form is TRANSITIONS[call, form]
+    factor = 0.5 if form in {Form.FOLDED, Form.CLIPPED} else 1.0
+    scale = 1.0 if window.window.form is Form.UNSCALED else 8.0
+    assert window.gradients == [[3 * scale * factor, 4 * scale * factor], None]
+    assert window.step() == [[3 * factor, 4 * factor], [0, 0]]
+    assert window.window.form is Form.SCALED
+
+
+@pytest.mark.parametrize("form", [Form.FOLDED, Form.CLIPPED])
+def test_reported_norms_are_from_before_any_clipping(form):
+    """The step reports the norm of the gradients that backward has left."""
+    window = window_in(form)
+
+    window.step()
+
+    assert window.output.global_norm == 5
 
 
 def test_gradients_are_read_once():
@@ -83,8 +157,7 @@ def test_gradients_must_stay_after_their_clipping_was_folded():
     """Changing gradients after a folded clip raises an error."""
     window = Window()
     window.backward([3.0, 4.0])
-    measured = window.window.measured()
-    window.window.fold_clip(measured.global_norm, measured.overflow, torch.tensor(0.5))
+    fold(window)
     window.weights["first"].grad.mul_(2)
 
     with pytest.raises(RuntimeError, match="must not change between `clip_grad_norm_` and the"):
@@ -95,21 +168,19 @@ def test_a_folded_clip_is_done_by_the_step():
     """A folded clip leaves the gradients unchanged and is applied by the step."""
     window = Window()
     window.backward([3.0, 4.0])
-    measured = window.window.measured()
 
-    window.window.fold_clip(measured.global_norm, measured.overflow, torch.tensor(0.5))
+    fold(window)
 
     assert window.gradients == [[24, 32], None]
     assert window.step() == [[1.5, 2], [0, 0]]
-    assert window.window.last_report.output.global_norm == 5
+    assert window.output.global_norm == 5
 
 
 def test_a_folded_clip_can_be_settled_in_place():
     """Settling a folded clip clips the gradients in place once, and the step does not repeat it."""
     window = Window()
     window.backward([3.0, 4.0])
-    measured = window.window.measured()
-    window.window.fold_clip(measured.global_norm, measured.overflow, torch.tensor(0.5))
+    fold(window)
 
     window.window.settle_clip()
     window.window.settle_clip()
@@ -146,8 +217,7 @@ def test_a_backward_after_a_folded_clip_adds_to_clipped_gradients():
     """A backward after a folded clip adds its gradients to the clipped gradients, as in torch."""
     window = Window()
     window.backward([3.0, 4.0])
-    measured = window.window.measured()
-    window.window.fold_clip(measured.global_norm, measured.overflow, torch.tensor(0.5))
+    fold(window)
 
     window.backward([1.0, 1.0])
 
@@ -164,7 +234,7 @@ def test_an_overflow_that_is_hidden_later_still_skips():
     window.backward([3.0, 4.0])
 
     assert window.step() == [[0, 0], [0, 0]]
-    assert window.window.last_report.output.overflow
+    assert window.output.overflow
 
 
 def clip(window: Window, *, norm_type: float = 2.0) -> None:
@@ -198,7 +268,7 @@ def test_an_overflow_that_the_loop_repairs_still_skips(hide, bad):
     clip(window)
 
     assert window.step() == [[0, 0], [0, 0]]
-    assert window.window.last_report.output.overflow
+    assert window.output.overflow
 
 
 @pytest.mark.parametrize("norm_types", [(2.0, 2.0), (1.0, 2.0), (2.0, 1.0), (1.0, 1.0)], ids=str)
@@ -215,7 +285,7 @@ def test_a_norm_that_overflows_skips_however_often_it_is_clipped(norm_types):
         clip(window, norm_type=norm_type)
 
     assert window.step() == [[0, 0], [0, 0]]
-    assert window.window.last_report.output.overflow
+    assert window.output.overflow
 
 
 def test_an_overflow_does_not_outlive_its_window():
@@ -223,7 +293,7 @@ def test_an_overflow_does_not_outlive_its_window():
     window = Window()
     window.backward([NAN, 4.0])
     window.window.note_overflow()
-    window.window.open()
+    window.window.restart()
     window.weights["first"].grad = None
     window.backward([3.0, 4.0])
 
@@ -241,6 +311,23 @@ def test_gradients_are_unused_from_backward_to_step():
         told.append(window.window.has_unused_gradients())
 
     assert told == [False, True, False, True, False]
+
+
+def test_used_gradients_are_held_until_they_are_zeroed():
+    """Gradients of a step that the loop has not zeroed are still there after the next backward."""
+    window = Window()
+    window.backward([1.0, 1.0])
+    told = [window.window.holds_used_gradients()]
+    window.step()
+    told.append(window.window.holds_used_gradients())
+    window.backward([1.0, 1.0])
+    window.window.after_backward()
+    told.append(window.window.holds_used_gradients())
+    window.weights["first"].grad = None
+    window.backward([1.0, 1.0])
+    told.append(window.window.holds_used_gradients())
+
+    assert told == [False, True, True, False]
 
 
 def reported_loss(losses, accumulation_steps):
