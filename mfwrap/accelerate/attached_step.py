@@ -153,7 +153,7 @@ class AttachedStep:
                 # torch's scaler unscales gradients only after a first call of `scale`, which puts
                 # its state on the device.
                 self._grad_scaler.scale(self.loss_scale)
-            self.attachment.step.schedules.clear()
+            self.attachment.step.end_schedules()
             restore_prepared(accelerator, self._grad_scaler)
             accelerator.scaler = self._grad_scaler
             accelerator.__class__ = self._kind

@@ -56,8 +56,6 @@ class LoopStep:
         """Report of the last update of any optimizer; ``None`` before the first update."""
         self.last_reports: dict[Optimizer, StepReport] = {}
         """Report of each optimizer's last update; without optimizers that have done none."""
-        self.schedules: list[PendingSchedule] = []
-        """Schedules that `flush` resolves. Each update flushes first."""
         self.windows: dict[Optimizer, OptimizerWindow] = {}
         """Window of each optimizer, in the order in which they were added; see `arrange`."""
         self.rate_factor = 1.0
@@ -66,6 +64,7 @@ class LoopStep:
         self.before_update: list[Callable[[], None]] = []
         """Functions to call once the gradients are measured and before they are used."""
         self._config = config
+        self._schedules: list[PendingSchedule] = []
         self._ema: ExponentialMovingAverage | None = None
         self._average: SharedAverage | None = None
         self._stepping: OptimizerWindow | None = None
@@ -117,6 +116,21 @@ class LoopStep:
         ordered = {each: self.windows[each] for each in optimizers if each in self.windows}
         self.windows = ordered | self.windows
 
+    @property
+    def schedules(self) -> tuple[PendingSchedule, ...]:
+        """Schedules that `flush` resolves. Each update flushes first."""
+        return tuple(self._schedules)
+
+    def add_schedule(self, schedule: PendingSchedule) -> None:
+        """Resolve a schedule with each flush from now on; do nothing if it was added before."""
+        if schedule not in self._schedules:
+            self._schedules.append(schedule)
+
+    def end_schedules(self) -> list[PendingSchedule]:
+        """Forget all schedules, and return them."""
+        ended, self._schedules = self._schedules, []
+        return ended
+
     def check_average(self) -> None:
         """Raise ``ValueError`` if no optimizer updates any of the averaged weights."""
         if self._average is not None and self.windows and not self._average.has_parts:
@@ -130,7 +144,7 @@ class LoopStep:
         """Forget all optimizers, all schedules and the average."""
         self.windows.clear()
         self.last_reports.clear()
-        self.schedules.clear()
+        self._schedules.clear()
         self._shared_scale.discard()
         self._ema = self._average = None
 
@@ -285,7 +299,7 @@ class LoopStep:
 
         Too many skips in a row raise no error here, see `UpdateCounts.was_skipped`.
         """
-        for schedule in self.schedules:
+        for schedule in self._schedules:
             schedule.resolve()
 
     def state_dict(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def attach_scheduler(scheduler: Any, attachment: Attachment) -> None:
         scheduler.attachment = attachment
         scheduler.requests = []
         scheduler.steps_per_update = None
-        attachment.step.schedules.append(scheduler)
+        attachment.step.add_schedule(scheduler)
 
 
 def restore_scheduler(scheduler: Any) -> None:

@@ -452,10 +452,9 @@ def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]
         raise
     finally:
         # After the training, a schedule must advance as soon as its `step` is called.
-        for schedule in attached.step.schedules:
+        for schedule in attached.step.end_schedules():
             if isinstance(schedule, DeferredSchedule):
                 undefer_schedule(schedule)
-        attached.step.schedules.clear()
 
 
 class TerminationCallback(TrainerCallback):

@@ -246,8 +246,8 @@ class MFTrainerMixin(_Base):
                 functools.partial(steps.outcome_is_known, optimizer),
                 functools.partial(steps.was_skipped, optimizer),
             )
-        if isinstance(schedule, DeferredSchedule) and schedule not in steps.schedules:
-            steps.schedules.append(schedule)
+        if isinstance(schedule, DeferredSchedule):
+            steps.add_schedule(schedule)
         return result
 
     def train(

@@ -115,7 +115,7 @@ def test_schedules_are_resolved_before_each_update():
     """The schedules are resolved before each update is applied."""
     training = Training()
     schedule = Schedule(training.step)
-    training.step.schedules.append(schedule)
+    training.step.add_schedule(schedule)
 
     for _ in range(2):
         training.update()
@@ -129,7 +129,7 @@ def test_one_skip_too_many_still_resolves_schedules():
     training = Training(max_consecutive_skips=1)
     schedule = Schedule(training.step)
     training.update(NAN)
-    training.step.schedules.append(schedule)
+    training.step.add_schedule(schedule)
 
     with pytest.raises(RuntimeError, match="1 updates in a row were skipped"):
         training.step.flush()
@@ -201,7 +201,7 @@ def test_an_average_of_nothing_that_is_updated_is_refused():
 def test_a_cleared_step_has_forgotten_all():
     """`clear` removes optimizers, schedules and average, and keeps the loss scale."""
     training = Training(scale_sense=DynamicLossScaleUpdateCell(8.0, 2, 1), ema=True)
-    training.step.schedules.append(Schedule(training.step))
+    training.step.add_schedule(Schedule(training.step))
     training.update()
 
     training.step.clear()
