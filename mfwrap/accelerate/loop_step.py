@@ -11,8 +11,9 @@ The average must be updated when all optimizers have done their update, not afte
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -422,29 +423,19 @@ class SharedAverage:
     def __init__(self, ema: ExponentialMovingAverage) -> None:
         self._ema = ema
         self._num_parts = 0
-        self._applied: dict[AveragePart, Tensor] = {}
+        self._applied: dict[int, Tensor] = {}
 
     def part(self) -> "AveragePart":
-        """Register one more optimizer; return the object to which it reports its updates."""
-        self._num_parts += 1
-        return AveragePart(self)
+        """Register one more optimizer; return what its update takes for the average."""
+        number, self._num_parts = self._num_parts, self._num_parts + 1
+        return AveragePart(self._ema.begin_update, functools.partial(self._gather, number))
 
     @property
     def has_parts(self) -> bool:
         """Whether the average follows the updates of any optimizer."""
         return self._num_parts > 0
 
-    def begin_update(self) -> None:
-        """Prepare the average for an update; see `ExponentialMovingAverage.begin_update`."""
-        self._ema.begin_update()
-
-    def gather(self, part: "AveragePart", applied: Tensor) -> None:
-        """Note an update of one optimizer; after one of every optimizer, update the average.
-
-        Args:
-            part: Object to which the optimizer reports its updates.
-            applied: Whether the optimizer's update was applied, shape ``()``, bool.
-        """
+    def _gather(self, part: int, applied: Tensor) -> None:
         if part in self._applied:
             self._follow()
         self._applied[part] = applied
@@ -463,17 +454,11 @@ class SharedAverage:
         self._applied = {}
 
 
-@final
-class AveragePart:
-    """Report the updates of one optimizer to a `SharedAverage`."""
+class AveragePart(NamedTuple):
+    """A `SharedAverage` as one of its optimizers sees it."""
 
-    def __init__(self, average: SharedAverage) -> None:
-        self._average = average
+    begin_update: Callable[[], None]
+    """Prepares the average for an update; see `ExponentialMovingAverage.begin_update`."""
 
-    def begin_update(self) -> None:
-        """Prepare the average for an update; see `ExponentialMovingAverage.begin_update`."""
-        self._average.begin_update()
-
-    def update(self, applied: Tensor) -> None:
-        """Note an update of this optimizer."""
-        self._average.gather(self, applied)
+    update: Callable[[Tensor], None]
+    """Notes whether an update of the optimizer was applied."""

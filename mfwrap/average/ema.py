@@ -29,7 +29,7 @@ class Average(Protocol):
     def begin_update(self) -> None:
         """Start to average new trainable weights; raise ``RuntimeError`` if `update` would."""
 
-    def update(self, applied: Tensor) -> None:
+    def update(self, applied: Tensor, /) -> None:
         """Update the average from the new weights if the update was applied."""
 
 
