@@ -27,10 +27,10 @@ from mfwrap.accelerate.setup import (
     parameters_of_models,
     trained_models,
 )
-from mfwrap.accelerate.state import is_writer, load_step, save_step
 from mfwrap.accelerate.timing import LoopSections
+from mfwrap.accelerate.window import OptimizerWindow
 from mfwrap.average.ema import ExponentialMovingAverage
-from mfwrap.collectives import rank_watch
+from mfwrap.collectives import rank_watch, section_clock
 from mfwrap.compatibility.accelerate import data_loaders_of, models_of, optimizers_of
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
@@ -293,34 +293,6 @@ class Attachment:
             self.ranks = LoopRanks(self.accelerator, self._distributed_parts, self.config)
             if self._make_ema is not None:
                 self.ema = None
-
-    def save_files(self, folder: Path, *, each_node: bool = False) -> None:
-        """Flush the step, then write loss scale, counts and average into a checkpoint.
-
-        Call it on every process. The main process writes the files; with sharded weights each rank
-        writes its own shards.
-
-        Args:
-            folder: Existing folder of the checkpoint.
-            each_node: Whether the main process of every node writes the files. If False, only the
-                main process of the whole run writes them.
-        """
-        save_step(folder, self.step, is_writer=is_writer(self.accelerator, each_node=each_node))
-
-    def load_files(self, folder: Path) -> None:
-        """Restore the state that `save_files` wrote; change nothing if a part does not fit.
-
-        Load the weights before the call: if the checkpoint has no average, the average starts from
-        the weights. A checkpoint without any of the step's files gives a warning, not an error.
-
-        Raises:
-            FileNotFoundError: If only some of the step's files exist.
-            KeyError: If a name is missing or unknown.
-            TypeError: If a value has the wrong type.
-            ValueError: If a file is damaged, or a value has the wrong shape or range.
-        """
-        self.build(final=True)
-        load_step(folder, self.step, self.ema)
 
 
 @final

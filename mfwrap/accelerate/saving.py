@@ -19,7 +19,13 @@ from accelerate import Accelerator
 
 from mfwrap.accelerate.attachment import Attachment
 from mfwrap.accelerate.global_batch import LoopBatch
-from mfwrap.accelerate.state import check_saved_step, is_writer, named_automatically
+from mfwrap.accelerate.state import (
+    check_saved_step,
+    is_writer,
+    load_step,
+    named_automatically,
+    save_step,
+)
 from mfwrap.checkpoints.beside import move_back, show_files
 from mfwrap.checkpoints.file_formats import DamagedFileError, check_format
 from mfwrap.checkpoints.folders import (
@@ -146,7 +152,7 @@ class AttachedCheckpoints:
             # Before the step's own files are loaded: they may be missing in a checkpoint that was
             # written without the step.
             check_unchanged(path, verified)
-        self._attached.load_files(path)
+        load_step(path, self._attached)
         self._batch.apply()
         with raising_together():
             check_unchanged(path, verified)
@@ -167,11 +173,10 @@ class AttachedCheckpoints:
 
     def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
         folder = Path(output_dir)
-        each_node = self._accelerator.project_configuration.save_on_each_node
         if is_writer(self._accelerator):
             # If accelerate replaces the files of an older checkpoint, their manifest is obsolete.
             (folder / MANIFEST).unlink(missing_ok=True)
-        self._attached.save_files(folder, each_node=each_node)
+        save_step(folder, self._attached)
         if is_writer(self._accelerator):
             self._batch.save(folder)
         for observer in self._attached.observers:
@@ -180,8 +185,7 @@ class AttachedCheckpoints:
 
     def _on_load(self, _models: object, input_dir: str) -> None:
         # Check before accelerate loads anything, so that an error leaves the run unchanged.
-        self._attached.build(final=True)
-        check_saved_step(Path(input_dir), self._attached.step, self._attached.ema)
+        check_saved_step(Path(input_dir), self._attached)
         with raising_together():
             self._batch.check(Path(input_dir))
 

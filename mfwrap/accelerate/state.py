@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
+from mfwrap.accelerate.attachment import Attachment
 from mfwrap.accelerate.loop_step import LoopStep
 from mfwrap.arguments import callers_stacklevel
-from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.checkpoints.step_files import (
     has_step_files,
     read_step_files,
@@ -60,15 +60,17 @@ def is_writer(accelerator: Accelerator, *, each_node: bool | None = None) -> boo
     return bool(accelerator.is_local_main_process if each_node else accelerator.is_main_process)
 
 
-def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:
-    """Flush, then write loss scale, counts and average. Call it on every process.
+def save_step(folder: Path, attachment: Attachment, *, each_node: bool | None = None) -> None:
+    """Flush the step, then write loss scale, counts and average. Call it on every process.
+
+    A writer writes the files; with sharded weights each rank writes its own shards.
 
     Args:
-        folder: Folder of the checkpoint.
-        step: Step to save.
-        is_writer: Whether this process writes everything except the shards of distributed tensors.
-            Each process writes its own shards.
+        folder: Existing folder of the checkpoint.
+        attachment: Step to save.
+        each_node: As in `is_writer`.
     """
+    step = attachment.step
     # Flush before anything else, because a flush may raise.
     state = step.state_dict()
     counts = [window.update.counts for window in step.windows.values()]
@@ -77,32 +79,35 @@ def save_step(folder: Path, step: LoopStep, *, is_writer: bool) -> None:
         "applied_updates": [each.applied_updates.item() for each in counts],
         "skipped_updates": [each.skipped_updates.item() for each in counts],
     }
-    write_step_files(folder, state, record, is_writer=is_writer)
+    writes = is_writer(attachment.accelerator, each_node=each_node)
+    write_step_files(folder, state, record, is_writer=writes)
 
 
-def check_saved_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
-    """Raise the errors that `load_step` would raise, without changing anything.
+def check_saved_step(folder: Path, attachment: Attachment) -> None:
+    """Raise the errors that `load_step` would raise; restore nothing.
 
     A checkpoint without any of the step's files passes the check.
 
     Args:
         folder: Folder of the checkpoint.
-        step: Step to restore.
-        ema: Average of the step; ``None`` if the step has no average.
+        attachment: Step to restore.
     """
+    attachment.build(final=True)
     if has_step_files(folder):
-        state = read_step_files(folder, step.state_dict())
-        step.check_state_dict(_fitting(folder, state, step, ema))
+        state = read_step_files(folder, attachment.step.state_dict())
+        attachment.step.check_state_dict(_fitting(folder, state, attachment))
 
 
-def load_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None) -> None:
-    """Restore the state that `save_step` wrote; if there is none, set the initial state.
+def load_step(folder: Path, attachment: Attachment) -> None:
+    """Restore the state that `save_step` wrote; change nothing if a part does not fit.
+
+    Load the weights before the call: if the checkpoint has no average, the average starts from the
+    weights. A checkpoint without any of the step's files gives a warning, not an error, and sets
+    the initial state.
 
     Args:
-        folder: Folder of the checkpoint. Load its weights first.
-        step: Step to restore. If a part of the state does not fit, the step does not change.
-        ema: Average of the step; ``None`` if the step has no average. If the checkpoint has no
-            average, the average starts from the weights.
+        folder: Folder of the checkpoint.
+        attachment: Step to restore.
 
     Raises:
         FileNotFoundError: If only some of the step's files exist.
@@ -110,17 +115,18 @@ def load_step(folder: Path, step: LoopStep, ema: ExponentialMovingAverage | None
         TypeError: If a value has the wrong type.
         ValueError: If a file is damaged, or a value has the wrong shape or range.
     """
+    attachment.build(final=True)
     if has_step_files(folder):
-        state = read_step_files(folder, step.state_dict())
+        state = read_step_files(folder, attachment.step.state_dict())
     else:
-        state = _stock_state(folder, step)
-    step.load_state_dict(_fitting(folder, state, step, ema, warns=True))
-    if ema is not None and "ema" not in state:
+        state = _stock_state(folder, attachment.step)
+    attachment.step.load_state_dict(_fitting(folder, state, attachment, warns=True))
+    if attachment.ema is not None and "ema" not in state:
         warnings.warn(
             f"no average in {folder}: the average starts from the loaded weights",
             stacklevel=callers_stacklevel(),
         )
-        ema.restart()
+        attachment.ema.restart()
 
 
 def has_average(folder: Path) -> bool:
@@ -133,29 +139,25 @@ def has_average(folder: Path) -> bool:
     return has_step_files(folder) and "ema" in read_step_parts(folder)
 
 
-def saved_average(folder: Path, step: LoopStep) -> dict[str, Any]:
+def saved_average(folder: Path, attachment: Attachment) -> dict[str, Any]:
     """Return the state of the average that `save_step` wrote; call it on every rank.
 
     Args:
         folder: Folder of the checkpoint, for which `has_average` is true.
-        step: Step of the average.
+        attachment: Step of the average.
 
     Raises:
         ValueError: If a file is damaged.
     """
-    state: dict[str, Any] = read_step_files(folder, step.state_dict())["ema"]
+    state: dict[str, Any] = read_step_files(folder, attachment.step.state_dict())["ema"]
     return state
 
 
 def _fitting(
-    folder: Path,
-    state: dict[str, Any],
-    step: LoopStep,
-    ema: ExponentialMovingAverage | None,
-    *,
-    warns: bool = False,
+    folder: Path, state: dict[str, Any], attachment: Attachment, *, warns: bool = False
 ) -> dict[str, Any]:
     """Return a copy of a saved state; take parts that the checkpoint lacks from this run."""
+    ema = attachment.ema
     if ema is None and "ema" in state:
         msg = (
             f"cannot resume from {folder}: it holds an average of the weights, but `ema` is None; "
@@ -165,7 +167,7 @@ def _fitting(
     fitting = dict(state)
     if ema is not None:
         fitting.setdefault("ema", ema.state_dict())
-    present = step.loss_scale.state_dict()
+    present = attachment.step.loss_scale.state_dict()
     if present["update_cell"].keys() != state["loss_scale"]["update_cell"].keys():
         fitting["loss_scale"] = present
         if warns:

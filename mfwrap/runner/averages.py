@@ -36,7 +36,7 @@ def _load(average: ExponentialMovingAverage, checkpoint: Path, trainer: Any) -> 
     # Nodes with disks of their own may lack the checkpoint.
     in_step, in_callback = (all(each) for each in zip(*gather_objects(holds), strict=True))
     if trainer.ema is not None and in_step:
-        saved = saved_average(checkpoint, trainer.attached.attachment.step)
+        saved = saved_average(checkpoint, trainer.attached.attachment)
     elif in_callback:
         saved = read_state(checkpoint)
     else:

@@ -20,6 +20,7 @@ from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.setup import EMA
+from mfwrap.accelerate.state import load_step, save_step
 from mfwrap.arguments import check_bool, described, needed_arguments
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
@@ -545,7 +546,7 @@ class MFTrainerMixin(_Base):
         folder = Path(output_dir)
         if self.attached.attachment.has_grad_scaler:
             super()._save_scaler(output_dir)
-        self.attached.attachment.save_files(folder, each_node=self.args.save_on_each_node)
+        save_step(folder, self.attached.attachment, each_node=self.args.save_on_each_node)
         self._position.save(
             folder,
             self.args,
@@ -582,7 +583,7 @@ class MFTrainerMixin(_Base):
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self.attached.attachment.load_files(Path(checkpoint))
+            load_step(Path(checkpoint), self.attached.attachment)
 
     def _load_callback_state(self) -> None:
         self._checkpoints.restore_callbacks(self._position.resumed_from)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.accelerate import attach
+from mfwrap.accelerate.state import load_step
 from support.attached_runs import FACTORS, LOSS_SCALES, AttachedRun, RunSettings, new_accelerator
 from support.training_state import assert_same_state
 
@@ -88,7 +89,7 @@ def test_nothing_of_ours_is_a_pickle(tmp_path, monkeypatch):
         monkeypatch.setattr(pickle, method, None)
     monkeypatch.setattr(torch, "load", None)
 
-    run.step.attachment.load_files(tmp_path)
+    load_step(tmp_path, run.step.attachment)
 
     assert_same_state(own_state(saved), own_state(run))
     with safe_open(tmp_path / "mfwrap_step.safetensors", "pt") as file:
