@@ -57,7 +57,7 @@ class AttachedStep:
         self._handler_kind = type(self._ddp_handler)
         self.attachment = Attachment(accelerator, *self._arguments, AttachedCheckpoints)
         """What accelerate's calls drive, for the monitors and the Trainer of mfwrap."""
-        self._scaler = StepScaler(self.attachment, accelerator)
+        self._scaler = StepScaler(self.attachment, self._grad_scaler)
         accelerator.scaler = self._scaler
         accelerator.attachment = self.attachment
         accelerator.__class__ = attached_class(self._kind)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -194,8 +194,7 @@ class Attachment:
     def build(self, *, final: bool = False, in_step: bool = False) -> None:
         """Add the prepared optimizers to the step; create the average if `attach` got a callable.
 
-        Every method that needs the updates calls this method first. If there is nothing to add, the
-        call is cheap.
+        If there is nothing to add, the call is cheap.
 
         Args:
             final: Whether all models are prepared by now. If so, an optimizer is added even if some
@@ -242,20 +241,50 @@ class Attachment:
         ):
             self._float32 = Float32Gradients(models, self._distributed_parts)
 
-    def begin_backward(self) -> None:
-        """Prepare the backward of the loss that was scaled last."""
-        if self._float32 is None:
-            return
-        # Most loops say whether more micro-batches follow. In others, the second backward before an
-        # update shows that they accumulate.
-        is_first = all(window.num_backward == 1 for window in self.step.windows.values())
-        self._float32.accumulate(on=not (self.accelerator.sync_gradients and is_first))
-        self._float32.begin_backward()
+    def begin_backward(self, loss: Tensor, *, multiplies: bool) -> Tensor:
+        """Prepare the backward of a micro-batch; return its loss times the loss scale.
+
+        Args:
+            loss: Loss of the micro-batch.
+            multiplies: As in `LoopStep.scaled`.
+        """
+        self.build(final=True)
+        number = self.accelerator.step if self.numbers_micro_batches else None
+        loss = self.step.scaled(loss, number, multiplies=multiplies)
+        if section_clock.is_on:
+            self.sections.follow(loss)
+        if self._float32 is not None:
+            # Most loops say whether more micro-batches follow. In others, the second backward
+            # before an update shows that they accumulate.
+            is_first = all(window.num_backward == 1 for window in self.step.windows.values())
+            self._float32.accumulate(on=not (self.accelerator.sync_gradients and is_first))
+            self._float32.begin_backward()
+        return loss
 
     def end_backward(self) -> None:
         """Complete the gradients of the last backward."""
         if self._float32 is not None:
             self._float32.end_backward()
+
+    @property
+    def windows(self) -> dict[Optimizer, OptimizerWindow]:
+        """Window of each prepared optimizer, in the order in which they were prepared.
+
+        Adds optimizers that were prepared since the last backward, and parameters that were added
+        to an optimizer since.
+        """
+        self.build(final=True, in_step=True)
+        return self.step.windows
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Do the update of one optimizer; see `LoopStep.update`.
+
+        Args:
+            optimizer: Optimizer without accelerate's wrapper.
+        """
+        self.build(final=True, in_step=True)
+        with self.ranks.updating(ends=True):
+            self.step.update(optimizer, self.accelerator.gradient_accumulation_steps)
 
     def _leave_float32(self) -> None:
         if self._float32 is not None:

@@ -159,13 +159,11 @@ class AttachedAccelerator:
 
         The optimizer's step does the clipping if possible; see `clip_grad_norm`.
         """
-        self.attachment.build(final=True, in_step=True)
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        step = self.attachment.step
         return clip_grad_norm(
-            list(step.windows.values()),
+            list(self.attachment.windows.values()),
             given,
-            step.loss_scale.value,
+            self.attachment.step.loss_scale.value,
             max_norm=max_norm,
             norm_type=float(norm_type),
             may_fold=self.sync_gradients,
@@ -173,14 +171,12 @@ class AttachedAccelerator:
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp the unscaled gradients, in place."""
-        self.attachment.build(final=True, in_step=True)
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        clip_grad_value(list(self.attachment.step.windows.values()), given, clip_value)
+        clip_grad_value(list(self.attachment.windows.values()), given, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, in place, in any precision."""
-        self.attachment.build(final=True)
-        windows = self.attachment.step.windows
+        windows = self.attachment.windows
         if optimizer is None:
             optimizer = list(windows)
         elif not isinstance(optimizer, (tuple, list)):
@@ -340,14 +336,13 @@ class StepScaler:
 
     Args:
         attachment: Step that is attached to the accelerator.
-        accelerator: Accelerator whose ``scaler`` is still accelerate's own gradient scaler, or
-            ``None``. `state_dict` includes the settings of that gradient scaler.
+        grad_scaler: accelerate's own gradient scaler, or ``None``. `state_dict` includes its
+            settings.
     """
 
-    def __init__(self, attachment: Attachment, accelerator: Any) -> None:
+    def __init__(self, attachment: Attachment, grad_scaler: Any) -> None:
         self.attachment = attachment
-        self._accelerator = accelerator
-        self._grad_scaler = accelerator.scaler
+        self._grad_scaler = grad_scaler
         self.multiplies = True
         """Whether `scale` multiplies; ``False`` if backward begins with the loss scale."""
 
@@ -357,19 +352,11 @@ class StepScaler:
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Return a loss times the loss scale, or the loss itself unless `multiplies`."""
-        self.attachment.build(final=True)
-        numbered = self.attachment.numbers_micro_batches
-        loss = self.attachment.step.scaled(
-            outputs, self._accelerator.step if numbered else None, multiplies=self.multiplies
-        )
-        if section_clock.is_on:
-            self.attachment.sections.follow(loss)
-        self.attachment.begin_backward()
-        return loss
+        return self.attachment.begin_backward(outputs, multiplies=self.multiplies)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the loss scale, in place, once."""
-        self._accelerator.unscale_gradients(optimizer)
+        self.attachment.accelerator.unscale_gradients(optimizer)
 
     def step(self, optimizer: Any, closure: None = None) -> None:
         """Do one update of an optimizer.
@@ -383,10 +370,8 @@ class StepScaler:
                 "would not be scaled; call `accelerator.backward(loss)` before `optimizer.step()`"
             )
             raise TypeError(msg)
-        self.attachment.build(final=True, in_step=True)
         inner = optimizer.optimizer if isinstance(optimizer, AttachedOptimizer) else optimizer
-        with self.attachment.ranks.updating(ends=True):
-            self.attachment.step.update(inner, self._accelerator.gradient_accumulation_steps)
+        self.attachment.update(inner)
 
     def update(self, new_scale: Tensor | float | None = None) -> None:
         """Set the loss scale to `new_scale`; with ``None`` leave it, because `step` updates it."""
