@@ -30,7 +30,7 @@ from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks import Agreement
 from mfwrap.step.rates import lowered_rates
-from mfwrap.step.state import check, check_keys, restore, state_of
+from mfwrap.step.state import OwnedStates, StepState, check_keys, state_of
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.shards import on_device
 
@@ -311,16 +311,11 @@ class LoopStep:
         self.flush()
         for window in self.windows.values():
             window.update.parameters.warn_of_replaced()
-        updates = [window.update for window in self.windows.values()]
-        state: dict[str, Any] = {
-            "loss_scale": self.loss_scale.state_dict(),
-            "updates": {
-                str(index): state_of(each.state_owners()) for index, each in enumerate(updates)
-            },
+        updates = {
+            str(index): state_of(window.update.state_owners())
+            for index, window in enumerate(self.windows.values())
         }
-        if self._ema is not None:
-            state["ema"] = self._ema.state_dict()
-        return state
+        return self._state().state_dict({"updates": updates})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`; change nothing if a part does not fit.
@@ -333,7 +328,7 @@ class LoopStep:
             TypeError: If a value has the wrong type.
             ValueError: If a value has the wrong shape or range.
         """
-        restore(*self._owners(state_dict))
+        self._state().load_state_dict(state_dict, self._owners(state_dict))
         self._shared_scale.discard()
         if self._average is not None:
             self._average.discard()
@@ -342,22 +337,22 @@ class LoopStep:
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise the errors of `load_state_dict` without changing anything."""
-        check(*self._owners(state_dict))
+        self._state().check(state_dict, self._owners(state_dict))
 
-    def _owners(self, state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        """Return loss scale, owners and average, each paired with its entry of `state_dict`."""
-        expected = {"loss_scale", "updates"} | (set() if self._ema is None else {"ema"})
-        check_keys(state_dict, expected, "loop")
+    def _state(self) -> StepState:
+        return StepState(self.loss_scale, self._ema)
+
+    def _owners(self, state_dict: Mapping[str, Any]) -> OwnedStates:
+        """Return the owners of the updates' states, each with its entry of `state_dict`."""
+        check_keys(state_dict, self._state().keys("updates"), "loop")
         updates = state_dict["updates"]
         numbers = {str(index) for index in range(len(self.windows))}
         check_keys(updates, numbers, "loop's optimizers")
-        owners = [
+        return [
             (owner, updates[str(index)])
             for index, window in enumerate(self.windows.values())
             for owner in window.update.state_owners()
         ]
-        average = None if self._ema is None else (self._ema, state_dict["ema"])
-        return (self.loss_scale, state_dict["loss_scale"]), owners, average
 
 
 @final

@@ -35,7 +35,7 @@ from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.rate_table import RateTable
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES
-from mfwrap.step.state import check_keys, restore, state_of
+from mfwrap.step.state import StepState, check_keys, state_of
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.norm_groups import LocalNormGroups
 
@@ -350,10 +350,7 @@ class MFTrainOneStepCell(LossScaleHooks):
         # nothing has been copied in vain.
         own = state_of(self.__update.state_owners())
         self.__update.parameters.warn_of_replaced()
-        state = {"loss_scale": self.__loss_scale.state_dict(), **own}
-        if self.__ema is not None:
-            state["ema"] = self.__ema.state_dict()
-        return state
+        return StepState(self.__loss_scale, self.__ema).state_dict(own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned, or change nothing if an entry does not fit.
@@ -366,14 +363,11 @@ class MFTrainOneStepCell(LossScaleHooks):
             TypeError: If a value has the wrong type.
             ValueError: If a value has the wrong shape or range.
         """
-        counters = self.__update.counts.tensors()
-        expected = {"loss_scale", *counters} | (set() if self.__ema is None else {"ema"})
-        check_keys(state_dict, expected, "cell", optional=STATE_NAMES)
-        restore(
-            (self.__loss_scale, state_dict["loss_scale"]),
-            [(owner, state_dict) for owner in self.__update.state_owners()],
-            None if self.__ema is None else (self.__ema, state_dict["ema"]),
-        )
+        state = StepState(self.__loss_scale, self.__ema)
+        keys = state.keys(*self.__update.counts.tensors())
+        check_keys(state_dict, keys, "cell", optional=STATE_NAMES)
+        owners = self.__update.state_owners()
+        state.load_state_dict(state_dict, [(owner, state_dict) for owner in owners])
         if self.__captured is not None:
             self.__captured.forget_counts()
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 from torch import Tensor
 
@@ -25,6 +26,10 @@ class StateOwner(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state; names of other owners are ignored."""
+
+
+OwnedStates = Sequence[tuple[StateOwner, Mapping[str, Any]]]
+"""Parts of an update, each with its state in a checkpoint."""
 
 
 def state_of(owners: Iterable[StateOwner]) -> dict[str, Tensor]:
@@ -59,45 +64,55 @@ def check_keys(
         raise KeyError(msg)
 
 
-def check(
-    loss_scale: tuple[LossScale, Mapping[str, Any]],
-    owners: Sequence[tuple[StateOwner, Mapping[str, Any]]],
-    ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
-) -> None:
-    """Raise the errors that `restore` would raise, without changing anything."""
-    for owner, state in owners:
-        owner.check(state)
-    scale, scale_state = loss_scale
-    scale.check_state_dict(scale_state)
-    if ema is not None:
-        average, average_state = ema
-        average.refuse_inside_swap("load_state_dict")
-        average.check_state_dict(average_state)
+@final
+@dataclass(frozen=True)
+class StepState:
+    """Loss scale, average and further parts of a step, which are saved and restored together.
 
-
-def restore(
-    loss_scale: tuple[LossScale, Mapping[str, Any]],
-    owners: Sequence[tuple[StateOwner, Mapping[str, Any]]],
-    ema: tuple[ExponentialMovingAverage, Mapping[str, Any]] | None,
-) -> None:
-    """Load each state into its owner, or change nothing if any state does not fit.
-
-    Args:
-        loss_scale: Pair of the loss scale and its state.
-        owners: Pairs of the owners of an update's state and this state, for each optimizer.
-        ema: Pair of the average and its state; ``None`` without an average.
-
-    Raises:
-        KeyError: If a key is missing or unknown.
-        RuntimeError: If the averages are swapped into the parameters.
-        TypeError: If a value has the wrong type.
-        ValueError: If a value has the wrong shape or range.
+    Attributes:
+        loss_scale: Loss scale of the step.
+        ema: Average of the weights; ``None`` without one.
     """
-    check(loss_scale, owners, ema)
-    for owner, state in owners:
-        owner.load_state_dict(state)
-    scale, scale_state = loss_scale
-    scale.load_state_dict(scale_state)
-    if ema is not None:
-        average, average_state = ema
-        average.load_state_dict(average_state)
+
+    loss_scale: LossScale
+    ema: ExponentialMovingAverage | None
+
+    def state_dict(self, further: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of loss scale and average, and those of `further` parts."""
+        state = {"loss_scale": self.loss_scale.state_dict(), **further}
+        if self.ema is not None:
+            state["ema"] = self.ema.state_dict()
+        return state
+
+    def keys(self, *further: str) -> set[str]:
+        """Return the keys of a state with `further` parts."""
+        return {"loss_scale", *further} | (set() if self.ema is None else {"ema"})
+
+    def check(self, state_dict: Mapping[str, Any], further: OwnedStates) -> None:
+        """Raise the errors that `load_state_dict` would raise, without changing anything."""
+        for owner, state in further:
+            owner.check(state)
+        self.loss_scale.check_state_dict(state_dict["loss_scale"])
+        if self.ema is not None:
+            self.ema.refuse_inside_swap("load_state_dict")
+            self.ema.check_state_dict(state_dict["ema"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], further: OwnedStates) -> None:
+        """Load each state into its owner, or change nothing if any state does not fit.
+
+        Args:
+            state_dict: State with the keys of `keys`.
+            further: States of the further parts.
+
+        Raises:
+            KeyError: If a key is missing or unknown.
+            RuntimeError: If the averages are swapped into the parameters.
+            TypeError: If a value has the wrong type.
+            ValueError: If a value has the wrong shape or range.
+        """
+        self.check(state_dict, further)
+        for owner, state in further:
+            owner.load_state_dict(state)
+        self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state_dict["ema"])

@@ -9,7 +9,7 @@ from torch import nn
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.step.counts import UpdateCounts
-from mfwrap.step.state import check_keys, restore
+from mfwrap.step.state import StepState, check_keys
 from support.training_state import assert_same_state
 
 CPU = torch.device("cpu")
@@ -42,7 +42,8 @@ class Parts:
         """Restore each object from its state, in the order of `states`."""
         scale, first, second, average = states
         counts = list(zip(self.counts, [first, second], strict=True))
-        restore((self.loss_scale, scale), counts, (self.ema, average))
+        step = StepState(self.loss_scale, self.ema)
+        step.load_state_dict({"loss_scale": scale, "ema": average}, counts)
 
 
 def _flat(name, value):
@@ -68,7 +69,8 @@ def test_a_step_without_average_is_restored_without():
     saved, parts = Parts(num_updates=5, weight=1.0), Parts(num_updates=1, weight=2.0)
     scale, first, _, _ = saved.states()
 
-    restore((parts.loss_scale, scale), [(parts.counts[0], first)], None)
+    step = StepState(parts.loss_scale, None)
+    step.load_state_dict({"loss_scale": scale}, [(parts.counts[0], first)])
 
     assert parts.counts[0].applied_updates == 5
     assert parts.counts[1].applied_updates == 1
