@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap.accelerate.attachment import Attachment
-from mfwrap.accelerate.schedules import AttachedScheduler
+from mfwrap.accelerate.schedules import AttachedScheduler, Continued
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.folders import whole_file
@@ -61,20 +61,6 @@ class _Record(NamedTuple):
     schedules: list[_Saved]
 
 
-class _Continued(NamedTuple):
-    """How a schedule continues after a resume."""
-
-    steps_per_update: int | None = None
-    """As `AttachedScheduler.steps_per_update`."""
-
-    position: int | None = None
-    """Position to continue from; ``None`` for that of the checkpoint."""
-
-    keywords: Sequence[Mapping[str, Any]] = ()
-    """Keywords of the checkpoint, such as ``num_training_steps``, for each function of a LambdaLR;
-    empty to keep those of the loop."""
-
-
 class _Change(NamedTuple):
     """What a resume changes in the loop."""
 
@@ -86,7 +72,7 @@ class _Change(NamedTuple):
     accumulates: bool
     """As in the record."""
 
-    schedules: list[_Continued]
+    schedules: list[Continued]
 
 
 @final
@@ -221,12 +207,7 @@ class LoopBatch:
             accelerator.step = 0
         self._accumulated = change.accumulates
         for schedule, continued in zip(self._schedules(), change.schedules, strict=False):
-            schedule.steps_per_update = continued.steps_per_update
-            if continued.position is not None:
-                schedule.scheduler.last_epoch = continued.position
-            functions = getattr(schedule.scheduler, "lr_lambdas", ())
-            for function, keywords in zip(functions, continued.keywords, strict=False):
-                function.keywords.update(keywords)
+            schedule.resume(continued)
 
     def _schedules(self) -> list[AttachedScheduler]:
         schedulers = schedulers_of(self._accelerator)
@@ -250,7 +231,7 @@ class LoopBatch:
         own = 1 if schedule.split_batches else self._accelerator.num_processes
         return schedule.steps_per_update or own
 
-    def _continued(self, schedule: AttachedScheduler, saved: _Saved, folder: Path) -> _Continued:
+    def _continued(self, schedule: AttachedScheduler, saved: _Saved, folder: Path) -> Continued:
         """Return how a schedule continues.
 
         Args:
@@ -264,11 +245,11 @@ class LoopBatch:
         own = 1 if schedule.split_batches else self._accelerator.num_processes
         former, positions, factors, keywords = saved
         if former == own:
-            return _Continued()
+            return Continued()
         # A schedule loads all its numbers, such as its length, from the checkpoint. Only a function
         # may be another one than in the checkpoint.
         if _agree(factors, _factors(schedule.scheduler, positions, former)):
-            return _Continued(former)
+            return Continued(former)
         has_position = isinstance(schedule.scheduler, LambdaLR)  # that determines its rates
         if not has_position:
             msg = (
@@ -281,7 +262,7 @@ class LoopBatch:
         position = positions[0] if positions else 0
         converted = position * own // former
         if _agree(factors, _factors(schedule.scheduler, [converted] * len(positions), own)):
-            return _Continued(None, converted)
+            return Continued(None, converted)
         present = _keywords(schedule.scheduler)
         if (
             keywords
@@ -290,7 +271,7 @@ class LoopBatch:
         ):
             if self._accelerator.is_main_process:
                 _LOG.warning("the schedule continues with %s instead of %s", keywords, present)
-            return _Continued(former, None, keywords)
+            return Continued(former, None, keywords)
         msg = (
             f"cannot resume from {folder} on {self._accelerator.num_processes} process(es): "
             "the loop's schedule has other learning rates than the checkpoint, both at position "

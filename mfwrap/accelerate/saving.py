@@ -164,12 +164,11 @@ class AttachedCheckpoints:
     def _load_stock(self, load: Callable[[], Any]) -> Any:
         """Call accelerate's ``load_state`` without the scaler."""
         scaler, self._accelerator.scaler = self._accelerator.scaler, None
-        self._attached.is_loading = True
         try:
-            return load()
+            with self._attached.loading():
+                return load()
         finally:
             self._accelerator.scaler = scaler
-            self._attached.is_loading = False
 
     def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
         folder = Path(output_dir)

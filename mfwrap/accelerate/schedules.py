@@ -5,8 +5,8 @@ asking would synchronize, so `AttachedScheduler` records a request instead; see
 `mfwrap.schedules.deferred`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from accelerate.scheduler import AcceleratedScheduler
 
@@ -14,6 +14,20 @@ from mfwrap.accelerate.attachment import Attachment
 from mfwrap.compatibility.torch import step_count
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
 from mfwrap.schedules.pickling import pickled_as
+
+
+class Continued(NamedTuple):
+    """How a schedule continues after a resume."""
+
+    steps_per_update: int | None = None
+    """As `AttachedScheduler.steps_per_update`."""
+
+    position: int | None = None
+    """Position to continue from; ``None`` for that of the checkpoint."""
+
+    keywords: Sequence[Mapping[str, Any]] = ()
+    """Keywords of the checkpoint, such as ``num_training_steps``, for each function of a LambdaLR;
+    empty to keep those of the loop."""
 
 
 class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (accelerate is untyped)
@@ -120,6 +134,15 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
             )
         finally:
             self.gradient_state = state
+
+    def resume(self, continued: Continued) -> None:
+        """Continue the schedule of a checkpoint, whose state has been loaded."""
+        self.steps_per_update = continued.steps_per_update
+        if continued.position is not None:
+            self.scheduler.last_epoch = continued.position
+        functions = getattr(self.scheduler, "lr_lambdas", ())
+        for function, keywords in zip(functions, continued.keywords, strict=False):
+            function.keywords.update(keywords)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy is accelerate's own scheduler, with nothing pending, as after `detach`.

@@ -578,7 +578,7 @@ class MFTrainerMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         let_cpu_ranks_load()
-        with replaced(self.attached.attachment, is_loading=True):
+        with self.attached.attachment.loading():
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
