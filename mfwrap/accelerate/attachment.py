@@ -226,10 +226,8 @@ class Attachment:
         for wrapper in optimizers_of(self.accelerator):
             optimizer = wrapper.optimizer
             window = self.step.windows.get(optimizer)
-            if window is not None:
-                known = window.update.parameters
-                if known.are_current(quickly=in_step):
-                    continue
+            if window is not None and window.update.parameters.are_current(quickly=in_step):
+                continue
             named, are_complete = named_parameters_of(optimizer, models)
             if final or are_complete:
                 parameters = TrainedParameters(
@@ -243,11 +241,8 @@ class Attachment:
                 self.step.arrange(self.prepared_optimizers())
         if final:
             self.step.check_average()
-        if (
-            self.config.accumulate_allreduce_grads_in_fp32
-            and self._float32 is None
-            and self.step.windows
-        ):
+        is_asked_for = self.config.accumulate_allreduce_grads_in_fp32
+        if is_asked_for and self.step.windows and self._float32 is None:
             self._float32 = Float32Gradients(models, self._distributed_parts)
 
     def begin_backward(self, loss: Tensor, *, multiplies: bool) -> Tensor:

@@ -159,10 +159,9 @@ class AttachedAccelerator:
 
         The optimizer's step does the clipping if possible; see `clip_grad_norm`.
         """
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
         return clip_grad_norm(
             list(self.attachment.windows.values()),
-            given,
+            parameters,
             self.attachment.step.loss_scale.value,
             max_norm=max_norm,
             norm_type=float(norm_type),
@@ -171,8 +170,7 @@ class AttachedAccelerator:
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp the unscaled gradients, in place."""
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
-        clip_grad_value(list(self.attachment.windows.values()), given, clip_value)
+        clip_grad_value(list(self.attachment.windows.values()), parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, in place, in any precision."""

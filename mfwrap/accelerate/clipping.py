@@ -25,7 +25,7 @@ from mfwrap.tensors.shards import multiply_in_place, shards_by_device
 
 def clip_grad_norm(
     windows: Sequence[OptimizerWindow],
-    parameters: Iterable[Tensor],
+    parameters: Iterable[Tensor] | Tensor,
     loss_scale: Tensor,
     *,
     max_norm: float,
@@ -38,7 +38,7 @@ def clip_grad_norm(
 
     Args:
         windows: Windows of all optimizers.
-        parameters: Parameters whose gradients are clipped.
+        parameters: Parameters whose gradients are clipped, or one of them.
         loss_scale: Loss scale, shape ``()``, float32, on the training device.
         max_norm: Largest norm; with ``inf`` the norm is computed but nothing is clipped.
         norm_type: Order of the norm.
@@ -48,7 +48,7 @@ def clip_grad_norm(
         Norm before clipping, shape ``()``; float32 for the L2 norm. Does not synchronize with the
         device.
     """
-    held = list(parameters)
+    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     may_fold = may_fold and norm_type == 2
     if may_fold and len(windows) == 1 and windows[0].may_fold_clip_of(held):
         [window] = windows
@@ -76,16 +76,16 @@ def clip_grad_norm(
 
 
 def clip_grad_value(
-    windows: Sequence[OptimizerWindow], parameters: Iterable[Tensor], clip_value: float
+    windows: Sequence[OptimizerWindow], parameters: Iterable[Tensor] | Tensor, clip_value: float
 ) -> None:
     """Clamp the elements of unscaled gradients, in place.
 
     Args:
         windows: Windows of all optimizers.
-        parameters: Parameters whose gradients are clamped.
+        parameters: Parameters whose gradients are clamped, or one of them.
         clip_value: Largest magnitude.
     """
-    held = list(parameters)
+    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     place_gradients(held)
     identities = {id(parameter) for parameter in held}
     concerned = [window for window in windows if window.update.parameters.among(identities)]

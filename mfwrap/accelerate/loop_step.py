@@ -12,6 +12,7 @@ The average must be updated when all optimizers have done their update, not afte
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, final
 
@@ -438,11 +439,9 @@ class SharedAverage:
             self._follow()
 
     def _follow(self) -> None:
-        first, *others = self._applied.values()
+        applied = functools.reduce(operator.or_, self._applied.values())
         self._applied = {}
-        for applied in others:
-            first = first | applied
-        self._ema.update(first)
+        self._ema.update(applied)
 
     def discard(self) -> None:
         """Forget the updates that were noted."""
