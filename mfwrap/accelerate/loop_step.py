@@ -69,11 +69,10 @@ class LoopStep:
         self._schedules: list[PendingSchedule] = []
         self._ema: ExponentialMovingAverage | None = None
         self._average: SharedAverage | None = None
-        self._stepping: OptimizerWindow | None = None
         # Named losses of the micro-batches of this update, and whether a report has them.
         self._losses: list[Mapping[str, Tensor]] = []
         self._are_reported = False
-        self._shared_scale = SharedLossScale(loss_scale, self._others_are_used)
+        self._shared_scale = SharedLossScale(loss_scale, self._gradients_are_used)
 
     def follow(self, ema: ExponentialMovingAverage) -> None:
         """Set the average that follows the updates of all optimizers added from now on."""
@@ -105,7 +104,7 @@ class LoopStep:
             parameters,
             optimizer,
             self._config,
-            self._shared_scale,
+            self._shared_scale.part(optimizer),
             ema=self._average.part() if self._average is not None and follows else None,
             reported=True,
             local_squares=local_squares,
@@ -248,21 +247,17 @@ class LoopStep:
         # Flush only after the call that measures this update's gradients. The call has queued work,
         # so the device is busy while the host waits for the result of the previous update.
         self.flush()
-        self._stepping = window
-        try:
-            losses = mean_by_name(self._losses) if self._losses else None
-            with lowered_rates(optimizer, self.rate_factor):
-                report = window.apply(measured, accumulation_steps, losses)
-            if self.rate_factor != 1:
-                report = dataclasses.replace(report, learning_rate_factor=self.rate_factor)
-            self.last_report = self.last_reports[optimizer] = report
-            self._are_reported = True
-        finally:
-            self._stepping = None
+        losses = mean_by_name(self._losses) if self._losses else None
+        with lowered_rates(optimizer, self.rate_factor):
+            report = window.apply(measured, accumulation_steps, losses)
+        if self.rate_factor != 1:
+            report = dataclasses.replace(report, learning_rate_factor=self.rate_factor)
+        self.last_report = self.last_reports[optimizer] = report
+        self._are_reported = True
         return report
 
-    def _others_are_used(self) -> bool:
-        others = (w for w in self.windows.values() if w is not self._stepping)
+    def _gradients_are_used(self, but: Optimizer | None) -> bool:
+        others = (window for each, window in self.windows.items() if each is not but)
         return not any(window.has_unused_gradients() for window in others)
 
     def outcome_is_known(self, optimizer: Optimizer) -> bool:
@@ -368,14 +363,53 @@ class SharedLossScale:
 
     Args:
         loss_scale: Live loss scale.
-        gradients_are_used: Function that returns whether all optimizers, except the one whose
-            update is running, have used their gradients.
+        gradients_are_used: Function that returns whether all optimizers but a given one have used
+            their gradients.
     """
 
-    def __init__(self, loss_scale: LossScale, gradients_are_used: Callable[[], bool]) -> None:
+    def __init__(
+        self, loss_scale: LossScale, gradients_are_used: Callable[[Optimizer | None], bool]
+    ) -> None:
         self._loss_scale = loss_scale
         self._gradients_are_used = gradients_are_used
         self._overflow: Tensor | None = None
+
+    def part(self, optimizer: Optimizer) -> "ScalePart":
+        """Return what the update of an optimizer takes for the loss scale."""
+        return ScalePart(self._loss_scale, functools.partial(self._gather, optimizer))
+
+    def _gather(self, optimizer: Optimizer, overflow: Tensor) -> Tensor:
+        self._overflow = overflow if self._overflow is None else self._overflow | overflow
+        self.settle(but=optimizer)
+        return overflow
+
+    def settle(self, *, but: Optimizer | None = None) -> None:
+        """Update the scale with the collected flags if all optimizers have used their gradients.
+
+        Args:
+            but: Optimizer whose update is running, and uses its gradients.
+        """
+        if self._overflow is not None and self._gradients_are_used(but):
+            self._loss_scale.update(self._overflow)
+            self._overflow = None
+
+    def discard(self) -> None:
+        """Forget the collected flags."""
+        self._overflow = None
+
+
+@final
+class ScalePart:
+    """A `SharedLossScale` as one of its optimizers sees it.
+
+    Args:
+        loss_scale: Live loss scale.
+        update: Collects the overflow flag of an update of the optimizer, and returns it.
+    """
+
+    def __init__(self, loss_scale: LossScale, update: Callable[[Tensor], Tensor]) -> None:
+        self._loss_scale = loss_scale
+        self.update = update
 
     @property
     def value(self) -> Tensor:
@@ -386,22 +420,6 @@ class SharedLossScale:
     def is_one(self) -> bool:
         """Whether the host knows that the scale is 1, without synchronizing."""
         return self._loss_scale.is_one
-
-    def update(self, overflow: Tensor) -> Tensor:
-        """Collect the overflow flag of an update, and return it."""
-        self._overflow = overflow if self._overflow is None else self._overflow | overflow
-        self.settle()
-        return overflow
-
-    def settle(self) -> None:
-        """Update the scale with the collected flags if all optimizers have used their gradients."""
-        if self._overflow is not None and self._gradients_are_used():
-            self._loss_scale.update(self._overflow)
-            self._overflow = None
-
-    def discard(self) -> None:
-        """Forget the collected flags."""
-        self._overflow = None
 
 
 @final

@@ -24,7 +24,7 @@ class LiveLossScale(Protocol):
     def is_one(self) -> bool:
         """Whether the host knows that the scale is 1, so that multiplying can be left out."""
 
-    def update(self, overflow: Tensor) -> Tensor:
+    def update(self, overflow: Tensor, /) -> Tensor:
         """Adjust the scale after an update with this overflow flag."""
 
 

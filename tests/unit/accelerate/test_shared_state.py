@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
-from mfwrap.accelerate.loop_step import SharedAverage, SharedLossScale
+from mfwrap.accelerate.loop_step import ScalePart, SharedAverage, SharedLossScale
 from mfwrap.loss_scale.live import LossScale
 
 YES, NO = torch.tensor(True), torch.tensor(False)  # noqa: FBT003  (torch has no keyword)
@@ -17,13 +18,14 @@ class Scale:
     def __init__(self, *, window: int = 100) -> None:
         self.others_wait = False
         loss_scale = LossScale(DynamicLossScaleUpdateCell(8.0, 2, window), torch.device("cpu"))
-        self.shared = SharedLossScale(loss_scale, lambda: not self.others_wait)
+        self.shared = SharedLossScale(loss_scale, lambda _: not self.others_wait)
+        self.part = self.shared.part(SGD([nn.Parameter(torch.zeros(()))]))
 
     def update(self, overflow, *, others_wait: bool) -> float:
         """Report an update to the shared scale and return the new scale."""
         self.others_wait = others_wait
-        assert self.shared.update(overflow) is overflow
-        return self.shared.value.item()
+        assert self.part.update(overflow) is overflow
+        return self.part.value.item()
 
 
 def test_the_scale_waits_until_all_gradients_are_used():
@@ -44,7 +46,7 @@ def test_an_overflow_of_any_lowers_it_once(flags):
     scale.update(first, others_wait=True)
     scale.update(second, others_wait=False)
 
-    assert scale.shared.value == 4
+    assert scale.part.value == 4
 
 
 def test_updates_of_several_count_as_one_towards_growth():
@@ -63,13 +65,13 @@ def test_what_waited_is_settled_when_it_can_be():
     scale = Scale()
     scale.update(YES, others_wait=True)
     scale.shared.settle()
-    waiting = scale.shared.value.item()
+    waiting = scale.part.value.item()
 
     scale.others_wait = False
     scale.shared.settle()
     scale.shared.settle()
 
-    assert (waiting, scale.shared.value.item()) == (8, 4)
+    assert (waiting, scale.part.value.item()) == (8, 4)
 
 
 def test_what_has_gathered_can_be_discarded():
@@ -80,15 +82,15 @@ def test_what_has_gathered_can_be_discarded():
     scale.shared.discard()
     scale.update(NO, others_wait=False)
 
-    assert scale.shared.value == 8
+    assert scale.part.value == 8
 
 
 def test_a_scale_of_one_is_known_to_be_one():
     """`is_one` is true for a fixed scale of 1 and false for a dynamic scale."""
     loss_scale = LossScale(1.0, torch.device("cpu"))
 
-    assert SharedLossScale(loss_scale, lambda: True).is_one
-    assert not Scale().shared.is_one
+    assert ScalePart(loss_scale, torch.clone).is_one
+    assert not Scale().part.is_one
 
 
 class Average:
