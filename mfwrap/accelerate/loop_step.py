@@ -66,6 +66,7 @@ class LoopStep:
         self.before_update: list[Callable[[], None]] = []
         """Functions to call once the gradients are measured and before they are used."""
         self._config = config
+        # Schedules that `flush` resolves. Each update flushes first.
         self._schedules: list[PendingSchedule] = []
         self._ema: ExponentialMovingAverage | None = None
         self._average: SharedAverage | None = None
@@ -116,11 +117,6 @@ class LoopStep:
         """Put the windows into the order of `optimizers`, which `state_dict` numbers them by."""
         ordered = {each: self.windows[each] for each in optimizers if each in self.windows}
         self.windows = ordered | self.windows
-
-    @property
-    def schedules(self) -> tuple[PendingSchedule, ...]:
-        """Schedules that `flush` resolves. Each update flushes first."""
-        return tuple(self._schedules)
 
     def add_schedule(self, schedule: PendingSchedule) -> None:
         """Resolve a schedule with each flush from now on; do nothing if it was added before."""

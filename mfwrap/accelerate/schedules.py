@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from accelerate.scheduler import AcceleratedScheduler
 
 from mfwrap.accelerate.attachment import Attachment
+from mfwrap.compatibility.accelerate import schedulers_of
 from mfwrap.compatibility.torch import step_count
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
 from mfwrap.schedules.pickling import pickled_as
@@ -113,7 +114,7 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
             and isinstance(each, AttachedScheduler)
             and bool(each.requests)
             and each.__dict__["scheduler"].optimizer is schedule.optimizer
-            for each in self.attachment.step.schedules
+            for each in schedulers_of(self.attachment.accelerator)
         )
 
     def resolve(self) -> None:

@@ -207,7 +207,7 @@ def test_a_cleared_step_has_forgotten_all():
     training.step.clear()
 
     assert not training.step.windows
-    assert not training.step.schedules
+    assert training.step.end_schedules() == []
     assert sorted(training.step.state_dict()) == ["loss_scale", "updates"]
     assert training.step.loss_scale.value == 16
 
