@@ -183,7 +183,7 @@ class Attachment:
             self.sections.detach()
             for window in self.step.windows.values():
                 window.hand_back(scaled=scaled)
-                window.update.local_squares = None
+                window.update.read_own_gradients(None)
             self._leave_float32()
 
     def prepared_optimizers(self) -> list[Optimizer]:

@@ -140,7 +140,7 @@ class StepUpdate:
         self._optimizer = SkippableOptimizer(optimizer, rounds=in_float32)
         self._rounded = squares_after_rounding if in_float32 else _unrounded
         self.parameters = parameters
-        self.local_squares = local_squares
+        self._local_squares = local_squares
         self._agreement: Agreement = agreement or _SameOnAllRanks()
         self.before_update: list[Callable[[], None]] = []
         """Functions to call once the gradients are measured and before they are used."""
@@ -189,14 +189,14 @@ class StepUpdate:
     ) -> None:
         """Update other parameters of the same optimizer from now on; arguments as of the class."""
         self.parameters = parameters
-        self.local_squares = local_squares
+        self._local_squares = local_squares
         self._agreement = agreement or _SameOnAllRanks()
         self._norms = NormReader(self._device)
         self._optimizer.see_parameters()
 
     def read_own_gradients(self, local_squares: LocalSquares | None) -> None:
         """Take the norms of this rank's own gradients from a source; as of the class."""
-        self.local_squares = local_squares
+        self._local_squares = local_squares
 
     def release_gradients(self) -> None:
         """Set all gradients to ``None``; forget this rank's own norms, and logits for `QKClip`."""
@@ -206,8 +206,8 @@ class StepUpdate:
 
     def forget_local_squares(self) -> None:
         """Forget the norms of this rank's own gradients, which were taken before a reduction."""
-        if self.local_squares is not None:
-            self.local_squares.reset()
+        if self._local_squares is not None:
+            self._local_squares.reset()
 
     def measure(
         self,
@@ -243,7 +243,7 @@ class StepUpdate:
         no_autocast = torch.autocast(self._device.type, enabled=False)
         with section_clock.within(Section.UPDATE), torch.no_grad(), no_autocast:
             squares = self._norms.squares(parameters.local(gradients))
-            own = None if self.local_squares is None else self.local_squares.squares(squares)
+            own = None if self._local_squares is None else self._local_squares.squares(squares)
             squares = self._rounded(squares, gradients, parameters.tensors, num_summed, normalizer)
             squares, normalizer = _over_shards(parameters.reduction, squares, normalizer)
             has_bad_rate = self._has_bad_rate() if agreement.is_pipeline else None
