@@ -16,6 +16,8 @@ MACHINE_PYTHON := $(or $(PYTHON),python3)
 # Without PYTHONSAFEPATH, Python started in the repository would import the folder mfwrap/, which lacks mfwrap.callbacks
 # and mfwrap.recipes, instead of the installed package.
 export PYTHONSAFEPATH := 1
+# Some machines set it. Each process of the tests would then compile mfwrap and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
