@@ -2,12 +2,14 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import re
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -32,9 +34,6 @@ PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
 
 OF_PYTHON = {"_current_frames", "_getframe"}
 """Names of Python's own ``sys``."""
-
-
-OF_ITSELF = {"self", "cls", "super()", "super(MFTrainerMixin, self)"}
 
 
 def is_private(name: str) -> bool:
@@ -103,7 +102,20 @@ FILES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 INSIDE = ROOT / "mfwrap" / "compatibility"
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.AST:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_of_itself(value: ast.AST) -> bool:
+    """Return whether an expression is self, cls or super()."""
+    if isinstance(value, ast.Call):
+        value = value.func
+        return isinstance(value, ast.Name) and value.id == "super"
+    return isinstance(value, ast.Name) and value.id in {"self", "cls"}
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
@@ -114,7 +126,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node.attr] if ast.unparse(node.value) in OF_ITSELF else []
+            yield from [node.attr] if is_of_itself(node.value) else []
 
 
 def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -123,7 +135,7 @@ def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
     These are attributes, except those of self and super(), imports, and strings.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OF_ITSELF:
+        if isinstance(node, ast.Attribute) and not is_of_itself(node.value):
             yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("mfwrap"):
             names = (*(node.module or "").split("."), *(alias.name for alias in node.names))
@@ -132,7 +144,6 @@ def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, str(node.value)
 
 
-OWN = {name for tree in TREES.values() for name in defined(tree)} | PUBLIC | OF_PYTHON
 LISTED = {name.attribute.split(".")[-1] for name in NAMES}
 
 OF_TRAINERS = {
@@ -144,13 +155,21 @@ OF_TRAINERS = {
 """Attributes that are looked up on a Trainer, and may be absent."""
 
 
+@functools.cache
+def own_names() -> set[str]:
+    """Return the names that mfwrap defines, and those of Python that it may use."""
+    return {name for path in FILES for name in defined(tree_of(path))} | PUBLIC | OF_PYTHON
+
+
 def private_names_in(tree: ast.AST) -> list[tuple[int, str]]:
     """Return the lines and private names of other libraries that a file uses."""
     listed = [(line, name) for line, name in used(tree) if is_private(name) and name in LISTED]
     unknown = [
         (node.lineno, node.attr)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OWN
+        if isinstance(node, ast.Attribute)
+        and is_private(node.attr)
+        and node.attr not in own_names()
     ]
     return sorted({*listed, *unknown})
 
@@ -163,8 +182,8 @@ def test_private_names_are_used_in_one_place():
     """
     used_elsewhere = {
         str(path.relative_to(ROOT)): names
-        for path, tree in TREES.items()
-        if INSIDE not in path.parents and (names := private_names_in(tree))
+        for path in FILES
+        if INSIDE not in path.parents and (names := private_names_in(tree_of(path)))
     }
 
     assert used_elsewhere == {}
@@ -190,10 +209,10 @@ def test_a_private_name_elsewhere_is_found(source):
 @pytest.mark.parametrize("path", sorted(INSIDE.glob("*.py")), ids=lambda path: path.name)
 def test_what_is_used_inside_is_listed(path):
     """Each private name that the package itself uses has an entry."""
-    own = set(defined(TREES[path]))
+    own = set(defined(tree_of(path)))
     found = {
         name
-        for _, name in used(TREES[path])
+        for _, name in used(tree_of(path))
         if is_private(name) and name not in own and not name.startswith("_distributed_c10d")
     }
 
