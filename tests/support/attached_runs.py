@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +22,7 @@ from mfwrap import (
     StepConfig,
 )
 from mfwrap.accelerate import attach
-from support.paths import TESTS
+from support.programs import Program
 from support.small_networks import Classifier, labelled_batches
 from support.training_state import training_state
 
@@ -199,9 +196,8 @@ def resume_in_a_new_process(
     """
     described = {name: (asdict(settings), first) for name, (settings, first) in jobs.items()}
     (folder / "jobs.json").write_text(json.dumps(described), encoding="utf-8")
-    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    subprocess.run([sys.executable, __file__, str(folder)], env=environment, check=True)
+    code = f"import pathlib, sys, {__name__} as runs; runs._resume(pathlib.Path(sys.argv[1]))"
+    Program(code, folder).end()
     results: dict[str, Any] = torch.load(folder / "results.pt", weights_only=True)
     return results
 
@@ -215,7 +211,3 @@ def _resume(folder: Path) -> None:
         losses = run.train(first, len(FACTORS))
         results[name] = {"losses": losses, "state": run.state()}
     torch.save(results, folder / "results.pt")
-
-
-if __name__ == "__main__":
-    _resume(Path(sys.argv[1]))

@@ -29,14 +29,11 @@ one device.
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from support.paths import TESTS
+from support.programs import Program
 from support.versions import needs
 
 needs_backends = needs("torch", "2.11", "it lets no Python code be a device")
@@ -59,8 +56,5 @@ def run(program: str, *arguments: str) -> Any:
             "result = getattr(importlib.import_module(module), function)(*sys.argv[3:]); "
             "pathlib.Path(sys.argv[2]).write_text(json.dumps(result), encoding='utf-8')"
         )
-        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-c", code, program, str(answer), *arguments]
-        subprocess.run(command, env=environment, check=True)
+        Program(code, program, answer, *arguments).end()
         return json.loads(answer.read_text(encoding="utf-8"))

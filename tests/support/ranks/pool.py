@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
+from support.programs import FORKING
 from support.ranks.compared_collectives import compare_collectives
 
 __all__ = ["RankPool"]
@@ -35,9 +36,6 @@ class RankPool:
     """
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
-        # All ranks are forked from a process that has imported these modules, which takes seconds.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["mfwrap.trainer", "mfwrap.callbacks"])
         self._num_ranks = num_ranks
         self._stores = (folder / f"rendezvous_{start}" for start in itertools.count())
         self._connections: list[Connection] = []
@@ -52,8 +50,8 @@ class RankPool:
     def _start(self) -> None:
         store = str(next(self._stores))
         for rank in range(self._num_ranks):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(
+            ours, theirs = FORKING.Pipe()
+            process = FORKING.Process(
                 target=_serve, args=(theirs, rank, self._num_ranks, store), daemon=True
             )
             process.start()

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
+
+from support.programs import FORKING
 
 __all__ = ["run_ranks", "start_ranks"]
 
 NUM_RANKS = 2
-_MODULES = ["mfwrap.trainer", "mfwrap.callbacks", "support.ranks.processes"]
 
 
 def run_ranks(folder: Path, program: Callable[..., None], *arguments: Any) -> list[int | None]:
@@ -41,14 +42,12 @@ def run_ranks(folder: Path, program: Callable[..., None], *arguments: Any) -> li
 
 def start_ranks(folder: Path, program: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
     """Start the processes as `run_ranks` does, and return them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_MODULES)
-    # Importing the modules takes seconds, which must not count: wait until they are imported.
-    first = context.Process(target=int)
+    # Importing mfwrap takes seconds, which must not count: wait until the server has imported it.
+    first = FORKING.Process(target=int)
     first.start()
     first.join()
     ranks = [
-        context.Process(target=_run, args=(rank, folder, program, arguments))
+        FORKING.Process(target=_run, args=(rank, folder, program, arguments))
         for rank in range(NUM_RANKS)
     ]
     for process in ranks:

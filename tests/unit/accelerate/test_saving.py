@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.checkpoints.locks import lock_of
 from mfwrap.checkpoints.verification import verify
 from support.attached_runs import AttachedRun, RunSettings
+from support.programs import Program
 from support.ranks.saving import save_in_one_folder, save_with_limit
 from support.training_state import assert_same_state
 
@@ -169,7 +168,7 @@ def test_the_lock_of_a_save_that_was_killed_at_its_end(tmp_path):
     run.accelerator.save_state(tmp_path / "a")
     program = "import os, sys; from pathlib import Path; from mfwrap.checkpoints.locks import *"
     program += "; held = owning(lock_of(Path(sys.argv[1]))); held.__enter__(); os._exit(0)"
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "a")], check=True)
+    Program(program, tmp_path / "a").end()
     assert lock_of(tmp_path / "a").exists()
 
     run.accelerator.load_state(tmp_path / "a")

@@ -1,10 +1,10 @@
 """One program at a time owns a folder, and the folder of a program that has died is free."""
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +14,7 @@ import pytest
 
 from mfwrap.checkpoints import locks
 from mfwrap.checkpoints.locks import lock_of, owning
+from support.programs import Program
 from support.ranks.locks import try_together
 
 OWNER = """
@@ -28,6 +29,16 @@ with owning(Path(sys.argv[1])):
     sys.stdin.read()
 """
 
+REFUSED = """
+import sys
+from pathlib import Path
+from mfwrap.checkpoints.locks import owning
+try:
+    owning(Path(sys.argv[1])).__enter__()
+except BlockingIOError as error:
+    print(error)
+"""
+
 
 @pytest.fixture
 def lock(tmp_path):
@@ -38,18 +49,14 @@ def lock(tmp_path):
 @pytest.fixture
 def other_program(lock):
     """Start programs that own the lock until their standard input is closed."""
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def start(*words):
-        command = [sys.executable, "-c", OWNER, str(lock), *words]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        started.append(subprocess.Popen(command, text=True, **pipes))
-        assert started[-1].stdout.readline() == "owned\n"
-        return started[-1]
+        def start(*words):
+            program = stack.enter_context(Program(OWNER, lock, *words))
+            assert program.stdout.readline() == "owned\n"
+            return program
 
-    yield start
-    for program in started:
-        program.communicate()
+        yield start
 
 
 def refusal(lock, **keywords):
@@ -76,7 +83,7 @@ def test_another_program_is_refused(lock, other_program):
     who = f"process {owner.pid} on {os.uname().nodename}"
     assert said.startswith(f"{lock.parent / 'run'} is in use: {who} has been writing it since 20")
     assert said.endswith("; wait for its end, or choose another folder")
-    owner.communicate()
+    owner.end()
     with owning(lock):
         assert lock.exists()
     assert not list(lock.parent.iterdir())
@@ -86,8 +93,7 @@ def test_another_program_is_refused(lock, other_program):
 def test_a_killed_program_owns_nothing(lock, other_program, words):
     """The folder of a killed program is free at once, also while its data workers still live."""
     owner = other_program(*words)
-    owner.send_signal(signal.SIGKILL)
-    assert owner.wait() == -signal.SIGKILL
+    owner.kill()
     assert lock.exists()
 
     with owning(lock) as is_new:
@@ -101,8 +107,7 @@ def test_a_dead_lock_is_removed(lock, other_program):
     owner = other_program()
     locks.remove_dead_lock(lock)
     assert lock.exists()
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
+    owner.kill()
     locks.remove_dead_lock(lock)
     assert not lock.exists()
 
@@ -239,13 +244,10 @@ def test_a_file_system_without_nameless_files(lock, monkeypatch):
 def test_a_file_system_without_links(lock, monkeypatch):
     """The lock works there, too."""
     monkeypatch.setattr(os, "link", refuse)
-    program = f"from mfwrap.checkpoints.locks import *; owning(Path({str(lock)!r})).__enter__()"
-    with owning(lock):
-        command = [sys.executable, "-c", program]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    with owning(lock), Program(REFUSED, lock) as other:
+        said = other.end()
 
-    assert "BlockingIOError" in ended.stderr
-    assert f"process {os.getpid()} on" in ended.stderr
+    assert f"process {os.getpid()} on" in said
     assert not list(lock.parent.iterdir())
 
 
@@ -288,8 +290,7 @@ def test_the_lock_of_another_user(lock, other_program, monkeypatch, lives):
     """In a folder of a group, a user may delete the lock file of another one, but not write it."""
     owner = other_program()
     if not lives:
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
+        owner.kill()
     in_folder = os.open
 
     def refuse_to_write(path, flags, *rest, **keywords):

@@ -1,8 +1,5 @@
 """Callbacks of MindSpore and of transformers are called in the order of their libraries."""
 
-import subprocess
-import sys
-
 import pytest
 from torch import nn
 from transformers import TrainerCallback
@@ -13,6 +10,7 @@ from mfwrap.callbacks.metrics_recorder import MetricsRecorder
 from mfwrap.checkpoints.written_files import LIST
 from mfwrap.trainer import MonitorCallback
 from support.model_runs import Notes, ScriptedMetric, batches, classifier, sgd
+from support.programs import Program
 
 
 def model(**settings) -> Model:
@@ -33,15 +31,12 @@ with owning(Path(sys.argv[1], RUN_LOCK)):
 
 def test_monitors_in_the_folder_of_another_program(tmp_path):
     """A training whose monitors would write there is refused; afterwards the folder is free."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    with subprocess.Popen(command, text=True, **pipes) as other:
+    with Program(OWNER, tmp_path) as other:
         other.stdout.readline()
         before = {path.name for path in tmp_path.iterdir()}
         with pytest.raises(BlockingIOError, match="has been writing it since"):
             model().train(1, batches(2), MetricsRecorder(tmp_path))
         assert {path.name for path in tmp_path.iterdir()} == before
-        other.communicate()
 
     model().train(1, batches(2), MetricsRecorder(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {LIST}

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.checkpoints.verification import verify
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
+from support.programs import Program
 from support.resumed_training import (
     PLAIN,
     RunSettings,
@@ -185,9 +184,8 @@ def test_a_run_folder_that_is_in_use(tmp_path, asked_for):
     )
     own = tmp_path / "own"
     trained(own, EVERY_OTHER, callbacks=[StopAfter(2)])
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     before = files(own)
-    with subprocess.Popen([sys.executable, "-c", program, str(own)], **pipes) as owner:
+    with Program(program, own) as owner:
         owner.stdout.readline()
         trainer = new_trainer(own, EVERY_OTHER)
         with pytest.raises(BlockingIOError, match=rf"^{own} is in use: process {owner.pid} on"):
@@ -196,7 +194,6 @@ def test_a_run_folder_that_is_in_use(tmp_path, asked_for):
         new_trainer(own, EVERY_OTHER, save_strategy="no").train()
         resume(own / "checkpoint-2", tmp_path / "other", EVERY_OTHER, callbacks=[StopAfter(4)])
         assert set(files(own)) == {*before, "_mfwrap.lock"}
-        owner.stdin.close()
 
     trainer.train(resume_from_checkpoint=asked_for)
     assert "_mfwrap.lock" not in files(own)

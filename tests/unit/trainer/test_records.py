@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -38,6 +38,7 @@ from mfwrap.records import read_json_lines, resume_records, save_records
 from mfwrap.trainer import MFTrainer
 from support import resumed_training
 from support.attached_runs import new_accelerator
+from support.programs import FORKING
 from support.resumed_training import end_of
 from support.small_networks import Classifier, labelled_batches
 from support.trainer_runs import new_trainer, train
@@ -61,11 +62,8 @@ def run(loop: str, folder: Path, *, kill_at: int | None = None) -> int:
     Returns:
         Number of file operations; -1 if the process was killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    # Each process is forked from one that has imported these modules, which takes seconds.
-    context.set_forkserver_preload(["mfwrap.trainer", "mfwrap.accelerate", "mfwrap.callbacks"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_train, args=(theirs, loop, str(folder), kill_at))
+    ours, theirs = FORKING.Pipe()
+    process = FORKING.Process(target=_train, args=(theirs, loop, str(folder), kill_at))
     process.start()
     theirs.close()
     try:

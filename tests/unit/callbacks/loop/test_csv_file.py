@@ -2,7 +2,6 @@
 
 import csv
 import math
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfwrap.callbacks.loop.csv_file import CsvFile
+from support.programs import Program
 
 NUMBERS = st.one_of(st.floats(), st.integers(-(2**53), 2**53), st.booleans())
 NAMES = st.sampled_from(["a", 'b,"', "c/d", "e\u2028f", "g\rh", "i\nj", "k\x85"])
@@ -75,11 +75,8 @@ except OSError:
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 file.append(3, {{"loss": 1.0}})
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
 
-    assert ended.stdout == "full\n"
+    assert Program(program).end() == "full\n"
     assert read(path) == [{"step": 1, "loss": 1 / 3}, {"step": 3, "loss": 1.0}]
 
 

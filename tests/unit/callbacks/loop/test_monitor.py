@@ -9,9 +9,6 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -29,6 +26,7 @@ from mfwrap.records import read_json_lines
 from support.attached_runs import new_accelerator
 from support.deferral import late_results
 from support.monitored_loop import Clock
+from support.programs import Program
 from support.ranks.loop_monitors import NUM_UPDATES, resume_monitored_loop
 from support.trackers import tensorboard_rows
 
@@ -213,18 +211,14 @@ sys.stdin.read()
 @pytest.fixture
 def other_loop(tmp_path):
     """Start a loop in another program that writes the folder ``run`` until it is killed."""
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def start(*words):
-        command = [sys.executable, "-c", OTHER_LOOP, str(tmp_path / "run"), *words]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        started.append(subprocess.Popen(command, text=True, **pipes))
-        assert started[-1].stdout.readline() == "began\n"
-        return started[-1]
+        def start(*words):
+            program = stack.enter_context(Program(OTHER_LOOP, tmp_path / "run", *words))
+            assert program.stdout.readline() == "began\n"
+            return program
 
-    yield start
-    for program in started:
-        program.communicate()
+        yield start
 
 
 def contents(folder):
@@ -251,8 +245,7 @@ def test_a_loop_in_the_folder_of_another_program(tmp_path, other_loop):
 def test_a_loop_after_a_killed_one(tmp_path, other_loop, words):
     """The folder of a killed loop is free, also while a forked data worker of it lives."""
     program = other_loop(*words)
-    program.send_signal(signal.SIGKILL)
-    program.wait()
+    program.kill()
 
     with pytest.warns(UserWarning, match="records of an earlier run"):
         Loop(tmp_path).train()

@@ -1,8 +1,5 @@
 """Checkpoints of `Model`: complete, resumable, and deleted when they are old."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +17,7 @@ from mfwrap import (
 )
 from mfwrap.callbacks import Callback, CheckpointConfig, LambdaCallback, ModelCheckpoint
 from support.model_runs import batches, classifier, sgd
+from support.programs import Program
 
 KEEP_ALL = {"keep_checkpoint_max": 0}
 
@@ -191,15 +189,13 @@ def test_two_trainings_at_once(tmp_path):
 def test_a_training_in_another_program(tmp_path):
     """A prefix that another program writes is left to it, although it has no checkpoint yet."""
     program = (
-        "import sys; from pathlib import Path; from mfwrap.checkpoints.locks import lock_of, owning"
-        f"\nwith owning(lock_of(Path({str(tmp_path / 'CKP')!r}))): print(flush=True); input()"
+        "import sys; from pathlib import Path; from mfwrap.checkpoints.locks import *\n"
+        "with owning(lock_of(Path(sys.argv[1]))): print(flush=True); sys.stdin.read()"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as other:
+    with Program(program, tmp_path / "CKP") as other:
         other.stdout.readline()
         config = CheckpointConfig(save_checkpoint_steps=2, keep_checkpoint_max=1)
         model().train(1, batches(2), [ModelCheckpoint(directory=tmp_path, config=config)])
-        other.communicate("\n")
 
     assert names(tmp_path) == ["CKP_1-1_2.ckpt"]
 
