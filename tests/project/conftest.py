@@ -3,16 +3,24 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from support.crash.fork_server import ForkServer
 from support.paths import ROOT
 
 FOLDERS = ("mfwrap", "callbacks", "recipes", "tests")
 FILES = ("pyproject.toml", "MANIFEST.in", "Makefile", "constraints.txt")
 FILES += ("README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Yield a server that runs programs at once. It starts in seconds, so all files share it."""
+    with ForkServer() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import pytest
 
 from support.crash.command_line import Crashes
 from support.crash.contents import differences
-from support.crash.fork_server import ForkServer
 from support.crash.operations import (
     MISSING_STRACE,
     Operation,
@@ -31,16 +30,9 @@ PARTS = 6
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Yield a server that runs commands at once."""
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def first_run(server, tmp_path_factory):
+def first_run(fork_server, tmp_path_factory):
     """Return crashes of a run that starts in an empty folder."""
-    return Crashes(server, tmp_path_factory.mktemp("first"))
+    return Crashes(fork_server, tmp_path_factory.mktemp("first"))
 
 
 def faults(crashes: Crashes, kind: str, points: Iterable[Operation]) -> list[str]:
@@ -154,23 +146,23 @@ def copied(run: Path) -> Callable[[Path], None]:
 
 
 @pytest.fixture(scope="module")
-def resumed_run(server, tmp_path_factory, first_run):
+def resumed_run(fork_server, tmp_path_factory, first_run):
     """Return crashes of a run that resumes after a kill during its second checkpoint."""
     (move,) = [each for each in first_run.operations if each.paths[-1] == "run/checkpoint-4"]
     killed, _ = first_run.crashed("killed", move, "signal=KILL")
     folder = tmp_path_factory.mktemp("resumed")
-    return Crashes(server, folder, further=("--resume",), begin=copied(killed / "run"))
+    return Crashes(fork_server, folder, further=("--resume",), begin=copied(killed / "run"))
 
 
 @pytest.fixture(scope="module")
-def repeated_run(server, tmp_path_factory):
+def repeated_run(fork_server, tmp_path_factory):
     """Return crashes of a run that resumes from an older checkpoint of its folder."""
     folder = tmp_path_factory.mktemp("repeated")
     settings = ("--set", "callbacks.2.keep_checkpoint_max=2")
-    finished = Crashes(server, folder, settings=settings).finished("finished")
+    finished = Crashes(fork_server, folder, settings=settings).finished("finished")
     resume = ("--resume", "run/checkpoint-2")
     begin = copied(finished / "run")
-    return Crashes(server, folder, settings=settings, further=resume, begin=begin)
+    return Crashes(fork_server, folder, settings=settings, further=resume, begin=begin)
 
 
 @pytest.mark.slow
@@ -191,10 +183,10 @@ def test_crashed_while_it_repeats_steps(repeated_run, kind):
 
 
 @pytest.fixture(scope="module", params=range(2))
-def rank_of_two(server, tmp_path_factory, request):
+def rank_of_two(fork_server, tmp_path_factory, request):
     """Return crashes of one rank of a run on two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    return Crashes(server, folder, num_ranks=2, rank=request.param)
+    return Crashes(fork_server, folder, num_ranks=2, rank=request.param)
 
 
 @pytest.mark.slow
@@ -207,10 +199,10 @@ def test_a_rank_is_killed_after_each_kind_of_operation(rank_of_two, part):
 
 
 @pytest.fixture(scope="module")
-def overwriting_run(server, tmp_path_factory):
+def overwriting_run(fork_server, tmp_path_factory):
     """Return crashes of a run that overwrites a longer one with files of every kind."""
     settings = ("--set", "callbacks.2.keep_checkpoint_max=3", "--set", "training.max_steps=6")
-    longer = Crashes(server, tmp_path_factory.mktemp("longer"), settings=settings)
+    longer = Crashes(fork_server, tmp_path_factory.mktemp("longer"), settings=settings)
     folder = longer.finished("finished")
     for command in (
         (*longer.command, "--resume", "run/checkpoint-4"),  # sets checkpoint-6 aside
@@ -220,7 +212,7 @@ def overwriting_run(server, tmp_path_factory):
         assert longer.run(folder, command) == 0, longer.output(folder)
     begin = copied(folder / "run")
     folder = tmp_path_factory.mktemp("new")
-    return Crashes(server, folder, further=("--overwrite",), begin=begin)
+    return Crashes(fork_server, folder, further=("--overwrite",), begin=begin)
 
 
 @pytest.mark.slow

@@ -84,14 +84,7 @@ PROGRAMS = (
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Yield a server that runs programs at once."""
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def finished(server, tmp_path_factory):
+def finished(fork_server, tmp_path_factory):
     """Return a current folder with a run that has finished."""
     base = tmp_path_factory.mktemp("finished")
     write_rows(base)
@@ -99,7 +92,7 @@ def finished(server, tmp_path_factory):
     task = Task(
         program="support.crash.neighbours:recipe", arguments=(RUN,), folder=str(base / "one")
     )
-    assert server.run(task)[0].status == 0
+    assert fork_server.run(task)[0].status == 0
     return base / "one"
 
 
@@ -204,6 +197,6 @@ def rows(tmp_path_factory):
 @pytest.mark.timeout(1200)
 @pytest.mark.fast_sample(FAST)
 @pytest.mark.parametrize("seed", range(NUM_FOLDERS))
-def test_folders(server, rows, finished, seed):
+def test_folders(fork_server, rows, finished, seed):
     """A program leaves what others have in its folder as it is."""
-    check(server, rows, finished, seed)
+    check(fork_server, rows, finished, seed)

@@ -39,10 +39,10 @@ COMMANDS = (("report", FIRST), ("plot", FIRST), ("verify", FIRST), ("compare", F
 
 
 @pytest.fixture(scope="module")
-def servers():
+def servers(fork_server):
     """Yield two servers, which run two programs at the same time."""
-    with ForkServer() as first, ForkServer() as second:
-        yield first, second
+    with ForkServer() as second:
+        yield fork_server, second
 
 
 def arguments(kind: str, run: str, *, origin: str = "", words: tuple[str, ...] = ()) -> tuple:

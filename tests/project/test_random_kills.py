@@ -22,13 +22,6 @@ NUM_KILLS = 25
 """Number of kills for each loop and number of ranks; 200 in all."""
 
 
-@pytest.fixture(scope="module")
-def server():
-    """Yield a server that runs loops at once."""
-    with ForkServer() as started:
-        yield started
-
-
 class Runs:
     """Runs of one kind of training.
 
@@ -59,9 +52,9 @@ def result(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_killed(server, tmp_path, loop, num_ranks):
+def test_killed(fork_server, tmp_path, loop, num_ranks):
     """A run that is killed again and again ends like a run that is never killed."""
-    runs = Runs(server, loop, num_ranks)
+    runs = Runs(fork_server, loop, num_ranks)
     write_rows(tmp_path)
     alone = tmp_path / "alone"
     write_recipe(alone)
