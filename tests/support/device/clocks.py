@@ -7,6 +7,7 @@ has reached the other's position, because the stream has waited for an event, or
 Source of the idea: ``torch.cuda._sanitizer``.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,15 +26,21 @@ def place() -> str:
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        is_torchs = {"torch", "contextlib.py", "functools.py"} & {path.name, *path.parts}
+        name = _shown_name(frame.f_code.co_filename)
         # A mode of torch runs the operator of its caller.
-        is_mode = frame.f_code.co_name == "__torch_function__"
-        is_own = path.parent.name == "device" and path.stem not in {"cases", "ways", "captures"}
-        if not (is_torchs or is_mode or is_own):
-            return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno}"
+        if name is not None and frame.f_code.co_name != "__torch_function__":
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"
+
+
+@functools.cache
+def _shown_name(file: str) -> str | None:
+    """Return a file with its last folders, or None if it is torch's or the device's own."""
+    path = Path(file)
+    is_torchs = not {"torch", "contextlib.py", "functools.py"}.isdisjoint(path.parts)
+    is_own = path.parent.name == "device" and path.stem not in {"cases", "ways", "captures"}
+    return None if is_torchs or is_own else "/".join(path.parts[-3:])
 
 
 @dataclass(frozen=True)
