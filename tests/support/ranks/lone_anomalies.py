@@ -1,9 +1,12 @@
 """Programs of two ranks of which one alone finds an anomaly."""
 
+import functools
 import math
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,7 +21,7 @@ from mfwrap.callbacks.culprit.judges.judges import Scores
 from mfwrap.callbacks.culprit.judges.state import StateScores
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
-from mfwrap.collectives import gather_objects
+from mfwrap.collectives import all_ranks_meet, gather_objects
 from support.cause_evidence import ORDINARY
 
 __all__ = ["LONE", "explain_overflow", "find_alone", "find_together", "load_alone", "raise_rate"]
@@ -53,6 +56,12 @@ LONE: dict[str, tuple[Scores, float]] = {
 """Scores and loss with which one rank alone finds an anomaly, by its kind."""
 
 
+def _alone() -> AbstractContextManager[Any]:
+    """Let a rank wait only briefly for the others where none of them comes."""
+    meet = functools.partial(all_ranks_meet, seconds=0.1)
+    return patch("mfwrap.callbacks.culprit.finder.all_ranks_meet", meet)
+
+
 class _Judged:
     """A finder that judges steps with given scores."""
 
@@ -82,11 +91,13 @@ def find_alone(rank: int, kind: str) -> list[Any]:
     scores, loss = LONE[kind]
     for step in range(1, 100):
         if kind == "update_growth" and rank == 1:
-            anomaly = judged.judge(_step(update_ratio=0.004 * 1.05**step))
+            with _alone():
+                anomaly = judged.judge(_step(update_ratio=0.004 * 1.05**step))
         elif step == 11 and rank == 1:
             with torch.no_grad():
                 judged.network.weight += float(kind == "state_spike")
-            anomaly = judged.judge(scores, loss=loss)
+            with _alone():
+                anomaly = judged.judge(scores, loss=loss)
         else:
             anomaly = judged.judge(_QUIET)
         if anomaly is not None:
@@ -105,7 +116,8 @@ def find_together(rank: int) -> list[list[bool]]:
             judged.judge(_QUIET)
         # The others do not know of a non-finite loss of one rank.
         loss = NAN if rank == 1 and rank in ranks else 1.0
-        anomaly = judged.judge(LONE["spike"][0] if rank in ranks else _QUIET, loss=loss)
+        with nullcontext() if len(ranks) == 2 else _alone():
+            anomaly = judged.judge(LONE["spike"][0] if rank in ranks else _QUIET, loss=loss)
         losses = 0 if anomaly is None else len(anomaly.losses)
         found.append([anomaly is not None, judged.finder.is_shared, losses == len(ranks)])
         gather_objects(ranks)
@@ -171,5 +183,6 @@ def load_alone(rank: int, folder: str) -> None:
     loop.train(12)
     if rank == 1:
         loop.monitor.load_state_dict(state)
-    loop.train(12)
-    loop.monitor.close()
+    with _alone():
+        loop.train(12)
+        loop.monitor.close()
