@@ -32,6 +32,8 @@ only plain values do not count."""
 
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, bytes, type, types.ModuleType)
 _PLAIN += (np.generic, np.ndarray, Tensor)
+# The Trainer's collator holds a logger, and a logger holds all loggers of the process.
+_PLAIN += (logging.Logger,)
 _ROWS = {dict, list, tuple}
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -43,8 +45,8 @@ def held_generators(
     """Return the generators of Python, NumPy and torch (on the CPU) that objects hold.
 
     Attributes, lists, dicts, partial functions, methods, and the defaults and outer variables of
-    functions are followed. Sets, classes, modules and arrays are not. If the objects hold too many
-    others, a warning is logged, once in a process.
+    functions are followed. Sets, classes, modules, loggers and arrays are not. If the objects hold
+    too many others, a warning is logged, once in a process.
 
     Args:
         roots: Objects by name.

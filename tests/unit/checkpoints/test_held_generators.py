@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import json
+import logging
 import random
 import weakref
 from typing import NamedTuple
@@ -258,6 +259,14 @@ def test_plain_data_do_not_hide_a_generator(caplog):
 
     assert list(held_generators({"root": data}).values()) == generators
     assert not caplog.records
+
+
+def test_a_logger_is_not_followed():
+    """The Trainer's collator holds one, from which all loggers of the process are reached."""
+    logger = logging.getLogger("of a collator")
+    logger.rng = GENERATOR
+
+    assert held_generators({"collate_fn": Holder(logger)}) == {}
 
 
 def test_too_many_objects(caplog):
