@@ -24,6 +24,7 @@ from mfwrap.runner.library import shipped_recipes
 from support.checkpoint_folders import write_checkpoint
 from support.mindformers_files import mindformers_text
 from support.ports import free_port
+from support.programs import Program
 from support.recipe_texts import PERCEPTRON, recipe_text
 from support.run_folders import write_run, write_trainer_run
 from support.versions import needs
@@ -144,11 +145,9 @@ def owner():
         "import sys; from pathlib import Path; from mfwrap.checkpoints.locks import *\n"
         "with owning(Path('runs/small') / RUN_LOCK): print(flush=True); sys.stdin.read()"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as started:
+    with Program(program) as started:
         started.stdout.readline()
         yield started
-        started.stdin.close()
 
 
 @pytest.mark.parametrize("words", [(), ("--resume=auto",), ("--overwrite",), ("--resume",)])
