@@ -1,9 +1,11 @@
 """The recipe with accelerate's own loop works with tiny settings."""
 
+import io
 import math
 import re
 import shutil
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from mfwrap.recipes import accelerate_loop
+from support.trainer_runs import messages_of
 
 RECORD = re.compile(r"{ Epoch:\[ *(\d+)/ *(\d+)\], step:\[ *(\d+)/ *(\d+)\], loss:\[ *([\d.]+)/")
 
@@ -34,10 +37,19 @@ def run(monkeypatch, folder: Path, **settings) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
+def said():
+    """Return what the run without a stop logs and prints."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, said):
     """Run two epochs without a stop, and return the folder of the model."""
-    with pytest.MonkeyPatch.context() as patch:
-        return run(patch, tmp_path_factory.mktemp("whole"))
+    folder, out = tmp_path_factory.mktemp("whole"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), messages_of("mfwrap") as log:
+        model = run(patch, folder)
+    said.update(log=log, out=out.getvalue())
+    return model
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
@@ -45,15 +57,13 @@ def weights(folder: Path) -> list[torch.Tensor]:
     return list(LlamaForCausalLM.from_pretrained(folder).parameters())
 
 
-def test_the_loop_trains_prints_and_evaluates(monkeypatch, tmp_path, caplog, capsys):
+@pytest.mark.usefixtures("whole_run")
+def test_the_loop_trains_prints_and_evaluates(said):
     """Every fifth update is logged in MindFormers' format, and each epoch is evaluated.
 
     An evaluation covers the raw and the averaged weights.
     """
-    with caplog.at_level("INFO", logger="mfwrap"):
-        run(monkeypatch, tmp_path)
-
-    records = [match.groups() for line in caplog.messages if (match := RECORD.search(line))]
+    records = [match.groups() for line in said["log"] if (match := RECORD.search(line))]
     # An epoch of 90 texts has 23 micro-batches, which make 12 updates. The last micro-batch is
     # smaller.
     assert [record[:4] for record in records] == [
@@ -65,7 +75,7 @@ def test_the_loop_trains_prints_and_evaluates(monkeypatch, tmp_path, caplog, cap
     losses = [float(record[4]) for record in records]
     assert losses[-1] < losses[0] - 1
     pattern = r"epoch (\d): loss on held-out text ([\d.]+) with raw weights, ([\d.]+) with averaged"
-    first, second = re.findall(pattern, capsys.readouterr().out)
+    first, second = re.findall(pattern, said["out"])
     assert float(second[1]) < float(first[1]) < math.log(256)
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 LANGUAGE = {
     "task": "causal_lm",
     "model": {"config": SMALL_LLAMA, "tokenizer": "bytes"},
-    "data": {"type": "python_topics", "sequence_length": 8},
+    "data": {"type": "python_topics", "sequence_length": 64},
 }
 IMAGES = {"task": "image_classification", "model": VIT, "data": {"type": "digits"}}
 LORA = LANGUAGE | {"peft": {"type": "lora", "r": 2, "target_modules": ["q_proj"]}}
