@@ -20,7 +20,7 @@ from support.crash.contents import contents, differences
 from support.crash.fork_server import Ended, ForkServer, Task
 from support.crash.recipe import write_recipe, write_rows
 
-NUM_PAIRS, FAST = 100, 4
+NUM_PAIRS, FAST = 100, 2
 """Number of pairs, and of those that the fast tests run."""
 
 TRAININGS = ("recipe", "trainer", "attached", "model")

@@ -97,7 +97,7 @@ def test_told_to_end_with_data_workers(tmp_path, number):
     assert told[-1].startswith("saved ")
 
 
-@pytest.mark.fast_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("line", RANDOM_LINES)
 def test_interrupted_at_a_random_moment(left_alone, tmp_path, line):
     """Ctrl-C at any moment finishes the step and saves it; the resumed weights are bitwise same."""

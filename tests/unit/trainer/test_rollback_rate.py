@@ -112,8 +112,17 @@ def assert_lowered(trainer, folder, ordinary, slow):
         assert rates == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("kind", [MFTrainer, TensorRates])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        (MFTrainer, "constant"),
+        (MFTrainer, "cosine"),
+        (TensorRates, "linear"),
+        pytest.param(MFTrainer, "linear", marks=pytest.mark.slow),
+        pytest.param(TensorRates, "constant", marks=pytest.mark.slow),
+        pytest.param(TensorRates, "cosine", marks=pytest.mark.slow),
+    ],
+)
 def test_the_rates(tmp_path, kind, schedule):
     """Exactly the updates after the checkpoint have lower rates; the schedule keeps its own."""
     arguments = {"kind": kind, "lr_scheduler_type": schedule}

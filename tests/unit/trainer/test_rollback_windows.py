@@ -121,7 +121,7 @@ def trained(folder, window, **extras):
     return trainer
 
 
-@pytest.mark.fast_sample(4)
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"{window.kind}-{window.first}")
 def test_a_window(tmp_path, window):
     """Weights and optimizer are bitwise those of a run that leaves the rows out from its start."""
