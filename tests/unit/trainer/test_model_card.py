@@ -1,10 +1,10 @@
 """MFTrainer adds the settings of the step to the cards of the stock Trainer and TRL."""
 
 import pytest
+import trl
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import Trainer
-from trl import SFTConfig, SFTTrainer
 
 from mfwrap import StepConfig
 from mfwrap.callbacks import EMACallback
@@ -84,12 +84,12 @@ def test_results_of_weights_that_the_model_does_not_have(tmp_path, loads_best):
 def test_trl_s_card_is_kept(tmp_path):
     """The card of TRL's trainers keeps its text and tags."""
 
-    class OurSFT(MFTrainerMixin, SFTTrainer):
+    class OurSFT(MFTrainerMixin, trl.SFTTrainer):
         """TRL's fine-tuning with MindFormers' step."""
 
     folders = [tmp_path / "stock", tmp_path / "ours"]
-    for kind, folder in zip((SFTTrainer, OurSFT), folders, strict=True):
-        args = SFTConfig(str(folder), use_cpu=True, bf16=False, report_to="none", max_steps=1)
+    for kind, folder in zip((trl.SFTTrainer, OurSFT), folders, strict=True):
+        args = trl.SFTConfig(str(folder), use_cpu=True, bf16=False, report_to="none", max_steps=1)
         rows = [{"prompt": "1 and 1", "completion": " is 2"}] * 8
         trainer = kind(
             model=small_llama(),
