@@ -185,10 +185,15 @@ def _one_rank() -> Iterator[None]:
         yield
 
 
+# Where there is no GPU, torch.manual_seed keeps the text of the stack for each kind of device that
+# might come, which takes a millisecond.
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
 def _independent_test() -> Iterator[None]:
     """Seed torch before each test; afterwards reset its settings and accelerate's shared state."""
-    torch.manual_seed(0)
+    _seed(0)
     default_dtype = torch.get_default_dtype()
     products = torch.backends.cuda.matmul
     precision, of_products = torch.backends.fp32_precision, products.fp32_precision
