@@ -14,7 +14,8 @@ def marked_for_cuda() -> set[str]:
     return {
         f"{file.relative_to(TESTS).as_posix()}::{node.name}"
         for file in TESTS.rglob("test_*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if any(mark in (text := file.read_text(encoding="utf-8")) for mark in ON_CUDA)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef)
         and ON_CUDA & {ast.unparse(decorator) for decorator in node.decorator_list}
     }
