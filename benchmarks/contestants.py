@@ -182,6 +182,21 @@ class TorchHalf(TorchFusedForeachNorms):
     scales = False
 
 
+class TorchHalfFloatAverage(TorchHalf):
+    """Keep the average in float32: a step of one thousandth is lost in bfloat16."""
+
+    name = "torch, the same, average in float32"
+
+    def make_average(self) -> Callable[[], None]:
+        averages = [parameter.detach().float() for parameter in self.parameters]
+
+        def average() -> None:
+            weights = [parameter.detach().float() for parameter in self.parameters]
+            torch._foreach_lerp_(averages, weights, 1 - DECAY)
+
+        return average
+
+
 class TorchFusedEveryFourth(TorchFused):
     """Do the same as `TorchFused`, and average at every fourth update."""
 

@@ -25,7 +25,7 @@ SECTIONS = {
     "waits": Section(shows="synchronizations of whole steps", share=40),
     "update": Section(shows="everything after backward", share=40),
     "host": Section(shows="host time and launches of small networks", share=75),
-    "steps": Section(shows="whole steps", share=90),
+    "steps": Section(shows="whole steps", share=120),
     "captured": Section(shows="captured steps", share=75),
     "fp16": Section(shows="float16 with real overflows", share=40),
     "recipes": Section(shows="recipes, killed and resumed; a planted NaN", share=110),
@@ -33,7 +33,7 @@ SECTIONS = {
     "memory": Section(shows="peak memory", share=40),
     "randomness": Section(shows="random states and pinned batches", share=60),
     "compiled": Section(shows="whole steps with torch.compile", share=60),
-    "monitors": Section(shows="the cost of monitors", share=75),
+    "monitors": Section(shows="the cost of monitors", share=100),
 }
 """By name. Each name is that of a module in ``device.sections``."""
 

@@ -28,7 +28,7 @@ def measure(recording: Recording, setup: Setup) -> None:
         device=setup.kind,
         width=setup.size(1024, 32),
         layers=setup.size(8, 1),
-        batch_size=setup.size(8, 2),
+        batch_size=setup.size(64, 2),
         sequence_length=setup.size(256, 16),
         accumulation=1,
         steps=setup.size(25, 12),

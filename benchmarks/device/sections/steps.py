@@ -50,10 +50,10 @@ class Size(NamedTuple):
 
 SIZES = (
     Size(256, 4, 4096, 8, 128, 40, 2),
-    Size(768, 12, 32_000, 8, 1024, 24, 2),
-    Size(2048, 18, 32_000, 4, 1024, 14, 1),
+    Size(768, 12, 32_000, 16, 1024, 24, 2),
+    Size(2048, 18, 32_000, 16, 1024, 14, 1),
 )
-"""Of 6 million, 160 million and 1.1 billion parameters."""
+"""Of 6 million, 141 million and 1.1 billion parameters."""
 SMALL = Size(32, 1, 64, 2, 16, 8, 2)
 
 Pairs = Sequence[tuple[Contestant, Contestant]]

@@ -20,6 +20,7 @@ from contestants import (
     TorchFusedForeachNorms,
     TorchFusedWithoutNorms,
     TorchHalf,
+    TorchHalfFloatAverage,
 )
 from counting import count_traffic
 from device.measuring import (
@@ -41,7 +42,7 @@ SCALED = 1e-3 * 2.0**16
 
 Kinds = Sequence[type[Contestant]]
 IN_FLOAT32: Kinds = (Mfwrap, TorchFusedForeachNorms, TorchFusedWithoutNorms)
-IN_HALF: Kinds = (Mfwrap, MfwrapHalfAverage, TorchHalf)
+IN_HALF: Kinds = (Mfwrap, TorchHalfFloatAverage, MfwrapHalfAverage, TorchHalf)
 LARGE: Kinds = (Mfwrap, TorchFusedForeachNorms)
 """Two at a time is what a GPU of 80 GB holds in float32."""
 
