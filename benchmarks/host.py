@@ -38,6 +38,7 @@ from mfwrap import (
     StepConfig,
 )
 from mfwrap.accelerate import attach
+from mfwrap.step.losses import Accumulated
 
 LOSS_SCALE = 2.0**16
 MAX_GRAD_NORM = 1.0
@@ -157,7 +158,7 @@ class Cell(Contestant):
 
     def __init__(self, num_tensors: int, width: int, device: str = "cpu") -> None:
         super().__init__(num_tensors, width, device)
-        self._loss = torch.zeros((), device=device)
+        self._accumulated = Accumulated(torch.zeros((), device=device), None)
         self._update = vars(self.make_cell())["_MFTrainOneStepCell__update"]
 
     def make_cell(self) -> MFTrainOneStepCell:
@@ -166,7 +167,7 @@ class Cell(Contestant):
         )
 
     def update(self) -> None:
-        self._update(self._loss)
+        self._update(self._accumulated)
 
 
 class CellWithEverything(Cell):

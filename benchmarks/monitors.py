@@ -47,6 +47,8 @@ WARM_UP = 5
 """Number of first steps that are not measured."""
 
 OFF, NORMS, ON = "no monitors", "local norms alone", "all monitors"
+STEPS, STATES = "monitors of each step", "weights and optimizer at each tenth step"
+LOGITS = "attention logits at each tenth step"
 EACH, TENTH = "fingerprints of each step", "fingerprints of each tenth step"
 
 
@@ -76,26 +78,19 @@ class Timer(TrainerCallback):
         return (end - start) / (steps - WARM_UP)
 
 
-def monitors(folder: Path, interval: int) -> list[TrainerCallback]:
-    """Return all monitors: cheap numbers in each step, the others every `interval` steps."""
-    formats: Any = ["jsonl", "tensorboard"]
+FORMATS: Any = ["jsonl", "tensorboard"]
+
+
+def monitors_of_steps(folder: Path, interval: int) -> list[TrainerCallback]:
+    """Return the monitors with cheap numbers of each step."""
     of_each_step = ("local_norm", "device_local_norm", "local_loss", "device_local_loss")
-    others = ("optimizer_state", "weight_state", "max_attention_logit", "expert_load")
     return [
         MFLossMonitor(per_print_times=interval, tensorboard_dir=folder / "loss"),
         TrainingStateMonitor(
-            **dict.fromkeys((f"{name}_format" for name in of_each_step), formats),
+            **dict.fromkeys((f"{name}_format" for name in of_each_step), FORMATS),
             replay=True,
             tensorboard_dir=folder / "steps",
             folder=folder / "steps",
-        ),
-        TrainingStateMonitor(
-            **dict.fromkeys((f"{name}_format" for name in others), formats),
-            step_interval=interval,
-            stable_rank_config={"format": formats, "step_interval": 10 * interval},
-            find_culprit=False,
-            tensorboard_dir=folder / "states",
-            folder=folder / "states",
         ),
         CheckpointMonitor(save_checkpoint_steps=10**9),
         ReplicaCheck(10 * interval),
@@ -103,10 +98,39 @@ def monitors(folder: Path, interval: int) -> list[TrainerCallback]:
     ]
 
 
+def monitor_of_states(folder: Path, interval: int, *names: str) -> TrainingStateMonitor:
+    """Return the monitor of the numbers that are taken every `interval` steps.
+
+    Args:
+        folder: Folder of its outputs.
+        interval: Steps between two records.
+        names: Numbers.
+    """
+    return TrainingStateMonitor(
+        **dict.fromkeys((f"{name}_format" for name in names), FORMATS),
+        step_interval=interval,
+        stable_rank_config={"format": FORMATS, "step_interval": 10 * interval},
+        find_culprit=False,
+        tensorboard_dir=folder / "states",
+        folder=folder / "states",
+    )
+
+
 def callbacks_of(what: str, folder: Path, interval: int) -> list[TrainerCallback]:
     """Return the monitors that `what` names."""
+    states = ("optimizer_state", "weight_state", "expert_load")
     if what == ON:
-        return monitors(folder, interval)
+        numbers = (*states, "max_attention_logit")
+        return [
+            *monitors_of_steps(folder, interval),
+            monitor_of_states(folder, interval, *numbers),
+        ]
+    if what == STEPS:
+        return monitors_of_steps(folder, interval)
+    if what == STATES:
+        return [monitor_of_states(folder, interval, *states)]
+    if what == LOGITS:
+        return [monitor_of_states(folder, interval, "max_attention_logit")]
     if what in {EACH, TENTH}:
         every = 1 if what == EACH else interval
         return [TrainingStateMonitor(fingerprints=True, step_interval=every, find_culprit=False)]
@@ -136,7 +160,7 @@ def seconds_per_step(
             ),
             train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
             callbacks=[timer, *callbacks_of(what, Path(folder), options.interval)],
-            step=StepConfig(local_norm=what in {NORMS, ON}),
+            step=StepConfig(local_norm=what in {NORMS, ON, STEPS}),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()

@@ -108,10 +108,11 @@ def skip_if_refused(make_optimizer: Callable[[Any], Optimizer], device: str) -> 
         make_optimizer: Makes the optimizer from its parameters.
         device: Device of the parameters.
     """
-    weight = nn.Parameter(torch.zeros(1, device=device))
-    weight.grad = torch.zeros_like(weight)
+    weights = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((1,), (1, 1))]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
     try:
-        make_optimizer([weight]).step()
+        make_optimizer(weights).step()
     except RuntimeError as error:
         if "`fused=True` requires" not in str(error):
             raise

@@ -15,8 +15,10 @@ from device.measuring import peak_of, ratios, spread
 from device.recording import Recording, need
 from device.setup import Setup
 from device.ways import forget_accelerators
-from monitors import EACH, NORMS, OFF, ON, TENTH, seconds_per_step
+from monitors import EACH, LOGITS, NORMS, OFF, ON, STATES, STEPS, TENTH, seconds_per_step
 from trainer import build_model
+
+KINDS = (OFF, NORMS, STEPS, STATES, LOGITS, ON, EACH, TENTH)
 
 
 def measure(recording: Recording, setup: Setup) -> None:
@@ -34,7 +36,7 @@ def measure(recording: Recording, setup: Setup) -> None:
         steps=setup.size(25, 12),
         interval=10,
     )
-    kinds = [OFF, NORMS, ON, EACH, TENTH]
+    kinds = list(KINDS)
     samples = options.batch_size * options.steps
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 4096, (samples, options.sequence_length), generator=generator)
@@ -66,7 +68,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of the kinds that have run, compared as far as both have."""
     rows = []
-    for kind in (OFF, NORMS, ON, EACH, TENTH):
+    for kind in KINDS:
         times, others = seconds[kind], seconds[OFF]
         both = min(len(times), len(others))
         if times:

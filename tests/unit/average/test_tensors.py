@@ -180,7 +180,7 @@ def test_averages_on_cuda_move_like_lerp(dtype, decay):
     weights[5] = weights[5].T
     on_device = [each.cuda() for each in weights]
     ema = ExponentialMovingAverage(on_device, decay, dtype=dtype)
-    start = [each.double() for each in weights]
+    start = [each.to(torch.float64, copy=True) for each in weights]
     train(weights)
     for each, value in zip(on_device, weights, strict=True):
         each.copy_(value)
