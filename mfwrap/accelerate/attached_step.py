@@ -26,7 +26,7 @@ from mfwrap.compatibility.accelerate import models_of, optimizers_of, schedulers
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.step.local_norms import CommunicationHook
+from mfwrap.step.ranks.local_norms import CommunicationHook
 
 
 @final

@@ -37,13 +37,13 @@ from mfwrap.loss_scale.live import LossScale, ScaleSense
 from mfwrap.outputs import StepReport
 from mfwrap.preflight import Facts, num_batches, step_facts
 from mfwrap.step.accelerator import scale_of
-from mfwrap.step.backward_reductions import reduce_before_accumulation
-from mfwrap.step.float32_gradients import Float32Gradients
-from mfwrap.step.fsdp import ShardedParts, sharded_local_squares_of
-from mfwrap.step.local_norms import CommunicationHook, local_squares_of
 from mfwrap.step.parameters import TrainedParameters
-from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
-from mfwrap.step.ranks import agreement_of
+from mfwrap.step.ranks.agreement import agreement_of
+from mfwrap.step.ranks.backward_reductions import reduce_before_accumulation
+from mfwrap.step.ranks.float32_gradients import Float32Gradients
+from mfwrap.step.ranks.fsdp import ShardedParts, sharded_local_squares_of
+from mfwrap.step.ranks.guard import LoneGuard, RankGuard, rank_guard
+from mfwrap.step.ranks.local_norms import CommunicationHook, local_squares_of
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_optimizer
 
 

@@ -27,9 +27,9 @@ from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import StepReport
 from mfwrap.step.accumulation import mean_by_name
-from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.parameters import TrainedParameters
-from mfwrap.step.ranks import Agreement
+from mfwrap.step.ranks.agreement import Agreement
+from mfwrap.step.ranks.local_norms import LocalSquares
 from mfwrap.step.rates import lowered_rates
 from mfwrap.step.state import OwnedStates, StepState, check_keys, state_of
 from mfwrap.step.update import StepUpdate

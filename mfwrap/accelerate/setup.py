@@ -17,8 +17,8 @@ from mfwrap.compatibility.accelerate import models_of, optimizers_of, schedulers
 from mfwrap.config import StepConfig
 from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.accelerator import reduces_each_batch
-from mfwrap.step.local_norms import CommunicationHook, checked_communication_hook, tap
 from mfwrap.step.parameters import network_parameters
+from mfwrap.step.ranks.local_norms import CommunicationHook, checked_communication_hook, tap
 
 EMA = ExponentialMovingAverage | Callable[[nn.Module], ExponentialMovingAverage]
 """An average, or a callable that makes one from a prepared model."""

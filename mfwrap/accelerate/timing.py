@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mfwrap.collectives import Section, section_clock
 from mfwrap.compatibility.torch import compiled_call, set_compiled_call
-from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.waiting import time_replicas
+from mfwrap.step.ranks.fsdp import ShardedParts
+from mfwrap.step.ranks.waiting import time_replicas
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.wrappers import distributed_parts
 

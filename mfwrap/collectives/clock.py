@@ -15,7 +15,7 @@ would seem equally slow:
   that autograd calls when all gradients are computed. `SectionClock.follow_backward` queues a
   callback of its own. Autograd calls the callbacks in the order in which they were queued, so ours,
   queued by the first gradient, comes before that of DistributedDataParallel, queued by the last.
-- ``fully_shard`` waits in its own gathers and reductions (`mfwrap.step.fsdp`).
+- ``fully_shard`` waits in its own gathers and reductions (`mfwrap.step.ranks.fsdp`).
 
 A maintainer must know:
 

@@ -84,7 +84,7 @@ NAMES = (
     ForeignName(
         "transformers.distributed.tensor_parallel",
         "ReplicatedWithGradAllReduce",
-        "hooks that reduce accumulated gradients; see `mfwrap.step.backward_reductions`",
+        "hooks that reduce accumulated gradients; see `mfwrap.step.ranks.backward_reductions`",
         since="5.16",
         otherwise="it is in `transformers.integrations.tensor_parallel`, or does not exist yet",
     ),

@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from mfwrap.collectives import Section, add_over_ranks, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.preflight import step_facts
-from mfwrap.step.backward_reductions import reduce_before_accumulation
 from mfwrap.step.calls import NetworkCall
-from mfwrap.step.float32_gradients import Float32Gradients
-from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.losses import Accumulated, LossParts, MeanLoss, Normalizer
 from mfwrap.step.parameters import network_parameters
 from mfwrap.step.per_token import PerTokenLoss
-from mfwrap.step.rank_guard import LoneGuard, RankGuard, rank_guard
-from mfwrap.step.ranks import Agreement, agreement_of
-from mfwrap.step.waiting import time_replicas
+from mfwrap.step.ranks.agreement import Agreement, agreement_of
+from mfwrap.step.ranks.backward_reductions import reduce_before_accumulation
+from mfwrap.step.ranks.float32_gradients import Float32Gradients
+from mfwrap.step.ranks.fsdp import ShardedParts
+from mfwrap.step.ranks.guard import LoneGuard, RankGuard, rank_guard
+from mfwrap.step.ranks.waiting import time_replicas
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_network
 

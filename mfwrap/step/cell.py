@@ -22,16 +22,16 @@ from mfwrap.step.accelerator import (
 )
 from mfwrap.step.calls import NetworkCall, calls_of, split_calls
 from mfwrap.step.captured import CapturedStep
-from mfwrap.step.fsdp import sharded_local_squares_of
-from mfwrap.step.local_norms import (
+from mfwrap.step.parameters import TrainedParameters, checked_optimizer
+from mfwrap.step.parts.cell_parts import LossScaleHooks, has_own_step
+from mfwrap.step.pipeline import accumulation_of
+from mfwrap.step.ranks.fsdp import sharded_local_squares_of
+from mfwrap.step.ranks.local_norms import (
     CommunicationHook,
     LocalSquares,
     checked_communication_hook,
     local_squares_of,
 )
-from mfwrap.step.parameters import TrainedParameters, checked_optimizer
-from mfwrap.step.parts.cell_parts import LossScaleHooks, has_own_step
-from mfwrap.step.pipeline import accumulation_of
 from mfwrap.step.rate_table import RateTable
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES

@@ -50,13 +50,13 @@ from mfwrap.step.accumulation import (
     normalizer_of,
 )
 from mfwrap.step.calls import NetworkCall
-from mfwrap.step.float32_gradients import Float32Gradients
-from mfwrap.step.fsdp import ShardedParts
 from mfwrap.step.losses import Accumulated, LossParts, Normalizer, loss_of, pair_of
 from mfwrap.step.parameters import checked_network, network_parameters
 from mfwrap.step.pipeline_batches import PipelineBatches
-from mfwrap.step.rank_guard import RankGuard
-from mfwrap.step.ranks import Agreement, StageTotals, reduced_by
+from mfwrap.step.ranks.agreement import Agreement, StageTotals, reduced_by
+from mfwrap.step.ranks.float32_gradients import Float32Gradients
+from mfwrap.step.ranks.fsdp import ShardedParts
+from mfwrap.step.ranks.guard import RankGuard
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
 from mfwrap.tensors.wrappers import PipelineStages, distributed_parts
 

@@ -37,11 +37,11 @@ from mfwrap.loss_scale.live import LiveLossScale
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
-from mfwrap.step.float32_gradients import squares_after_rounding
-from mfwrap.step.local_norms import LocalSquares
 from mfwrap.step.losses import Accumulated, Normalizer
 from mfwrap.step.parameters import TrainedParameters
-from mfwrap.step.ranks import Agreement, Totals
+from mfwrap.step.ranks.agreement import Agreement, Totals
+from mfwrap.step.ranks.float32_gradients import squares_after_rounding
+from mfwrap.step.ranks.local_norms import LocalSquares
 from mfwrap.step.rates import group_names, has_bad_rate, learning_rates
 from mfwrap.step.schedules import Schedule
 from mfwrap.step.skipping import SkippableOptimizer

@@ -42,8 +42,8 @@ from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.records.run_files import records_of_training
 from mfwrap.records.skipped_rows import SkipRows
 from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
-from mfwrap.step.local_norms import CommunicationHook
 from mfwrap.step.losses import named_losses
+from mfwrap.step.ranks.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints, replaced

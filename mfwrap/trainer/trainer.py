@@ -23,7 +23,7 @@ from mfwrap.accelerate.setup import EMA
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.records.skipped_rows import SkipRows
-from mfwrap.step.local_norms import CommunicationHook
+from mfwrap.step.ranks.local_norms import CommunicationHook
 from mfwrap.trainer.mixin import MFTrainerMixin
 from mfwrap.trainer.rollback import Rollback
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from mfwrap import MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
-from mfwrap.step.fsdp import ShardedParts
+from mfwrap.step.ranks.fsdp import ShardedParts
 from mfwrap.tensors.shards import local_tensors
 
 __all__ = [

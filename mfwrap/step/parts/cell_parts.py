@@ -14,7 +14,7 @@ from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.parts.forward_reuse import remember_forwards
 from mfwrap.step.parts.functional import GradOperation
 from mfwrap.step.parts.gradient_reducer import GradientReducer, checked_gradients
-from mfwrap.step.ranks import RankAgreement
+from mfwrap.step.ranks.agreement import RankAgreement
 from mfwrap.step.schedules import Schedule
 from mfwrap.tensors.sharded_norms import has_non_finite
 from mfwrap.tensors.wrappers import distributed_parts

@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 
 from mfwrap.arguments import described
 from mfwrap.collectives import add_over_ranks
-from mfwrap.step.ranks import reduced_by
+from mfwrap.step.ranks.agreement import reduced_by
 from mfwrap.tensors.wrappers import distributed_parts
 
 

@@ -19,7 +19,7 @@ from mfwrap import (
     MFTrainOneStepCell,
     clip_by_global_norm,
 )
-from mfwrap.step.local_norms import tap
+from mfwrap.step.ranks.local_norms import tap
 from mfwrap.tensors.sharded_norms import has_non_finite, square_of_all
 from mfwrap.tensors.wrappers import distributed_parts
 from support.fsdp.networks import (

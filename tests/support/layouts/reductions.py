@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mfwrap.step.backward_reductions import reduce_before_accumulation
+from mfwrap.step.ranks.backward_reductions import reduce_before_accumulation
 
 __all__ = ["accumulate"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, distributed
 
 from mfwrap import collectives
-from mfwrap.step.ranks import RankAgreement, Totals
+from mfwrap.step.ranks.agreement import RankAgreement, Totals
 
 __all__ = ["agreed_mean", "call_collectives", "fail_together", "own_tensor"]
 

@@ -138,7 +138,7 @@ def test_a_function_that_reduced_the_class_before():
         del copyreg.dispatch_table[Reduced]
 
 
-CARRIED = {"mfwrap/step/backward_reductions.py"}
+CARRIED = {"mfwrap/step/ranks/backward_reductions.py"}
 """Files whose hooks take the place of hooks of the network, so that copies need them."""
 
 

@@ -22,7 +22,7 @@ A maintainer must know four facts:
 - The hook runs inside backward, on the autograd thread, maybe under the caller's autocast and with
   gradient recording enabled. Both are switched off for the read.
 
-The norms of networks that ``fully_shard`` has sharded come from `mfwrap.step.fsdp`.
+The norms of networks that ``fully_shard`` has sharded come from `mfwrap.step.ranks.fsdp`.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,7 +5,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.collectives import Section, section_clock
-from mfwrap.step.waiting import TimedCollective, time_method
+from mfwrap.step.ranks.waiting import TimedCollective, time_method
 from support.ranks.graphs import count_graphs
 
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell
-from mfwrap.step.local_norms import local_squares_of, tap
-from mfwrap.step.ranks import agreement_of
+from mfwrap.step.ranks.agreement import agreement_of
+from mfwrap.step.ranks.local_norms import local_squares_of, tap
 from support.host_reads import HostReads
 from support.one_rank import one_rank
 from support.small_networks import Classifier, LinearProbe, labelled_batches

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mfwrap.step.backward_reductions import _ReductionOfModule
+from mfwrap.step.ranks.backward_reductions import _ReductionOfModule
 from support.layouts.reductions import accumulate
 from support.versions import needs
 

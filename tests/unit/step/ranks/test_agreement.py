@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mfwrap.step.ranks import Agreement, RankAgreement, agreement_of
+from mfwrap.step.ranks.agreement import Agreement, RankAgreement, agreement_of
 from support.ranks.collectives import agreed_mean
 
 

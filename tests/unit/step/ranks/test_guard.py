@@ -8,8 +8,8 @@ from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfwrap import MFTrainOneStepCell, WithLossCell
-from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.rank_guard import RankGuard, rank_guard
+from mfwrap.step.ranks.fsdp import ShardedParts
+from mfwrap.step.ranks.guard import RankGuard, rank_guard
 from support.ranks.guards import fail_alone, train_alone, train_apart, train_shards
 from support.ranks.pool import RankPool
 from support.stores import FakeStoreOfTorch214

@@ -13,7 +13,7 @@ sum. `Float32Gradients` keeps the sum in float32. Three cases differ:
   averages become the ``grad``.
 - **fully_shard.** torch accumulates whole gradients in the unit's ``reduce_dtype``. It becomes
   float32. torch would then cast the reduced shard to the dtype of the weight, which
-  `mfwrap.step.fsdp.ReductionSeam` prevents.
+  `mfwrap.step.ranks.fsdp.ReductionSeam` prevents.
 
 In all cases ``grad`` is a float32 tensor until the optimizer's step, so norms, clipping and the
 overflow flag are computed from float32. The step rounds each gradient to the dtype of its weight
@@ -35,11 +35,11 @@ from mfwrap.collectives import begin_adding_over_ranks
 from mfwrap.compatibility.fully_shard import HALF_PRECISION
 from mfwrap.compatibility.gradient_dtypes import set_gradient_dtype
 from mfwrap.compatibility.torch import foreach_add_, foreach_norm
-from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.local_norms import GradientTap, tap
 from mfwrap.step.losses import Normalizer
 from mfwrap.step.parameters import network_parameters
-from mfwrap.step.ranks import reduced_by
+from mfwrap.step.ranks.agreement import reduced_by
+from mfwrap.step.ranks.fsdp import ShardedParts
+from mfwrap.step.ranks.local_norms import GradientTap, tap
 from mfwrap.tensors.shards import local_tensors
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import pytest
 from torch import distributed, nn
 
 from mfwrap.collectives import Announcements
-from mfwrap.step.other_ranks import OtherRanks
+from mfwrap.step.ranks.others import OtherRanks
 
 
 @pytest.fixture

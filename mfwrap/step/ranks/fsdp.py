@@ -36,8 +36,8 @@ from mfwrap.compatibility.fully_shard import (
     groups_of,
     reset_iteration,
 )
-from mfwrap.step.local_norms import LocalSquares
-from mfwrap.step.waiting import time_method
+from mfwrap.step.ranks.local_norms import LocalSquares
+from mfwrap.step.ranks.waiting import time_method
 from mfwrap.tensors.norms import NormReader
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.collectives import num_ranks, rank_announcements, rank_watch, ranks_of
 from mfwrap.preflight import Facts, check_ranks_agree
-from mfwrap.step.fsdp import ShardedParts
-from mfwrap.step.other_ranks import OtherRanks
+from mfwrap.step.ranks.fsdp import ShardedParts
+from mfwrap.step.ranks.others import OtherRanks
 from mfwrap.tensors.shards import is_distributed
 
 
