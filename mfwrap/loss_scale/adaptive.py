@@ -7,19 +7,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import check_int, check_number
-from mfwrap.loss_scale.cells import (
-    LossScaleUpdateCell,
-    as_flag,
-    change_scale,
-    restart_window,
-    window_is_full,
-)
+from mfwrap.arguments import check_int
+from mfwrap.loss_scale.cells import WindowedCell, as_flag
 from mfwrap.tensors.shards import on_device
 
 
 @final
-class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
+class AdaptiveLossScaleUpdateCell(WindowedCell):
     """Change the loss scale like `DynamicLossScaleUpdateCell`, with a window that adapts.
 
     The window is the number of consecutive steps without overflow before the scale grows. Windows
@@ -61,15 +55,12 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
         index = _first_index(self.window_list, scale_window)
         super().__init__(
             loss_scale_value,
-            cur_iter=1,
-            last_overflow_iter=0,
+            scale_factor,
             scale_window=self.window_list[index],
             list_index=index,
             window_up_count=0,
             window_down_count=0,
         )
-        self.scale_factor = check_number("scale_factor", scale_factor, minimum=1)
-        self._decrease_ratio = 1 / self.scale_factor
         self._windows = torch.tensor(self.window_list, dtype=torch.int64, device="cpu")
 
     @property
@@ -80,18 +71,7 @@ class AdaptiveLossScaleUpdateCell(LossScaleUpdateCell):
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         self.to(loss_scale.device)
         flag = as_flag(overflow)
-        counters = self._counters
-        due = window_is_full(counters, counters["scale_window"])
-        restart = flag | due
-        grew = change_scale(
-            loss_scale,
-            falls=flag,
-            grows=restart ^ flag,  # due, and no overflow
-            factor=self.scale_factor,
-            ratio=self._decrease_ratio,
-            floor=1.0,
-        )
-        restart_window(counters, restart)
+        grew = self._change(loss_scale, flag, falls=flag, window=self.scale_window, lowest=1.0)
         self._adapt_window(flag, grew=grew)
         return overflow
 

@@ -84,6 +84,59 @@ class LossScaleUpdateCell(abc.ABC):
         _check_counters(state_dict, self._counters)
 
 
+class WindowedCell(LossScaleUpdateCell):
+    """Base class of the cells that raise the loss scale after a window without overflow.
+
+    Args:
+        loss_scale_value: Initial loss scale, > 0 and finite.
+        scale_factor: Factor by which the scale grows, >= 1.
+        counters: Initial values of further counters of the rule.
+
+    Raises:
+        TypeError: If `loss_scale_value` or `scale_factor` is not a number.
+        ValueError: If `loss_scale_value` or `scale_factor` is out of range.
+    """
+
+    def __init__(self, loss_scale_value: float, scale_factor: float, **counters: int) -> None:
+        super().__init__(loss_scale_value, cur_iter=1, last_overflow_iter=0, **counters)
+        self.scale_factor = check_number("scale_factor", scale_factor, minimum=1)
+        self._decrease_ratio = 1 / self.scale_factor
+
+    def _change(
+        self,
+        loss_scale: Tensor,
+        overflow: Tensor,
+        *,
+        falls: Tensor,
+        window: int | Tensor,
+        lowest: float,
+    ) -> Tensor:
+        """Change `loss_scale` in place, count the call and return whether the scale grew.
+
+        The scale grows at the end of a window, unless the product is infinite.
+
+        Args:
+            loss_scale: Shape ``()`` or ``(1,)``, float32.
+            overflow: Whether the step overflowed, which restarts the window; shape ``()``, bool.
+            falls: Whether to lower the scale; shape ``()``, bool.
+            window: Number of consecutive steps without overflow before the scale grows.
+            lowest: Lower bound of the scale after a fall.
+
+        Returns:
+            Shape ``()``, bool.
+        """
+        call, last = self._counters["cur_iter"], self._counters["last_overflow_iter"]
+        restarts = overflow | (call - last >= window)
+        grown = loss_scale * self.scale_factor
+        grows = (restarts ^ overflow) & (grown < math.inf).reshape(())
+        # MindSpore multiplies by the float32 reciprocal; dividing would give a different last bit.
+        fallen = (loss_scale * self._decrease_ratio).clamp(min=lowest)
+        torch.where(falls, fallen, torch.where(grows, grown, loss_scale), out=loss_scale)
+        torch.where(restarts, call, last, out=last)
+        call.add_(1)
+        return grows
+
+
 @final
 class FixedLossScaleUpdateCell(LossScaleUpdateCell):
     """Keep the loss scale fixed. Updates with non-finite gradients are still skipped.
@@ -115,7 +168,7 @@ class FixedLossScaleUpdateCell(LossScaleUpdateCell):
 
 
 @final
-class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
+class DynamicLossScaleUpdateCell(WindowedCell):
     """Lower the loss scale on overflow, and raise it after many steps without overflow.
 
     - On overflow: ``scale = max(scale / scale_factor, min_loss_scale)``.
@@ -158,12 +211,10 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         hysteresis: int = 1,
         min_loss_scale: float = 1.0,
     ) -> None:
-        super().__init__(loss_scale_value, cur_iter=1, last_overflow_iter=0, overflow_count=0)
-        self.scale_factor = check_number("scale_factor", scale_factor, minimum=1)
+        super().__init__(loss_scale_value, scale_factor, overflow_count=0)
         self.scale_window = check_int("scale_window", scale_window)
         self.hysteresis = check_int("hysteresis", hysteresis)
         self.min_loss_scale = check_positive_number("min_loss_scale", min_loss_scale, finite=True)
-        self._decrease_ratio = 1 / self.scale_factor
 
     @classmethod
     def from_grad_scaler(cls, grad_scaler: torch.amp.GradScaler) -> Self:
@@ -195,24 +246,15 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         self.to(loss_scale.device)
         flag = falls = as_flag(overflow)
-        counters = self._counters
-        overflow_count = counters["overflow_count"]
+        overflow_count = self._counters["overflow_count"]
         if self.hysteresis > 1:
             overflow_count.add_(flag)
             falls = flag & (overflow_count >= self.hysteresis)
-        due = window_is_full(counters, self.scale_window)
-        restart = flag | due
-        grows = change_scale(
-            loss_scale,
-            falls=falls,
-            grows=restart ^ flag,  # due, and no overflow
-            factor=self.scale_factor,
-            ratio=self._decrease_ratio,
-            floor=self.min_loss_scale,
+        grows = self._change(
+            loss_scale, flag, falls=falls, window=self.scale_window, lowest=self.min_loss_scale
         )
         if self.hysteresis > 1:
             overflow_count.masked_fill_(falls | grows, 0)
-        restart_window(counters, restart)
         return overflow
 
 
@@ -220,41 +262,6 @@ def as_flag(overflow: Tensor) -> Tensor:
     """Return the overflow flag as a bool tensor of shape ``()``."""
     flag = overflow if overflow.dim() == 0 else overflow.reshape(())
     return flag if flag.dtype == torch.bool else flag != 0
-
-
-def window_is_full(counters: Mapping[str, Tensor], scale_window: int | Tensor) -> Tensor:
-    """Return whether `scale_window` steps have passed since the window was last restarted."""
-    return counters["cur_iter"] - counters["last_overflow_iter"] >= scale_window
-
-
-def restart_window(counters: Mapping[str, Tensor], restart: Tensor) -> None:
-    """Restart the window at this call if `restart` is true, and count the call."""
-    last = counters["last_overflow_iter"]
-    torch.where(restart, counters["cur_iter"], last, out=last)
-    counters["cur_iter"].add_(1)
-
-
-def change_scale(
-    loss_scale: Tensor, *, falls: Tensor, grows: Tensor, factor: float, ratio: float, floor: float
-) -> Tensor:
-    """Change `loss_scale` in place and return whether it grew: shape ``()``, bool.
-
-    Args:
-        loss_scale: Shape ``()`` or ``(1,)``, float32.
-        falls: Whether to multiply by `ratio`. The result is at least `floor`.
-        grows: Whether to multiply by `factor`, if it does not fall. An infinite product leaves the
-            scale unchanged.
-        factor: Factor of growth.
-        ratio: Factor of the fall, usually the reciprocal of `factor`.
-        floor: Lower bound of the scale after a fall.
-    """
-    grown = loss_scale * factor
-    fits = grown < math.inf
-    grows = grows & (fits if fits.dim() == 0 else fits.reshape(()))
-    # MindSpore multiplies by the float32 reciprocal; dividing would give a different last bit.
-    fallen = (loss_scale * ratio).clamp(min=floor)
-    torch.where(falls, fallen, torch.where(grows, grown, loss_scale), out=loss_scale)
-    return grows
 
 
 def _check_counters(state_dict: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
