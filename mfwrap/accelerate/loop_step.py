@@ -31,8 +31,9 @@ from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks.agreement import Agreement
 from mfwrap.step.ranks.local_norms import LocalSquares
 from mfwrap.step.rates import lowered_rates
-from mfwrap.step.state import OwnedStates, StepState, check_keys, state_of
+from mfwrap.step.state import OwnedStates, StepState, state_of
 from mfwrap.step.update import StepUpdate
+from mfwrap.tensors.saved_state import check_keys
 from mfwrap.tensors.shards import on_device
 
 

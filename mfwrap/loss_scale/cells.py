@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mfwrap.arguments import check_int, check_number, check_positive_number
+from mfwrap.tensors.saved_state import check_keys, check_tensor
 from mfwrap.tensors.shards import on_device
 
 
@@ -81,7 +82,9 @@ class LossScaleUpdateCell(abc.ABC):
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise the errors of `load_state_dict` without changing anything."""
-        _check_counters(state_dict, self._counters)
+        check_keys(state_dict, self._counters, "loss-scale update cell")
+        for name, counter in self._counters.items():
+            check_tensor(name, state_dict[name], counter)
 
 
 class WindowedCell(LossScaleUpdateCell):
@@ -262,22 +265,3 @@ def as_flag(overflow: Tensor) -> Tensor:
     """Return the overflow flag as a bool tensor of shape ``()``."""
     flag = overflow if overflow.dim() == 0 else overflow.reshape(())
     return flag if flag.dtype == torch.bool else flag != 0
-
-
-def _check_counters(state_dict: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    if set(state_dict) != set(expected):
-        msg = (
-            f"`state_dict` of this loss-scale update cell must have the keys {sorted(expected)}, "
-            f"got {sorted(state_dict)}"
-        )
-        raise KeyError(msg)
-    for name, value in state_dict.items():
-        if not isinstance(value, Tensor):
-            msg = f"`state_dict[{name!r}]` must be a tensor, got {type(value).__name__}"
-            raise TypeError(msg)
-        if value.shape != () or value.dtype != torch.int64:
-            msg = (
-                f"`state_dict[{name!r}]` must have shape () and dtype int64, "
-                f"got {tuple(value.shape)} and {value.dtype}"
-            )
-            raise ValueError(msg)

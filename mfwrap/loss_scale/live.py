@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mfwrap.arguments import described
 from mfwrap.loss_scale.cells import LossScaleUpdateCell
+from mfwrap.tensors.saved_state import check_keys
 
 ScaleSense = float | Tensor | LossScaleUpdateCell
 """Type of the argument ``scale_sense`` of `MFTrainOneStepCell`."""
@@ -105,13 +106,7 @@ class LossScale:
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> float:
         """Return the scale in `state_dict`, or raise the errors of `load_state_dict`."""
-        _check_mapping("loss_scale", state_dict)
-        if set(state_dict) != {"value", "update_cell"}:
-            msg = (
-                "`state_dict` of the loss scale must have the keys ['update_cell', 'value'], "
-                f"got {sorted(state_dict)}"
-            )
-            raise KeyError(msg)
+        check_keys(state_dict, {"value", "update_cell"}, "loss scale")
         value = state_dict["value"]
         if not isinstance(value, Tensor):
             msg = f"`state_dict['value']` must be a tensor, got {described(value)}"
@@ -119,13 +114,12 @@ class LossScale:
         _check_shape("state_dict['value']", value)
         number = _checked_number("state_dict['value']", value.item())
         counters = state_dict["update_cell"]
-        _check_mapping("loss_scale['update_cell']", counters)
         if self.update_cell is not None:
             self.update_cell.check_state_dict(counters)
         elif counters:
             msg = (
                 "`state_dict` of a fixed loss scale must not have counters of an update cell, "
-                f"got {sorted(counters)}; build the step with the update cell that the state was "
+                f"got {counters}; build the step with the update cell that the state was "
                 "saved with"
             )
             raise KeyError(msg)
@@ -159,12 +153,6 @@ def wrong_type_of_scale(expected: str, scale_sense: object) -> TypeError:
             "manager itself to `Model`"
         )
     return TypeError(msg)
-
-
-def _check_mapping(name: str, value: object) -> None:
-    if not isinstance(value, Mapping):
-        msg = f"`{name}` must be a mapping, got {described(value)}"
-        raise TypeError(msg)
 
 
 def _check_shape(name: str, tensor: Tensor) -> None:

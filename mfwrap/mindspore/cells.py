@@ -18,8 +18,8 @@ from mfwrap.step.calls import NetworkCall
 from mfwrap.step.parameters import TrainedParameters, checked_network, checked_optimizer
 from mfwrap.step.parts.cell_parts import LossScaleHooks, StepParts
 from mfwrap.step.schedules import Schedule, checked_schedule
-from mfwrap.step.state import check_keys
 from mfwrap.step.update import StepUpdate
+from mfwrap.tensors.saved_state import check_keys
 
 
 class WithLossCell(nn.Module):

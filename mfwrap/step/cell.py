@@ -35,9 +35,10 @@ from mfwrap.step.ranks.local_norms import (
 from mfwrap.step.rate_table import RateTable
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES
-from mfwrap.step.state import StepState, check_keys, state_of
+from mfwrap.step.state import StepState, state_of
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.norm_groups import LocalNormGroups
+from mfwrap.tensors.saved_state import check_keys
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import described
 from mfwrap.outputs import StepReport
 from mfwrap.tensors.deferred import DeferredReads
+from mfwrap.tensors.saved_state import check_tensor
 
 COUNTERS = ("applied_updates", "skipped_updates", "consecutive_skips")
 """Names of the tensors in `UpdateCounts.state_dict`."""
@@ -190,8 +190,8 @@ class UpdateCounts:
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Raise the errors that `load_state_dict` would raise, without changing anything."""
-        for name in COUNTERS:
-            _check_counter(name, state_dict[name])
+        for name, counter in self.tensors().items():
+            check_tensor(name, state_dict[name], counter)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the counters, and drop pending results.
@@ -211,14 +211,3 @@ class UpdateCounts:
         """Drop results that `flush` has not read yet, without acting on them."""
         self._reads.discard()
         self._was_skipped, self._error = False, None
-
-
-def _check_counter(name: str, value: object) -> None:
-    if not isinstance(value, Tensor) or value.shape != () or value.dtype != torch.int64:
-        kind = (
-            f"shape {tuple(value.shape)} and {value.dtype}"
-            if isinstance(value, Tensor)
-            else described(value)
-        )
-        msg = f"`state_dict[{name!r}]` must be a tensor of shape () and dtype int64, got {kind}"
-        raise (ValueError if isinstance(value, Tensor) else TypeError)(msg)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import described
 from mfwrap.config import StepConfig
 from mfwrap.tensors.robust_window import RobustWindow
+from mfwrap.tensors.saved_state import check_tensor
 
 PRIOR_DEVIATION = 0.5
 """Deviation of the logarithm of the norm that is assumed before there are norms. 15 % of it are
@@ -150,16 +150,7 @@ class SpikePolicy:
         if STATE_NAMES.isdisjoint(state_dict):
             return
         for name, own in self.state_dict().items():
-            saved = state_dict[name]
-            if not isinstance(saved, Tensor):
-                msg = f"`state_dict[{name!r}]` must be a tensor, got {described(saved)}"
-                raise TypeError(msg)
-            if saved.shape != own.shape or saved.dtype != own.dtype:
-                msg = (
-                    f"`state_dict[{name!r}]` must be a tensor of shape {tuple(own.shape)} and "
-                    f"dtype {own.dtype}, got shape {tuple(saved.shape)} and {saved.dtype}"
-                )
-                raise ValueError(msg)
+            check_tensor(name, state_dict[name], own)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state, or start with an empty window if `state_dict` has none of its names.

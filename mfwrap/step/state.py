@@ -1,13 +1,11 @@
 """Restore the state of a step completely, or change nothing if any entry does not fit."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 from torch import Tensor
 
-from mfwrap.arguments import described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.loss_scale.live import LossScale
 
@@ -36,32 +34,6 @@ def state_of(owners: Iterable[StateOwner]) -> dict[str, Tensor]:
     """Return the states of all owners of an update as one mapping."""
     states = [owner.state_dict() for owner in owners]
     return {name: tensor for state in states for name, tensor in state.items()}
-
-
-def check_keys(
-    state_dict: object, expected: set[str], owner: str, *, optional: AbstractSet[str] = frozenset()
-) -> None:
-    """Check that a state has exactly the expected keys.
-
-    Args:
-        state_dict: State to check.
-        expected: Keys that the state must have.
-        owner: Kind of object that the state belongs to, for errors.
-        optional: Keys that the state may have.
-
-    Raises:
-        KeyError: If a key is missing or unknown.
-        TypeError: If `state_dict` is not a mapping.
-    """
-    if not isinstance(state_dict, Mapping):
-        msg = f"`state_dict` must be a mapping, got {described(state_dict)}"
-        raise TypeError(msg)
-    if set(state_dict) - optional != expected - optional:
-        msg = (
-            f"`state_dict` of this {owner} must have the keys {sorted(expected)}, "
-            f"got {sorted(state_dict)}"
-        )
-        raise KeyError(msg)
 
 
 @final

@@ -121,18 +121,7 @@ class RobustWindow:
         return {"values": self._values, "distances": self._distances}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state that `state_dict` returned.
-
-        Raises:
-            ValueError: If the state is of another number of series or another length.
-        """
-        for name, own in self.state_dict().items():
-            if state[name].shape != own.shape:
-                msg = (
-                    f"`{name}` of the state must have shape {tuple(own.shape)}, got "
-                    f"{tuple(state[name].shape)}"
-                )
-                raise ValueError(msg)
+        """Continue from a state that `state_dict` of a window of the same shape returned."""
         self._values = state["values"].to(self._values)
         self._distances = state["distances"].to(self._distances)
         self._expect()

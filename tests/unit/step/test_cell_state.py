@@ -257,7 +257,7 @@ def test_no_other_kind_of_cell_takes_the_state_of_a_dynamic_one(loss_scale):
 @pytest.mark.parametrize("state", [None, [], "state", 3], ids=repr)
 def test_a_state_must_be_a_mapping(state):
     """A state that is not a mapping raises a TypeError."""
-    with pytest.raises(TypeError, match="`state_dict` must be a mapping"):
+    with pytest.raises(TypeError, match="`state_dict` of this cell must be a mapping"):
         Training().cell.load_state_dict(state)
 
 

@@ -210,7 +210,7 @@ def test_loading_drops_what_is_pending():
 
 BAD = {
     "missing": (KeyError, "skipped_updates", None),
-    "a number": (TypeError, "must be a tensor of shape .* and dtype int64, got", 3),
+    "a number": (TypeError, "must be a tensor of shape .* and dtype torch.int64, got", 3),
     "floats": (ValueError, "got shape .* and torch.float32", torch.zeros(())),
     "a vector": (ValueError, r"got shape \(1,\)", torch.zeros(1, dtype=torch.int64)),
 }

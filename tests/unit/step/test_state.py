@@ -1,7 +1,5 @@
 """All objects of a step are restored, or none is."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.step.counts import UpdateCounts
-from mfwrap.step.state import StepState, check_keys
+from mfwrap.step.state import StepState
 from support.training_state import assert_same_state
 
 CPU = torch.device("cpu")
@@ -99,24 +97,3 @@ def test_inside_a_swap_nothing_is_restored():
         parts.restore(saved.states())
 
     assert_same_state(before, parts.flat())
-
-
-def test_keys_that_are_expected_pass():
-    """The expected keys are accepted in any order."""
-    check_keys({"b": 1, "a": 2}, {"a", "b"}, "loop")
-
-
-@pytest.mark.parametrize("keys", [[], ["a"], ["a", "b", "c"]], ids=str)
-def test_other_keys_are_refused(keys):
-    """The error names the object and lists the expected and the given keys."""
-    message = f"`state_dict` of this loop must have the keys ['a', 'b'], got {keys}"
-
-    with pytest.raises(KeyError, match=re.escape(message)):
-        check_keys(dict.fromkeys(keys), {"a", "b"}, "loop")
-
-
-@pytest.mark.parametrize("state", [None, [], "a", 1], ids=repr)
-def test_what_is_no_mapping_is_refused(state):
-    """A state that is not a mapping raises a TypeError."""
-    with pytest.raises(TypeError, match="`state_dict` must be a mapping, got"):
-        check_keys(state, {"a"}, "loop")

@@ -169,13 +169,6 @@ def test_a_loaded_window_continues_bitwise() -> None:
     assert torch.equal(one.deviation, other.deviation)
 
 
-def test_a_state_of_another_number_of_series_is_refused() -> None:
-    """The error names the shapes."""
-    state = RobustWindow(2, prior=1.0).state_dict()
-    with pytest.raises(ValueError, match=r"`values` of the state must have shape \(3, 5\), got"):
-        RobustWindow(3, prior=1.0).load_state_dict(state)
-
-
 @pytest.mark.cuda
 def test_deterministic_algorithms_can_be_asked_for_on_cuda() -> None:
     """A window on CUDA works where torch refuses operations that are not deterministic."""
