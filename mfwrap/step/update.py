@@ -45,7 +45,7 @@ from mfwrap.step.ranks.local_norms import LocalSquares
 from mfwrap.step.rates import group_names, has_bad_rate, learning_rates
 from mfwrap.step.schedules import Schedule
 from mfwrap.step.skipping import SkippableOptimizer
-from mfwrap.step.spikes import SpikePolicy, SpikeVerdict, spike_policy
+from mfwrap.step.spikes import SpikeVerdict, spike_policy
 from mfwrap.step.state import StateOwner
 from mfwrap.tensors.norm_groups import NormGroups
 from mfwrap.tensors.norms import NormReader, sums_by_group
@@ -136,9 +136,8 @@ class StepUpdate:
         agreement: Agreement | None = None,
     ) -> None:
         self._config = config
-        in_float32 = config.accumulate_allreduce_grads_in_fp32
-        self._optimizer = SkippableOptimizer(optimizer, rounds=in_float32)
-        self._rounded = squares_after_rounding if in_float32 else _unrounded
+        self._rounds = config.accumulate_allreduce_grads_in_fp32
+        self._optimizer = SkippableOptimizer(optimizer, rounds=self._rounds)
         self.parameters = parameters
         self._local_squares = local_squares
         self._agreement: Agreement = agreement or _SameOnAllRanks()
@@ -146,7 +145,7 @@ class StepUpdate:
         """Functions to call once the gradients are measured and before they are used."""
         self._device = parameters.device
         self._norms = NormReader(self._device)
-        self._spikes: SpikePolicy | _NoSpikes = spike_policy(config, self._device) or _NoSpikes()
+        self._spikes = spike_policy(config, self._device)
         self._loss_scale = loss_scale
         self._ema: Average = _NoAverage() if ema is None else ema
         self.counts = UpdateCounts(
@@ -244,7 +243,10 @@ class StepUpdate:
         with section_clock.within(Section.UPDATE), torch.no_grad(), no_autocast:
             squares = self._norms.squares(parameters.local(gradients))
             own = None if self._local_squares is None else self._local_squares.squares(squares)
-            squares = self._rounded(squares, gradients, parameters.tensors, num_summed, normalizer)
+            if self._rounds:
+                squares = squares_after_rounding(
+                    squares, gradients, parameters.tensors, num_summed, normalizer
+                )
             squares, normalizer = _over_shards(parameters.reduction, squares, normalizer)
             has_bad_rate = self._has_bad_rate() if agreement.is_pipeline else None
             totals = agreement(Totals(squares.sum(), loss, normalizer, has_bad_rate))
@@ -298,7 +300,7 @@ class StepUpdate:
             rates = learning_rates(
                 self._optimizer.optimizer, self._device, may_be_bad=self._agreement.is_pipeline
             )
-            spike = self._spikes.judge(measured.global_norm)
+            spike = None if self._spikes is None else self._spikes.judge(measured.global_norm)
             skipped = self._skips(measured, spike)
             applied = ~skipped
             divisor = self._clipped_divisor(measured, coefficient, spike)
@@ -307,10 +309,16 @@ class StepUpdate:
             self._loss_scale.update(measured.overflow)
             self._ema.update(applied)
             self.counts.count(applied, skipped)
-            spike.remember(applied)
-            is_asked_for = coefficient is not None or spike.score is not None
+            if self._spikes is not None and spike is not None:
+                self._spikes.count(spike, applied)
             report = self._report(
-                loss, measured, skipped, rates, losses, spike.score, norm_is_asked_for=is_asked_for
+                loss,
+                measured,
+                skipped,
+                rates,
+                losses,
+                None if spike is None else spike.score,
+                norm_is_asked_for=coefficient is not None or spike is not None,
             )
         self.counts.submit(report, measured.local_norm, skipped=read)
         return report
@@ -327,7 +335,7 @@ class StepUpdate:
 
     def state_owners(self) -> tuple[StateOwner, ...]:
         """Return the objects whose states belong into a checkpoint; their names are distinct."""
-        return (self.counts, self._spikes)
+        return (self.counts,) if self._spikes is None else (self.counts, self._spikes)
 
     def replaced(self) -> list[tuple[object, str]]:
         """Return the attributes that an update sets to new tensors: owners and names."""
@@ -341,8 +349,8 @@ class StepUpdate:
     def _has_bad_rate(self) -> Tensor | None:
         return has_bad_rate(self._optimizer.optimizer, self._device)
 
-    def _skips(self, measured: Measurement, spike: "SpikeVerdict | _NoVerdict") -> Tensor:
-        skips = spike.skips_besides(measured.overflow)
+    def _skips(self, measured: Measurement, spike: SpikeVerdict | None) -> Tensor:
+        skips = measured.overflow if spike is None else measured.overflow | spike.skips
         if self._config.use_skip_data_by_global_norm:
             # Do not write `norm >= threshold`: it is False for a nan norm, but an update with a nan
             # norm must be skipped, too.
@@ -364,11 +372,12 @@ class StepUpdate:
         self,
         measured: Measurement,
         coefficient: Tensor | None,
-        spike: "SpikeVerdict | _NoVerdict",
+        spike: SpikeVerdict | None,
     ) -> Tensor | None:
         if coefficient is None:
             coefficient = self.configured_coefficient(measured)
-        coefficient = spike.clipped(coefficient)
+        if spike is not None:
+            coefficient = spike.clipped(coefficient)
         if coefficient is None:
             return measured.divisor
         if measured.divisor is None:
@@ -458,11 +467,6 @@ def _is_sound(norm: Tensor, divisor: Tensor | None) -> Tensor:
     return is_sound
 
 
-def _unrounded(squares: Tensor, *_: object) -> Tensor:
-    """Leave sums of squares as they are, where gradients have the dtypes of their weights."""
-    return squares
-
-
 @final
 class _SameOnAllRanks:
     """The agreement of a single rank, and of ranks whose gradients are all reduced."""
@@ -483,38 +487,3 @@ class _NoAverage:
 
     def update(self, applied: Tensor) -> None:
         """Update nothing."""
-
-
-class _NoVerdict(NamedTuple):
-    """What `_NoSpikes` says about an update."""
-
-    score: None = None
-
-    def skips_besides(self, skips: Tensor) -> Tensor:
-        return skips
-
-    def clipped(self, coefficient: Tensor | None) -> Tensor | None:
-        return coefficient
-
-    def remember(self, applied: Tensor) -> None:
-        """Remember nothing."""
-
-
-@final
-class _NoSpikes:
-    """The spike policy ``record``: a step judges no norm, and has no state."""
-
-    def judge(self, _global_norm: Tensor) -> _NoVerdict:
-        return _NoVerdict()
-
-    def replaced(self) -> list[tuple[object, str]]:
-        return []
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Accept the state of any policy."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Ignore the state of a policy."""
