@@ -59,23 +59,20 @@ class AveragedGroup(NamedTuple):
         averages, weights = self.averages, self.weights
         if self.sharded:
             averages, weights = local_tensors(averages), local_tensors(weights)
-        if not (self.converted or self.fused):
-            _lerp(averages, weights, share)
-            return
         # A step of fused SGD takes a rate on the device. Without it, the share is the rate.
-        rate = -share.float() if self.fused else share
-        move = move_by_sgd if self.fused else _lerp
+        move, rate = (move_by_sgd, -share.float()) if self.fused else (_lerp, share)
+        # Averages begin as copies, which are blocks of memory. So are weights of equal strides.
+        if not self.converted and (not self.fused or _strides(averages) == _strides(weights)):
+            move(averages, weights, rate)
+            return
         blocks: list[tuple[Tensor, Tensor]] = []
         for average, weight in zip(averages, weights, strict=True):
             if (block := _block(average, weight)) is None:
                 average.lerp_(weight.to(average), share)
             else:
                 blocks.append(block)
-        if self.converted:
-            for targets, sources in _pieces(blocks):
-                move(targets, _converted(sources, targets), rate)
-        elif blocks:
-            move([average for average, _ in blocks], [weight for _, weight in blocks], rate)
+        for targets, sources in _pieces(blocks):
+            move(targets, _converted(sources, targets), rate)
 
     def check_placement(self) -> None:
         """Raise ``RuntimeError`` if a weight was moved or converted after construction."""
@@ -125,6 +122,10 @@ def _lerp(averages: list[Tensor], weights: list[Tensor], share: Tensor) -> None:
     foreach_lerp_(averages, weights, [share] * len(averages))
 
 
+def _strides(tensors: list[Tensor]) -> list[tuple[int, ...]]:
+    return [tensor.stride() for tensor in tensors]
+
+
 def _block(average: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return both tensors in the order of their memory; ``None`` if one is not a block of memory.
 
@@ -159,16 +160,10 @@ def _pieces(
     sources: list[Tensor] = []
     room = _PIECE
     for average, weight in blocks:
-        number = average.numel()
         parts = [(average, weight)]
-        if number > room:  # fill the piece, and cut the rest into whole ones
-            rest = number - room
-            sizes = [
-                room,
-                *[_PIECE] * (rest // _PIECE),
-                *([rest % _PIECE] if rest % _PIECE else []),
-            ]
-            slices = (each.view(-1).split(sizes) for each in (average, weight))
+        if average.numel() > room:  # fill the piece, and cut the rest into whole ones
+            flat = average.view(-1), weight.view(-1)
+            slices = ((each[:room], *each[room:].split(_PIECE)) for each in flat)
             parts = list(zip(*slices, strict=True))
         for target, source in parts:
             targets.append(target)
