@@ -1,7 +1,6 @@
 """Call a network to get the sum of its token losses and the number of its targets."""
 
 import inspect
-from collections import deque
 from typing import Any, final
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from mfwrap.step.calls import NetworkCall
 from mfwrap.step.losses import LossParts, loss_of, pair_of
+from mfwrap.step.parts.gradient_call import leaves_of
 
 _IGNORED_LABEL = -100
 
@@ -66,7 +66,7 @@ class PerTokenLoss:
         output = self._network(*call.arguments, **call.keywords, num_items_in_batch=one)
         numerator = loss_of(output)
         if self._divides_by_it is None:
-            self._divides_by_it = _depends_on(numerator, one)
+            self._divides_by_it = any(leaf is one for leaf in leaves_of([numerator]))
         if not self._divides_by_it:
             msg = (
                 "with calculate_per_token_loss=True, `network` must divide its loss by "
@@ -122,17 +122,3 @@ def _shifts_labels(model: nn.Module) -> bool:
     loss_function = getattr(model, "loss_function", None)
     causal = getattr(loss_function, "__name__", None) == "ForCausalLMLoss"
     return causal and not getattr(config, "is_encoder_decoder", False)
-
-
-def _depends_on(loss: Tensor, leaf: Tensor) -> bool:
-    """Return whether `loss` was computed from `leaf`, by a search of the autograd graph."""
-    pending, seen = deque([loss.grad_fn]), set()
-    while pending:
-        node = pending.popleft()
-        if node is None or node in seen:
-            continue
-        if getattr(node, "variable", None) is leaf:
-            return True
-        seen.add(node)
-        pending.extend(following for following, _ in node.next_functions)
-    return False

@@ -142,8 +142,11 @@ def gradients_of(
                 again = recording and _is_differentiated_again(
                     roots, inputs, args, nested=nested, with_weights=bool(weights)
                 )
-                if any(map(is_distributed, weights)) and not _reaches_any(roots, weights):
-                    raise _no_second_derivatives()
+                if any(map(is_distributed, weights)):
+                    # The graph never contains the shards of `fully_shard`.
+                    reached = set(map(id, leaves_of(roots)))
+                    if reached.isdisjoint(map(id, weights)):
+                        raise _no_second_derivatives()
                 gradients = _differentiate(roots, cotangents, leaves, create_graph=again)
     finally:
         _inside.reset(token)
@@ -337,7 +340,7 @@ def _differentiate_shards(
     gradients and write them into the ``grad`` of the shards. `torch.autograd.grad` would find no
     path to a shard and return zeros.
     """
-    own = fn.parameters() if isinstance(fn, nn.Module) else _leaves_of(roots)
+    own = fn.parameters() if isinstance(fn, nn.Module) else leaves_of(roots)
     written = list(dict.fromkeys([*leaves, *own]))
     before = [leaf.grad for leaf in written]
     try:
@@ -349,12 +352,6 @@ def _differentiate_shards(
     finally:
         for leaf, gradient in zip(written, before, strict=True):
             leaf.grad = gradient
-
-
-def _reaches_any(roots: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Return whether the graph contains a weight: it never contains the shards of fully_shard."""
-    wanted = set(map(id, weights))
-    return any(id(leaf) in wanted for leaf in _leaves_of(roots))
 
 
 def _no_second_derivatives() -> RuntimeError:
@@ -391,14 +388,10 @@ def _is_differentiated_again(
         for leaf in pytree.tree_leaves(args)
     ):
         return True
-    return not with_weights and _reaches_other_leaves(roots, own)
+    return not with_weights and any(id(leaf) not in own for leaf in leaves_of(roots))
 
 
-def _reaches_other_leaves(roots: Sequence[Tensor], own: set[int]) -> bool:
-    return any(id(leaf) not in own for leaf in _leaves_of(roots))
-
-
-def _leaves_of(roots: Sequence[Tensor]) -> Iterator[Tensor]:
+def leaves_of(roots: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves, such as parameters, from which tensors were computed."""
     yield from (root for root in roots if root.is_leaf)
     seen: set[Any] = set()
