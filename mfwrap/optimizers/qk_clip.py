@@ -1,7 +1,8 @@
 """`QKClip`: limit attention logits by shrinking the weights of queries and keys."""
 
+import abc
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class QKClip:
     def __init__(self, optimizer: Optimizer, network: nn.Module, threshold: float = 100.0) -> None:
         self.threshold = check_positive_number("threshold", threshold, finite=True)
         self._layers = _layers(network)
-        if not any(map(_is_trainable, self._layers.values())):
+        if not any(layer.is_trainable for layer in self._layers.values()):
             msg = (
                 "`network` must have trainable attention modules with q_proj and k_proj, query and "
                 f"key, or q_b_proj and kv_b_proj, got none in a {type(network).__name__}"
@@ -102,7 +103,7 @@ class QKClip:
     def _clip(self, optimizer: Optimizer, *_: Any) -> None:
         largest = self._logits.take()
         has_run, self._has_run = self._has_run, False
-        device = next(iter(self._layers.values())).parameters[0].device
+        device = next(iter(self._layers.values())).query.weight.device
         logits = torch.cat([
             on_device(largest[name], device)
             if name in largest
@@ -127,14 +128,14 @@ class QKClip:
         shares: list[Tensor] = []
         sizes = [layer.num_heads for layer in self._layers.values()]
         for layer, of_heads in zip(self._layers.values(), factors.split(sizes), strict=True):
-            if not _is_trainable(layer):
+            if not layer.is_trainable:
                 continue
-            for parameter, of_rows in zip(
-                layer.parameters, layer.row_factors(of_heads), strict=True
-            ):
-                whole = of_rows.reshape(-1, *[1] * (parameter.ndim - 1)).expand(parameter.shape)
-                parameters.append(parameter)
-                shares.append(placed_like(whole, parameter))
+            of_queries, of_keys = layer.row_factors(of_heads)
+            for linear, of_rows in ((layer.query, of_queries), (layer.key, of_keys)):
+                for parameter in linear.parameters(recurse=False):
+                    whole = of_rows.reshape(-1, *[1] * (parameter.ndim - 1)).expand(parameter.shape)
+                    parameters.append(parameter)
+                    shares.append(placed_like(whole, parameter))
         if parameters:  # torch refuses an empty list
             foreach_mul_(local_tensors(parameters), shares)
 
@@ -148,83 +149,64 @@ def discard_logits(optimizer: Optimizer) -> None:
                 owner.discard()
 
 
-class _Layer(Protocol):
-    """Weights that determine the attention logits of one module."""
+@dataclass(frozen=True)
+class _Layer(abc.ABC):
+    """Weights that determine the attention logits of one module; their rows belong to heads."""
+
+    query: nn.Linear
+    key: nn.Linear
+    num_heads: int
 
     @property
-    def num_heads(self) -> int: ...
+    def is_trainable(self) -> bool:
+        """Whether no weight or bias is frozen."""
+        linears = (self.query, self.key)
+        return all(p.requires_grad for linear in linears for p in linear.parameters(recurse=False))
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Weights and biases whose rows belong to heads."""
-
-    def row_factors(self, of_heads: Tensor) -> list[Tensor]:
-        """Return the factor of each row, for each of `parameters`.
+    @abc.abstractmethod
+    def row_factors(self, of_heads: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factor of each row of `query` and of `key`.
 
         Args:
             of_heads: Factor of each head's logits, shape ``(num_heads,)``.
         """
 
 
+@final
 @dataclass(frozen=True)
-class _Projections:
+class _Projections(_Layer):
     """Separate projections of queries and keys; a key head may serve several query heads."""
 
-    query: nn.Linear
-    key: nn.Linear
     head_dim: int
 
-    @property
-    def num_heads(self) -> int:
-        return self.query.weight.shape[0] // self.head_dim
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [*self.query.parameters(recurse=False), *self.key.parameters(recurse=False)]
-
-    def row_factors(self, of_heads: Tensor) -> list[Tensor]:
+    def row_factors(self, of_heads: Tensor) -> tuple[Tensor, Tensor]:
         num_keys = self.key.weight.shape[0] // self.head_dim
         of_keys = of_heads.view(num_keys, -1).amin(dim=1).sqrt()
         of_queries = of_heads / of_keys.repeat_interleave(self.num_heads // num_keys)
-        return [
-            *[of_queries.repeat_interleave(self.head_dim)] * _num_parameters(self.query),
-            *[of_keys.repeat_interleave(self.head_dim)] * _num_parameters(self.key),
-        ]
+        return (
+            of_queries.repeat_interleave(self.head_dim),
+            of_keys.repeat_interleave(self.head_dim),
+        )
 
 
+@final
 @dataclass(frozen=True)
-class _LatentProjections:
-    """Projections of multi-head latent attention, whose keys have a rotary part in common."""
+class _LatentProjections(_Layer):
+    """Projections of multi-head latent attention, whose keys have a rotary part in common.
 
-    query: nn.Linear
-    key_value: nn.Linear
-    num_heads: int
+    `key` also makes the values.
+    """
+
     nope_dim: int
     rope_dim: int
     value_dim: int
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [*self.query.parameters(recurse=False), *self.key_value.parameters(recurse=False)]
-
-    def row_factors(self, of_heads: Tensor) -> list[Tensor]:
+    def row_factors(self, of_heads: Tensor) -> tuple[Tensor, Tensor]:
         whole = of_heads[:, None]
         root = whole.sqrt().expand(-1, self.nope_dim)
         of_queries = torch.cat([root, whole.expand(-1, self.rope_dim)], dim=1)
         values = torch.ones_like(whole).expand(-1, self.value_dim)
-        of_keys = torch.cat([root, values], dim=1)
-        return [
-            *[of_queries.reshape(-1)] * _num_parameters(self.query),
-            *[of_keys.reshape(-1)] * _num_parameters(self.key_value),
-        ]
-
-
-def _num_parameters(layer: nn.Linear) -> int:
-    return 1 if layer.bias is None else 2
-
-
-def _is_trainable(layer: _Layer) -> bool:
-    return all(parameter.requires_grad for parameter in layer.parameters)
+        return of_queries.reshape(-1), torch.cat([root, values], dim=1).reshape(-1)
 
 
 _NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
@@ -236,7 +218,7 @@ def _layers(network: nn.Module) -> dict[str, _Layer]:
     for name, module in network.named_modules():
         layer = _layer(module)
         norms = [norm for norm in _NORMS if getattr(module, norm, None) is not None]
-        if layer is None or (norms and not _is_trainable(layer)):
+        if layer is None or (norms and not layer.is_trainable):
             continue
         if norms:
             msg = (
@@ -264,4 +246,4 @@ def _layer(module: nn.Module) -> _Layer | None:
     head_dim = getattr(module, "head_dim", getattr(module, "attention_head_size", None))
     if query is None or key is None or not isinstance(head_dim, int):
         return None
-    return _Projections(query, key, head_dim)
+    return _Projections(query, key, query.weight.shape[0] // head_dim, head_dim)
