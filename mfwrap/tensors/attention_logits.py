@@ -1,6 +1,7 @@
 """Find the largest attention logits in the forward passes of a step, by module and head."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -102,8 +103,10 @@ class AttentionLogits:
         self.close()
         for name, module in self._network.named_modules():
             hooks = (
-                module.register_forward_pre_hook(self._enter(name)),
-                module.register_forward_hook(self._leave(name), always_call=True),
+                module.register_forward_pre_hook(functools.partial(self._enter, name)),
+                module.register_forward_hook(
+                    functools.partial(self._leave, name), always_call=True
+                ),
             )
             keep_out_of_copies(module, *hooks)
             for hook in hooks:
@@ -128,30 +131,24 @@ class AttentionLogits:
         """Stop watching, and discard the results."""
         self.end()
 
-    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def enter(module: nn.Module, _: Any) -> None:
-            watches = module.training and torch.is_grad_enabled()
-            if module is self._network and self._mode is None and watches:
-                self._mode = contextlib.ExitStack()
-                self._mode.enter_context(_Attention(self._see))
-            if self._mode is not None:
-                self._path.append(name)
+    def _enter(self, name: str, module: nn.Module, _: Any) -> None:
+        watches = module.training and torch.is_grad_enabled()
+        if module is self._network and self._mode is None and watches:
+            self._mode = contextlib.ExitStack()
+            self._mode.enter_context(_Attention(self._see))
+        if self._mode is not None:
+            self._path.append(name)
 
-        return enter
-
-    def _leave(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def leave(module: nn.Module, _: Any, __: Any) -> None:
-            if self._mode is None:
-                return
-            # Also remove names of inner modules for which torch did not call this hook.
-            while self._path and self._path.pop() != name:
-                pass
-            if module is self._network:
-                mode, self._mode = self._mode, None
-                self._path.clear()
-                mode.close()
-
-        return leave
+    def _leave(self, name: str, module: nn.Module, _: Any, __: Any) -> None:
+        if self._mode is None:
+            return
+        # Also remove names of inner modules for which torch did not call this hook.
+        while self._path and self._path.pop() != name:
+            pass
+        if module is self._network:
+            mode, self._mode = self._mode, None
+            self._path.clear()
+            mode.close()
 
     def _see(self, largest: Tensor) -> None:
         name = self._path[-1] if self._path else ""
