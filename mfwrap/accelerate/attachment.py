@@ -41,9 +41,9 @@ from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.ranks.agreement import agreement_of
 from mfwrap.step.ranks.backward_reductions import reduce_before_accumulation
 from mfwrap.step.ranks.float32_gradients import Float32Gradients
-from mfwrap.step.ranks.fsdp import ShardedParts, sharded_local_squares_of
+from mfwrap.step.ranks.fsdp import ShardedParts, local_squares_of
 from mfwrap.step.ranks.guard import LoneGuard, RankGuard, rank_guard
-from mfwrap.step.ranks.local_norms import CommunicationHook, local_squares_of
+from mfwrap.step.ranks.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import distributed_parts, unwrapped_optimizer
 
 
@@ -300,15 +300,11 @@ class Attachment:
         self.step.add(
             optimizer,
             parameters,
-            local_squares=sharded_local_squares_of(
+            local_squares=local_squares_of(
+                parts,
                 ShardedParts(*models_of(self.accelerator)),
                 parameters.tensors,
-                local_squares_of(
-                    parts,
-                    parameters.tensors,
-                    self._communication_hook,
-                    are_asked_for=self.config.local_norm,
-                ),
+                self._communication_hook,
                 are_asked_for=self.config.local_norm,
             ),
             agreement=agreement_of(parts, parameters.tensors),

@@ -25,13 +25,8 @@ from mfwrap.step.captured import CapturedStep
 from mfwrap.step.parameters import TrainedParameters, checked_optimizer
 from mfwrap.step.parts.cell_parts import LossScaleHooks, has_own_step
 from mfwrap.step.pipeline import accumulation_of
-from mfwrap.step.ranks.fsdp import sharded_local_squares_of
-from mfwrap.step.ranks.local_norms import (
-    CommunicationHook,
-    LocalSquares,
-    checked_communication_hook,
-    local_squares_of,
-)
+from mfwrap.step.ranks.fsdp import local_squares_of
+from mfwrap.step.ranks.local_norms import CommunicationHook, checked_communication_hook
 from mfwrap.step.rate_table import RateTable
 from mfwrap.step.schedules import Schedule, checked_schedule
 from mfwrap.step.spikes import STATE_NAMES
@@ -210,7 +205,15 @@ class MFTrainOneStepCell(LossScaleHooks):
         super().__init__(
             accumulate.network, optimizer, parameters, loss_scale, lr_scheduler=schedule, ema=ema
         )
-        self.__update.read_own_gradients(self.__local_squares(parameters, communication_hook))
+        self.__update.read_own_gradients(
+            local_squares_of(
+                accumulate.distributed_parts,
+                accumulate.sharded_parts,
+                parameters.tensors,
+                communication_hook,
+                are_asked_for=config.local_norm,
+            )
+        )
         if config.accumulate_allreduce_grads_in_fp32:
             accumulate.accumulate_in_float32()
         if accelerator is not None:
@@ -234,17 +237,6 @@ class MFTrainOneStepCell(LossScaleHooks):
                 f"captured, got {type(self).__name__}"
             )
             raise ValueError(msg)
-
-    def __local_squares(
-        self, parameters: TrainedParameters, hook: CommunicationHook | None
-    ) -> LocalSquares | None:
-        """Register communication hooks, and return the source of this rank's own norms."""
-        parts, sharded_parts = self.__accumulate.distributed_parts, self.__accumulate.sharded_parts
-        is_asked_for = self.__config.local_norm
-        replicated = local_squares_of(parts, parameters.tensors, hook, are_asked_for=is_asked_for)
-        return sharded_local_squares_of(
-            sharded_parts, parameters.tensors, replicated, are_asked_for=is_asked_for
-        )
 
     @property
     def before_update(self) -> list[Callable[[], None]]:

@@ -28,6 +28,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mfwrap.collectives import Section, section_clock
 from mfwrap.compatibility.fully_shard import (
@@ -36,7 +37,7 @@ from mfwrap.compatibility.fully_shard import (
     groups_of,
     reset_iteration,
 )
-from mfwrap.step.ranks.local_norms import LocalSquares
+from mfwrap.step.ranks.local_norms import CommunicationHook, LocalSquares, replicated_squares_of
 from mfwrap.step.ranks.waiting import time_method
 from mfwrap.tensors.norms import NormReader
 from mfwrap.tensors.sharded_norms import SquareReduction
@@ -383,29 +384,35 @@ class ShardedLocalSquares:
             unit.reset()
 
 
-def sharded_local_squares_of(
+def local_squares_of(
+    replicas: Sequence[DistributedDataParallel],
     parts: ShardedParts,
     parameters: Sequence[nn.Parameter],
-    others: LocalSquares | None = None,
+    communication_hook: CommunicationHook | None,
     *,
     are_asked_for: bool,
 ) -> LocalSquares | None:
-    """Return the source of local norms under ``fully_shard``.
+    """Register communication hooks, and return the source of this rank's own norms.
 
     Args:
+        replicas: All DistributedDataParallel modules of the network.
         parts: Sharded modules of the network.
         parameters: Trained parameters, in order.
-        others: As in `ShardedLocalSquares`.
+        communication_hook: Hook of `replicas` that reduces the gradients; see `tap`.
         are_asked_for: Whether the step reports local norms.
 
     Returns:
-        A `ShardedLocalSquares`; `others` if the step reports no local norms, or if no gradient is
-        sharded over ranks.
+        The source; ``None`` if the step reports no local norms, or no gradient is reduced over
+        ranks.
 
     Raises:
+        RuntimeError: If one of `replicas` has another communication hook.
         ValueError: If a parameter is distributed over more ranks than its gradient is reduced
             over, or is distributed but does not belong to one of `parts`.
     """
+    others = replicated_squares_of(
+        replicas, parameters, communication_hook, are_asked_for=are_asked_for
+    )
     if not are_asked_for or not any(is_distributed(parameter) for parameter in parameters):
         return others
     distributed = {id(parameter) for parameter in parameters if is_distributed(parameter)}

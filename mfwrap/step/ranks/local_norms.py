@@ -267,7 +267,7 @@ class DistributedLocalSquares:
                 owner.squares.pop(id(parameter), None)
 
 
-def local_squares_of(
+def replicated_squares_of(
     parts: Sequence[DistributedDataParallel],
     parameters: Sequence[nn.Parameter],
     communication_hook: CommunicationHook | None = None,

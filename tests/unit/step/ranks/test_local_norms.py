@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell
 from mfwrap.step.ranks.agreement import agreement_of
-from mfwrap.step.ranks.local_norms import local_squares_of, tap
+from mfwrap.step.ranks.local_norms import replicated_squares_of, tap
 from support.host_reads import HostReads
 from support.one_rank import one_rank
 from support.small_networks import Classifier, LinearProbe, labelled_batches
@@ -53,7 +53,7 @@ def squares_of_gradients(network) -> Tensor:
 def test_a_tap_sees_what_is_reduced(part):
     """The hook gives the sum of squares of each gradient, in the parameters' order."""
     parameters = list(part.parameters())
-    local = local_squares_of([part], parameters, **WITH_A_HOOK)
+    local = replicated_squares_of([part], parameters, **WITH_A_HOOK)
 
     part(*BATCH).backward()
 
@@ -63,7 +63,7 @@ def test_a_tap_sees_what_is_reduced(part):
 
 def test_a_backward_reads_nothing_on_the_host(part):
     """Backward passes, including one that rebuilds buckets, read nothing on the host."""
-    local = local_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
+    local = replicated_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
     with HostReads() as reads:
         for _ in range(3):
             part(*BATCH).backward()
@@ -76,7 +76,7 @@ def test_what_no_tap_has_seen_counts_as_it_is(part):
     """For gradients that the hook has not seen, `squares` returns the values that it was passed."""
     outside = LinearProbe().weight
     parameters = [*part.parameters(), outside]
-    local = local_squares_of([part], parameters, **WITH_A_HOOK)
+    local = replicated_squares_of([part], parameters, **WITH_A_HOOK)
     as_they_are = torch.arange(5.0)
 
     with part.no_sync():
@@ -94,8 +94,8 @@ def test_what_no_tap_has_seen_counts_as_it_is(part):
 def test_a_reset_forgets(part):
     """A reset for one optimizer discards only the norms of that optimizer's parameters."""
     first, *others = part.parameters()
-    local = local_squares_of([part], [first], **WITH_A_HOOK)
-    other = local_squares_of([part], others, **WITH_A_HOOK)
+    local = replicated_squares_of([part], [first], **WITH_A_HOOK)
+    other = replicated_squares_of([part], others, **WITH_A_HOOK)
     part(*BATCH).backward()
 
     local.reset()
@@ -247,7 +247,7 @@ def test_ranks_of_one_have_no_one_to_agree_with(part):
 
 def test_in_a_callers_autocast(part):
     """Sums of squares are computed in float32 inside autocast."""
-    local = local_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
+    local = replicated_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
     with torch.autocast("cpu", torch.bfloat16):
         part(*BATCH).backward()
         squares = local.squares(torch.zeros(4))
@@ -272,7 +272,7 @@ def test_what_a_part_ignores_is_not_reduced():
     network = _WithIgnored()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["ignored.weight"])
     part = DistributedDataParallel(network)
-    local = local_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
+    local = replicated_squares_of([part], list(part.parameters()), **WITH_A_HOOK)
     part(torch.tensor([[3.0, 4.0]])).backward()
 
     assert local.squares(torch.tensor([1.0, 2.0])).tolist() == [25.0, 2.0]
