@@ -1,6 +1,5 @@
 """What the cell takes over from an accelerator of accelerate, and what it changes there."""
 
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from mfwrap.config import StepConfig
 from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.records.run_files import resume_records, save_records
+from mfwrap.tensors.wrappers import is_instance_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,10 +33,7 @@ def check_accelerator(accelerator: "Accelerator", config: StepConfig) -> None:
         ValueError: If the accelerator accumulates a different number of micro-batches, or differs
             in whether it reduces the gradients of each.
     """
-    # Do not import accelerate here, because that is slow. If no other code has imported it, there
-    # is no accelerator.
-    accelerate = sys.modules.get("accelerate")
-    if accelerate is None or not isinstance(accelerator, accelerate.Accelerator):
+    if not is_instance_of(accelerator, "accelerate", "Accelerator"):
         msg = (
             f"`accelerator` must be an accelerate.Accelerator or None, got {described(accelerator)}"
         )

@@ -6,13 +6,11 @@ exist and no weight has changed. The step needs this moment: the overflow flag a
 depend on all gradients, and decide whether and by how much every weight changes.
 """
 
-import sys
-from collections.abc import Iterator
-
 from torch.optim import Optimizer
 
 from mfwrap.compatibility.torch import optimizers_in_backward
 from mfwrap.optimizers.chained import ChainedOptimizer
+from mfwrap.tensors.wrappers import is_instance_of
 
 _CLASSES = (
     ("lomo_optim", "Lomo"),
@@ -20,15 +18,6 @@ _CLASSES = (
     ("transformers.trainer_pt_utils", "LayerWiseDummyOptimizer"),
 )
 """Modules and names of optimizers whose weights change during backward."""
-
-
-def _loaded_classes() -> Iterator[type]:
-    # Do not import these modules. If no other code has imported a module, no optimizer has its
-    # class.
-    for module, name in _CLASSES:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None:
-            yield kind
 
 
 def refuse_update_in_backward(optimizer: Optimizer) -> None:
@@ -44,7 +33,7 @@ def refuse_update_in_backward(optimizer: Optimizer) -> None:
             refuse_update_in_backward(part)
         return
     name = type(optimizer).__name__
-    if not isinstance(optimizer, tuple(_loaded_classes())):
+    if not any(is_instance_of(optimizer, *names) for names in _CLASSES):
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         # torch sets this attribute on the parameters that it updates during backward.
         inner = next(filter(None, map(optimizers_in_backward, held)), None)

@@ -19,7 +19,6 @@ Only this file and pipeline_batches.py use private names of torch's schedules: `
 """
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -58,7 +57,7 @@ from mfwrap.step.ranks.float32_gradients import Float32Gradients
 from mfwrap.step.ranks.fsdp import ShardedParts
 from mfwrap.step.ranks.guard import RankGuard
 from mfwrap.tensors.shards import is_distributed, mesh_groups, on_device
-from mfwrap.tensors.wrappers import PipelineStages, distributed_parts
+from mfwrap.tensors.wrappers import PipelineStages, distributed_parts, is_instance_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -104,12 +103,8 @@ def pipeline_stages(schedule: "PipelineSchedule") -> PipelineStages:
 
 
 def _is_schedule(value: object) -> bool:
-    # Do not import the module here, because that is slow. If no other code has imported it, there
-    # is no schedule.
-    module = sys.modules.get("torch.distributed.pipelining.schedules")
-    return module is not None and isinstance(
-        value, (module.PipelineScheduleSingle, module.PipelineScheduleMulti)
-    )
+    module, names = "torch.distributed.pipelining.schedules", ("Single", "Multi")
+    return any(is_instance_of(value, module, f"PipelineSchedule{name}") for name in names)
 
 
 def accumulation_of(

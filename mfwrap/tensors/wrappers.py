@@ -12,6 +12,24 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
+_FSDP = "torch.distributed.fsdp"
+
+
+def is_instance_of(value: object, module: str, name: str) -> bool:
+    """Return whether a value is an instance of a class, without importing the class.
+
+    Imports of large libraries are slow. If no other code has imported the module, there is no
+    instance of its classes.
+
+    Args:
+        value: Any object.
+        module: Full name of the module that has the class.
+        name: Name of the class.
+    """
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
 def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
     """Return all DistributedDataParallel modules in a network, including the network itself."""
     return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
@@ -19,29 +37,20 @@ def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
 
 def is_deepspeed_engine(network: object) -> bool:
     """Return whether a network is a DeepSpeed engine, which has a training step of its own."""
-    # Do not import DeepSpeed here, because that is slow. If no other code has imported DeepSpeed,
-    # no engine exists.
-    deepspeed = sys.modules.get("deepspeed")
-    return deepspeed is not None and isinstance(network, deepspeed.DeepSpeedEngine)
+    return is_instance_of(network, "deepspeed", "DeepSpeedEngine")
 
 
 def contains_fsdp1(network: nn.Module) -> bool:
     """Return whether version 1 of FSDP wraps the network or a module in it."""
-    # As in `sharded_parts`: if no other code has imported the module, no such wrapper exists.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(
-        isinstance(part, fsdp.FullyShardedDataParallel) for part in network.modules()
+    return any(
+        is_instance_of(part, _FSDP, "FullyShardedDataParallel") for part in network.modules()
     )
 
 
 def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
     """Return the modules of a network, root included, to which ``fully_shard`` was applied."""
-    # Do not import the module here, because that is slow. If no other code has imported the module,
-    # `fully_shard` has not been called.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    return [part for part in network.modules() if isinstance(part, fsdp.FSDPModule)]
+    modules: Any = network.modules()
+    return [part for part in modules if is_instance_of(part, _FSDP, "FSDPModule")]
 
 
 def reshard(network: nn.Module) -> None:
@@ -88,9 +97,7 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside accelerate's wrapper, or `optimizer` itself without one."""
     # Remove only wrappers of accelerate's class. Other optimizers (Lookahead, for example) may also
     # hold an optimizer in the attribute `optimizer`, but the step of the outer optimizer must run.
-    # Do not import accelerate here, for the reason in `is_deepspeed_engine`.
-    accelerate = sys.modules.get("accelerate.optimizer")
-    while accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer):
+    while is_instance_of(optimizer, "accelerate.optimizer", "AcceleratedOptimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 

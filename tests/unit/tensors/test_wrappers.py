@@ -10,10 +10,30 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
+from mfwrap.tensors.wrappers import (
+    is_instance_of,
+    trainable,
+    unwrapped_network,
+    unwrapped_optimizer,
+)
 
 # torch.compile compiles at the first call. These tests call no network, so nothing is compiled.
 compiled = functools.partial(torch.compile, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        ("torch.nn", "Linear", True),
+        ("torch.nn", "Module", True),
+        ("torch.nn", "Conv2d", False),
+        ("torch.nn", "NoSuchClass", False),
+        ("no_such_module", "Linear", False),
+    ],
+)
+def test_a_class_is_known_by_its_name(module, name, expected):
+    """A value has the class or a subclass; nothing has one of a module that is not imported."""
+    assert is_instance_of(nn.Linear(1, 1), module, name) is expected
 
 
 def test_a_bare_network_is_itself():
