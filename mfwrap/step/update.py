@@ -303,7 +303,11 @@ class StepUpdate:
             spike = None if self._spikes is None else self._spikes.judge(measured.global_norm)
             skipped = self._skips(measured, spike)
             applied = ~skipped
-            divisor = self._clipped_divisor(measured, coefficient, spike)
+            if coefficient is None:
+                coefficient = self.configured_coefficient(measured)
+            if spike is not None:
+                coefficient = spike.clipped(coefficient)
+            divisor = _clipped_divisor(measured.divisor, coefficient)
             read = self._optimizer.step(divisor, skipped, measured.num_summed)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._loss_scale.update(measured.overflow)
@@ -318,7 +322,7 @@ class StepUpdate:
                 rates,
                 losses,
                 None if spike is None else spike.score,
-                norm_is_asked_for=coefficient is not None or spike is not None,
+                reports_norm=coefficient is not None or spike is not None,
             )
         self.counts.submit(report, measured.local_norm, skipped=read)
         return report
@@ -368,22 +372,6 @@ class StepUpdate:
             return None
         return clip_coefficient(measured.global_norm, self._config.max_grad_norm)
 
-    def _clipped_divisor(
-        self,
-        measured: Measurement,
-        coefficient: Tensor | None,
-        spike: SpikeVerdict | None,
-    ) -> Tensor | None:
-        if coefficient is None:
-            coefficient = self.configured_coefficient(measured)
-        if spike is not None:
-            coefficient = spike.clipped(coefficient)
-        if coefficient is None:
-            return measured.divisor
-        if measured.divisor is None:
-            return coefficient.reciprocal()
-        return measured.divisor / coefficient
-
     def _report(
         self,
         loss: Tensor,
@@ -393,9 +381,8 @@ class StepUpdate:
         losses: Mapping[str, Tensor] | None,
         score: Tensor | None,
         *,
-        norm_is_asked_for: bool,
+        reports_norm: bool,
     ) -> StepReport:
-        reports_norm = norm_is_asked_for or self._config.use_clip_grad
         five: dict[str, Any] = {
             "loss": loss,
             "overflow": measured.overflow,
@@ -452,6 +439,12 @@ def _divisors(
 def _nonzero(divisor: Tensor) -> Tensor:
     # A batch without targets has zero gradients and a zero divisor: 0 / 0 would give a nan norm.
     return torch.where(divisor == 0, 1.0, divisor)
+
+
+def _clipped_divisor(divisor: Tensor | None, coefficient: Tensor | None) -> Tensor | None:
+    if coefficient is None:
+        return divisor
+    return coefficient.reciprocal() if divisor is None else divisor / coefficient
 
 
 def _divided(norms: Tensor, divisor: Tensor | None) -> Tensor:
