@@ -34,9 +34,8 @@ class AveragedGroup(NamedTuple):
     sharded: bool
     """Whether weights or averages are distributed over ranks."""
 
-    zero: Tensor
     nine: Tensor
-    """0 and 9 in the shape, dtype and device of `smoothing_factor`, made once to save time."""
+    """9 in the shape, dtype and device of `smoothing_factor`, made once to save time."""
 
     def share(self, num_updates: Tensor | None, applied: Tensor | None) -> Tensor:
         """Return the share of the current weights in the new averages; 0 for a skipped update.
@@ -50,9 +49,7 @@ class AveragedGroup(NamedTuple):
         if num_updates is not None:
             # Equal to 1 - (1 + n) / (10 + n), but without the subtraction, which would lose digits.
             factor = torch.maximum(self.nine / (on_device(num_updates, factor.device) + 10), factor)
-        if applied is None:
-            return factor
-        return torch.where(on_device(applied, factor.device), factor, self.zero)
+        return factor if applied is None else factor * on_device(applied, factor.device)
 
     def follow(self, share: Tensor) -> None:
         """Move the averages towards the weights by `share`, which stays on the device."""
@@ -197,7 +194,6 @@ def grouped(
                 sharded=any(map(is_distributed, (*weights.values(), *averages.values()))),
                 # Subtract in Python's float64: in float32, 1 - 0.9999 would be 1.00017e-4.
                 smoothing_factor=_number(1 - decay, average),
-                zero=_number(0.0, average),
                 nine=_number(9.0, average),
             )
         )
