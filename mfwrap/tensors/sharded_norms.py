@@ -1,7 +1,7 @@
 """Norms of whole tensors, computed from the shards that each rank holds."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, distributed
@@ -16,9 +16,6 @@ from mfwrap.tensors.shards import (
     mesh_groups,
     on_device,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 class _Ranks(NamedTuple):
@@ -57,21 +54,21 @@ class SquareReduction:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        holders = [_ranks_of(tensor) for tensor in tensors]
         meshes = {
-            frozenset(tensor.device_mesh.mesh.flatten().tolist()): tensor.device_mesh
-            for tensor in tensors
-            if is_distributed(tensor)
+            ranks: tensor.device_mesh
+            for tensor, ranks in zip(tensors, holders, strict=True)
+            if is_distributed(tensor) and ranks is not None
         }
         ordered = sorted(meshes.items(), key=lambda item: len(item[0]))
         self._stages: list[_Ranks] = []
         last = len(ordered) - 1
         for index, (ranks, mesh) in enumerate(ordered):
             later = {other for other, _ in ordered[index + 1 :]}
-            own = [_ranks_of(tensor) == ranks for tensor in tensors]
-            counted = [_ranks_of(tensor) not in later for tensor in tensors]
+            counted = [own not in later for own in holders]
             copies = [
-                _num_copies(tensor) if is_distributed(tensor) and is_own else mesh.size()
-                for tensor, is_own in zip(tensors, own, strict=True)
+                _num_copies(tensor) if own == ranks else mesh.size()
+                for tensor, own in zip(tensors, holders, strict=True)
             ]
             device = torch.device(mesh.device_type)
             self._stages.append(
@@ -216,7 +213,7 @@ def _ranks_of(tensor: Tensor) -> frozenset[int] | None:
     return frozenset(tensor.device_mesh.mesh.flatten().tolist())
 
 
-def _num_copies(tensor: "DTensor") -> int:
+def _num_copies(tensor: Any) -> int:
     """Return how many ranks hold the same elements of a tensor."""
     copies = 1
     for dim, placement in enumerate(tensor.placements):
