@@ -183,13 +183,10 @@ class GradientAccumulation:
             if not reduces:
                 for part in self.distributed_parts:
                     stack.enter_context(part.no_sync())
-                if self._accelerator is not None and not self._is_parallel:
+                is_parallel = self.distributed_parts or self.sharded_parts.units
+                if self._accelerator is not None and not is_parallel:
                     stack.enter_context(self._accelerator.no_sync(self.network))
             yield
-
-    @property
-    def _is_parallel(self) -> bool:
-        return bool(self.distributed_parts or self.sharded_parts.units)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         if self._accelerator is None:

@@ -200,7 +200,13 @@ class PipelineAccumulation:
         section_clock.switch(Section.FORWARD_BACKWARD)
         self._float32.accumulate(on=num_parts > 1)
         try:
-            with self._scaled_loss(loss_scale / divisor, parts), self._held_reductions():
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._scaled_loss(loss_scale / divisor, parts))
+                # torch turns the reduction on for the last backward itself. But it runs one forward
+                # more in the first step, to find out about shapes, which would prepare a reduction
+                # in the first backward, and an error in the second step.
+                for part in self.distributed_parts:
+                    stack.enter_context(part.no_sync())
                 run(self._schedule, arguments, keywords)
             self._batches.keep_shapes()
         except BaseException:
@@ -281,19 +287,6 @@ class PipelineAccumulation:
         finally:
             set_loss_function(schedule, loss_fn)
             schedule.scale_grads = scale_grads
-
-    @contextlib.contextmanager
-    def _held_reductions(self) -> Iterator[None]:
-        """Keep DistributedDataParallel from reducing in a backward other than the last.
-
-        torch turns the reduction on for the last backward itself. But it runs one forward more in
-        the first step, to find out about shapes. That forward would prepare a reduction in the
-        first backward, and torch would raise an error in the second step.
-        """
-        with contextlib.ExitStack() as stack:
-            for part in self.distributed_parts:
-                stack.enter_context(part.no_sync())
-            yield
 
     def _of_other_ranks(self, loss_scale: Tensor) -> Accumulated:
         zero = torch.zeros((), dtype=torch.float32, device=loss_scale.device)
