@@ -11,16 +11,8 @@ from mfwrap.compatibility.torch import muon
 from mfwrap.optimizers.closure import evaluated
 from mfwrap.tensors.shards import local_tensor, on_device
 
-_SETTINGS = (
-    "lr",
-    "weight_decay",
-    "momentum",
-    "nesterov",
-    "ns_coefficients",
-    "eps",
-    "ns_steps",
-    "adjust_lr_fn",
-)
+_SETTINGS = inspect.signature(muon).parameters.keys() - {"params"}
+"""Names of what torch's step takes from a parameter group, and of its other arguments."""
 
 
 class Muon(torch.optim.Muon):
@@ -67,7 +59,7 @@ class Muon(torch.optim.Muon):
         """
         loss = evaluated(closure)
         for group in self.param_groups:
-            settings = {name: group[name] for name in _SETTINGS}
+            settings = {name: group[name] for name in _SETTINGS & group.keys()}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, settings)
