@@ -26,15 +26,13 @@ class _WarmUpAndCosineLR(WarmUpLR):
         self,
         optimizer: Optimizer,
         total_steps: int,
-        *,
         num_cycles: float,
         lr_end: float,
         decay_steps: int | None,
-        decay_ratio: float | None,
-        warm_up: WarmUp,
+        **warm_up: Unpack[WarmUp],
     ) -> None:
         length = run_length(total_steps)
-        end = steps_of("decay", decay_steps, decay_ratio, length)
+        end = steps_of("decay", decay_steps, None, length)
         self.num_cycles = check_number("num_cycles", num_cycles)
         self.lr_end = check_number("lr_end", lr_end)
         # Limit `decay_steps` to the run's length: after the run the cosine would rise again.
@@ -94,15 +92,8 @@ class CosineWithWarmUpLR(_WarmUpAndCosineLR):
         **warm_up: Unpack[WarmUp],
     ) -> None:
         warm_up.setdefault("warmup_steps", 0)
-        super().__init__(
-            optimizer,
-            total_steps,
-            num_cycles=num_cycles,
-            lr_end=lr_end,
-            decay_steps=decay_steps,
-            decay_ratio=decay_ratio,
-            warm_up=warm_up,
-        )
+        end = steps_of("decay", decay_steps, decay_ratio, run_length(total_steps))
+        super().__init__(optimizer, total_steps, num_cycles, lr_end, end, **warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
         return between(self.lr_end, learning_rate, half_wave(2 * self._cycles_at(step)))
@@ -150,15 +141,7 @@ class CosineWithRestartsAndWarmUpLR(_WarmUpAndCosineLR):
         decay_steps: int | None = None,
         **warm_up: Unpack[WarmUp],
     ) -> None:
-        super().__init__(
-            optimizer,
-            total_steps,
-            num_cycles=num_cycles,
-            lr_end=lr_end,
-            decay_steps=decay_steps,
-            decay_ratio=None,
-            warm_up=warm_up,
-        )
+        super().__init__(optimizer, total_steps, num_cycles, lr_end, decay_steps, **warm_up)
 
     def rate_after(self, learning_rate: Any, step: int) -> Any:
         return between(self.lr_end, learning_rate, half_wave(self._cycles_at(step) % 1))
