@@ -136,15 +136,13 @@ def norm_of_all(tensors: Sequence[Tensor], norm_type: float, device: torch.devic
     tensor is distributed, all ranks of its mesh must call this function.
 
     Args:
-        tensors: Tensors of any shape. The norm of none is 0.
+        tensors: At least one tensor, of any shape.
         norm_type: Type of the norm, for example 1 or inf.
         device: Device of the result.
 
     Returns:
         Shape ``()``, the same on all ranks.
     """
-    if not tensors:
-        return torch.zeros((), device=device)
     by_mesh: dict[Any, list[Tensor]] = {}
     for tensor in without_partial_sums(tensors):
         by_mesh.setdefault(tensor.device_mesh if is_distributed(tensor) else None, []).append(
