@@ -241,11 +241,12 @@ class StepUpdate:
         # Disable a caller's autocast, which would multiply norms in half precision.
         no_autocast = torch.autocast(self._device.type, enabled=False)
         with section_clock.within(Section.UPDATE), torch.no_grad(), no_autocast:
-            squares = self._norms.squares(parameters.local(gradients))
+            local = parameters.local(gradients)
+            squares = self._norms.squares(local)
             own = None if self._local_squares is None else self._local_squares.squares(squares)
             if self._rounds:
                 squares = squares_after_rounding(
-                    squares, gradients, parameters.tensors, num_summed, normalizer
+                    squares, local, parameters.tensors, num_summed, normalizer
                 )
             squares, normalizer = _over_shards(parameters.reduction, squares, normalizer)
             has_bad_rate = self._has_bad_rate() if agreement.is_pipeline else None

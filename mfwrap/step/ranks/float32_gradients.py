@@ -40,7 +40,6 @@ from mfwrap.step.parameters import network_parameters
 from mfwrap.step.ranks.agreement import reduced_by
 from mfwrap.step.ranks.fsdp import ShardedParts
 from mfwrap.step.ranks.local_norms import GradientTap, tap
-from mfwrap.tensors.shards import local_tensors
 
 if TYPE_CHECKING:
     from mfwrap.compatibility.torch import GradBucket
@@ -231,26 +230,25 @@ def squares_after_rounding(
 
     Args:
         squares: Sums of squares of ``N`` gradients, shape ``(N,)``, float32.
-        gradients: ``N`` scaled gradients; ``None`` for none.
+        gradients: This rank's shards of ``N`` scaled gradients; ``None`` for none.
         parameters: ``N`` parameters.
         num_summed: As in `Accumulated`: the gradients are divided by it before they are rounded.
         normalizer: Divisor of the gradients besides the loss scale; ``None`` if there is none.
     """
-    concerned = [
-        index
+    held = {
+        index: gradient
         for index, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True))
         if gradient is not None
         and parameter.dtype == torch.float16
         and gradient.dtype == torch.float32
-    ]
-    held = local_tensors([each for i in concerned if (each := gradients[i]) is not None])
-    # torch has no largest magnitude of an empty tensor: a rank may hold an empty shard.
-    full = [(i, each) for i, each in zip(concerned, held, strict=True) if each.numel()]
-    if not full:
+        # torch has no largest magnitude of an empty tensor: a rank may hold an empty shard.
+        and gradient.numel()
+    }
+    if not held:
         return squares
     largest = [torch.zeros_like(squares[0])] * len(squares)
-    norms = foreach_norm([each for _, each in full], float("inf"))
-    for (index, _), norm in zip(full, norms, strict=True):
+    norms = foreach_norm(list(held.values()), float("inf"))
+    for index, norm in zip(held, norms, strict=True):
         largest[index] = norm
     # An optimizer that is skipped by the host gets gradients that were divided by the whole divisor
     # before they are rounded. Denominators that are fractions make it less than `num_summed`.
