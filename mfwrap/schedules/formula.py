@@ -23,9 +23,6 @@ class FormulaLR(LRScheduler, abc.ABC):
         last_epoch: Last step of an earlier run to continue from; -1 starts at step 0.
     """
 
-    def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
-        super().__init__(optimizer, last_epoch)
-
     @abc.abstractmethod
     def rate(self, learning_rate: Any, step: int) -> Any:
         """Return a parameter group's learning rate at a step.
