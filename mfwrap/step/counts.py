@@ -100,12 +100,7 @@ class UpdateCounts:
         )
         self._reads.submit(
             torch.stack([value.float() for value in values]),
-            functools.partial(
-                self._receive,
-                local_norm=local_norm,
-                names=report.local_norm_names,
-                rates=report.learning_rates,
-            ),
+            functools.partial(self._receive, report=report, local_norm=local_norm),
         )
 
     @contextlib.contextmanager
@@ -154,12 +149,7 @@ class UpdateCounts:
             raise error
 
     def _receive(
-        self,
-        values: Sequence[float],
-        *,
-        local_norm: Callable[[], Tensor],
-        names: tuple[str, ...],
-        rates: Tensor,
+        self, values: Sequence[float], *, report: StepReport, local_norm: Callable[[], Tensor]
     ) -> None:
         arrival = _Arrival(*values)
         self._was_skipped = bool(arrival.skipped)
@@ -168,11 +158,13 @@ class UpdateCounts:
         at_limit = self._limit is not None and arrival.consecutive_skips >= self._limit
         if at_limit and self._error is None:
             finite = local_norm().isfinite().tolist()
-            bad = [name for name, fine in zip(names, finite, strict=True) if not fine]
+            named = zip(report.local_norm_names, finite, strict=True)
+            bad = [name for name, is_finite in named if not is_finite]
             msg = (
                 f"{arrival.consecutive_skips:.0f} updates in a row were skipped, the last one at "
                 f"step {arrival.step:.0f} with loss scale {arrival.loss_scale:g}; "
-                f"groups with a non-finite gradient norm: {bad}; learning rates: {rates.tolist()}"
+                f"groups with a non-finite gradient norm: {bad}; learning rates: "
+                f"{report.learning_rates.tolist()}"
             )
             self._error = RuntimeError(msg)
 
