@@ -1,6 +1,6 @@
 """The attributes and methods of MindSpore's cells from which you can build a training step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import check_bool, described
 from mfwrap.average.ema import ExponentialMovingAverage
+from mfwrap.compatibility.torch import pytree
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.step.parameters import TrainedParameters
 from mfwrap.step.parts.forward_reuse import remember_forwards
@@ -204,14 +205,19 @@ class LossScaleHooks(StepParts):
 
         Args:
             status: First value that `start_overflow_check` returned; ignored.
-            compute_output: Gradients: a tensor, or a nested sequence or mapping of tensors.
+            compute_output: Gradients: a tensor, or tensors nested in lists, tuples and dicts.
 
         Returns:
             Flag of shape ``()``, bool, on the training device. Does not synchronize with the
             device.
         """
         del status
-        found = has_non_finite(_tensors_in(compute_output), self.scale_sense.device)
+        leaves = pytree.tree_leaves(compute_output)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                msg = f"`compute_output` must hold tensors, got {described(leaf)}"
+                raise TypeError(msg)
+        found = has_non_finite(leaves, self.scale_sense.device)
         return found if self.__agreement is None else self.__agreement.any(found)
 
     def process_loss_scale(self, overflow: Tensor | bool) -> Tensor:  # noqa: FBT001  (MindSpore's signature)
@@ -230,14 +236,3 @@ class LossScaleHooks(StepParts):
         return self.__loss_scale.update(
             torch.full((), check_bool("overflow", overflow), device=device)
         )
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, Mapping):
-        values = list(values.values())
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        msg = f"`compute_output` must hold tensors, got {described(values)}"
-        raise TypeError(msg)
-    return [tensor for value in values for tensor in _tensors_in(value)]
