@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mfwrap.tensors.shards import is_distributed, local_tensor
+from mfwrap.tensors.shards import is_distributed, local_tensor, placed_as
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -68,20 +68,6 @@ def _shard_of(parameter: Tensor) -> Tensor:
 
 def _local(value: Any) -> Any:
     return local_tensor(value) if isinstance(value, Tensor) else value
-
-
-def placed_as(value: Tensor, parameter: "DTensor") -> "DTensor":
-    """Distribute a shard like a parameter."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (imported already)
-
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _placed_state(name: str, value: Any, parameter: "DTensor") -> Any:

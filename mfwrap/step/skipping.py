@@ -24,8 +24,8 @@ from mfwrap.optimizers.chained import parts_of
 from mfwrap.optimizers.muon import Muon
 from mfwrap.optimizers.qk_clip import discard_logits
 from mfwrap.step.fused_sgd import FusedSGD
-from mfwrap.step.optimizer_shards import holds_distributed, on_local_shards, placed_as
-from mfwrap.tensors.shards import is_distributed, local_tensors
+from mfwrap.step.optimizer_shards import holds_distributed, on_local_shards
+from mfwrap.tensors.shards import is_distributed, local_tensors, placed_as
 
 _FUSED = (Adam, AdamW, SGD, Adagrad, AdamWeightDecay)
 

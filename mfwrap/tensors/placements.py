@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mfwrap.collectives import add_over_ranks
-from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.shards import is_distributed, placed_as
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,20 +85,14 @@ def without_partial_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _added(tensors: "Sequence[DTensor]", dim: int) -> "list[DTensor]":
     """Add up the partial sums of tensors of one mesh and dtype over a dimension of the mesh."""
-    mesh = tensors[0].device_mesh
     parts = [tensor.to_local() for tensor in tensors]
     flat = torch.cat([part.reshape(-1) for part in parts])
-    add_over_ranks(flat, mesh.get_group(dim))
+    add_over_ranks(flat, tensors[0].device_mesh.get_group(dim))
     sums = flat.split([part.numel() for part in parts])
     return [
-        type(tensor).from_local(
-            # An optimizer may rely on a gradient that has the strides of its parameter.
-            torch.empty_like(part).copy_(total.view(part.shape)),
-            mesh,
-            _replicated(tensor, [dim]),
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
+        # An optimizer may rely on a gradient that has the strides of its parameter.
+        placed_as(
+            torch.empty_like(part).copy_(total.view(part.shape)), tensor, _replicated(tensor, [dim])
         )
         for tensor, part, total in zip(tensors, parts, sums, strict=True)
     ]

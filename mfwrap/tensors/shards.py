@@ -1,7 +1,7 @@
 """Distributed tensors: this rank's shard, the ranks of a mesh, and moves to another device."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from mfwrap.compatibility.torch import foreach_mul_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 _Tensor = TypeVar("_Tensor", Tensor, Tensor | None)
 
@@ -85,6 +85,26 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
         value.detach(), target.device_mesh, target.placements, src_data_rank=None
     )
     return part.to_local()
+
+
+def placed_as(
+    value: Tensor, like: "DTensor", placements: "Sequence[Placement] | None" = None
+) -> "DTensor":
+    """Return the distributed tensor of which `value` is this rank's part.
+
+    Args:
+        value: This rank's part.
+        like: Tensor of the same mesh, shape and strides.
+        placements: Placements of the result; ``None`` for those of `like`.
+    """
+    return type(like).from_local(
+        value,
+        like.device_mesh,
+        placements or like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def mesh_groups(mesh: "DeviceMesh") -> "tuple[distributed.ProcessGroup, ...]":
