@@ -20,8 +20,8 @@ from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import SquareReduction
 from mfwrap.tensors.shards import is_distributed, local_tensors
 from mfwrap.tensors.wrappers import (
-    contains_fsdp1,
-    is_deepspeed_engine,
+    FSDP,
+    is_instance_of,
     plain_name,
     reshard,
     unwrapped_network,
@@ -48,14 +48,14 @@ def checked_network(network: object) -> nn.Module:
     if not isinstance(network, nn.Module):
         msg = f"`network` must be a torch.nn.Module, got {described(network)}"
         raise TypeError(msg)
-    if is_deepspeed_engine(network):
+    if is_instance_of(network, "deepspeed", "DeepSpeedEngine"):
         msg = (
             "`network` must not be a DeepSpeed engine: the engine has its own training step, which "
             "does not support averages, local norms, skipping of spikes or another loss scale; use "
             "fully_shard (FSDP2) to shard weights and optimizer"
         )
         raise TypeError(msg)
-    if contains_fsdp1(network):
+    if any(is_instance_of(each, FSDP, "FullyShardedDataParallel") for each in network.modules()):
         msg = (
             "`network` must not contain version 1 of FSDP, got FullyShardedDataParallel, whose "
             "ranks would compute different norms; use `fully_shard` (FSDP2) instead"

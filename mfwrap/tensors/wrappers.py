@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-_FSDP = "torch.distributed.fsdp"
+FSDP = "torch.distributed.fsdp"
+"""Module with the classes of both versions of FSDP."""
 
 
 def is_instance_of(value: object, module: str, name: str) -> bool:
@@ -35,22 +36,10 @@ def distributed_parts(network: nn.Module) -> list[DistributedDataParallel]:
     return [part for part in network.modules() if isinstance(part, DistributedDataParallel)]
 
 
-def is_deepspeed_engine(network: object) -> bool:
-    """Return whether a network is a DeepSpeed engine, which has a training step of its own."""
-    return is_instance_of(network, "deepspeed", "DeepSpeedEngine")
-
-
-def contains_fsdp1(network: nn.Module) -> bool:
-    """Return whether version 1 of FSDP wraps the network or a module in it."""
-    return any(
-        is_instance_of(part, _FSDP, "FullyShardedDataParallel") for part in network.modules()
-    )
-
-
 def sharded_parts(network: nn.Module) -> "list[FSDPModule]":
     """Return the modules of a network, root included, to which ``fully_shard`` was applied."""
     modules: Any = network.modules()
-    return [part for part in modules if is_instance_of(part, _FSDP, "FSDPModule")]
+    return [part for part in modules if is_instance_of(part, FSDP, "FSDPModule")]
 
 
 def reshard(network: nn.Module) -> None:
