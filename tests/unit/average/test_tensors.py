@@ -225,12 +225,13 @@ def test_weights_are_converted_in_pieces(piece, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_way_of_a_gpu_runs_on_a_cpu(dtype, monkeypatch):
+@pytest.mark.parametrize("spacing", [1, 2], ids=["blocks", "and a slice"])
+def test_the_way_of_a_gpu_runs_on_a_cpu(dtype, spacing, monkeypatch):
     """With the step of fused SGD, weights in any order of memory follow as with ``lerp``."""
     values = weights_of((4, 3), (0,), (), (17,), (2, 3, 2, 2), (10,), dtype=dtype)
     values[0] = values[0].T
     values[4] = values[4].to(memory_format=torch.channels_last)
-    values[5] = values[5][::2]
+    values[5] = values[5][::spacing]
     expected = ExponentialMovingAverage(values, 0.9, warmup=True)
     monkeypatch.setattr(tensors, "_has_fused_step", lambda *_: True)
     monkeypatch.setattr(tensors, "_PIECE", 10)
