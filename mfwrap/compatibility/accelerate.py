@@ -21,40 +21,16 @@ SKIPPED = "_is_overflow"
 """Attribute of an optimizer: whether its last update was skipped."""
 
 NAMES = (
-    ForeignName(_ACCELERATOR, "Accelerator._models", "networks that were prepared"),
-    ForeignName(_ACCELERATOR, "Accelerator._optimizers", "optimizers that were prepared"),
-    ForeignName(_ACCELERATOR, "Accelerator._schedulers", "schedules that were prepared"),
-    ForeignName(_ACCELERATOR, "Accelerator._dataloaders", "data loaders that were prepared"),
+    ForeignName(_ACCELERATOR, "Accelerator._models"),
+    ForeignName(_ACCELERATOR, "Accelerator._optimizers"),
+    ForeignName(_ACCELERATOR, "Accelerator._schedulers"),
+    ForeignName(_ACCELERATOR, "Accelerator._dataloaders"),
+    *(ForeignName(_ACCELERATOR, f"Accelerator.{name}") for name in SAVE_HOOKS),
+    ForeignName(_ACCELERATOR, "Accelerator.prepare._is_accelerate_prepared"),
+    ForeignName(_ACCELERATOR, "Accelerator.prepare_model._original_forward"),
     *(
-        ForeignName(
-            _ACCELERATOR,
-            f"Accelerator.{name}",
-            "left out of a pickled accelerator: the hooks of a step",
-        )
-        for name in SAVE_HOOKS
-    ),
-    ForeignName(
-        _ACCELERATOR,
-        "Accelerator.prepare._is_accelerate_prepared",
-        "mark of an optimizer that was prepared",
-    ),
-    ForeignName(
-        _ACCELERATOR,
-        "Accelerator.prepare_model._original_forward",
-        "mark of a model whose forward runs in autocast",
-    ),
-    *(
-        ForeignName(
-            "accelerate.optimizer",
-            f"AcceleratedOptimizer.{name}",
-            "removed when a step that brought a scaler is detached",
-        )
-        for name in OF_SCALER
-    ),
-    ForeignName(
-        "accelerate.optimizer",
-        f"AcceleratedOptimizer.{SKIPPED}",
-        "whether the last update was skipped",
+        ForeignName("accelerate.optimizer", f"AcceleratedOptimizer.{name}")
+        for name in (*OF_SCALER, SKIPPED)
     ),
 )
 

@@ -6,8 +6,6 @@ from typing import final
 
 from packaging.version import Version
 
-ALWAYS = "exists in all supported versions"
-
 
 @final
 @dataclass(frozen=True)
@@ -18,23 +16,14 @@ class ForeignName:
         module: Module that has the name, or that has the class of `attribute`.
         attribute: The name inside the module. ``"Class.name"`` is an attribute of the class or of
             its instances.
-        purpose: What mfwrap uses it for.
         since: First version of the library that has it; ``None`` if all supported versions do.
         before: First version of the library that no longer has it; ``None`` if there is none yet.
-        otherwise: What mfwrap does in a supported version that lacks it.
     """
 
     module: str
     attribute: str
-    purpose: str
     since: str | None = None
     before: str | None = None
-    otherwise: str = ALWAYS
-
-    @property
-    def library(self) -> str:
-        """Name of the library, such as ``"torch"``."""
-        return self.module.partition(".")[0]
 
 
 class ReleaseError(ImportError):

@@ -19,107 +19,45 @@ _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_PACKAGE}._fsdp_state"
 _GROUP = f"{_PACKAGE}._fsdp_param_group"
 _PARAM = f"{_PACKAGE}._fsdp_param"
-_OF_PARAMETERS = "since torch 2.15, each parameter has its own"
-_IN_GRAD = "since torch 2.15, whole gradients are the `grad` of the unsharded parameters"
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 """Dtypes in which a sum of many gradients loses small ones."""
 
 NAMES = (
-    ForeignName(
-        f"{_PACKAGE}._fully_shard",
-        "FSDPModule._get_fsdp_state",
-        "state of a module that `fully_shard` has sharded",
-    ),
-    ForeignName(
-        "torch.distributed.fsdp",
-        "FSDPModule.reset_iter_state",
-        "continue after a forward or backward that raised",
-        since="2.13",
-        otherwise="the next step raises if a sharded module was interrupted",
-    ),
-    ForeignName(_STATE, "FSDPState._is_root", "modules on which the reset must be called"),
-    ForeignName(_STATE, "FSDPState._state_ctx", "whether a forward was interrupted"),
-    ForeignName(_STATE, "FSDPStateContext.all_states", "whether a forward was interrupted"),
-    ForeignName(_STATE, "FSDPStateContext.iter_forward_root", "whether a forward was interrupted"),
-    ForeignName(_STATE, "FSDPState._training_state", "whether a forward was interrupted"),
-    ForeignName(_GROUP, "FSDPParamGroup._training_state", "whether a backward was interrupted"),
-    ForeignName(
-        _STATE,
-        "FSDPState._fsdp_param_groups",
-        "groups of a module",
-        since="2.12",
-        otherwise="`_fsdp_param_group`",
-    ),
-    ForeignName(_STATE, "FSDPState._fsdp_param_group", "the one group of a module"),
-    ForeignName(_GROUP, "FSDPParamGroup.fsdp_params", "parameters of a group"),
-    ForeignName(_GROUP, "FSDPParamGroup.is_sharded", "whether the shards are in the modules"),
-    ForeignName(_GROUP, "FSDPParamGroup.mesh_info", "ranks of a reduction"),
-    ForeignName(_GROUP, "FSDPParamGroup.gradient_divide_factor", "divisor of a reduction"),
-    ForeignName(_GROUP, "FSDPParamGroup.reduce_grads", "whether the next backward reduces"),
-    ForeignName(_GROUP, "FSDPParamGroup.post_backward", "replaced: read gradients before it"),
-    ForeignName(_GROUP, "FSDPParamGroup.unshard", "replaced: time it"),
-    ForeignName(_GROUP, "FSDPParamGroup.wait_for_unshard", "replaced: time it"),
-    ForeignName(_GROUP, "FSDPParamGroup._init_mp_dtypes", "apply a changed policy"),
-    ForeignName(
-        _GROUP,
-        "FSDPParamGroup.mp_policy",
-        "dtypes of a group",
-        before="2.15",
-        otherwise=_OF_PARAMETERS,
-    ),
-    ForeignName(
-        _GROUP,
-        "FSDPParamGroup._orig_dtype",
-        "dtype of reduced gradients",
-        before="2.15",
-        otherwise="`FSDPParam.sharded_grad_dtype`",
-    ),
-    ForeignName(_PARAM, "FSDPParam.sharded_param", "shard of a parameter"),
-    ForeignName(_PARAM, "FSDPParam._module_info", "module and name of a parameter"),
-    ForeignName(_PARAM, "FSDPParam._unsharded_param", "whole parameter, once it was gathered"),
-    ForeignName(_PARAM, "FSDPParam.unsharded_grad_data", "whole gradient"),
-    ForeignName(_PARAM, "FSDPParam.mp_policy", "dtypes, where groups have none"),
-    ForeignName(
-        _PARAM,
-        "FSDPParam.sharded_grad_dtype",
-        "dtype of reduced gradients",
-        since="2.15",
-        otherwise="`FSDPParamGroup._orig_dtype`",
-    ),
-    ForeignName(
-        _PARAM,
-        "FSDPParam._has_sharded_grad_dtype_override",
-        "whether `sharded_grad_dtype` differs from the weight's",
-        since="2.15",
-        otherwise="`FSDPParamGroup._orig_dtype`",
-    ),
-    ForeignName(
-        _PARAM,
-        "FSDPParam.unsharded_grad_dtype",
-        "dtype of whole gradients",
-        since="2.15",
-        otherwise="torch converts them itself",
-    ),
-    ForeignName(
-        _PARAM,
-        "FSDPParam.accumulate_unsharded_grad_if_needed",
-        "complete the sum of whole gradients",
-        before="2.15",
-        otherwise=_IN_GRAD,
-    ),
-    ForeignName(
-        _PARAM,
-        "FSDPParam.unsharded_accumulated_grad",
-        "sum of whole gradients in another dtype; read-only since torch 2.15",
-    ),
-    ForeignName(
-        _PARAM,
-        "FSDPParam.unsharded_accumulated_grad_data",
-        "sum of whole gradients in another dtype",
-        before="2.15",
-        otherwise=_IN_GRAD,
-    ),
+    ForeignName(f"{_PACKAGE}._fully_shard", "FSDPModule._get_fsdp_state"),
+    ForeignName("torch.distributed.fsdp", "FSDPModule.reset_iter_state", since="2.13"),
+    ForeignName(_STATE, "FSDPState._is_root"),
+    ForeignName(_STATE, "FSDPState._state_ctx"),
+    ForeignName(_STATE, "FSDPStateContext.all_states"),
+    ForeignName(_STATE, "FSDPStateContext.iter_forward_root"),
+    ForeignName(_STATE, "FSDPState._training_state"),
+    ForeignName(_GROUP, "FSDPParamGroup._training_state"),
+    ForeignName(_STATE, "FSDPState._fsdp_param_groups", since="2.12"),
+    ForeignName(_STATE, "FSDPState._fsdp_param_group"),
+    ForeignName(_GROUP, "FSDPParamGroup.fsdp_params"),
+    ForeignName(_GROUP, "FSDPParamGroup.is_sharded"),
+    ForeignName(_GROUP, "FSDPParamGroup.mesh_info"),
+    ForeignName(_GROUP, "FSDPParamGroup.gradient_divide_factor"),
+    ForeignName(_GROUP, "FSDPParamGroup.reduce_grads"),
+    ForeignName(_GROUP, "FSDPParamGroup.post_backward"),
+    ForeignName(_GROUP, "FSDPParamGroup.unshard"),
+    ForeignName(_GROUP, "FSDPParamGroup.wait_for_unshard"),
+    ForeignName(_GROUP, "FSDPParamGroup._init_mp_dtypes"),
+    # Since torch 2.15, each parameter has dtypes of its own.
+    ForeignName(_GROUP, "FSDPParamGroup.mp_policy", before="2.15"),
+    ForeignName(_GROUP, "FSDPParamGroup._orig_dtype", before="2.15"),
+    ForeignName(_PARAM, "FSDPParam.sharded_param"),
+    ForeignName(_PARAM, "FSDPParam._module_info"),
+    ForeignName(_PARAM, "FSDPParam._unsharded_param"),
+    ForeignName(_PARAM, "FSDPParam.unsharded_grad_data"),
+    ForeignName(_PARAM, "FSDPParam.mp_policy"),
+    ForeignName(_PARAM, "FSDPParam.sharded_grad_dtype", since="2.15"),
+    ForeignName(_PARAM, "FSDPParam._has_sharded_grad_dtype_override", since="2.15"),
+    ForeignName(_PARAM, "FSDPParam.unsharded_grad_dtype", since="2.15"),
+    # Since torch 2.15, whole gradients are the `grad` of the unsharded parameters.
+    ForeignName(_PARAM, "FSDPParam.accumulate_unsharded_grad_if_needed", before="2.15"),
+    ForeignName(_PARAM, "FSDPParam.unsharded_accumulated_grad"),  # read-only since torch 2.15
+    ForeignName(_PARAM, "FSDPParam.unsharded_accumulated_grad_data", before="2.15"),
 )
 
 

@@ -5,15 +5,7 @@ from torch import Tensor
 
 from mfwrap.compatibility.foreign import ForeignName
 
-NAMES = (
-    ForeignName(
-        "torch",
-        "Tensor.grad_dtype",
-        "accumulate the gradients of half-precision weights in float32",
-        since="2.10",
-        otherwise="`accumulate_allreduce_grads_in_fp32` is refused",
-    ),
-)
+NAMES = (ForeignName("torch", "Tensor.grad_dtype", since="2.10"),)
 
 HAS_GRADIENT_DTYPE = hasattr(Tensor, "grad_dtype")
 """Whether a gradient may have another dtype than its parameter.

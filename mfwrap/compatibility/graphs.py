@@ -8,15 +8,7 @@ import torch
 
 from mfwrap.compatibility.foreign import ForeignName
 
-NAMES = (
-    ForeignName(
-        "torch.accelerator",
-        "Graph",
-        "capture a step on devices other than CUDA",
-        since="2.12",
-        otherwise="`capture` is refused there",
-    ),
-)
+NAMES = (ForeignName("torch.accelerator", "Graph", since="2.12"),)
 
 
 def lacks_graphs(device: torch.device) -> bool:

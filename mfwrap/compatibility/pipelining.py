@@ -9,13 +9,13 @@ from mfwrap.compatibility.foreign import ForeignName, is_installed
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
 NAMES = (
-    ForeignName(_SCHEDULES, "PipelineScheduleSingle._stage", "stage of this rank"),
-    ForeignName(_SCHEDULES, "PipelineScheduleMulti._stages", "stages of this rank"),
-    ForeignName(_SCHEDULES, "_PipelineSchedule._loss_fn", "replaced: scale the loss"),
-    ForeignName(_SCHEDULES, "_PipelineSchedule._n_microbatches", "number of micro-batches"),
-    ForeignName(_SCHEDULES, "_PipelineSchedule._args_chunk_spec", "how inputs are split"),
-    ForeignName(_SCHEDULES, "_PipelineSchedule._kwargs_chunk_spec", "how keywords are split"),
-    ForeignName(_SCHEDULES, "_PipelineSchedule._internal_losses", "losses of a failed step"),
+    ForeignName(_SCHEDULES, "PipelineScheduleSingle._stage"),
+    ForeignName(_SCHEDULES, "PipelineScheduleMulti._stages"),
+    ForeignName(_SCHEDULES, "_PipelineSchedule._loss_fn"),
+    ForeignName(_SCHEDULES, "_PipelineSchedule._n_microbatches"),
+    ForeignName(_SCHEDULES, "_PipelineSchedule._args_chunk_spec"),
+    ForeignName(_SCHEDULES, "_PipelineSchedule._kwargs_chunk_spec"),
+    ForeignName(_SCHEDULES, "_PipelineSchedule._internal_losses"),
 )
 
 

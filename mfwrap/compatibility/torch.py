@@ -26,83 +26,41 @@ else:
     with contextlib.suppress(ImportError):  # a torch that was built without ranks
         from torch.distributed import GradBucket  # noqa: F401  (for communication hooks)
 
-_OPTIMIZER_HOOKS = "hooks of an optimizer, which a captured step does not call"
-_FOREACH = "one kernel for a list of tensors"
-
 NAMES = (
-    *(
-        ForeignName("torch", name, _FOREACH)
-        for name in (
-            "_foreach_add_",
-            "_foreach_clamp_max_",
-            "_foreach_clamp_min_",
-            "_foreach_copy_",
-            "_foreach_div_",
-            "_foreach_lerp_",
-            "_foreach_mul_",
-            "_foreach_norm",
-        )
-    ),
-    *(
-        ForeignName("torch", f"ops.aten.{name}", "count floating-point operations on a CPU")
-        for name in (
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
-        )
-    ),
-    ForeignName("torch", "Tensor._version", "whether a tensor was changed in place"),
-    ForeignName("torch", "Tensor._post_accumulate_grad_hooks", "hooks of a parameter's gradient"),
+    ForeignName("torch", "_foreach_add_"),
+    ForeignName("torch", "_foreach_clamp_max_"),
+    ForeignName("torch", "_foreach_clamp_min_"),
+    ForeignName("torch", "_foreach_copy_"),
+    ForeignName("torch", "_foreach_div_"),
+    ForeignName("torch", "_foreach_lerp_"),
+    ForeignName("torch", "_foreach_mul_"),
+    ForeignName("torch", "_foreach_norm"),
+    ForeignName("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu"),
+    ForeignName("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"),
+    ForeignName("torch", "Tensor._version"),
+    ForeignName("torch", "Tensor._post_accumulate_grad_hooks"),
     ForeignName(
         "torch.distributed.optim.apply_optimizer_in_backward",
         "_apply_optimizer_in_backward._in_backward_optimizers",
-        "optimizers of a parameter that step in backward, which are refused",
     ),
-    ForeignName("torch.utils", "_pytree", "tensors in nested containers"),
-    ForeignName("torch._compile", "_disable_dynamo", "`torch.compiler.disable` without its import"),
-    ForeignName("torch.autograd", "Variable._execution_engine", "call a function after backward"),
-    ForeignName("torch.nn", "Module._compiled_call_impl", "call of `module.compile()`"),
-    ForeignName("torch.nn.modules.batchnorm", "_BatchNorm", "whether the rows of a batch mix"),
-    ForeignName("torch.nn", "Module._backward_hooks", "hooks of a module's backward"),
-    ForeignName("torch.nn", "Module._load_state_dict_pre_hooks", "weights that a module loads"),
-    ForeignName("torch.nn", "Module._load_from_state_dict", "weights that a module loads"),
-    ForeignName("torch.nn", "Module._modules", "children of a module, without a generator"),
-    ForeignName("torch.nn", "Module._parameters", "parameters of a module, without a generator"),
-    ForeignName(
-        "torch._dynamo.eval_frame", "OptimizedModule._orig_mod", "module in `torch.compile(module)`"
-    ),
-    ForeignName("torch.optim", "_muon", "the step of Muon for one matrix"),
-    ForeignName("torch.optim", "Optimizer._optimizer_step_pre_hooks", _OPTIMIZER_HOOKS),
-    ForeignName("torch.optim", "Optimizer._optimizer_step_post_hooks", _OPTIMIZER_HOOKS),
-    ForeignName(
-        "torch.optim.lr_scheduler", "LRScheduler._step_count", "count steps as accelerate does"
-    ),
-    ForeignName(
-        "torch.optim.lr_scheduler", "SequentialLR._schedulers", "schedules inside a schedule"
-    ),
-    ForeignName(
-        "torch.nn.parallel", "DistributedDataParallel._comm_hooks", "whether a hook is registered"
-    ),
-    ForeignName(
-        "torch.nn.parallel", "DistributedDataParallel._pre_forward", "replaced: time its broadcasts"
-    ),
-    ForeignName(
-        "torch.nn.parallel",
-        "DistributedDataParallel._use_python_reducer",
-        "whether `_pre_forward` waits",
-    ),
-    ForeignName(
-        "torch.nn.parallel.distributed",
-        "DistributedDataParallel._distributed_broadcast_coalesced",
-        "observed: broadcasts of buffers",
-    ),
-    ForeignName(
-        "torch.distributed.distributed_c10d", "_get_default_store", "messages beside collectives"
-    ),
-    ForeignName(
-        "torch.distributed",
-        "ProcessGroup._get_sequence_number_for_group",
-        "number of collectives that a rank has begun",
-    ),
+    ForeignName("torch.utils", "_pytree"),
+    ForeignName("torch._compile", "_disable_dynamo"),
+    ForeignName("torch.autograd", "Variable._execution_engine"),
+    ForeignName("torch.nn", "Module._compiled_call_impl"),
+    ForeignName("torch.nn.modules.batchnorm", "_BatchNorm"),
+    ForeignName("torch.nn", "Module._backward_hooks"),
+    ForeignName("torch.nn", "Module._load_state_dict_pre_hooks"),
+    ForeignName("torch.nn", "Module._load_from_state_dict"),
+    ForeignName("torch._dynamo.eval_frame", "OptimizedModule._orig_mod"),
+    ForeignName("torch.optim", "_muon"),
+    ForeignName("torch.optim", "Optimizer._optimizer_step_pre_hooks"),
+    ForeignName("torch.optim", "Optimizer._optimizer_step_post_hooks"),
+    ForeignName("torch.optim.lr_scheduler", "LRScheduler._step_count"),
+    ForeignName("torch.optim.lr_scheduler", "SequentialLR._schedulers"),
+    ForeignName("torch.nn.parallel", "DistributedDataParallel._comm_hooks"),
+    ForeignName("torch.nn.parallel", "DistributedDataParallel._pre_forward"),
+    ForeignName("torch.nn.parallel", "DistributedDataParallel._use_python_reducer"),
+    ForeignName("torch.distributed.distributed_c10d", "_get_default_store"),
 )
 
 foreach_add_ = torch._foreach_add_

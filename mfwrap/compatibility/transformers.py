@@ -21,72 +21,43 @@ Before 5.3, the Trainer's loop is one function. 5.3 and 5.4 have the methods, an
 """
 
 _TRAINER = "transformers.trainer"
-_REFUSED = "MFTrainer is refused"
-_OVERRIDDEN = "overridden by MFTrainerMixin"
 _LIBRARIES = {"mfwrap", "peft", "transformers"}
-_SUMS = "losses since the last log, which a checkpoint and the mean of a resumed training need"
 
 NAMES = (
-    *(
-        ForeignName(_TRAINER, f"Trainer.{name}", _OVERRIDDEN)
-        for name in (
-            "_evaluate",
-            "_get_output_dir",
-            "_inner_training_loop",
-            "_load_callback_state",
-            "_load_from_checkpoint",
-            "_load_optimizer_and_scheduler",
-            "_load_rng_state",
-            "_load_scaler",
-            "_save",
-            "_save_checkpoint",
-            "_save_scaler",
-        )
-    ),
-    *(
-        ForeignName(_TRAINER, f"Trainer.{name}", _OVERRIDDEN, since="5.3", otherwise=_REFUSED)
-        for name in ("_finalize_training", "_init_training_state", "_run_epoch")
-    ),
-    *(
-        ForeignName(_TRAINER, f"Trainer.{name}", purpose, since="5.3", otherwise=_REFUSED)
-        for name, purpose in (("_tr_loss", _SUMS),)
-    ),
-    ForeignName(_TRAINER, "Trainer._globalstep_last_logged", _SUMS),
-    ForeignName(_TRAINER, "Trainer._total_loss_scalar", _SUMS),
-    ForeignName(_TRAINER, "Trainer._get_num_items_in_batch", "count the targets of micro-batches"),
-    ForeignName(_TRAINER, "Trainer._prepare_inputs", "whether a subclass makes its own batches"),
-    ForeignName(
-        _TRAINER,
-        "Trainer._save_optimizer_and_scheduler",
-        "whether a subclass saves its optimizer in a form of its own",
-    ),
-    ForeignName(_TRAINER, "Trainer._push_from_checkpoint", "upload a checkpoint"),
-    ForeignName(_TRAINER, "Trainer._train_batch_size", "size that `auto_find_batch_size` found"),
-    ForeignName(
-        _TRAINER,
-        "Trainer._mixed_mesh_grads",
-        "set: the step clips gradients of several meshes, which the Trainer would look for",
-        since="5.17",
-        otherwise="the attribute has no effect",
-    ),
-    ForeignName(
-        "transformers.modeling_utils",
-        "PreTrainedModel._keys_to_ignore_on_save",
-        "weights that a model does not save",
-    ),
+    # Methods that MFTrainerMixin overrides.
+    ForeignName(_TRAINER, "Trainer._evaluate"),
+    ForeignName(_TRAINER, "Trainer._finalize_training", since="5.3"),
+    ForeignName(_TRAINER, "Trainer._get_output_dir"),
+    ForeignName(_TRAINER, "Trainer._init_training_state", since="5.3"),
+    ForeignName(_TRAINER, "Trainer._inner_training_loop"),
+    ForeignName(_TRAINER, "Trainer._load_callback_state"),
+    ForeignName(_TRAINER, "Trainer._load_from_checkpoint"),
+    ForeignName(_TRAINER, "Trainer._load_optimizer_and_scheduler"),
+    ForeignName(_TRAINER, "Trainer._load_rng_state"),
+    ForeignName(_TRAINER, "Trainer._load_scaler"),
+    ForeignName(_TRAINER, "Trainer._run_epoch", since="5.3"),
+    ForeignName(_TRAINER, "Trainer._save"),
+    ForeignName(_TRAINER, "Trainer._save_checkpoint"),
+    ForeignName(_TRAINER, "Trainer._save_scaler"),
+    # Others.
+    ForeignName(_TRAINER, "Trainer._tr_loss", since="5.3"),
+    ForeignName(_TRAINER, "Trainer._globalstep_last_logged"),
+    ForeignName(_TRAINER, "Trainer._total_loss_scalar"),
+    ForeignName(_TRAINER, "Trainer._get_num_items_in_batch"),
+    ForeignName(_TRAINER, "Trainer._prepare_inputs"),
+    ForeignName(_TRAINER, "Trainer._save_optimizer_and_scheduler"),
+    ForeignName(_TRAINER, "Trainer._push_from_checkpoint"),
+    ForeignName(_TRAINER, "Trainer._train_batch_size"),
+    ForeignName(_TRAINER, "Trainer._mixed_mesh_grads", since="5.17"),
+    ForeignName("transformers.modeling_utils", "PreTrainedModel._keys_to_ignore_on_save"),
     ForeignName(
         "transformers.distributed.pipeline_parallel",
         "apply_pipeline_parallelism._pp_stage",
-        "mark of a model whose layers transformers has split over ranks",
         since="5.16",
-        otherwise="transformers splits no model so",
     ),
+    # It was in `transformers.integrations.tensor_parallel` before, or did not exist yet.
     ForeignName(
-        "transformers.distributed.tensor_parallel",
-        "ReplicatedWithGradAllReduce",
-        "hooks that reduce accumulated gradients; see `mfwrap.step.ranks.backward_reductions`",
-        since="5.16",
-        otherwise="it is in `transformers.integrations.tensor_parallel`, or does not exist yet",
+        "transformers.distributed.tensor_parallel", "ReplicatedWithGradAllReduce", since="5.16"
     ),
 )
 
