@@ -1,7 +1,7 @@
 """Private names of transformers' Trainer and models, and the versions that have a Trainer to wrap.
 
-Importing this module does not import transformers. tests/unit/trainer/test_surface.py compares the
-signatures of all methods that `MFTrainerMixin` overrides.
+Importing this module does not import transformers. The methods of the Trainer that `MFTrainerMixin`
+overrides are not listed here: tests/unit/trainer/test_surface.py compares their signatures.
 """
 
 import functools
@@ -24,22 +24,11 @@ _TRAINER = "transformers.trainer"
 _LIBRARIES = {"mfwrap", "peft", "transformers"}
 
 NAMES = (
-    # Methods that MFTrainerMixin overrides.
-    ForeignName(_TRAINER, "Trainer._evaluate"),
-    ForeignName(_TRAINER, "Trainer._finalize_training", since="5.3"),
     ForeignName(_TRAINER, "Trainer._get_output_dir"),
-    ForeignName(_TRAINER, "Trainer._init_training_state", since="5.3"),
-    ForeignName(_TRAINER, "Trainer._inner_training_loop"),
-    ForeignName(_TRAINER, "Trainer._load_callback_state"),
     ForeignName(_TRAINER, "Trainer._load_from_checkpoint"),
     ForeignName(_TRAINER, "Trainer._load_optimizer_and_scheduler"),
-    ForeignName(_TRAINER, "Trainer._load_rng_state"),
-    ForeignName(_TRAINER, "Trainer._load_scaler"),
-    ForeignName(_TRAINER, "Trainer._run_epoch", since="5.3"),
     ForeignName(_TRAINER, "Trainer._save"),
     ForeignName(_TRAINER, "Trainer._save_checkpoint"),
-    ForeignName(_TRAINER, "Trainer._save_scaler"),
-    # Others.
     ForeignName(_TRAINER, "Trainer._tr_loss", since="5.3"),
     ForeignName(_TRAINER, "Trainer._globalstep_last_logged"),
     ForeignName(_TRAINER, "Trainer._total_loss_scalar"),

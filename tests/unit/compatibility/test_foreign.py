@@ -195,7 +195,7 @@ def test_private_names_are_used_in_one_place():
         "torch._foreach_norm(gradients)",
         "optimizer._a_private_name_of_no_library",
         "getattr(module, '_orig_mod', None)",
-        "vars(trainer)['_run_epoch'] = run",
+        "vars(trainer)['_save_checkpoint'] = save",
         "names = ('_models', '_optimizers')",
         "from torch.utils import _pytree",
         "from torch._compile import anything\nfrom torch.utils import _pytree as pytree",
