@@ -1,6 +1,5 @@
 """What does the updates of a loop of your own: an attached step, a cell, or a torch optimizer."""
 
-import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
@@ -25,12 +24,34 @@ class PlainOutput(NamedTuple):
     global_norm: Tensor | None
 
 
-class UpdateSource(abc.ABC):
-    """What does the updates of a loop."""
+class UpdateSource:
+    """What does the updates of a loop.
+
+    Args:
+        model: Network, with its wrappers; ``None`` if unknown.
+        optimizer: Optimizer, with its wrapper.
+    """
 
     accelerator: Accelerator | None = None
     step_config: StepConfig | None = None
     """Settings of mfwrap's step; ``None`` without one."""
+
+    calls: list[Callable[[], None]]
+    """Functions that mfwrap's step calls before the weights change."""
+
+    def __init__(self, model: nn.Module | None, optimizer: Any) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    @property
+    def model(self) -> nn.Module | None:
+        """Network, with its wrappers; ``None`` if unknown."""
+        return self._model
+
+    @property
+    def optimizer(self) -> Any:
+        """Optimizer, with its wrapper; ``None`` if there is none yet."""
+        return self._optimizer
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -50,49 +71,30 @@ class UpdateSource(abc.ABC):
         loaders = [] if self.accelerator is None else data_loaders_of(self.accelerator)
         return next(iter(loaders), None)
 
-    @property
-    @abc.abstractmethod
-    def model(self) -> nn.Module | None:
-        """Network, with its wrappers; ``None`` if unknown."""
-
-    @property
-    @abc.abstractmethod
-    def optimizer(self) -> Any:
-        """Optimizer, with its wrapper; ``None`` if there is none yet."""
-
-    @abc.abstractmethod
     def call_before_update(self, call: Callable[[], None]) -> Callable[[], None]:
         """Have a function called before the weights change; return a function that ends this."""
+        self.calls.append(call)
+        return lambda: self.calls.remove(call)
 
     def report(self) -> StepReport | None:
         """Return the report of the last update; ``None`` if there is none."""
         return None
 
 
-class _Listed(UpdateSource):
-    """A step that has a list of functions to call before each update."""
-
-    calls: list[Callable[[], None]]
-
-    def call_before_update(self, call: Callable[[], None]) -> Callable[[], None]:
-        self.calls.append(call)
-        return lambda: self.calls.remove(call)
-
-
 @final
-class AttachedSource(_Listed):
+class AttachedSource(UpdateSource):
     """The step that `attach` has put behind an accelerator."""
 
     def __init__(self, attached: AttachedStep, model: nn.Module | None) -> None:
+        super().__init__(model, None)
         self.attached = attached
         self.accelerator = attached.accelerator
         self.step_config = attached.config
         self.calls = attached.attachment.step.before_update
-        self._model = model
 
     @property
     def model(self) -> nn.Module | None:
-        """The first prepared model."""
+        """The given model, or the first prepared one."""
         models = models_of(self.attached.accelerator)
         return self._model if self._model is not None else next(iter(models), None)
 
@@ -107,24 +109,15 @@ class AttachedSource(_Listed):
 
 
 @final
-class CellSource(_Listed):
+class CellSource(UpdateSource):
     """A cell, which does a whole update in one call."""
 
     def __init__(self, cell: MFTrainOneStepCell) -> None:
+        super().__init__(cell.network, cell.optimizer)
         self._cell = cell
         # A subclass may have a `config` of its own.
         self.step_config = cell.config if isinstance(cell.config, StepConfig) else None
         self.calls = cell.before_update
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The cell's network."""
-        return self._cell.network
-
-    @property
-    def optimizer(self) -> Any:
-        """The cell's optimizer."""
-        return self._cell.optimizer
 
     def report(self) -> StepReport | None:
         """Return the report of the last update."""
@@ -135,30 +128,16 @@ class CellSource(_Listed):
 class OptimizerSource(UpdateSource):
     """A torch optimizer in a loop without mfwrap's step."""
 
-    def __init__(self, optimizer: Any, model: nn.Module | None) -> None:
-        self._optimizer = optimizer
-        self._model = model
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The given network."""
-        return self._model
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer."""
-        return self._optimizer
-
     def call_before_update(self, call: Callable[[], None]) -> Callable[[], None]:
         """Have a function called before each ``optimizer.step``; return one that ends this."""
-        hook = unwrapped_optimizer(self._optimizer).register_step_pre_hook(lambda *_: call())
+        hook = unwrapped_optimizer(self.optimizer).register_step_pre_hook(lambda *_: call())
         remove: Callable[[], None] = hook.remove
         return remove
 
     def output(self, loss: Tensor | float, grad_norm: Tensor | float | None) -> PlainOutput:
         """Return the numbers of an update, as tensors on the device of the loss."""
         mean = torch.as_tensor(loss).detach().float().mean()
-        rate = unwrapped_optimizer(self._optimizer).param_groups[0]["lr"]
+        rate = unwrapped_optimizer(self.optimizer).param_groups[0]["lr"]
         return PlainOutput(
             mean, _filled(rate, mean), None if grad_norm is None else _filled(grad_norm, mean)
         )
@@ -181,7 +160,7 @@ def source_of(step: object, model: nn.Module | None) -> UpdateSource:
     if isinstance(step, MFTrainOneStepCell):
         return CellSource(step)
     if isinstance(unwrapped_optimizer(step) if hasattr(step, "optimizer") else step, Optimizer):
-        return OptimizerSource(step, model)
+        return OptimizerSource(model, step)
     msg = (
         "`step` must be what `attach` returned, an MFTrainOneStepCell or a torch optimizer, got "
         f"{described(step)}"
