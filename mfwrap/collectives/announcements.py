@@ -74,17 +74,12 @@ class Announcements:
             if not self._store.check([str(rank)]) or self._store.check([f"{rank}/{digest}"]):
                 continue
             # A rank whose last announcement is one of this rank's is behind, and may follow.
-            last, text = self._last_of(rank)
+            last, _, text = self._store.get(str(rank)).decode().partition(" ")
             if last in self._own:
                 continue
             if not has_keys(self._store, [f"{rank}/{digest}"], deadline - time.monotonic()):
                 return rank, text
         return None
-
-    def _last_of(self, rank: int) -> tuple[str, str]:
-        """Return digest and text of the last announcement of a rank."""
-        digest, _, text = self._store.get(str(rank)).decode().partition(" ")
-        return digest, text
 
 
 _current: Announcements | None = None

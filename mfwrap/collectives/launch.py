@@ -6,8 +6,8 @@ import os
 import socket
 import threading
 import time
+import traceback
 import uuid
-from types import TracebackType
 from typing import Any
 
 from torch import distributed
@@ -163,7 +163,9 @@ def start_failure(error: BaseException) -> ConnectionError | None:
         The error to raise instead; ``None`` if `error` was not raised while
         ``torch.distributed`` set up a process group.
     """
-    if not _comes_from_joining(error.__traceback__) and "MASTER_ADDR" not in str(error):
+    frames = traceback.walk_tb(error.__traceback__)
+    is_joining = any(frame.f_code.co_name == "init_process_group" for frame, _ in frames)
+    if not is_joining and "MASTER_ADDR" not in str(error):
         return None
     return _failure(error)
 
@@ -178,11 +180,3 @@ def _failure(error: BaseException) -> ConnectionError:
         f"and MASTER_PORT): {type(error).__name__}: {text}; check that all ranks were started, are "
         "still running and can reach this address and each other"
     )
-
-
-def _comes_from_joining(traceback: TracebackType | None) -> bool:
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_name == "init_process_group":
-            return True
-        traceback = traceback.tb_next
-    return False

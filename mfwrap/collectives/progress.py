@@ -69,11 +69,6 @@ class Progress:
         """Note that the update has ended."""
         self.done = self.begun
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an error has ended the last update."""
-        return self.status().has_failed
-
     def fail(self, error: Exception) -> None:
         """Note that an error has ended the training."""
         # Errors of torch's pipelines begin with an empty line.

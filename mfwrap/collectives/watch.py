@@ -78,7 +78,7 @@ class RankWatch:
 
     def go_on(self) -> None:
         """Note that this rank has met the other ranks again after an error, which is forgotten."""
-        if self._progress.has_failed:
+        if self._progress.status().has_failed:
             self._progress.go_on()
             # A rank that asks does not wait for the answer of a rank that has failed.
             self._publish()
@@ -173,7 +173,7 @@ class RankWatch:
             while not self._has_ended(rank):
                 looks += 1
                 if looks % _LOOKS_BETWEEN_QUESTIONS == 0:
-                    silences += not self.ask()[rank].answers
+                    silences += not self._messages.ask()[rank].answers
                     if silences > 1:
                         # Its process has ended or hangs. The next collective shows which.
                         return
@@ -202,10 +202,6 @@ class RankWatch:
         except distributed.DistError:
             # The store is gone, because the process that hosts it has ended.
             return True
-
-    def ask(self) -> dict[int, RankStatus]:
-        """Ask the other ranks where they are; return the status of each."""
-        return self._messages.ask()
 
     def _run(self) -> None:
         try:
@@ -241,7 +237,7 @@ class RankWatch:
         self._patience *= 2
         behind = {
             rank: status
-            for rank, status in self.ask().items()
+            for rank, status in self._messages.ask().items()
             if rank in self._members and ((status.training, status.begun) < waits_in or status.end)
         }
         if behind and waits_in == self._progress.waits_in():

@@ -221,7 +221,7 @@ class Comparison:
         while not has_keys(self._store, list(keys.values()), patience):
             waited += patience
             watch = rank_watch()
-            status = {} if watch is None else watch.ask()
+            status = {} if watch is None else watch._messages.ask()
             missing = [r for r, key in keys.items() if r in status and not self._store.check([key])]
             if not missing:
                 continue

@@ -42,7 +42,7 @@ def leave_early(rank: int) -> str:
         if rank == 0:
             watching.begin_update()
             _store().wait(["leave early"])
-            seen = watching.ask()[1].description(1)
+            seen = watching._messages.ask()[1].description(1)
             distributed.barrier()
             return seen
         with pytest.raises(RuntimeError) as caught:
