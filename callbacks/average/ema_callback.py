@@ -15,9 +15,10 @@ from mfwrap.arguments import check_bool
 from mfwrap.callbacks.average.evaluated_averages import EvaluatedAverages
 from mfwrap.callbacks.average.files import (
     export_averages,
+    has_state,
     is_sharded,
     load_exported,
-    load_state,
+    read_state,
     resumed_checkpoint,
     save_state,
     saved_checkpoint,
@@ -291,8 +292,7 @@ class EMACallback(MonitorCallback):
                 stacklevel=2,
             )
         else:
-            keeps = self._is_own
-            self._write(self.ema, folder, model, keeps_state=keeps, is_writer=True)
+            self._write(self.ema, folder, model, keeps_state=self._is_own, is_writer=True)
 
     def on_train_end(
         self,
@@ -396,16 +396,18 @@ class EMACallback(MonitorCallback):
 
 
 def _resume(ema: ExponentialMovingAverage, checkpoint: Path | None) -> None:
-    if checkpoint is None or not load_state(ema, checkpoint):
-        reason = (
-            "the checkpoint to resume from was not found"
-            if checkpoint is None
-            else f"{checkpoint} has no average"
-        )
-        warnings.warn(
-            f"the average could not be resumed: {reason}. It restarts from the loaded weights",
-            stacklevel=3,
-        )
+    if checkpoint is not None and has_state(checkpoint):
+        ema.load_state_dict(read_state(checkpoint))
+        return
+    reason = (
+        "the checkpoint to resume from was not found"
+        if checkpoint is None
+        else f"{checkpoint} has no average"
+    )
+    warnings.warn(
+        f"the average could not be resumed: {reason}. It restarts from the loaded weights",
+        stacklevel=3,
+    )
 
 
 @final

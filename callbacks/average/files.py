@@ -70,22 +70,6 @@ def save_state(ema: ExponentialMovingAverage, folder: Path) -> None:
         save_file(flat, partial)
 
 
-def load_state(ema: ExponentialMovingAverage, folder: Path) -> bool:
-    """Load the state of an average from a checkpoint folder.
-
-    Returns:
-        False if the checkpoint does not contain the state of an average.
-
-    Raises:
-        KeyError: If a name is missing or unknown. `ema` is unchanged.
-        ValueError: If the file is damaged, or a shape differs. `ema` is unchanged.
-    """
-    if not has_state(folder):
-        return False
-    ema.load_state_dict(read_state(folder))
-    return True
-
-
 def has_state(folder: Path) -> bool:
     """Return whether a checkpoint folder holds the state of an average."""
     return (folder / _STATE).exists()
