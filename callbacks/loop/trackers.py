@@ -67,7 +67,7 @@ class Trackers:
         if hasattr(tracker, "add_scalar"):
             return lambda values, step: _log_to_tensorboard(tracker, values, step)
         if hasattr(tracker, "log_metrics"):
-            return lambda values, step: _log_to_mlflow(tracker, values, step)
+            return lambda values, step: tracker.log_metrics(values, step=step)
         if hasattr(tracker, "log"):
             logger = tracker if run is None else run
             return lambda values, step: logger.log(values, step=step)
@@ -108,7 +108,3 @@ class Trackers:
 def _log_to_tensorboard(writer: Any, values: dict[str, float], step: int) -> None:
     for name, value in values.items():
         writer.add_scalar(name, value, global_step=step)
-
-
-def _log_to_mlflow(mlflow: Any, values: dict[str, float], step: int) -> None:
-    mlflow.log_metrics(values, step=step)
