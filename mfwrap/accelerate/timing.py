@@ -57,11 +57,12 @@ class LoopSections:
         ShardedParts(*models).time_collectives()
         for model in models:
             time_replicas(distributed_parts(model))
-            if compiled_call(model) is None:
+            call = compiled_call(model)
+            if call is None:
                 self._hooks.append(model.register_forward_pre_hook(_begin_forward, prepend=True))
                 keep_out_of_copies(model, self._hooks[-1])
-            else:
-                time_compiled(model)
+            elif not isinstance(call, TimedForward):
+                set_compiled_call(model, TimedForward(model, call))
 
     def detach(self) -> None:
         """Remove the hooks from the models."""
@@ -91,13 +92,6 @@ class TimedForward:
         """Call the module, and return its result."""
         _begin_forward(self._model, arguments)
         return self._call(*arguments, **keywords)
-
-
-def time_compiled(model: nn.Module) -> None:
-    """Put a `TimedForward` into a module that was compiled in place, unless it has one."""
-    call = compiled_call(model)
-    if call is not None and not isinstance(call, TimedForward):
-        set_compiled_call(model, TimedForward(model, call))
 
 
 def _begin_forward(model: nn.Module, _: Any) -> None:

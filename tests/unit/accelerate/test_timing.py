@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.optim import SGD
 
 from mfwrap.accelerate import attach
-from mfwrap.accelerate.timing import time_compiled
+from mfwrap.accelerate.timing import LoopSections
 from mfwrap.collectives import Section, section_clock
 from support.attached_runs import new_accelerator
 
@@ -108,7 +108,9 @@ def test_a_model_that_is_prepared_again_gets_no_second_hook(clock):
         model, last = accelerator.prepare(network, compiled)
         accelerator.backward(last(model(torch.ones(3, 2))).mean())
         calls.append(compiled._compiled_call_impl)
-    time_compiled(compiled)
+    of_second_step = LoopSections()
+    of_second_step.see_model(compiled)
+    of_second_step.follow(torch.ones(()))
 
     assert len(network._forward_pre_hooks) == 1
     assert not compiled._forward_pre_hooks
