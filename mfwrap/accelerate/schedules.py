@@ -6,6 +6,7 @@ asking would synchronize, so `AttachedScheduler` records a request instead; see
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from accelerate.scheduler import AcceleratedScheduler
@@ -126,7 +127,7 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         # accelerate ignores a schedule's step between two micro-batches of an update. The loop
         # requested these steps after the last micro-batch, but the first micro-batch of the next
         # update may have begun since. So show accelerate the state after the last micro-batch.
-        self.gradient_state = _AfterLastMicroBatch()
+        self.gradient_state = SimpleNamespace(sync_gradients=True)
         try:
             advance(
                 self.__dict__["scheduler"],
@@ -156,12 +157,6 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         """Restore the schedule, and drop the requested steps."""
         self.requests.clear()
         super().load_state_dict(state_dict)
-
-
-class _AfterLastMicroBatch:
-    """Stand in for accelerate's gradient state, as it is after an update's last micro-batch."""
-
-    sync_gradients = True
 
 
 def attach_scheduler(scheduler: Any, attachment: Attachment) -> None:
