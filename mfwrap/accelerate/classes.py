@@ -21,9 +21,8 @@ only, and any process can load it. So a pickled accelerator, optimizer or schedu
 that `AttachedStep.detach` would leave.
 """
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -113,12 +112,10 @@ class AttachedAccelerator:
         attach_scheduler(prepared, self.attachment)
         return prepared
 
-    @contextlib.contextmanager
-    def accumulate(self, *models: Any) -> Iterator[None]:
+    def accumulate(self, *models: Any) -> Any:
         """Accumulate as accelerate does, which numbers the micro-batches of an update."""
         self.attachment.numbers_micro_batches = True
-        with super().accumulate(*models):  # type: ignore[misc]  # (the accelerator's own method)
-            yield
+        return super().accumulate(*models)  # type: ignore[misc]  # (the accelerator's own method)
 
     def backward(self, *args: Any, **keywords: Any) -> None:
         """Run backward as accelerate does; explain an error that another rank has caused.
