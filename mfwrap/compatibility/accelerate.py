@@ -37,26 +37,22 @@ NAMES = (
 
 def models_of(accelerator: Any) -> list[Any]:
     """Return the networks that an accelerator has prepared, in order."""
-    models: list[Any] = accelerator._models
-    return models
+    return list(accelerator._models)
 
 
 def optimizers_of(accelerator: Any) -> list[Any]:
     """Return the wrapped optimizers that an accelerator has prepared, in order."""
-    optimizers: list[Any] = accelerator._optimizers
-    return optimizers
+    return list(accelerator._optimizers)
 
 
 def schedulers_of(accelerator: Any) -> list[Any]:
     """Return the wrapped schedules that an accelerator has prepared, in order."""
-    schedulers: list[Any] = accelerator._schedulers
-    return schedulers
+    return list(accelerator._schedulers)
 
 
 def data_loaders_of(accelerator: Any) -> list[Any]:
     """Return the data loaders that an accelerator has prepared, in order."""
-    loaders: list[Any] = accelerator._dataloaders
-    return loaders
+    return list(accelerator._dataloaders)
 
 
 def check_sharded_load(accelerator: Any) -> None:

@@ -73,11 +73,9 @@ def synchronized_models(callbacks: Iterable[Any]) -> list[Any]:
     return [
         callback.ref_model
         for callback in callbacks
-        if any(_is_synchronizing(kind) for kind in type(callback).__mro__)
+        if any(
+            kind.__name__ == "SyncRefModelCallback" and kind.__module__.startswith("trl.")
+            for kind in type(callback).__mro__
+        )
         and callback.ref_model is not None
     ]
-
-
-def _is_synchronizing(kind: type) -> bool:
-    library = kind.__module__.partition(".")[0]
-    return library == "trl" and kind.__name__ == "SyncRefModelCallback"
