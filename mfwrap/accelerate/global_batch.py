@@ -314,15 +314,9 @@ def _read(path: Path) -> _Record:
 
 
 def _parsed(content: dict[str, Any]) -> _Record:
-    schedules = [
-        _Saved(
-            positive(each["steps_per_update"]),
-            [int(position) for position in each["positions"]],
-            [[None if x is None else float(x) for x in factors] for factors in each["factors"]],
-            None if each["keywords"] is None else [dict(names) for names in each["keywords"]],
-        )
-        for each in content["schedules"]
-    ]
+    schedules = [_Saved(**each) for each in content["schedules"]]
+    for each in schedules:
+        positive(each.steps_per_update)
     return _Record(
         positive(content["num_processes"]),
         bool(content["is_sharded"]),
