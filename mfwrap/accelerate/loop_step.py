@@ -106,9 +106,10 @@ class LoopStep:
             parameters,
             optimizer,
             self._config,
-            self._shared_scale.part(optimizer),
+            self.loss_scale,
             ema=self._average.part() if self._average is not None and follows else None,
             reported=True,
+            update_scale=functools.partial(self._shared_scale.gather, optimizer),
             local_squares=local_squares,
             agreement=agreement,
         )
@@ -371,14 +372,10 @@ class SharedLossScale:
         self._gradients_are_used = gradients_are_used
         self._overflow: Tensor | None = None
 
-    def part(self, optimizer: Optimizer) -> "ScalePart":
-        """Return what the update of an optimizer takes for the loss scale."""
-        return ScalePart(self._loss_scale, functools.partial(self._gather, optimizer))
-
-    def _gather(self, optimizer: Optimizer, overflow: Tensor) -> Tensor:
+    def gather(self, optimizer: Optimizer, overflow: Tensor) -> None:
+        """Collect the overflow flag of an update of an optimizer."""
         self._overflow = overflow if self._overflow is None else self._overflow | overflow
         self.settle(but=optimizer)
-        return overflow
 
     def settle(self, *, but: Optimizer | None = None) -> None:
         """Update the scale with the collected flags if all optimizers have used their gradients.
@@ -393,30 +390,6 @@ class SharedLossScale:
     def discard(self) -> None:
         """Forget the collected flags."""
         self._overflow = None
-
-
-@final
-class ScalePart:
-    """A `SharedLossScale` as one of its optimizers sees it.
-
-    Args:
-        loss_scale: Live loss scale.
-        update: Collects the overflow flag of an update of the optimizer, and returns it.
-    """
-
-    def __init__(self, loss_scale: LossScale, update: Callable[[Tensor], Tensor]) -> None:
-        self._loss_scale = loss_scale
-        self.update = update
-
-    @property
-    def value(self) -> Tensor:
-        """Loss scale, shape ``()``, float32, changed in place."""
-        return self._loss_scale.value
-
-    @property
-    def is_one(self) -> bool:
-        """Whether the host knows that the scale is 1, without synchronizing."""
-        return self._loss_scale.is_one
 
 
 @final

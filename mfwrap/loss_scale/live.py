@@ -1,7 +1,7 @@
 """Hold the current loss scale of a run: a tensor on the device, and the cell that changes it."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -12,21 +12,6 @@ from mfwrap.tensors.saved_state import check_keys
 
 ScaleSense = float | Tensor | LossScaleUpdateCell
 """Type of the argument ``scale_sense`` of `MFTrainOneStepCell`."""
-
-
-class LiveLossScale(Protocol):
-    """Interface of the loss scale: `LossScale`, or a scale that several optimizers share."""
-
-    @property
-    def value(self) -> Tensor:
-        """Loss scale, shape ``()``, float32, changed in place."""
-
-    @property
-    def is_one(self) -> bool:
-        """Whether the host knows that the scale is 1, so that multiplying can be left out."""
-
-    def update(self, overflow: Tensor, /) -> Tensor:
-        """Adjust the scale after an update with this overflow flag."""
 
 
 @final

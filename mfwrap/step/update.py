@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from mfwrap.average.ema import Average
 from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
-from mfwrap.loss_scale.live import LiveLossScale
+from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.clipping import clip_coefficient
 from mfwrap.step.counts import UpdateCounts
@@ -112,6 +112,8 @@ class StepUpdate:
             update; ``None`` for no schedule.
         ema: Average that follows the weights after applied updates; ``None`` for no average.
         reported: Whether the caller calls ``counts.was_skipped``.
+        update_scale: Called with the overflow flag of each update; ``None`` for the ``update`` of
+            `loss_scale`.
         local_squares: Source of the norms of this rank's own gradients; ``None`` if the gradients
             are this rank's own.
         agreement: How the ranks come to the same norms; ``None`` if they have the same gradients.
@@ -127,11 +129,12 @@ class StepUpdate:
         parameters: TrainedParameters,
         optimizer: Optimizer,
         config: StepConfig,
-        loss_scale: LiveLossScale,
+        loss_scale: LossScale,
         *,
         lr_scheduler: Schedule | None = None,
         ema: Average | None = None,
         reported: bool = False,
+        update_scale: Callable[[Tensor], object] | None = None,
         local_squares: LocalSquares | None = None,
         agreement: Agreement | None = None,
     ) -> None:
@@ -147,6 +150,7 @@ class StepUpdate:
         self._norms = NormReader(self._device)
         self._spikes = spike_policy(config, self._device)
         self._loss_scale = loss_scale
+        self._update_scale = update_scale or loss_scale.update
         self._ema: Average = _NoAverage() if ema is None else ema
         self.counts = UpdateCounts(
             self._device,
@@ -311,7 +315,7 @@ class StepUpdate:
             divisor = _clipped_divisor(measured.divisor, coefficient)
             read = self._optimizer.step(divisor, skipped, measured.num_summed)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
-            self._loss_scale.update(measured.overflow)
+            self._update_scale(measured.overflow)
             self._ema.update(applied)
             self.counts.count(applied, skipped)
             if self._spikes is not None and spike is not None:
@@ -426,7 +430,7 @@ def _over_shards(
 
 
 def _divisors(
-    scale: LiveLossScale, normalizer: Normalizer | None
+    scale: LossScale, normalizer: Normalizer | None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Return the divisors of the reduced gradients and of this rank's own."""
     if normalizer is not None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage
-from mfwrap.accelerate.loop_step import ScalePart, SharedAverage, SharedLossScale
+from mfwrap.accelerate.loop_step import SharedAverage, SharedLossScale
 from mfwrap.loss_scale.live import LossScale
 
 YES, NO = torch.tensor(True), torch.tensor(False)  # noqa: FBT003  (torch has no keyword)
@@ -17,15 +17,15 @@ class Scale:
 
     def __init__(self, *, window: int = 100) -> None:
         self.others_wait = False
-        loss_scale = LossScale(DynamicLossScaleUpdateCell(8.0, 2, window), torch.device("cpu"))
-        self.shared = SharedLossScale(loss_scale, lambda _: not self.others_wait)
-        self.part = self.shared.part(SGD([nn.Parameter(torch.zeros(()))]))
+        self.loss_scale = LossScale(DynamicLossScaleUpdateCell(8.0, 2, window), torch.device("cpu"))
+        self.shared = SharedLossScale(self.loss_scale, lambda _: not self.others_wait)
+        self.optimizer = SGD([nn.Parameter(torch.zeros(()))])
 
     def update(self, overflow, *, others_wait: bool) -> float:
         """Report an update to the shared scale and return the new scale."""
         self.others_wait = others_wait
-        assert self.part.update(overflow) is overflow
-        return self.part.value.item()
+        self.shared.gather(self.optimizer, overflow)
+        return self.loss_scale.value.item()
 
 
 def test_the_scale_waits_until_all_gradients_are_used():
@@ -46,7 +46,7 @@ def test_an_overflow_of_any_lowers_it_once(flags):
     scale.update(first, others_wait=True)
     scale.update(second, others_wait=False)
 
-    assert scale.part.value == 4
+    assert scale.loss_scale.value == 4
 
 
 def test_updates_of_several_count_as_one_towards_growth():
@@ -65,13 +65,13 @@ def test_what_waited_is_settled_when_it_can_be():
     scale = Scale()
     scale.update(YES, others_wait=True)
     scale.shared.settle()
-    waiting = scale.part.value.item()
+    waiting = scale.loss_scale.value.item()
 
     scale.others_wait = False
     scale.shared.settle()
     scale.shared.settle()
 
-    assert (waiting, scale.part.value.item()) == (8, 4)
+    assert (waiting, scale.loss_scale.value.item()) == (8, 4)
 
 
 def test_what_has_gathered_can_be_discarded():
@@ -82,15 +82,7 @@ def test_what_has_gathered_can_be_discarded():
     scale.shared.discard()
     scale.update(NO, others_wait=False)
 
-    assert scale.part.value == 8
-
-
-def test_a_scale_of_one_is_known_to_be_one():
-    """`is_one` is true for a fixed scale of 1 and false for a dynamic scale."""
-    loss_scale = LossScale(1.0, torch.device("cpu"))
-
-    assert ScalePart(loss_scale, torch.clone).is_one
-    assert not Scale().part.is_one
+    assert scale.loss_scale.value == 8
 
 
 class Average:
