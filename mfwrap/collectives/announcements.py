@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import distributed
 
 from mfwrap.collectives.calls import num_ranks, this_rank
-from mfwrap.collectives.store import has_keys
+from mfwrap.collectives.store import has_keys, new_connection
 from mfwrap.compatibility.torch import default_store
 
 
@@ -107,18 +107,15 @@ def all_ranks_meet(topic: str, seconds: float = 5.0) -> bool:
     """
     if num_ranks() == 1:
         return True
-    store = distributed.distributed_c10d.PrefixStore("mfwrap/meetings", default_store())
     try:
-        return _meet(store, topic, seconds, this_rank(), num_ranks())
-    except (RuntimeError, NotImplementedError):
-        # The process that hosts the store has ended, or the store keeps nothing.
+        store = new_connection(default_store(), "mfwrap/meetings")
+        return store is not None and _meet(store, topic, seconds, this_rank(), num_ranks())
+    except distributed.DistError:
+        # The process that hosts the store has ended.
         return False
 
 
 def _meet(store: Any, topic: str, seconds: float, rank: int, num_ranks: int) -> bool:
-    # Since torch 2.14, the store of torch's fake process group claims to have any key.
-    if store.check(["is never set"]):
-        return False
     # A meeting has one answer. Ranks that come later begin another meeting, so that the arrival at
     # an earlier one does not count.
     number = 0

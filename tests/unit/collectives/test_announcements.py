@@ -100,7 +100,11 @@ def test_a_rank_that_comes_too_late():
 
 def test_a_store_that_keeps_nothing():
     """No rank meets the others through it."""
-    assert not _meet(FakeStoreOfTorch214(), "a", 0.0, 0, 2)
+    distributed.init_process_group("fake", store=FakeStoreOfTorch214(), rank=0, world_size=2)
+    try:
+        assert not all_ranks_meet("a")
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_one_process_is_all_ranks():
