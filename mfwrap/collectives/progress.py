@@ -1,6 +1,6 @@
 """Count the updates of a rank, and say what it does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 _HAS_RAISED = "has raised"
@@ -47,54 +47,42 @@ class RankStatus:
 
 @final
 class Progress:
-    """Count the updates of this rank. Its methods only set attributes."""
+    """Count the updates of this rank. Its methods only replace `status`."""
 
     def __init__(self) -> None:
-        self._training = self.begun = self.done = 0
-        self.end = ""
-        """How the rank's training ended; empty while it trains."""
+        self.status = RankStatus()
+        """Status of this rank, without its place. Another thread may read it at any moment."""
 
     def begin_training(self) -> None:
         """Count the updates of another training, from 0."""
-        self.begun = self.done = 0
-        self.end = ""
-        self._training += 1
+        self.status = RankStatus(training=self.status.training + 1)
 
     def begin_update(self) -> None:
         """Note that the next update has begun, unless it has begun already."""
-        self.end = ""
-        self.begun = self.done + 1
+        self.status = replace(self.status, begun=self.status.done + 1, end="")
 
     def end_update(self) -> None:
         """Note that the update has ended."""
-        self.done = self.begun
+        self.status = replace(self.status, done=self.status.begun)
 
     def fail(self, error: Exception) -> None:
         """Note that an error has ended the training."""
         # Errors of torch's pipelines begin with an empty line.
         message = str(error).strip().partition("\n")[0]
-        self.end = f"{_HAS_RAISED} {type(error).__name__} in update {self.begun}: {message}"
+        where = f"{type(error).__name__} in update {self.status.begun}"
+        self.status = replace(self.status, end=f"{_HAS_RAISED} {where}: {message}")
 
     def go_on(self) -> None:
         """Forget an error that has ended an update: this rank has met the other ranks again."""
-        self.end = ""
-        self.begun = self.done
+        self.status = replace(self.status, begun=self.status.done, end="")
 
     def leave(self, what: str) -> None:
         """Note that the rank has ended its training, for example by ``has ended its program``."""
-        if not self.end:
-            self.end = f"{what} after update {self.done}"
-
-    def status(self, place: str = "") -> RankStatus:
-        """Return the status of this rank.
-
-        Args:
-            place: Where the main thread is.
-        """
-        return RankStatus(
-            training=self._training, begun=self.begun, done=self.done, end=self.end, place=place
-        )
+        if not self.status.end:
+            self.status = replace(self.status, end=f"{what} after update {self.status.done}")
 
     def waits_in(self) -> tuple[int, int] | None:
         """Return the numbers of the training and of its present update; ``None`` outside of one."""
-        return (self._training, self.begun) if self.begun > self.done and not self.end else None
+        status = self.status
+        waits = status.begun > status.done and not status.end
+        return (status.training, status.begun) if waits else None

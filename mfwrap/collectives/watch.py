@@ -12,6 +12,7 @@ thread answers with the place of its main thread in the program.
 
 import atexit
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -53,9 +54,7 @@ class RankWatch:
         self._ranks = range(num_ranks)
         self._members: Sequence[int] = self._ranks
         self._progress = Progress()
-        self._messages = RankMessages(
-            self._store, rank, num_ranks, lambda: self._progress.status(main_thread_place())
-        )
+        self._messages = RankMessages(self._store, rank, num_ranks, self._located_status)
         self._published: RankStatus | None = None
         self._waits_in: tuple[int, int] | None = None
         self._since = time.monotonic()
@@ -78,7 +77,7 @@ class RankWatch:
 
     def go_on(self) -> None:
         """Note that this rank has met the other ranks again after an error, which is forgotten."""
-        if self._progress.status().has_failed:
+        if self._progress.status.has_failed:
             self._progress.go_on()
             # A rank that asks does not wait for the answer of a rank that has failed.
             self._publish()
@@ -129,7 +128,7 @@ class RankWatch:
         try:
             yield
         except Exception as error:
-            if self._progress.end:
+            if self._progress.status.end:
                 # An inner block has explained the error.
                 raise
             self._progress.fail(error)
@@ -140,7 +139,7 @@ class RankWatch:
 
     def _missing(self) -> str:
         """Return which ranks have failed, ended or do not answer; empty if there is none."""
-        end = self._progress.end
+        end = self._progress.status.end
         try:
             self._publish()
             found = self._messages.ask()
@@ -165,9 +164,9 @@ class RankWatch:
                 batch. The other rank would wait for this rank forever.
         """
         with contextlib.suppress(distributed.DistError):
-            self._store.set(self._ending(self._rank), str(self._progress.done))
+            self._store.set(self._ending(self._rank), str(self._progress.status.done))
         self.leave("has ended its training")
-        own = self._progress.status()
+        own = self._progress.status
         for rank in self._ranks:
             looks = silences = 0
             while not self._has_ended(rank):
@@ -187,14 +186,14 @@ class RankWatch:
 
     def _refuse_end(self, rank: int, status: RankStatus) -> Never:
         msg = (
-            f"rank {self._rank} has no batch for update {self._progress.done + 1}, but rank {rank} "
-            f"has begun update {status.begun}; give every rank the same number of batches"
+            f"rank {self._rank} has no batch for update {self._progress.status.done + 1}, but rank "
+            f"{rank} has begun update {status.begun}; give every rank the same number of batches"
         )
         self._messages.tell(msg)
         raise RuntimeError(msg)
 
     def _ending(self, rank: int) -> str:
-        return f"ending/{self._progress.status().training}/{rank}"
+        return f"ending/{self._progress.status.training}/{rank}"
 
     def _has_ended(self, rank: int) -> bool:
         try:
@@ -217,8 +216,11 @@ class RankWatch:
             # The process that hosts the store has ended. The main thread's next collective raises.
             self._has_lost_store = True
 
+    def _located_status(self) -> RankStatus:
+        return dataclasses.replace(self._progress.status, place=main_thread_place())
+
     def _publish(self) -> None:
-        status = self._progress.status()
+        status = self._progress.status
         if status != self._published:
             self._messages.publish(status)
             self._published = status

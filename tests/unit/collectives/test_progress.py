@@ -25,7 +25,7 @@ def test_an_error_that_begins_with_an_empty_line():
     progress.begin_update()
     progress.fail(ValueError("\n    [Stage 0] failed to run forward:\n    args: 1"))
 
-    assert progress.status().end == (
+    assert progress.status.end == (
         "has raised ValueError in update 1: [Stage 0] failed to run forward:"
     )
 
@@ -35,12 +35,12 @@ def test_an_error_is_forgotten_when_the_ranks_meet_again():
     progress = Progress()
     progress.begin_update()
     progress.fail(ValueError("the batch is damaged"))
-    failed = progress.status()
+    failed = progress.status
 
     progress.go_on()
 
     assert failed.has_failed
-    assert progress.status() == RankStatus()
+    assert progress.status == RankStatus()
 
 
 def test_updates_are_counted():
@@ -58,6 +58,6 @@ def test_updates_are_counted():
     assert waits_in == (2, 1)
     assert progress.waits_in() is None
     progress.leave("has ended its program")
-    assert progress.status() == RankStatus(
+    assert progress.status == RankStatus(
         training=2, begun=2, done=2, end="has ended its program after update 2"
     )
