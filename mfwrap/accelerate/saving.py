@@ -13,7 +13,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from accelerate import Accelerator
 
@@ -69,13 +69,12 @@ class AttachedCheckpoints:
 
     Args:
         attached: The step.
-        accelerator: Its accelerator, which still has its own gradient scaler, if any.
+        accelerator: Its accelerator.
     """
 
     def __init__(self, attached: Attachment, accelerator: Accelerator) -> None:
         self._attached = attached
         self._accelerator = accelerator
-        self._grad_scaler = accelerator.scaler
         self._saves_in: Path | None = None
         self._batch = LoopBatch(attached, accelerator)
         self._hooks = [
@@ -106,7 +105,7 @@ class AttachedCheckpoints:
         with whole_state(self._accelerator, output_dir) as (written, final):
             self._saves_in = final.parent
             scaler = self._accelerator.scaler
-            if self._grad_scaler is None:
+            if not self._attached.has_grad_scaler:
                 self._accelerator.scaler = None
             try:
                 save(str(written))
@@ -189,18 +188,8 @@ class AttachedCheckpoints:
             self._batch.check(Path(input_dir))
 
 
-class Destination(NamedTuple):
-    """Folders of a checkpoint."""
-
-    written: Path
-    """Folder that accelerate writes."""
-
-    final: Path
-    """Folder that the checkpoint is in when it is complete."""
-
-
 @contextlib.contextmanager
-def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destination]:
+def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[tuple[Path, Path]]:
     """Let accelerate write a checkpoint within the block, then give it its name and a manifest.
 
     Call it on every process. Oldest checkpoints are deleted last. If a folder also has other files,
@@ -211,6 +200,10 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
     Args:
         accelerator: Accelerator that saves. Within the block, it does not name checkpoints itself.
         output_dir: Argument of ``save_state``.
+
+    Yields:
+        The folder that accelerate writes, and the one that the checkpoint is in when it is
+        complete.
 
     Raises:
         BlockingIOError: If another program is saving to the same folder.
@@ -246,7 +239,7 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[Destinati
             show_files(final.parent, staging)
         configuration.automatic_checkpoint_naming = False
         try:
-            yield Destination(written, final)
+            yield written, final
         finally:
             configuration.automatic_checkpoint_naming = is_named
         gather_objects(None)  # a barrier: the manifest lists the files of all processes
