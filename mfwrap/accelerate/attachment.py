@@ -10,7 +10,7 @@ latest, it adds all other prepared optimizers.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -160,15 +160,6 @@ class Attachment:
     def flush(self) -> None:
         """Wait for the results of the last update; see `AttachedStep.flush`."""
         self.step.flush()
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Within the block, optimizer states are loaded; see `is_loading`."""
-        self.is_loading = True
-        try:
-            yield
-        finally:
-            self.is_loading = False
 
     def release(self, *, scaled: bool) -> None:
         """Flush the step, and hand the gradients back that no update has used.

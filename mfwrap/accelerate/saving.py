@@ -18,6 +18,7 @@ from typing import Any, final
 from accelerate import Accelerator
 
 from mfwrap.accelerate.attachment import Attachment
+from mfwrap.accelerate.attributes import replaced
 from mfwrap.accelerate.global_batch import LoopBatch
 from mfwrap.accelerate.state import (
     check_saved_step,
@@ -104,13 +105,9 @@ class AttachedCheckpoints:
             self._attached.ema.refuse_inside_swap("save_state")
         with whole_state(self._accelerator, output_dir) as (written, final):
             self._saves_in = final.parent
-            scaler = self._accelerator.scaler
-            if not self._attached.has_grad_scaler:
-                self._accelerator.scaler = None
-            try:
+            scaler = self._accelerator.scaler if self._attached.has_grad_scaler else None
+            with replaced(self._accelerator, scaler=scaler):
                 save(str(written))
-            finally:
-                self._accelerator.scaler = scaler
         return final
 
     def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:
@@ -162,12 +159,8 @@ class AttachedCheckpoints:
 
     def _load_stock(self, load: Callable[[], Any]) -> Any:
         """Call accelerate's ``load_state`` without the scaler."""
-        scaler, self._accelerator.scaler = self._accelerator.scaler, None
-        try:
-            with self._attached.loading():
-                return load()
-        finally:
-            self._accelerator.scaler = scaler
+        with replaced(self._accelerator, scaler=None), replaced(self._attached, is_loading=True):
+            return load()
 
     def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
         folder = Path(output_dir)
@@ -237,11 +230,8 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[tuple[Pat
         if shows and accelerator.is_local_main_process:
             staging.mkdir(parents=True, exist_ok=True)
             show_files(final.parent, staging)
-        configuration.automatic_checkpoint_naming = False
-        try:
+        with replaced(configuration, automatic_checkpoint_naming=False):
             yield written, final
-        finally:
-            configuration.automatic_checkpoint_naming = is_named
         gather_objects(None)  # a barrier: the manifest lists the files of all processes
         with raising_together():
             if is_writer(accelerator):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from accelerate.scheduler import AcceleratedScheduler
 
 from mfwrap.accelerate.attachment import Attachment
+from mfwrap.accelerate.attributes import replaced
 from mfwrap.compatibility.accelerate import schedulers_of
 from mfwrap.compatibility.torch import step_count
 from mfwrap.schedules.deferred import ScheduleRequest, advance, is_stepped_with_a_metric
@@ -92,15 +93,12 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
             super().step(*args, **keywords)
             return
         schedule = self.__dict__["scheduler"]
-        split_batches, self.split_batches = self.split_batches, True  # one step per call
-        try:
+        with replaced(self, split_batches=True):  # one step per call
             for _ in range(self.steps_per_update):
                 # Like accelerate, do not step a OneCycleLR beyond its end, which would raise.
                 total_steps = getattr(schedule, "total_steps", None)
                 if total_steps is None or step_count(schedule) <= total_steps:
                     super().step(*args, **keywords)
-        finally:
-            self.split_batches = split_batches
 
     def _may_wait(self) -> bool:
         """Return whether a step may be done later.
@@ -123,19 +121,15 @@ class AttachedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # (acceler
         requests, self.requests = self.requests, []
         if not requests:
             return
-        state = self.gradient_state
         # accelerate ignores a schedule's step between two micro-batches of an update. The loop
         # requested these steps after the last micro-batch, but the first micro-batch of the next
         # update may have begun since. So show accelerate the state after the last micro-batch.
-        self.gradient_state = SimpleNamespace(sync_gradients=True)
-        try:
+        with replaced(self, gradient_state=SimpleNamespace(sync_gradients=True)):
             advance(
                 self.__dict__["scheduler"],
                 requests,
                 lambda request: self._step(*request.arguments, **request.keywords),
             )
-        finally:
-            self.gradient_state = state
 
     def resume(self, continued: Continued) -> None:
         """Continue the schedule of a checkpoint, whose state has been loaded."""

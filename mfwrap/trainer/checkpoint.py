@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from mfwrap.accelerate.attributes import replaced
 from mfwrap.accelerate.state import has_average
 from mfwrap.arguments import takes
 from mfwrap.checkpoints.beside import move_back, show_files
@@ -677,19 +678,6 @@ def _refuse_others_checkpoints(run_folder: Path, *, after: int) -> None:
     found = [path for path in run_folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     later = [path for path in found if step_of_checkpoint(path) > after]
     refuse_others([path for path in later if not is_own_checkpoint(path)])
-
-
-@contextlib.contextmanager
-def replaced(target: object, **values: Any) -> Iterator[None]:
-    """Set attributes of an object within the block, and restore their values afterwards."""
-    before = {name: getattr(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)
 
 
 def check_average(folder: Path, *, is_given: bool) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
 
+from mfwrap.accelerate.attributes import replaced
 from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
-from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.view import TrainerView
 
 Outputs = tuple[Tensor | None, Any, Any]

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerControl, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from mfwrap.accelerate.attached_step import AttachedStep, attach
+from mfwrap.accelerate.attributes import replaced
 from mfwrap.accelerate.setup import EMA
 from mfwrap.accelerate.state import load_step, save_step
 from mfwrap.arguments import check_bool, described, needed_arguments
@@ -46,7 +47,7 @@ from mfwrap.step.losses import named_losses
 from mfwrap.step.ranks.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.termination import RankTermination
-from mfwrap.trainer.checkpoint import Checkpoints, replaced
+from mfwrap.trainer.checkpoint import Checkpoints
 from mfwrap.trainer.data.followed_loader import followed_loader
 from mfwrap.trainer.data.global_batch import TrainerBatch, check_micro_batches
 from mfwrap.trainer.data.position import TrainerPosition
@@ -578,7 +579,7 @@ class MFTrainerMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         let_cpu_ranks_load()
-        with self.attached.attachment.loading():
+        with replaced(self.attached.attachment, is_loading=True):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

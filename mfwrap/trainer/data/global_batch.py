@@ -13,12 +13,12 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from mfwrap.accelerate.attributes import replaced
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.global_batch import GlobalBatch, resumed_accumulation
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.compatibility.transformers import batch_size_of
 from mfwrap.config import StepConfig
-from mfwrap.trainer.checkpoint import replaced
 from mfwrap.trainer.data.position import read_rank_file
 from mfwrap.trainer.data.skip import DataStart
 from mfwrap.trainer.view import TrainerView
