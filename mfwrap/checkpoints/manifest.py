@@ -20,8 +20,6 @@
   several files, or joined into one.
 - Any other file has its size in bytes and a SHA-256 checksum.
 - ``checksum`` is the SHA-256 checksum of the manifest without this key.
-
-Format version 1 held the sizes of files only.
 """
 
 import contextlib
@@ -39,7 +37,6 @@ from mfwrap.checkpoints.file_formats import (
     StoredTensor,
     StoredWeights,
     check_end,
-    check_format,
     json_content,
     stored_weights,
 )
@@ -52,7 +49,7 @@ MANIFEST = "mfwrap_manifest.json"
 HAS_MANIFEST = "has_manifest"
 """Key in a JSON file of a checkpoint: without a manifest, the checkpoint is incomplete."""
 
-_VERSION_OF_SIZES, _VERSION = 1, 2
+_VERSION = 2
 _USUAL_METADATA: tuple[dict[str, str], ...] = ({}, {"format": "pt"})
 """Metadata that do not affect how a safetensors file is read."""
 
@@ -121,17 +118,11 @@ def verify_by_manifest(folder: Path) -> Verified:
             files that a checkpoint must have.
         OSError: If a file cannot be read.
     """
-    version, entries = _read(folder / MANIFEST)
+    entries = _read(folder / MANIFEST)
     if missing := missing_part(entries):
         raise DamagedFileError(
             folder / MANIFEST, f"lists no {missing}: the checkpoint is incomplete"
         )
-    if version == _VERSION_OF_SIZES:
-        for name, size in entries.items():
-            _check_size(folder / name, size)
-            check_format(folder / name)
-        caveat = f"its manifest has sizes but no checksums (format_version {version})"
-        return Verified(len(entries), 0, caveat)
     expected = [each for name, entry in entries.items() for each in _expected(folder / name, entry)]
     with contextlib.closing(checksums(each.extent for each in expected)) as found:
         for (extent, tensor, checksum), value in zip(expected, found, strict=True):
@@ -194,28 +185,21 @@ def _text(entries: Mapping[str, Any]) -> str:
     return json.dumps(content | {"checksum": own}, indent=2) + "\n"
 
 
-def _read(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the format version and the entries of a manifest; in version 1, entries are sizes."""
+def _read(path: Path) -> dict[str, Any]:
+    """Return the entries of a manifest."""
     content = json_content(path)
     version, entries = (
         (content.get("format_version"), content.get("files"))
         if isinstance(content, dict)
         else (None, None)
     )
-    if version not in (_VERSION_OF_SIZES, _VERSION) or not isinstance(entries, dict):
-        expected = f"{_VERSION_OF_SIZES} or {_VERSION}"
-        reason = f"must list files, with format_version {expected}, got version {version!r}"
+    if version != _VERSION or not isinstance(entries, dict):
+        reason = f"must list files, with format_version {_VERSION}, got version {version!r}"
         raise DamagedFileError(path, reason)
-    if version == _VERSION_OF_SIZES:
-        is_intact = len(content) == len(("format_version", "files")) and all(
-            type(size) is int for size in entries.values()
-        )
-    else:
-        # Compare the whole text: a change of any byte, even of white space, is found.
-        is_intact = path.read_text(encoding="utf-8") == _text(entries)
-    if not is_intact:
+    # Compare the whole text: a change of any byte, even of white space, is found.
+    if path.read_text(encoding="utf-8") != _text(entries):
         raise DamagedFileError(path, "is damaged (its own checksum differs)")
-    return version, entries
+    return entries
 
 
 def _expected(path: Path, entry: Mapping[str, Any]) -> list[_Expected]:
@@ -225,7 +209,11 @@ def _expected(path: Path, entry: Mapping[str, Any]) -> list[_Expected]:
         The checksums in the entry, which the caller must still compare.
     """
     if "tensors" not in entry:
-        _check_size(path, entry["size"])
+        if not path.is_file():
+            raise DamagedFileError(path, "is missing")
+        found = path.stat().st_size
+        if found != entry["size"]:
+            raise DamagedFileError(path, f"has {found} bytes instead of {entry['size']}")
         return [_Expected(whole_extent(path), None, entry["sha256"])]
     weights = stored_weights(path)
     allowed = [entry["metadata"]] if "metadata" in entry else _USUAL_METADATA
@@ -244,11 +232,3 @@ def _expected(path: Path, entry: Mapping[str, Any]) -> list[_Expected]:
             raise DamagedFileError(tensor.extent.path, reason)
         expected.append(_Expected(tensor.extent, name, checksum))
     return expected
-
-
-def _check_size(path: Path, size: int) -> None:
-    if not path.is_file():
-        raise DamagedFileError(path, "is missing")
-    found = path.stat().st_size
-    if found != size:
-        raise DamagedFileError(path, f"has {found} bytes instead of {size}")

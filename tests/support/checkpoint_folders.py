@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mfwrap.checkpoints.manifest import files_of, write_manifest
+from mfwrap.checkpoints.manifest import write_manifest
 
 __all__ = [
     "MANIFEST",
@@ -20,7 +20,6 @@ __all__ = [
     "copied",
     "damages",
     "join_weights",
-    "list_sizes_only",
     "split_weights",
     "write_checkpoint",
 ]
@@ -50,13 +49,6 @@ def write_checkpoint(
     if listed:
         write_manifest(folder)
     return folder
-
-
-def list_sizes_only(folder: Path) -> None:
-    """Replace a manifest by one of format version 1, which has sizes only."""
-    sizes = {name: (folder / name).stat().st_size for name in files_of(folder)}
-    content = {"format_version": 1, "files": sizes}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def split_weights(folder: Path, weights: str = _WEIGHTS) -> list[Path]:

@@ -11,13 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.checkpoints.manifest import files_of, verify_by_manifest, write_manifest
-from support.checkpoint_folders import (
-    MANIFEST,
-    join_weights,
-    list_sizes_only,
-    split_weights,
-    write_checkpoint,
-)
+from support.checkpoint_folders import MANIFEST, join_weights, split_weights, write_checkpoint
 
 NAMES = ["model.safetensors", "optimizer.pt", "part/notes.txt", "trainer_state.json"]
 
@@ -248,7 +242,7 @@ def test_a_file_of_torch_that_was_not_written_to_its_end(folder, num_bytes):
 
 @pytest.mark.parametrize(
     "content",
-    ["[]", '{"files": {}}', "3", '{"format_version": 3, "files": {}}', '{"format_version": []}'],
+    ["[]", '{"files": {}}', "3", '{"format_version": 1, "files": {}}', '{"format_version": []}'],
 )
 def test_a_manifest_of_another_form(folder, content):
     """A manifest with unexpected JSON is refused."""
@@ -256,28 +250,4 @@ def test_a_manifest_of_another_form(folder, content):
 
     name, reason = refused(folder)
     assert name == MANIFEST
-    assert reason.startswith("must list files, with format_version 1 or 2, got version ")
-
-
-def test_a_manifest_of_sizes(folder):
-    """A manifest of format version 1 is accepted with a caveat; sizes and formats are checked."""
-    list_sizes_only(folder)
-
-    verified = verify_by_manifest(folder)
-    assert verified[:2] == (4, 0)
-    assert "sizes but no checksums" in verified.caveat
-
-    content = (folder / "part" / "notes.txt").read_bytes()
-    (folder / "part" / "notes.txt").write_bytes(b"longer")
-    assert refused(folder) == ("part/notes.txt", "has 6 bytes instead of 4")
-    (folder / "part" / "notes.txt").write_bytes(content)
-    (folder / "trainer_state.json").write_text('{"global_step": x}')
-    assert refused(folder) == ("trainer_state.json", "is not valid JSON")
-
-
-def test_a_manifest_that_claims_an_older_version(folder):
-    """A manifest with checksums whose version is changed to 1 is damaged, not a list of sizes."""
-    text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"format_version": 2', '"format_version": 1'))
-
-    assert refused(folder) == (MANIFEST, "is damaged (its own checksum differs)")
+    assert reason.startswith("must list files, with format_version 2, got version ")

@@ -9,6 +9,7 @@ from torch import nn
 
 from mfwrap import StepConfig
 from mfwrap.accelerate import attach
+from mfwrap.checkpoints import manifest
 from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
 from mfwrap.checkpoints.required_files import missing_part
@@ -64,7 +65,7 @@ def test_an_empty_folder_gets_no_manifest(tmp_path):
 
 def test_a_manifest_that_lists_nothing(tmp_path):
     """A checkpoint is not intact because nothing in it is damaged."""
-    (tmp_path / MANIFEST).write_text('{"format_version": 1, "files": {}}')
+    (tmp_path / MANIFEST).write_text(manifest._text({}))
 
     with pytest.raises(ValueError, match=rf"^{MANIFEST} lists no files: the checkpoint is inc"):
         verify(tmp_path)

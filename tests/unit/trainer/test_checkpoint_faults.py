@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.trainer import MFTrainer
-from support.checkpoint_folders import list_sizes_only, split_weights
+from support.checkpoint_folders import split_weights
 from support.resumed_training import PLAIN, StopAfter, end_of, new_trainer, resume, trained
 from support.spoilt.gpt2 import Rows, SpoiltGPT2, padded, tiny_gpt2
 from support.training_state import assert_same_state
@@ -122,20 +122,6 @@ def test_a_flipped_bit(written, tmp_path, name):
     assert f"cannot resume from {tmp_path / 'checkpoint-4'}: {name} is damaged (checksum" in said
     assert (" of tensor " in said) == (file.suffix == ".safetensors")
     assert said.endswith(f"; newest intact checkpoint before it: {tmp_path / 'checkpoint-2'}")
-
-
-@pytest.mark.slow
-def test_a_manifest_of_sizes(written, tmp_path):
-    """A checkpoint whose manifest has sizes only resumes exactly, with one warning."""
-    list_sizes_only(two_checkpoints(written, tmp_path))
-
-    warning = f"damage in {tmp_path / 'checkpoint-4'} may be unnoticed, because its manifest has"
-    with pytest.warns(UserWarning, match=warning) as caught:
-        resumed = resume(tmp_path / "checkpoint-4", tmp_path / "resumed")
-
-    assert len([each for each in caught if "manifest" in str(each.message)]) == 1
-    exact = resume(written / "checkpoint-4", tmp_path / "exact")
-    assert_same_state(end_of(exact), end_of(resumed))
 
 
 @pytest.mark.slow
