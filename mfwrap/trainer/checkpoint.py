@@ -5,7 +5,6 @@ import functools
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -14,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.accelerate.attributes import replaced
 from mfwrap.accelerate.state import has_average
@@ -490,33 +489,19 @@ class Checkpoints:
         Trainer has written belongs to that training: they are neither counted nor removed.
 
         The Trainer's function deletes folders file by file, so a crash could leave half a
-        checkpoint. The function is therefore applied to empty folders with the names and times of
-        the checkpoints. Each checkpoint whose empty folder was deleted is then removed safely.
+        checkpoint. Here its rule is followed: the newest and the best checkpoint are kept, and the
+        oldest others are removed until the limit is met.
         """
         limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
-        if limit is None:
+        if limit is None or limit <= 0:
             return
+        protected = {str(run_folder / kept.name)}
+        if best is not None:
+            protected.add(best)
         folders = own_checkpoints(run_folder)
-        with tempfile.TemporaryDirectory(prefix="mfwrap-") as choice:
-            copies = {folder: Path(choice, folder.name) for folder in folders}
-            for folder, copy in copies.items():
-                copy.mkdir()
-                times = folder.stat()
-                os.utime(copy, ns=(times.st_atime_ns, times.st_mtime_ns))
-            if best is not None and Path(best).parent == run_folder:
-                best = str(Path(choice, Path(best).name))
-            rotate_checkpoints(
-                output_dir=choice,
-                save_total_limit=limit,
-                best_model_checkpoint=best,
-                use_mtime=True,
-            )
-            selected = [
-                folder
-                for folder, copy in copies.items()
-                if not copy.exists() and folder.name != kept.name
-            ]
-        remove_checkpoints(selected, run_folder)
+        num_removed = max(len(folders) - max(limit, len(protected)), 0)
+        others = [folder for folder in folders if str(folder) not in protected]
+        remove_checkpoints(others[:num_removed], run_folder)
 
     def output_folder(self, own: str) -> str:
         """Return the folder in which the Trainer writes or looks for checkpoints.
