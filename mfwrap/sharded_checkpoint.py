@@ -4,11 +4,12 @@ import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from mfwrap.checkpoints.file_formats import json_content
@@ -36,18 +37,8 @@ _FORMAT_VERSION = 1
 _OPTIMIZER = "optimizer"
 
 
-class _Schedule(Protocol):
-    """Learning-rate schedule whose state can be written as JSON."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
-
-
 def save_sharded(
-    folder: str | Path, cell: MFTrainOneStepCell, lr_scheduler: _Schedule | None = None
+    folder: str | Path, cell: MFTrainOneStepCell, lr_scheduler: Stateful | None = None
 ) -> None:
     """Write a checkpoint of sharded training. Call it on every rank; each writes its own shards.
 
@@ -87,7 +78,7 @@ def save_sharded(
     record = {
         "format_version": _FORMAT_VERSION,
         HAS_MANIFEST: True,
-        **(_of_all_stages(cell, own, tensors) if _is_pipeline(cell) else own),
+        **(_of_all_stages(cell, own, tensors) if _stages_of(cell) else own),
     }
     text = json.dumps(record, indent=2) + "\n"
     is_filled = path.exists() and any(path.iterdir())
@@ -106,7 +97,7 @@ def save_sharded(
 
 
 def load_sharded(
-    folder: str | Path, cell: MFTrainOneStepCell, lr_scheduler: _Schedule | None = None
+    folder: str | Path, cell: MFTrainOneStepCell, lr_scheduler: Stateful | None = None
 ) -> None:
     """Restore a checkpoint of `save_sharded` bit for bit. Call it on every rank.
 
@@ -157,7 +148,7 @@ def load_sharded(
     own = _own_tensors(cell, state)
     of_optimizer = _templates(cell, stored)
     names = {*own, *of_optimizer}
-    if _is_pipeline(cell):
+    if _stages_of(cell):
         # The other ranks load the tensors of the other stages.
         names = names.union(*gather_objects(names))
     with raising_together():
@@ -169,10 +160,6 @@ def load_sharded(
     cell.load_state_dict(state)
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(record["lr_scheduler"])
-
-
-def _is_pipeline(cell: MFTrainOneStepCell) -> bool:
-    return isinstance(cell.network, PipelineStages)
 
 
 def _stages_of(cell: MFTrainOneStepCell) -> str:

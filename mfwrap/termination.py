@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Never, Protocol, Self, final
+from typing import Any, Never, Self, final
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import Store
 
 from mfwrap.collectives import any_rank, num_ranks, this_rank
 from mfwrap.collectives.places import named_ranks
@@ -70,7 +71,11 @@ class RankTermination:
     def __enter__(self) -> Self:
         self.is_stopping = False
         if num_ranks() > 1:
-            self._last_step = _last_step_of_all_ranks()
+            connection = new_connection(default_store(), "mfwrap/termination")
+            # In a fake process group, no other rank answers.
+            if connection is not None:
+                names = f"{next(_trainings)}/"
+                self._last_step = LastStep(connection, names, this_rank(), num_ranks())
         self._flag.__enter__()
         return self
 
@@ -131,27 +136,6 @@ class RankTermination:
         return is_stopped
 
 
-def _last_step_of_all_ranks() -> "LastStep | None":
-    """Return ``None`` in a fake process group, in which no other rank answers."""
-    connection = new_connection(default_store(), "mfwrap/termination")
-    if connection is None:
-        return None
-    return LastStep(connection, f"{next(_trainings)}/", this_rank(), num_ranks())
-
-
-class KeyValueStore(Protocol):
-    """The methods of ``torch.distributed``'s stores that `LastStep` uses."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a value."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys have values."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys."""
-
-
 @final
 class LastStep:
     """Let all ranks agree on the last step after any rank has received a signal.
@@ -171,7 +155,7 @@ class LastStep:
         num_ranks: Number of ranks.
     """
 
-    def __init__(self, store: KeyValueStore, names: str, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Store, names: str, rank: int, num_ranks: int) -> None:
         self._store = store
         self._asked = f"{names}asked"
         self._answers = [f"{names}{number}" for number in range(num_ranks)]
