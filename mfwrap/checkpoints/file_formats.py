@@ -137,7 +137,10 @@ def check_format(path: Path) -> None:
         json_content(path)
     elif path.suffix == SAFETENSORS:
         _weights_in(path)
-    elif path.suffix in {".pt", ".pth"} or _is_zip_by_torch(path):
+    # The second kind may also be a plain pickle, which has no checksums and is not checked.
+    elif path.suffix in {".pt", ".pth"} or (
+        path.suffix in {".bin", ".pkl"} and _begins_as_zip(path)
+    ):
         _check_zip(path)
 
 
@@ -168,13 +171,6 @@ def json_content(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (RecursionError, ValueError) as error:
         raise DamagedFileError(path, "is not valid JSON") from error
-
-
-def _is_zip_by_torch(path: Path) -> bool:
-    if path.suffix not in {".bin", ".pkl"}:
-        return False
-    # Such a file may also be a plain pickle, which has no checksums and is not checked.
-    return _begins_as_zip(path)
 
 
 def _begins_as_zip(path: Path) -> bool:
