@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -228,7 +227,12 @@ class Checkpoints:
         return self._accepted(checkpoint, verified)
 
     def _accepted(self, checkpoint: Path, verified: Verified) -> str:
-        check_average(checkpoint, is_given=self._keeps_average)
+        if not self._keeps_average and has_average(checkpoint):
+            msg = (
+                f"cannot resume from {checkpoint}: it holds an average of the weights, but `ema` "
+                "is None; give the trainer the `ema` that the checkpoint was written with"
+            )
+            raise ValueError(msg)
         run_folder = run_folder_of(self._trainer)
         if checkpoint.parent.resolve() != run_folder.resolve():
             _refuse_others_checkpoints(run_folder, after=-1)
@@ -300,10 +304,10 @@ class Checkpoints:
             self._set_aside_later(run_folder, 0, f"training from the start in {run_folder}")
         else:
             is_inside = checkpoint.parent.resolve() == run_folder.resolve()
-            if is_inside and (match := re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)):
+            if is_inside and CHECKPOINT.fullmatch(checkpoint.name):
                 self._find_best(run_folder / checkpoint.name)
                 does = f"resuming from {checkpoint}, which is not the newest of its folder"
-                self._set_aside_later(run_folder, int(match[1]), does)
+                self._set_aside_later(run_folder, step_of_checkpoint(checkpoint), does)
             resume_run(checkpoint, run_folder, step)
             if is_inside and self._trainer.args.should_save:
                 # The earlier process may have been killed after it saved a checkpoint and before it
@@ -663,24 +667,6 @@ def _refuse_others_checkpoints(run_folder: Path, *, after: int) -> None:
     found = [path for path in run_folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     later = [path for path in found if step_of_checkpoint(path) > after]
     refuse_others([path for path in later if not is_own_checkpoint(path)])
-
-
-def check_average(folder: Path, *, is_given: bool) -> None:
-    """Raise if a checkpoint holds an average of the weights but the trainer keeps none.
-
-    Args:
-        folder: Folder of the checkpoint.
-        is_given: Whether the trainer keeps an average.
-
-    Raises:
-        ValueError: If the checkpoint holds an average and the trainer keeps none.
-    """
-    if not is_given and has_average(folder):
-        msg = (
-            f"cannot resume from {folder}: it holds an average of the weights, but `ema` is None; "
-            "give the trainer the `ema` that the checkpoint was written with"
-        )
-        raise ValueError(msg)
 
 
 def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:

@@ -1,7 +1,6 @@
 """Go back to a checkpoint after a bad step, and around the data of that step: ``rollback``."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -9,7 +8,7 @@ from typing import Any, Literal, final
 from transformers.trainer_callback import TrainerControl
 
 from mfwrap.arguments import check_choice, check_int, check_positive_number, described
-from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.folders import checkpoints_of_run, step_of_checkpoint, whole_file
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.checkpoints.verification import newest_whole_checkpoint
@@ -265,7 +264,8 @@ class Rollbacks:
     def _may_go_back(self, bad: BadSteps) -> bool:
         """Return whether a rollback is possible; if not, log why. Call it on all ranks."""
         settings, limit = self._settings, self._limit(bad)
-        steps = gather_objects(_steps_of(self._run_folder))[0]  # the disk of rank 0
+        own = [step_of_checkpoint(path) for path in checkpoints_of_run(self._run_folder)]
+        steps = gather_objects(own)[0]  # the disk of rank 0
         if len(self._done) >= settings.max_rollbacks:
             reason = f"{settings.max_rollbacks} rollbacks have been done"
         elif not any(step < limit for step in steps):
@@ -358,8 +358,3 @@ class Rollbacks:
                 partial.write_text("".join(lines), encoding="utf-8")
             with whole_file(self._run_folder / ROLLBACKS_FILE) as partial:
                 partial.write_text(rollbacks_text(self._done, self._pending), encoding="utf-8")
-
-
-def _steps_of(run_folder: Path) -> Sequence[int]:
-    names = [path.name.partition("-")[2] for path in run_folder.glob("checkpoint-*")]
-    return [int(name) for name in names if name.isdecimal()]
