@@ -155,16 +155,11 @@ def _hide_traceback() -> None:
     With several ranks, each of them would print a traceback.
     """
     before = sys.excepthook
-    if before is not _excepthook:
-        global _next_excepthook
-        _next_excepthook, sys.excepthook = before, _excepthook
 
+    def print_others(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, KeyboardInterrupt) or error.args != (_AFTER_THE_STEP,):
+            before(kind, error, traceback)
 
-_next_excepthook = sys.excepthook
-
-
-def _excepthook(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    if not isinstance(error, KeyboardInterrupt) or error.args != (_AFTER_THE_STEP,):
-        _next_excepthook(kind, error, traceback)
+    sys.excepthook = print_others
