@@ -4,8 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
@@ -335,24 +334,18 @@ class StepCallbackHandler(CallbackHandler):
                 self.callbacks.remove(self._termination)
 
 
-_taken_by_function: MutableMapping[Any, frozenset[str]] = weakref.WeakKeyDictionary()
-
-
 def _taken(callback: object, event: str) -> frozenset[str]:
     """Return which results of a step the callback's method takes as keywords."""
     method = getattr(callback, event)
-    function = getattr(method, "__func__", method)
     try:
-        taken = _taken_by_function.get(function)
+        return _taken_keywords(getattr(method, "__func__", method))
     except TypeError:  # an object that is called as a function, and cannot be a key
-        return _taken_keywords(method)
-    if taken is None:
-        taken = _taken_by_function[function] = _taken_keywords(method)
-    return taken
+        return _taken_keywords.__wrapped__(method)
 
 
-def _taken_keywords(method: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(name for name in ("step_output", "step_report") if takes(method, name))
+@functools.lru_cache
+def _taken_keywords(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(name for name in ("step_output", "step_report") if takes(function, name))
 
 
 def _ends_epoch(state: TrainerState) -> bool:
