@@ -21,6 +21,7 @@ from mfwrap.checkpoints.locks import (
     PARTIAL,
     RUN_LOCK,
     lock_of,
+    naming_folder,
     owner_token,
     owning,
     owning_if_free,
@@ -508,13 +509,10 @@ def check_writable(folder: Path) -> None:
         OSError: If the folder cannot be created or written to. The message names the folder and
             the reason.
     """
-    try:
+    with naming_folder(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        msg = f"cannot write to the folder {folder}: {error.strerror}; choose a writable folder"
-        raise OSError(error.errno, msg) from error
 
 
 def _sync_all(folder: Path) -> None:

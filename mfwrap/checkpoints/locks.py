@@ -120,7 +120,7 @@ def owning(lock: Path, *, waits: bool = False) -> Iterator[bool]:
     key = lock.parent.resolve() / lock.name
     is_new = key not in _held
     if is_new:
-        with _naming_folder(lock.parent):
+        with naming_folder(lock.parent):
             lock.parent.mkdir(parents=True, exist_ok=True)
             _held[key] = _acquire(lock, waits=waits)
         # A process that was killed in `_create_beside` has left its file.
@@ -184,8 +184,8 @@ def owning_if_free(folder: Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _naming_folder(folder: Path) -> Iterator[None]:
-    """Name the folder in the error if it cannot be created or written."""
+def naming_folder(folder: Path) -> Iterator[None]:
+    """Within the block, name the folder in the error if it cannot be created or written."""
     try:
         yield
     except OSError as error:
