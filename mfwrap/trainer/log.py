@@ -85,14 +85,11 @@ class Losses:
     ) -> Callable[[], Tensor | float]:
         """Return a function that returns `share_of_update`; call this before the training step.
 
-        On a CPU few shares are needed, and this does not compute the share yet.
+        On a CPU few shares are needed, so the share is not computed yet.
         """
         self.are_reported = self._may_report
-        if self.step_log.reads_at_once:
-            # The training step of a subclass may take the labels out of the micro-batch.
-            return functools.partial(self.share_of_update, copy.copy(inputs), num_items)
-        share = self.share_of_update(inputs, num_items)
-        return lambda: share
+        # The training step of a subclass may take the labels out of the micro-batch.
+        return functools.partial(self.share_of_update, copy.copy(inputs), num_items)
 
     def share_of_update(self, inputs: dict[str, Any], num_items: Any) -> Tensor | float:
         """Return the weight of a micro-batch in the loss of its update.
@@ -254,8 +251,8 @@ class StepLog:
 
     def __init__(self, device: torch.device, *, filters: bool = True) -> None:
         self._device = device
-        self.reads_at_once = DeferredReads(device).are_free
-        """Whether losses are read on the host as soon as they are there."""
+        # Whether losses are read on the host as soon as they are there.
+        self._reads_at_once = DeferredReads(device).are_free
         self.filters = filters
         """Whether non-finite losses are replaced by 0."""
         self.begin = 0
@@ -286,7 +283,7 @@ class StepLog:
                 called only if the loss is non-finite.
         """
         self._num_losses += 1
-        if self.reads_at_once and math.isfinite(loss.item()):
+        if self._reads_at_once and math.isfinite(loss.item()):
             return loss
         self._pending.append((loss, share()))
         if len(self._pending) == _MAX_PENDING:
