@@ -23,11 +23,6 @@ from mfwrap.trainer.display.step_numbers import ShownStep
 from mfwrap.trainer.events import monitors
 
 
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 def _fitted(line: str, width: int) -> str:
     """Cut the middle of a line that is too long, and keep its end: whether the update was skipped.
 
@@ -133,7 +128,10 @@ class StepProgressCallback(ProgressCallback):
         ]
         if said and state.is_world_process_zero:
             line = f"step {state.global_step}: {', '.join(said)}"
-            (_print if self._numbers is None else self._numbers.say)(line)
+            if self._numbers is None:
+                print(line, flush=True)
+            else:
+                self._numbers.say(line)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **known: Any) -> None:
         """Show the last step, close the bar, and say where the result is."""
@@ -159,7 +157,7 @@ class StepProgressCallback(ProgressCallback):
         has_records = any(folder.glob("*.jsonl")) or any(folder.glob("checkpoint-*"))
         page = shlex.join(["mfwrap", "report", str(folder)])
         following = page if has_records else "trainer.save_model() writes the weights"
-        _print(f"result: {result}\nrun folder: {folder}\nnext: {following}")
+        print(f"result: {result}\nrun folder: {folder}\nnext: {following}", flush=True)
 
     def end_with_error(self) -> None:
         """Leave the terminal to the error that ends the training."""
