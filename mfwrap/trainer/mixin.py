@@ -364,7 +364,7 @@ class MFTrainerMixin(_Base):
         epochs, batches = self._skip.begin(
             epochs,
             batches,
-            None if saved is None else saved.get("data_skip"),
+            None if saved is None else saved["data_skip"],
             max_steps=max_steps,
             updates_per_epoch=num_update_steps_per_epoch,
             num_epochs=num_train_epochs,

@@ -69,7 +69,7 @@ class TrainerBatch:
             with raising_together():
                 found = read_rank_file(checkpoint, args.process_index, args.world_size)
             # A node with a disk of its own may not have a file with the global batch.
-            records = gather_objects(None if found is None else found.get("global_batch"))
+            records = gather_objects(None if found is None else found["global_batch"])
             self._saved = next((each for each in records if each is not None), None)
         if self._saved is not None:
             with raising_together():

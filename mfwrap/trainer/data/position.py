@@ -82,8 +82,8 @@ class TrainerPosition:
             self.resumed_from = Path(checkpoint)
             self.saved = _read_position(self.resumed_from, args.process_index, args.world_size)
         if self.saved is not None:
-            if self.saved.get("num_ranks", 1) != args.world_size:
-                self._on_other_ranks = self.saved.get("random_states")
+            if self.saved["num_ranks"] != args.world_size:
+                self._on_other_ranks = self.saved["random_states"]
             # The data loader takes the seed of its shuffling from the generators when it is
             # constructed, before the first epoch begins. So restore the generators already here,
             # to their states at the start of the checkpoint's epoch.
@@ -191,7 +191,7 @@ class TrainerPosition:
                     load_random_states(str(checkpoint))
                     restore_generators(self._data.makers, saved.get("maker_generators", {}))
 
-                self._data.resume(saved.get("data"), restore)
+                self._data.resume(saved["data"], restore)
         self._epoch_random_states = random_states()
         self._epoch_samplers = self._sampler_states()
         if getattr(loader, "persistent_workers", False) and float(epoch or 0) >= 1:
@@ -280,7 +280,7 @@ def read_rank_file(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | 
     if path is None:
         return None
     content = _read(path)
-    written_by = content.get("num_ranks", 1)
+    written_by = content["num_ranks"]
     rank_0 = folder / _file_name(0, written_by)
     if written_by != num_ranks and path != rank_0 and rank_0.exists():
         content = _read(rank_0)
@@ -291,23 +291,21 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the content of a position file, after a check of all that a resume needs."""
     content: dict[str, Any] = json_content(path)
     try:
-        positive(content.get("num_ranks", 1))
-        HostStates.decoded(content["epoch_random_states"])
-        check_random_states(content.get("random_states", content["epoch_random_states"]))
+        positive(content["num_ranks"])
+        check_random_states(content["epoch_random_states"])
+        check_random_states(content["random_states"])
         for name in ("epoch_sampler_generators", "sampler_generators", "maker_generators"):
             check_states(content.get(name, {}))
         check_log(content)
-        if content.get("data") is not None:
+        if content["data"] is not None:
             _check_count(content["data"]["batch"])
             HostStates.decoded(content["data"]["random_states"])
             check_states(content["data"].get("makers", {}))
-        if content.get("global_batch") is not None:
-            _check_batch(content["global_batch"])
-        if content.get("data_skip") is not None:
-            _check_count(abs(content["data_skip"]["offset"]))
-            _check_count(content["data_skip"]["steps"] or 0)
-            for row in content["data_skip"].get("rows", []):
-                checked_row(*row)
+        _check_batch(content["global_batch"])
+        _check_count(abs(content["data_skip"]["offset"]))
+        _check_count(content["data_skip"]["steps"] or 0)
+        for row in content["data_skip"]["rows"]:
+            checked_row(*row)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
         raise DamagedFileError(path, reason) from error
@@ -332,7 +330,7 @@ def _check_batch(state: Mapping[str, Any]) -> None:
 def _read_position(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | None:
     """Return a rank's position, also from a checkpoint of another number of ranks."""
     saved = read_rank_file(folder, rank, num_ranks)
-    if saved is None or saved.get("num_ranks", 1) == num_ranks:
+    if saved is None or saved["num_ranks"] == num_ranks:
         return saved
     return _position_on_other_ranks(folder, saved, rank)
 
@@ -350,14 +348,14 @@ def _position_on_other_ranks(folder: Path, saved: dict[str, Any], rank: int) -> 
         saved: Content of the file of rank 0.
         rank: This rank.
     """
-    written_by = saved.get("num_ranks", 1)
+    written_by = saved["num_ranks"]
     of_ranks = [
         _read(path)
         for number in range(written_by)
         if (path := folder / _file_name(number, written_by)).exists()
     ]
     nearest = of_ranks[rank % len(of_ranks)]
-    position = saved | {"data": None, "random_states": nearest.get("random_states")}
+    position = saved | {"data": None, "random_states": nearest["random_states"]}
     losses = [each["loss_since_last_log"] for each in of_ranks]
     shares = [each["step_log"]["left_share"] for each in of_ranks]
     position["loss_since_last_log"] = sum(losses) / len(losses)

@@ -170,7 +170,7 @@ class DataSkip:
             self._offset, self.is_moved = 0, False
         self._updates_per_epoch = updates_per_epoch
         self._made = []
-        saved_rows = None if saved is None else saved.get("rows")
+        saved_rows = None if saved is None else saved["rows"]
         self.rows.begin(saved_rows, updates_per_epoch if has_length else 0)
         end = max_steps + self._offset
         if self.rows.are_followed:
