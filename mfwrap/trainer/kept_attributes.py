@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.compatibility.other_trainers import kept_attributes, synchronized_models
 from mfwrap.trainer.view import TrainerView, trains_shards
 
@@ -71,9 +70,6 @@ def restore_attributes(trainer: TrainerView, folder: Path) -> None:
     Args:
         trainer: The trainer.
         folder: Folder of the checkpoint.
-
-    Raises:
-        DamagedFileError: If a file is damaged.
     """
     args = trainer.args
     names = [_file_name(args.process_index, args.world_size), _file_name(0, 1), _file_name(0, 2)]
@@ -116,17 +112,13 @@ def _read(path: Path, device: torch.device) -> tuple[int, dict[str, Any]]:
         path: The file.
         device: Device for the tensors that were not on the CPU.
     """
-    try:
-        with safe_open(path, "pt") as file:
-            record = json.loads(file.metadata()["record"])
-        tensors = load_file(path)
-        attributes = {
-            name: _decoded(value, tensors, device) for name, value in record["attributes"].items()
-        }
-        return int(record["num_ranks"]), attributes
-    except (AttributeError, LookupError, SafetensorError, TypeError, ValueError) as error:
-        reason = f"is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
-        raise DamagedFileError(path, reason) from error
+    with safe_open(path, "pt") as file:
+        record = json.loads(file.metadata()["record"])
+    tensors = load_file(path)
+    attributes = {
+        name: _decoded(value, tensors, device) for name, value in record["attributes"].items()
+    }
+    return int(record["num_ranks"]), attributes
 
 
 def _encoded(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
