@@ -187,12 +187,9 @@ def _text(entries: Mapping[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the entries of a manifest."""
-    content = json_content(path)
-    version, entries = (
-        (content.get("format_version"), content.get("files"))
-        if isinstance(content, dict)
-        else (None, None)
-    )
+    found = json_content(path)
+    content = found if isinstance(found, dict) else {}
+    version, entries = content.get("format_version"), content.get("files")
     if version != _VERSION or not isinstance(entries, dict):
         reason = f"must list files, with format_version {_VERSION}, got version {version!r}"
         raise DamagedFileError(path, reason)

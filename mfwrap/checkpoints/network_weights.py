@@ -1,6 +1,6 @@
 """Check that the weights in a checkpoint belong to a network."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,10 @@ def foreign_weights(
     # missing only if its address is missing, too.
     present = {expected[name].data_ptr() for name in stored if name in expected}
     ignored = unsaved_keys(network)
-    for name, parameter in _saved(expected, ignored).items():
+    for name, parameter in expected.items():
+        is_saved = name not in ignored and parameter.numel()
         is_missing = name not in stored and parameter.data_ptr() not in present
-        if is_missing and not name.startswith(unchecked):
+        if is_saved and is_missing and not name.startswith(unchecked):
             return f"{_WEIGHTS} has no {name}"
     return None
 
@@ -83,9 +84,3 @@ def _prefixes_with_own_loading(network: nn.Module) -> tuple[str, ...]:
 
 def _is_own(function: Callable[..., Any]) -> bool:
     return function.__module__.partition(".")[0] not in {"torch", "transformers"}
-
-
-def _saved(state: Mapping[str, nn.Parameter], ignored: set[str]) -> dict[str, nn.Parameter]:
-    return {
-        name: tensor for name, tensor in state.items() if name not in ignored and tensor.numel()
-    }
