@@ -133,10 +133,8 @@ class Losses:
             trainer.attached.attachment.flush()
             num_steps = self.step_log.num_steps
             logs, missing = self.step_log.completed(logs, report)
-            if report.learning_rate_factor != 1:
-                logs["learning_rate"] *= (
-                    report.learning_rate_factor
-                )  # the Trainer asks the schedule
+            if report.learning_rate_factor != 1:  # the Trainer asks the schedule
+                logs["learning_rate"] *= report.learning_rate_factor
             # Just before it logs, the Trainer adds the losses since the last log to this sum.
             # Filtered losses are 0 in that sum, so add here what the total lacks.
             self._sums.until_last_log += missing * num_steps

@@ -309,10 +309,8 @@ class RowSkip:
         if not self._parts:
             return Part.ROWS
         part = self._parts.popleft()
-        if part is not Part.NOTHING:
-            self._trainer.current_gradient_accumulation_steps = (
-                self._divisor
-            )  # the Trainer divides by it
+        if part is not Part.NOTHING:  # the Trainer divides by this number
+            self._trainer.current_gradient_accumulation_steps = self._divisor
         return part
 
     def check_update(self) -> None:
