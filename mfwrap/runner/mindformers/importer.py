@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 from mfwrap.recipes.tasks.table import TASKS
 from mfwrap.runner.document import Path, RecipeDocument, RecipeError, shown, yaml_text
 from mfwrap.runner.mindformers.adapter import convert_adapter, take_arch
-from mfwrap.runner.mindformers.architectures import (
-    ConvertedModel,
-    ModelConfigError,
+from mfwrap.runner.mindformers.architectures.convert import (
     convert_model,
+    lose_overriding_keys,
     num_parameters,
-    overriding_keys,
 )
 from mfwrap.runner.mindformers.losses import LOSSES, Loss
 from mfwrap.runner.mindformers.monitors import saves_by_callback, take_monitors
@@ -130,19 +128,20 @@ def _convert(source: SourceFile) -> dict[str, Any]:
     arch, qkv_concat = take_arch(source, settings), settings.get("qkv_concat")
     path = take_weights(source, settings, finetunes=finetunes)
     precision = take_precision(source, settings)
-    converted = _converted(source, at, settings, arch, task, is_loaded=path is not None)
-    left = converted.left
+    adapter, recomputes = settings.pop("pet_config", None), bool(settings.pop("recompute", None))
+    config = _converted(source, at, settings, arch, task, is_loaded=path is not None)
     data = _take_data(source)
-    if isinstance(left.get("seq_length"), int) and "sequence_length" in TASKS[task].options:
-        data["sequence_length"] = left["seq_length"]
+    length = settings.get("seq_length")
+    if isinstance(length, int) and "sequence_length" in TASKS[task].options:
+        data["sequence_length"] = length
     peft = convert_adapter(
         source,
-        left.get("pet_config"),
+        adapter,
         arch or "",
-        str(converted.config.get("model_type")),
+        str(config.get("model_type")),
         qkv_concat=qkv_concat,
     )
-    training = take_training(source, layout, recomputes=bool(left.get("recompute")))
+    training = take_training(source, layout, recomputes=recomputes)
     if precision.flag is not None:
         training[precision.flag] = True
     wrapper = take_wrapper(source, layout, is_language_model=task == "causal_lm")
@@ -151,13 +150,11 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         training["save_strategy"] = "no"
     has_local_norms = wrapper.get("local_norm") or shows_local_norms(monitors["monitor_config"])
     _shard_accumulation(source, training, has_local_norms=bool(has_local_norms))
-    schedules = take_schedules(
-        source, training, layout, converted.config, task, is_adapted=peft is not None
-    )
+    schedules = take_schedules(source, training, layout, config, task, is_adapted=peft is not None)
     sections = {
         "task": task,
         "model": {
-            **({"config": converted.config} if path is None else {"path": path}),
+            **({"config": config} if path is None else {"path": path}),
             "dtype": precision.weights,
             **precision.parts,
         },
@@ -218,8 +215,8 @@ def _converted(
     task: str,
     *,
     is_loaded: bool,
-) -> ConvertedModel:
-    """Convert the model; its losses and the keys without effect are added to the file's.
+) -> dict[str, Any]:
+    """Return the section ``model.config``; empty if a checkpoint's configuration is used.
 
     Args:
         source: The file.
@@ -230,29 +227,15 @@ def _converted(
         is_loaded: Whether the recipe has a checkpoint, whose configuration describes the network.
     """
     experts = source.mapping("moe_config")
-    try:
-        if is_loaded and not settings.keys() & {"type", "model_type"}:
-            converted = overriding_keys(settings, path)
-        else:
-            model = {} if arch is None else {"arch": {"type": arch}}
-            converted = convert_model(settings, model, task, experts, path)
-            number = num_parameters(converted.config, task, path)
-            source.notes.append(f"model: {number:,} parameters")
-    except ModelConfigError as error:
-        raise source.document.error(error.path, error.says) from error
-    for place in converted.unknown:
-        raise source.document.error(place, "unknown key; no class of MindFormers reads it")
-    source.losses += converted.losses
-    source.without_effect += converted.without_effect
-    source.without_effect += [
-        ".".join(map(str, (*path, key))) for key in converted.left.keys() - _OF_THE_MODEL
-    ]
+    config: dict[str, Any] = {}
+    if is_loaded and not settings.keys() & {"type", "model_type"}:
+        lose_overriding_keys(source, settings, path)
+    else:
+        config = convert_model(source, settings, path, arch, task, experts)
+        number = num_parameters(source, config, path, task)
+        source.notes.append(f"model: {number:,} parameters")
     source.refuse_left(("model",), {"arch", "model_config"})
-    return converted
-
-
-_OF_THE_MODEL = frozenset({"pet_config", "recompute", "seq_length"})
-"""Keys of ``model_config`` that other sections of a recipe express."""
+    return config
 
 
 def _take_data(source: SourceFile) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from mfwrap.runner.mindformers.architectures.gpt import (
     convert_t5,
     convert_wizard_coder,
 )
-from mfwrap.runner.mindformers.architectures.keys import Keys, ModelConfigError
+from mfwrap.runner.mindformers.architectures.keys import Keys
 from mfwrap.runner.mindformers.architectures.llama import (
     convert_baichuan2,
     convert_early_internlm,
@@ -34,26 +34,7 @@ from mfwrap.runner.mindformers.architectures.llama import (
     convert_llama,
     convert_qwen,
 )
-from mfwrap.runner.mindformers.losses import Loss
-
-
-class ConvertedModel(NamedTuple):
-    """What became of a ``model_config``."""
-
-    config: dict[str, Any]
-    """The section ``model.config`` of a recipe, in transformers' names."""
-
-    losses: list[Loss]
-    """What changes the numbers, and transformers' network does not have."""
-
-    without_effect: list[str]
-    """Keys that do not change the numbers."""
-
-    left: dict[str, Any]
-    """Keys that other sections of a recipe express, with their values."""
-
-    unknown: list[Path]
-    """Places of keys that no class of MindFormers reads."""
+from mfwrap.runner.mindformers.source import SourceFile
 
 
 class _Family(NamedTuple):
@@ -165,107 +146,96 @@ _CORE_KINDS: Mapping[str, str] = {
 
 
 def convert_model(
+    source: SourceFile,
     settings: Mapping[str, Any],
-    model: Mapping[str, Any],
+    path: Path,
+    network: str | None,
     task: str,
-    moe: Mapping[str, Any] | None = None,
-    path: Path = ("model", "model_config"),
-) -> ConvertedModel:
+    experts: Mapping[str, Any],
+) -> dict[str, Any]:
     """Convert a ``model_config`` to the section ``model.config`` of a recipe.
 
     Args:
+        source: The file, which gets the losses and the keys without effect.
         settings: The file's ``model_config``.
-        model: Other keys of the file's section ``model``, for example ``arch``.
-        task: Task of the recipe.
-        moe: The file's section ``moe_config``; ``None`` for the one in `settings`, if any.
         path: Place of `settings` in the file.
+        network: MindFormers' class of the network; ``None`` if the file does not name it.
+        task: Task of the recipe.
+        experts: The file's section ``moe_config``; if it is empty, that in `settings` counts.
 
     Raises:
-        ModelConfigError: If transformers has no such network, or a value is wrong.
+        RecipeError: If transformers has no such network, a value is wrong, or no class of
+            MindFormers reads a key.
     """
-    network = _network(model)
     if not settings and network is None:
         says = "expected a section model with model_config; if MindFormers merges several files"
-        raise ModelConfigError(("model",), f"{says} (base_config), import the merged file")
-    keys = Keys(settings, path)
-    experts_path = ("moe_config",) if moe else (*path, "moe_config")
-    experts = Keys(moe or keys.mapping("moe_config"), experts_path)
+        says = f"{says} (base_config), import the merged file"
+        raise source.document.error(("model",), says)
+    keys = Keys(source, settings, path)
+    experts_path = ("moe_config",) if experts else (*path, "moe_config")
+    moe = Keys(source, experts or keys.mapping("moe_config"), experts_path)
     name, kind = keys.value("type"), keys.value("model_type")
     for asked in (network, name, kind):
         if isinstance(asked, str) and asked in _NO_NETWORK:
             says = f"transformers has no class for {_NO_NETWORK[asked]}"
             keys.refuse("type", f"{says}; expected one of {sorted(_FAMILIES)}")
     _lose_quantization(keys)
-    unknown: list[Path] = []
     if isinstance(name, str) and name in _FAMILIES:
         family = _BY_NETWORK.get((name, network), _FAMILIES[name])
         if network is not None and network not in family.networks:
-            says = f"expected a network of {sorted(family.networks)} for {name}"
-            raise ModelConfigError(("model", "arch"), f"{says}, got {shown(network)}")
-        is_mixture = experts.peek_size("expert_num", 1) > 1
-        config = family.convert(keys, experts)
+            says = (
+                f"expected a network of {sorted(family.networks)} for {name}, got {shown(network)}"
+            )
+            raise source.document.error(("model", "arch"), says)
+        is_mixture = moe.peek_size("expert_num", 1) > 1
+        config = family.convert(keys, moe)
+        keys.refuse_unknown()
         if is_mixture:
-            unknown += experts.rest()[1]
-        left, unknown_keys = keys.rest()
+            moe.refuse_unknown()
     else:
         kind = _core_kind(keys, name, kind)
         config = convert_core(keys, kind, config_keys(kind))
-        left, unknown_keys = keys.rest(CORE_NO_EFFECT)
+        keys.refuse_unknown(CORE_NO_EFFECT)
     if TASKS[task].classes is None:
         config.pop("num_labels", None)
-    return ConvertedModel(
-        config,
-        [*keys.losses, *experts.losses],
-        [*keys.without_effect, *experts.without_effect],
-        left,
-        unknown_keys + unknown,
-    )
+    return config
 
 
-def overriding_keys(
-    settings: Mapping[str, Any], path: Path = ("model", "model_config")
-) -> ConvertedModel:
+def lose_overriding_keys(source: SourceFile, settings: Mapping[str, Any], path: Path) -> None:
     """Sort the ``model_config`` of a file that names a checkpoint with its own ``config.json``.
 
     MindFormers lets the file override the checkpoint's configuration; a recipe does not. Each key
     that describes the network is therefore part of a loss.
 
     Args:
+        source: The file, which gets the loss and the keys without effect.
         settings: The file's ``model_config``.
         path: Place of `settings` in the file.
-
-    Returns:
-        The sorted keys, with an empty `config`.
     """
-    keys = Keys(settings, path)
-    left, others = keys.rest(CORE_NO_EFFECT | CORE_EXPERTS_NO_EFFECT, with_vocabulary=False)
-    if others:
-        names = [str(other[-1]) for other in others]
+    keys = Keys(source, settings, path)
+    if names := keys.unknown(CORE_NO_EFFECT | CORE_EXPERTS_NO_EFFECT):
         says = f"the file sets {', '.join(names)} over the checkpoint's config.json"
         keys.lose("architecture", names[0], f"{says}; the recipe trains the checkpoint as it is")
-    return ConvertedModel({}, keys.losses, keys.without_effect, left, [])
 
 
-def num_parameters(
-    config: Mapping[str, Any], task: str, path: Path = ("model", "model_config")
-) -> int:
+def num_parameters(source: SourceFile, config: Mapping[str, Any], path: Path, task: str) -> int:
     """Return the number of parameters of a model, without allocating memory for them.
 
     Args:
+        source: The file, for errors.
         config: Section ``model.config`` of a recipe.
-        task: Task of the recipe, which determines the model's head.
         path: Place of the model in the file.
+        task: Task of the recipe, which determines the model's head.
 
     Raises:
-        ModelConfigError: If transformers cannot build the model.
+        RecipeError: If transformers cannot build the model.
     """
     try:
         return ModelSettings(config=dict(config)).count_parameters(TASKS[task].auto_class)
     except Exception as error:
         # transformers raises errors of many types for sizes that do not fit together.
-        reason = " ".join(str(error).split())
-        says = f"transformers cannot build this {config.get('model_type')}: {reason}"
-        raise ModelConfigError(path, says) from error
+        says = f"transformers cannot build this {config.get('model_type')}: {error}"
+        raise source.document.error(path, says) from error
 
 
 def _lose_quantization(keys: Keys) -> None:
@@ -273,14 +243,6 @@ def _lose_quantization(keys: Keys) -> None:
         if keys.value(key):
             says = f"{key} quantizes the weights; the recipe trains them unquantized"
             keys.lose("quantization", key, says)
-
-
-def _network(model: Mapping[str, Any]) -> str | None:
-    arch = model.get("arch")
-    network = arch.get("type") if isinstance(arch, dict) else arch
-    if network is not None and not isinstance(network, str):
-        raise ModelConfigError(("model", "arch"), f"expected a name, got {shown(network)}")
-    return network
 
 
 def _core_kind(keys: Keys, name: object, kind: object) -> str:

@@ -98,7 +98,7 @@ def convert_core(keys: Keys, kind: str, known: AbstractSet[str]) -> dict[str, An
         The section ``model.config`` of a recipe.
 
     Raises:
-        ModelConfigError: If two names of one key have different values, or a value has a wrong
+        RecipeError: If two names of one key have different values, or a value has a wrong
             type.
     """
     for alias, name in _ALIASES.items():

@@ -79,7 +79,7 @@ def convert_experts(keys: Keys, kind: str, known: Collection[str]) -> dict[str, 
         Keys of the section ``model.config``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type.
+        RecipeError: If a value has a wrong type.
     """
     for alias, names in _ALIASES.items():
         name = next((name for name in names if name in known), names[0])

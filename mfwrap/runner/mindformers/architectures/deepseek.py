@@ -22,7 +22,7 @@ def convert_deepseek_v2(keys: Keys, moe: Keys) -> dict[str, Any]:
         The section ``model.config`` of a recipe, for transformers' ``deepseek_v2``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     layers = keys.size("num_layers", 30)
     config = _attention(keys, default_width=12_288, default_vocab=102_400, default_std=0.01)
@@ -54,7 +54,7 @@ def convert_deepseek_v3(keys: Keys, moe: Keys) -> dict[str, Any]:
         The section ``model.config`` of a recipe, for transformers' ``deepseek_v3``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     layers = keys.size("num_layers", 32)
     config = _attention(keys, default_width=18_432, default_vocab=129_280, default_std=0.006)

@@ -19,7 +19,7 @@ def convert_bert(keys: Keys, *, tags_tokens: bool = False) -> dict[str, Any]:
             dropout of the layers, not ``dropout_prob``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     hidden_size = keys.size("hidden_size", 768)
     layers, heads = keys.size("num_hidden_layers", 12), keys.size("num_attention_heads", 12)
@@ -65,7 +65,7 @@ def convert_vit(keys: Keys) -> dict[str, Any]:
     """Convert a ``ViTConfig`` for transformers' ``vit``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     norms_first(keys)
     keys.merge("num_classes", "num_labels")  # before and since 1.1
@@ -92,7 +92,7 @@ def convert_swin(keys: Keys) -> dict[str, Any]:
     """Convert a ``SwinConfig`` for transformers' ``swin``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     if not keys.flag("patch_norm", default=True):
         keys.refuse("patch_norm", "expected true: transformers' Swin normalizes the patches")

@@ -87,7 +87,7 @@ def take_experts(keys: Keys, *, adds_losses: bool) -> Experts | None:
         adds_losses: Whether the network adds the router's losses to the language model's.
 
     Raises:
-        ModelConfigError: If a value has a wrong type.
+        RecipeError: If a value has a wrong type.
     """
     number = keys.size("expert_num", 1)
     if number == 1:

@@ -23,7 +23,7 @@ def convert_glm(keys: Keys) -> dict[str, Any]:
         attention and the feed-forward layers (``post_self_attn_layernorm``), ``glm4``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     for key, value in _ONLY.items():
         if keys.flag(key, default=value) != value:

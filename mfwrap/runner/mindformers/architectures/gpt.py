@@ -30,7 +30,7 @@ def activation(keys: Keys, key: str = "hidden_act", default: str = "gelu") -> st
     MindSpore's ``gelu`` is the approximation by tanh, its ``fast_gelu`` the one by a sigmoid.
 
     Raises:
-        ModelConfigError: If the activation is unknown.
+        RecipeError: If the activation is unknown.
     """
     name = keys.value(key, default)
     if not isinstance(name, str) or name not in _ACTIVATIONS:
@@ -42,7 +42,7 @@ def convert_gpt2(keys: Keys) -> dict[str, Any]:
     """Convert a ``GPT2Config`` for transformers' ``gpt2``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     hidden_size = keys.size("hidden_size", 768)
     layers, heads = keys.size("num_layers", 12), keys.size("num_heads", 12)
@@ -73,7 +73,7 @@ def convert_wizard_coder(keys: Keys) -> dict[str, Any]:
     """Convert a ``WizardCoderConfig`` for transformers' ``gpt_bigcode``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type.
+        RecipeError: If a value has a wrong type.
     """
     hidden_size = keys.size("hidden_size", 768)
     vocab_size = keys.size("vocab_size", 50_257)
@@ -101,7 +101,7 @@ def convert_bloom(keys: Keys) -> dict[str, Any]:
     """Convert a ``BloomConfig`` for transformers' ``bloom``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     vocab_size = keys.size("vocab_size", 250_880)
     if (ratio := keys.size("expand_ratio", 4)) != 4:
@@ -131,7 +131,7 @@ def convert_t5(keys: Keys) -> dict[str, Any]:
     """Convert a ``T5Config`` for transformers' ``t5``.
 
     Raises:
-        ModelConfigError: If a value has a wrong type.
+        RecipeError: If a value has a wrong type.
     """
     vocab_size, layers = keys.size("vocab_size", 32_128), keys.size("num_layers", 6)
     dropout = keys.number("hidden_dropout_rate", 0.1)

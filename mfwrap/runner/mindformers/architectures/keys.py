@@ -5,22 +5,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn, final
 
 from mfwrap.runner.document import Path, shown
-from mfwrap.runner.mindformers.architectures.vocabulary import ELSEWHERE, NO_EFFECT, VOCABULARY
-from mfwrap.runner.mindformers.losses import Loss
-
-
-class ModelConfigError(ValueError):
-    """A ``model_config`` that cannot become a recipe.
-
-    Args:
-        path: Keys of the place in the file.
-        says: What is wrong there, what is expected, and what to do.
-    """
-
-    def __init__(self, path: Path, says: str) -> None:
-        super().__init__(says)
-        self.path = path
-        self.says = says
+from mfwrap.runner.mindformers.architectures.vocabulary import NO_EFFECT, VOCABULARY
+from mfwrap.runner.mindformers.source import SourceFile
 
 
 @final
@@ -30,24 +16,24 @@ class Keys:
     A key whose value is ``None`` counts as missing.
 
     Args:
+        source: The file, for losses, keys without effect and errors.
         section: Content of the section.
         path: Place of the section in the file.
     """
 
-    def __init__(self, section: Mapping[str, Any], path: Path) -> None:
+    def __init__(self, source: SourceFile, section: Mapping[str, Any], path: Path) -> None:
+        self._source = source
         self._left = dict(section)
         self._path = path
         self._written: dict[str, str] = {}  # names in the file, by the usual name of the key
-        self.losses: list[Loss] = []
-        self.without_effect: list[str] = []
 
     def __contains__(self, key: str) -> bool:
         """Return whether a key has not been taken yet and is not ``None``."""
         return self._left.get(key) is not None
 
     def refuse(self, key: str, says: str) -> NoReturn:
-        """Raise a `ModelConfigError` about a key."""
-        raise ModelConfigError(self._place(key), says)
+        """Raise a `RecipeError` about a key."""
+        raise self._source.document.error(self._place(key), says)
 
     def is_null(self, key: str) -> bool:
         """Return whether a key is set to ``None``, for which some keys have a meaning."""
@@ -62,7 +48,7 @@ class Keys:
         """Take an integer >= 1.
 
         Raises:
-            ModelConfigError: If the value is none, or the key is missing and has no default.
+            RecipeError: If the value is none, or the key is missing and has no default.
         """
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -80,7 +66,7 @@ class Keys:
         """Give a key its usual name. Errors and losses keep the name in the file.
 
         Raises:
-            ModelConfigError: If the key under its usual name has another value.
+            RecipeError: If the key under its usual name has another value.
         """
         if alias not in self:
             return
@@ -99,7 +85,7 @@ class Keys:
         """Take a number, also one that YAML reads as a string (``1e-5``).
 
         Raises:
-            ModelConfigError: If the value is no number.
+            RecipeError: If the value is no number.
         """
         value = self.value(key, default)
         number = value
@@ -114,7 +100,7 @@ class Keys:
         """Take a boolean.
 
         Raises:
-            ModelConfigError: If the value is no boolean.
+            RecipeError: If the value is no boolean.
         """
         value = self.value(key, default)
         if not isinstance(value, bool):
@@ -125,7 +111,7 @@ class Keys:
         """Take a mapping with string keys.
 
         Raises:
-            ModelConfigError: If the value is no mapping.
+            RecipeError: If the value is no mapping.
         """
         value = self.value(key, {})
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
@@ -178,13 +164,13 @@ class Keys:
 
     def lose(self, name: str, key: str, says: str) -> None:
         """Add a loss."""
-        self.losses.append(Loss(name, self._place(key), says))
+        self._source.lose(name, self._place(key), says)
 
     def drop(self, *keys: str) -> None:
         """Take keys that do not change the numbers of this model."""
         for key in keys:
             if self._left.pop(key, None) is not None:
-                self.without_effect.append(_dotted(self._place(key)))
+                self._ignore(key)
 
     def unread(self, sizes: Mapping[str, object]) -> None:
         """Take size keys that MindFormers' class of this model ignores.
@@ -193,7 +179,7 @@ class Keys:
             sizes: Key and the value that MindFormers trains with.
 
         Raises:
-            ModelConfigError: If a key asks for another size.
+            RecipeError: If a key asks for another size.
         """
         for key, trained in sizes.items():
             value = self.value(key)
@@ -201,36 +187,37 @@ class Keys:
                 says = f"MindFormers ignores this key and trains with {shown(trained)}"
                 self.refuse(key, f"{says}, got {shown(value)}; correct or remove it")
             if value is not None:
-                self.without_effect.append(_dotted(self._place(key)))
+                self._ignore(key)
 
-    def rest(
-        self, known: Collection[str] = (), *, with_vocabulary: bool = True
-    ) -> tuple[dict[str, Any], list[Path]]:
-        """Sort the keys that were not taken.
+    def unknown(self, known: Collection[str]) -> list[str]:
+        """Return the keys that were not taken, except those that do not change the numbers.
+
+        Args:
+            known: Keys that do not change the numbers, in addition to `NO_EFFECT`.
+        """
+        unknown: list[str] = []
+        for key, value in self._left.items():
+            if key == "seq_length":
+                continue  # a key of the recipe's data
+            if value is None or key in NO_EFFECT or key in known:
+                self._ignore(key)
+            else:
+                unknown.append(key)
+        return unknown
+
+    def refuse_unknown(self, known: Collection[str] = ()) -> None:
+        """Raise `RecipeError` if a key was not taken that no class of MindFormers reads.
 
         Args:
             known: More keys that do not change the numbers of this model.
-            with_vocabulary: Whether keys that other models read have no effect on this one.
-
-        Returns:
-            Keys that belong to other sections of a recipe, and the places of unknown keys.
         """
-        ignored = {*NO_EFFECT, *known, *(VOCABULARY if with_vocabulary else ())}
-        elsewhere: dict[str, Any] = {}
-        unknown: list[Path] = []
-        for key, value in self._left.items():
-            if key in ELSEWHERE:
-                elsewhere[key] = value
-            elif value is None or key in ignored:
-                self.without_effect.append(_dotted(self._place(key)))
-            else:
-                unknown.append(self._place(key))
-        return elsewhere, unknown
+        for key in self.unknown({*VOCABULARY, *known}):
+            self.refuse(key, "unknown key; no class of MindFormers reads it")
+
+    def _ignore(self, key: str) -> None:
+        """Note that a key does not change the numbers of this model."""
+        self._source.without_effect.append(".".join(map(str, self._place(key))))
 
     def _place(self, key: str) -> Path:
         """Return the place of a key in the file."""
         return (*self._path, self._written.get(key, key))
-
-
-def _dotted(place: Path) -> str:
-    return ".".join(map(str, place))

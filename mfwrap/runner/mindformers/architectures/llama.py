@@ -33,7 +33,7 @@ def convert_llama(keys: Keys, moe: Keys) -> dict[str, Any]:
         ``qwen2_moe`` (shared experts with a gate).
 
     Raises:
-        ModelConfigError: If a value has a wrong type, or transformers has no such network.
+        RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     of_inputs = keys.flag("qkv_has_bias", default=False)
     of_output = keys.flag("attn_proj_has_bias", default=False)

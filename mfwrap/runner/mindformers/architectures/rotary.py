@@ -36,7 +36,7 @@ def rope_parameters(keys: Keys, *, theta: float = 10_000.0, method: str = "None"
         method: Default of ``extend_method``.
 
     Raises:
-        ModelConfigError: If the scaling is unknown or incomplete.
+        RecipeError: If the scaling is unknown or incomplete.
     """
     base = keys.number("theta", theta)
     name = keys.value("extend_method", method)

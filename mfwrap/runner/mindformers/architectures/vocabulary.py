@@ -35,24 +35,23 @@ _NAMES = """
 """
 _DATA = "input_sliced_sig prompt prompt_length"
 
-NO_EFFECT = frozenset(f"{_GENERATION} {_LAYOUT} {_KERNELS} {_NAMES} {_DATA}".split())
-"""Keys of any model that do not change the numbers of a training step: text generation, the layout
-of weights on devices, the choice among kernels for the same function, and names."""
-
-_ELSEWHERE_KEYS = """
+_ELSEWHERE = """
     attention_softmax_in_fp32 batch_size calculate_per_token_loss check_for_nan_in_loss_and_grad
     checkpoint_name_or_path compute_dtype compute_type data_parallel dataset_config dtype
     embedding_init_type embedding_type fp16_lm_cross_entropy fp32_residual_connection
     ignore_token_id layernorm_compute_dtype layernorm_compute_type layernorm_dtype mask_type
     micro_batch_interleave_num micro_batch_num moe_router_dtype monitor_config mp_comm_recompute
     no_recompute_layers parallel_config parallel_optimizer_comm_recompute param_init_type
-    params_dtype pet_config print_separate_loss recompute recompute_slice_activation res_dtype
-    residual_dtype rl_config rotary_dtype router_dense_type select_comm_recompute
-    select_comm_recompute_exclude select_recompute select_recompute_exclude seq_length
-    softmax_compute_dtype softmax_compute_type softmax_dtype torch_dtype
+    params_dtype print_separate_loss recompute_slice_activation res_dtype residual_dtype rl_config
+    rotary_dtype router_dense_type select_comm_recompute select_comm_recompute_exclude
+    select_recompute select_recompute_exclude softmax_compute_dtype softmax_compute_type
+    softmax_dtype torch_dtype
 """
-ELSEWHERE = frozenset(_ELSEWHERE_KEYS.split())
-"""Keys that other sections of a recipe express: precision, data, checkpoint, recomputation."""
+
+NO_EFFECT = frozenset(f"{_GENERATION} {_LAYOUT} {_KERNELS} {_NAMES} {_DATA} {_ELSEWHERE}".split())
+"""Keys of any model that do not describe the network: text generation, the layout of weights on
+devices, the choice among kernels for the same function, names, and what other sections of a recipe
+express, such as the precision, which the importer has taken by then."""
 
 _VOCABULARY_KEYS = """
     add_bias_linear add_qkv_bias apply_residual_connection_post_layernorm assessment_method

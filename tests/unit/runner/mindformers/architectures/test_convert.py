@@ -3,13 +3,15 @@
 import pytest
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from mfwrap.runner.mindformers.architectures import (
-    ModelConfigError,
-    convert_model,
+from mfwrap.runner import RecipeError
+from mfwrap.runner.mindformers.architectures.convert import lose_overriding_keys
+from support.model_config import (
+    PLACE,
+    converted,
+    converted_section,
+    empty_source,
     num_parameters,
-    overriding_keys,
 )
-from support.model_config import converted
 
 PUBLISHED = {
     "Llama 2 7B": (
@@ -212,7 +214,6 @@ def test_a_language_model_has_its_published_size(text, number):
     """A model that is built from its MindFormers file has as many parameters as published."""
     model = converted(text)
 
-    assert model.unknown == []
     assert num_parameters(model.config, "causal_lm") == number
 
 
@@ -222,7 +223,6 @@ def test_a_classifier_has_its_published_size(task, text, number):
     """A classifier that is built from its MindFormers file has as many parameters as published."""
     model = converted(text, task)
 
-    assert model.unknown == []
     assert num_parameters(model.config, task) == number
 
 
@@ -307,53 +307,45 @@ def test_a_published_size_is_that_of_its_architecture(name, number):
 
 
 @pytest.mark.parametrize(
-    ("settings", "model", "says"),
+    ("settings", "arch", "says"),
     [
-        ({"type": "TelechatConfig"}, {}, "transformers has no class for TeleChat"),
+        ({"type": "TelechatConfig"}, None, "transformers has no class for TeleChat"),
         (
             {"type": "LlamaConfig"},
-            {"arch": {"type": "Baichuan13BV2ForCausalLM"}},
+            "Baichuan13BV2ForCausalLM",
             "transformers has no class for Baichuan 2 13B",
         ),
         (
             {"type": "LlamaConfig"},
-            {"arch": {"type": "MyModel"}},
+            "MyModel",
             "expected a network of ['LlamaForCausalLM', ",
         ),
-        ({"type": "LlamaConfig"}, {"arch": {"type": 3}}, "expected a name, got 3"),
-        ({"type": "LamaConfig"}, {}, "expected one of ['BertConfig', "),
-        ({}, {}, "expected a section model"),
-        ({"hidden_size": 8}, {}, "got neither"),
-        ({"model_type": "llamma"}, {}, "expected a model type of transformers, got 'llamma'"),
-        ({"type": "BertConfig", "moe_config": {"expert_num": 2}}, {}, "with experts"),
+        ({"type": "LamaConfig"}, None, "expected one of ['BertConfig', "),
+        ({}, None, "expected a section model"),
+        ({"hidden_size": 8}, None, "got neither"),
+        ({"model_type": "llamma"}, None, "expected a model type of transformers, got 'llamma'"),
+        ({"type": "BertConfig", "moe_config": {"expert_num": 2}}, None, "with experts"),
     ],
 )
-def test_a_network_that_transformers_lacks_is_refused(settings, model, says):
+def test_a_network_that_transformers_lacks_is_refused(settings, arch, says):
     """The error names the network, or lists the ones that can be converted."""
-    with pytest.raises(ModelConfigError) as raised:
-        convert_model(settings, model, "causal_lm")
+    with pytest.raises(RecipeError) as raised:
+        converted_section(settings, arch=arch)
 
     assert says in str(raised.value)
 
 
 def test_each_key_is_sorted():
-    """Keys are converted, without effect, part of other sections, or unknown."""
-    model = converted(
-        "{type: LlamaConfig, hidden_size: 64, use_past: false, offset: 0, seq_length: 128,"
-        " compute_dtype: bfloat16, checkpoint_name_or_path: llama2_7b, hiden_act: silu}",
-        arch={"type": "LlamaForCausalLM"},
-    )
+    """Keys are converted, without effect, part of the data, or unknown."""
+    text = "type: LlamaConfig, hidden_size: 64, use_past: false, offset: 0, seq_length: 128"
+    model = converted(f"{{{text}}}", arch="LlamaForCausalLM")
 
     assert model.config["hidden_size"] == 64
     assert model.config["max_position_embeddings"] == 128
     assert model.without_effect == ["model.model_config.use_past", "model.model_config.offset"]
-    assert model.left == {
-        "seq_length": 128,
-        "compute_dtype": "bfloat16",
-        "checkpoint_name_or_path": "llama2_7b",
-    }
-    assert model.unknown == [("model", "model_config", "hiden_act")]
     assert model.losses == []
+    with pytest.raises(RecipeError, match=r"model\.model_config\.hiden_act: unknown key"):
+        converted(f"{{{text}, hiden_act: silu}}")
 
 
 @pytest.mark.parametrize("place", [("moe_config",), ("model", "model_config", "moe_config")])
@@ -363,9 +355,10 @@ def test_an_unknown_key_of_experts_has_its_own_place(place):
     inside = len(place) > 1
     settings = {"type": "LlamaConfig"} | ({"moe_config": experts} if inside else {})
 
-    model = convert_model(settings, {}, "causal_lm", None if inside else experts)
-
-    assert model.unknown == [(*place, "num_expert_chosen")]
+    with pytest.raises(
+        RecipeError, match=rf"m\.yaml: {'.'.join(place)}\.num_expert_chosen: unknown"
+    ):
+        converted_section(settings, None if inside else experts)
 
 
 @pytest.mark.parametrize("key", ["quant_config", "quantization_config"])
@@ -381,8 +374,8 @@ def test_the_section_of_experts_overrides_the_one_in_the_model():
     settings = {"type": "LlamaConfig", "moe_config": {"expert_num": 4}}
     experts = {"expert_num": 8, "num_experts_chosen": 2, "capacity_factor": 0}
 
-    inside = convert_model(settings, {}, "causal_lm")
-    outside = convert_model(settings, {}, "causal_lm", experts)
+    inside = converted_section(settings)
+    outside = converted_section(settings, experts)
 
     assert inside.config["num_local_experts"] == 4
     assert inside.losses[0].path == ("model", "model_config", "moe_config", "capacity_factor")
@@ -401,13 +394,17 @@ def test_labels_are_those_of_a_classifier():
 def test_keys_that_override_a_checkpoint_are_a_loss():
     """A recipe cannot change the configuration of a checkpoint; its other keys are sorted."""
     settings = {"hidden_act": "gelu", "offset": 0, "moe_grouped_gemm": True, "seq_length": 8}
-    model = overriding_keys(settings)
+    source = empty_source()
+    lose_overriding_keys(source, settings, PLACE)
 
-    (loss,) = model.losses
+    (loss,) = source.losses
     assert loss.name == "architecture"
     assert "the file sets hidden_act over" in loss.says
-    assert model.left == {"seq_length": 8}
-    assert overriding_keys({"offset": 0}).losses == []
+    assert source.without_effect == [
+        f"model.model_config.{key}" for key in ("offset", "moe_grouped_gemm")
+    ]
+    lose_overriding_keys(source, {"offset": 0}, PLACE)
+    assert source.losses == [loss]
 
 
 def test_sizes_that_do_not_fit_are_an_error():
@@ -415,6 +412,5 @@ def test_sizes_that_do_not_fit_are_an_error():
     config = converted("{type: LlamaConfig, hidden_size: 100, num_heads: 3}").config
 
     says = "cannot build this llama: .* hidden size .100. is not a multiple"
-    with pytest.raises(ModelConfigError, match=says) as raised:
+    with pytest.raises(RecipeError, match=rf"m\.yaml: model\.model_config: .*{says}"):
         num_parameters(config, "causal_lm")
-    assert raised.value.path == ("model", "model_config")

@@ -2,15 +2,15 @@
 
 import pytest
 
-from mfwrap.runner.mindformers.architectures import ModelConfigError
+from mfwrap.runner import RecipeError
 from mfwrap.runner.mindformers.architectures.experts import take_experts
-from mfwrap.runner.mindformers.architectures.keys import Keys
+from support.model_config import keys_of
 
 
 def taken(*, adds_losses=False, **section):
-    """Return the experts and the keys they were taken from."""
-    keys = Keys({"expert_num": 8, **section}, ("moe_config",))
-    return take_experts(keys, adds_losses=adds_losses), keys
+    """Return the experts and the losses."""
+    keys, source = keys_of({"expert_num": 8, **section}, ("moe_config",))
+    return take_experts(keys, adds_losses=adds_losses), source.losses
 
 
 def test_a_dense_model_has_none():
@@ -20,12 +20,12 @@ def test_a_dense_model_has_none():
 
 def test_defaults():
     """MindFormers sends a token to one expert, and drops tokens."""
-    experts, keys = taken()
+    experts, losses = taken()
 
     assert (experts.number, experts.chosen, experts.shared) == (8, 1, 0)
     assert experts.is_normalized
     assert experts.first_dense == 1
-    (loss,) = keys.losses
+    (loss,) = losses
     assert (loss.name, loss.path) == ("moe", ("moe_config", "capacity_factor"))
     assert "capacity_factor 1.1" in loss.says
 
@@ -33,7 +33,7 @@ def test_defaults():
 @pytest.mark.parametrize("section", [{"capacity_factor": 0}, {"use_gmm": True}])
 def test_no_token_is_dropped(section):
     """Without a capacity, and with grouped matrix products, there is no loss."""
-    assert taken(**section)[1].losses == []
+    assert taken(**section)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_no_token_is_dropped(section):
 )
 def test_balancing_is_a_loss(section, adds_losses, number):
     """What balances the experts is a loss if the network uses it."""
-    losses = taken(use_gmm=True, adds_losses=adds_losses, **section)[1].losses
+    losses = taken(use_gmm=True, adds_losses=adds_losses, **section)[1]
 
     assert [loss.name for loss in losses] == ["moe"] * number
 
 
 def test_a_wrong_number_of_dense_layers():
     """The error names the key."""
-    with pytest.raises(ModelConfigError, match="expected an integer, got 'a'"):
+    with pytest.raises(RecipeError, match="expected an integer, got 'a'"):
         taken(first_k_dense_replace="a")
