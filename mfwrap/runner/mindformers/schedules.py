@@ -12,6 +12,7 @@ from mfwrap.runner.document import Path, shown
 from mfwrap.runner.mindformers.rate_groups import MODEL_TYPES, converted_patterns
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.training import Layout
+from mfwrap.runner.ranges import is_number
 from mfwrap.runner.sections import SCHEDULE_ALIASES
 
 _WITHOUT_LENGTH = frozenset(
@@ -161,15 +162,14 @@ def _convert(
 
 
 def _warm_up(
-    source: SourceFile, path: Path, warm_up: object, training: Mapping[str, Any]
+    source: SourceFile, path: Path, warm_up: Any, training: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return ``warmup_ratio`` for a number of epochs, which sets the same number of steps."""
     epochs = training.get("num_train_epochs")
-    is_number = isinstance(warm_up, (int, float)) and not isinstance(warm_up, bool)
-    if not is_number or not isinstance(epochs, int) or not 0 <= float(str(warm_up)) <= epochs:
+    if not is_number(warm_up) or not isinstance(epochs, int) or not 0 <= warm_up <= epochs:
         says = f"expected a number of epochs in [0, {shown(epochs)}], got {shown(warm_up)}"
         raise source.document.error(path, says)
-    ratio = float(str(warm_up)) / epochs
+    ratio = warm_up / epochs
     # The schedule rounds down. If floating point had rounded the ratio down, a step would be lost.
     return {"warmup_ratio": min(1.0, math.nextafter(ratio, 1.0))}
 

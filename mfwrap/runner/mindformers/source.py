@@ -62,12 +62,10 @@ class SourceFile:
         Raises:
             RecipeError: If the value is not an integer, or is smaller than `minimum`.
         """
-        value = self.take(*path)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            says = f"expected an integer >= {minimum}, got {shown(value)}"
-            raise self.document.error(path, says)
+        named = f"an integer >= {minimum}"
+        value: int = self._typed(path, int, named, default)
+        if value < minimum:
+            raise self.document.error(path, f"expected {named}, got {value}")
         return value
 
     def number(self, *path: str, default: float) -> float:
@@ -76,11 +74,7 @@ class SourceFile:
         Raises:
             RecipeError: If the value is not a number.
         """
-        value = self.take(*path)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.document.error(path, f"expected a number, got {shown(value)}")
+        value: float = self._typed(path, (int, float), "a number", default)
         return value
 
     def flag(self, *path: str, default: bool = False) -> bool:
@@ -135,11 +129,11 @@ class SourceFile:
         for key in self.left(section):
             raise self.document.unknown_key((*section, key), known)
 
-    def _typed(self, path: Path, kind: type[Any], named: str, default: Any) -> Any:
-        value = self.take(*map(str, path))
+    def _typed(self, path: tuple[str, ...], kind: Any, named: str, default: Any) -> Any:
+        value = self.take(*path)
         if value is None:
             return default
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise self.document.error(path, f"expected {named}, got {shown(value)}")
         return value
 

@@ -6,6 +6,7 @@ from typing import Any
 from mfwrap.runner.document import shown
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.training import Layout
+from mfwrap.runner.ranges import is_number
 from mfwrap.runner.sections import OPTIMIZER_KEYS_WITHOUT_MEANING
 
 _SCALE = {
@@ -117,7 +118,12 @@ def take_optimizer(source: SourceFile) -> dict[str, Any]:
     if optimizer.get("eps") is None and is_undecayed:
         optimizer["eps"] = 1e-6
     if sens != 1:
-        optimizer["eps"] = _number(source, optimizer.get("eps", 1e-8)) / sens
+        eps = optimizer.get("eps", 1e-8)
+        if not is_number(eps):
+            raise source.document.error(
+                ("optimizer", "eps"), f"expected a number, got {shown(eps)}"
+            )
+        optimizer["eps"] = eps / sens
         says = f"divided by sens {sens:g}, as MindSpore does not divide the gradients by it"
         source.notes.append(f"optimizer.eps: {says}")
     return optimizer
@@ -147,13 +153,5 @@ def _unscaled_sens(source: SourceFile) -> float:
     wrapper = source.document.data.get("runner_wrapper")
     if not isinstance(wrapper, dict) or wrapper.get("type") not in _PLAIN:
         return 1.0
-    sens = wrapper.get("sens")
-    if isinstance(sens, bool) or not isinstance(sens, (int, float)) or sens <= 0:
-        return 1.0
-    return float(sens)
-
-
-def _number(source: SourceFile, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise source.document.error(("optimizer", "eps"), f"expected a number, got {shown(value)}")
-    return value
+    sens: Any = wrapper.get("sens")
+    return float(sens) if is_number(sens) and sens > 0 else 1.0
