@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from mfwrap.recipes.models.settings import ModelSettings, config_keys
 from mfwrap.recipes.tasks.table import TASKS
 from mfwrap.runner.document import Path, shown
-from mfwrap.runner.mindformers.architectures.core import CORE_NO_EFFECT, convert_core
-from mfwrap.runner.mindformers.architectures.core_experts import CORE_EXPERTS_NO_EFFECT
+from mfwrap.runner.mindformers.architectures.core import convert_core
 from mfwrap.runner.mindformers.architectures.deepseek import (
     convert_deepseek_v2,
     convert_deepseek_v3,
@@ -34,6 +33,7 @@ from mfwrap.runner.mindformers.architectures.llama import (
     convert_llama,
     convert_qwen,
 )
+from mfwrap.runner.mindformers.architectures.vocabulary import CORE_NO_EFFECT, EXPERTS_NO_EFFECT
 from mfwrap.runner.mindformers.source import SourceFile
 
 
@@ -191,7 +191,7 @@ def convert_model(
         config = family.convert(keys, moe)
         keys.refuse_unknown()
         if is_mixture:
-            moe.refuse_unknown()
+            moe.refuse_unknown(EXPERTS_NO_EFFECT)
     else:
         kind = _core_kind(keys, name, kind)
         config = convert_core(keys, kind, config_keys(kind))
@@ -213,7 +213,7 @@ def lose_overriding_keys(source: SourceFile, settings: Mapping[str, Any], path: 
         path: Place of `settings` in the file.
     """
     keys = Keys(source, settings, path)
-    if names := keys.unknown(CORE_NO_EFFECT | CORE_EXPERTS_NO_EFFECT):
+    if names := keys.unknown(CORE_NO_EFFECT):
         says = f"the file sets {', '.join(names)} over the checkpoint's config.json"
         keys.lose("architecture", names[0], f"{says}; the recipe trains the checkpoint as it is")
 

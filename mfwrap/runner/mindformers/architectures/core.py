@@ -60,22 +60,6 @@ _IGNORED = (
 )
 """transformers' keys that MindFormers' core ignores."""
 
-_WITHOUT_EFFECT = """
-    attn_allgather attn_allreduce attn_reduce_scatter context_parallel context_parallel_algo
-    context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers default_prefetch
-    data_parallel_size expert_model_parallel_size expert_parallel expert_tensor_parallel_size
-    ffn_allgather ffn_allreduce ffn_reduce_scatter gradient_aggregation_group
-    hierarchical_context_parallel_sizes layer_swap mask_func_type model_architecture model_parallel
-    moe_router_pre_softmax mtp_loss_factor mtp_loss_scaling_factor multi_latent_attention
-    num_encoder_layers num_decoder_layers op_swap pipeline_model_parallel_size post_process
-    pre_process rotary_cos_format rotary_interleaved sandwich_norm sparse_mode swap
-    tensor_model_parallel_size track_max_attention_logit ulysses_degree_in_cp use_alltoall
-    use_attention_mask use_rope_scaling virtual_pipeline_model_parallel_size vocab_emb_dp
-    window_attn_skip_freq
-"""
-CORE_NO_EFFECT = frozenset(_WITHOUT_EFFECT.split())
-"""MindFormers' further keys that do not change the numbers."""
-
 _HALF_ROTARY = frozenset({"glm", "glm4", "glm4_moe"})
 """Model types that rotate the first half of each head by default."""
 

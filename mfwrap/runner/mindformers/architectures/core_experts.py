@@ -25,34 +25,6 @@ _ALIASES = {
     "z_loss_factor": ("moe_z_loss_coeff",),
     "capacity_factor": ("moe_expert_capacity_factor",),
 }
-CORE_EXPERTS_NO_EFFECT = frozenset(
-    {
-        "callback_moe_droprate",
-        "comp_comm_parallel",
-        "comp_comm_parallel_degree",
-        "enable_expert_relocation",
-        "enable_gmm_safe_tokens",
-        "enable_sdrop",
-        "expert_relocation_freq",
-        "expert_relocation_initial_iteration",
-        "group_wise_a2a",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "moe_router_load_balancing_type",
-        "moe_shared_expert_overlap",
-        "moe_token_dispatcher_type",
-        "moe_token_drop_policy",
-        "npu_nums_per_device",
-        "print_expert_load",
-        "use_fused_ops_permute",
-        "use_fused_ops_topkrouter",
-        "use_gmm",
-        "use_pad_tokens",
-    }
-)
-"""MindFormers' keys of experts that do not change the numbers."""
-
 _MAX_LAYERS = 1_000
 _WITH_SIGMOID = frozenset({"deepseek_v3", "glm4_moe"})
 """Model types whose router computes sigmoids and has a correction bias."""
@@ -85,7 +57,6 @@ def convert_experts(keys: Keys, kind: str, known: Collection[str]) -> dict[str, 
         name = next((name for name in names if name in known), names[0])
         if alias != name:
             keys.merge(alias, name)
-    keys.drop(*sorted(CORE_EXPERTS_NO_EFFECT))
     if kind not in _WITH_SIGMOID and not kind.endswith("_moe"):
         return {}
     _lose_balance(keys, kind)

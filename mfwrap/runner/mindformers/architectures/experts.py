@@ -5,35 +5,6 @@ from typing import NamedTuple
 from mfwrap.runner.document import shown
 from mfwrap.runner.mindformers.architectures.keys import Keys
 
-_NO_EFFECT = (
-    "aux_loss_factor",  # MindFormers' routers for language models do not add this loss
-    "callback_moe_droprate",
-    "cold_token_percent",
-    "comp_comm_parallel",
-    "comp_comm_parallel_degree",
-    "cur_layer",
-    "dispatch_global_max_bs",
-    "enable_cold_hot_expert",
-    "enable_deredundency",
-    "enable_gmm_safe_tokens",
-    "enable_sdrop",  # chooses the tokens to drop, if any are dropped
-    "ep_extend_tp",
-    "expert_group_size",
-    "expert_model_parallel",
-    "group_wise_a2a",
-    "hot_expert_num",
-    "max_router_load",
-    "moe_module_name",
-    "moe_shared_expert_overlap",
-    "npu_nums_per_device",
-    "routing_policy",
-    "router_dense_type",  # transformers' routers compute in float32
-    "save_token_distribution",
-    "update_step",
-    "use_allgather_dispatcher",
-    "use_fused_ops_permute",
-    "use_fused_ops_topkrouter",
-)
 _AUXILIARY = ("z_loss_factor", "topk_bias_update_rate")
 
 
@@ -94,7 +65,6 @@ def take_experts(keys: Keys, *, adds_losses: bool) -> Experts | None:
         return None
     _lose_dropped_tokens(keys)
     _lose_auxiliary(keys, adds_losses=adds_losses)
-    keys.drop(*_NO_EFFECT)
     first_dense = keys.value("first_k_dense_replace", 1)
     if not isinstance(first_dense, int):
         says = f"expected an integer, got {shown(first_dense)}"

@@ -71,3 +71,39 @@ _VOCABULARY_KEYS = """
 """
 VOCABULARY = frozenset(_VOCABULARY_KEYS.split())
 """Keys that some class of MindFormers reads. The others store such a key and do not use it."""
+
+_EXPERTS = """
+    callback_moe_droprate comp_comm_parallel comp_comm_parallel_degree enable_gmm_safe_tokens
+    enable_sdrop group_wise_a2a moe_shared_expert_overlap npu_nums_per_device use_fused_ops_permute
+    use_fused_ops_topkrouter
+"""
+_EARLY_EXPERTS = """
+    aux_loss_factor cold_token_percent cur_layer enable_cold_hot_expert enable_deredundency
+    ep_extend_tp expert_group_size expert_model_parallel hot_expert_num max_router_load
+    moe_module_name routing_policy save_token_distribution update_step use_allgather_dispatcher
+"""
+EXPERTS_NO_EFFECT = frozenset(f"{_EXPERTS} {_EARLY_EXPERTS}".split())
+"""Keys of ``moe_config`` before MindFormers' core of 2025 that do not change the numbers: its
+routers for language models do not add the loss of ``aux_loss_factor``, and ``enable_sdrop`` only
+chooses the tokens to drop."""
+
+_CORE = """
+    attn_allgather attn_allreduce attn_reduce_scatter context_parallel context_parallel_algo
+    context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers data_parallel_size
+    default_prefetch expert_model_parallel_size expert_parallel expert_tensor_parallel_size
+    ffn_allgather ffn_allreduce ffn_reduce_scatter gradient_aggregation_group
+    hierarchical_context_parallel_sizes layer_swap mask_func_type model_architecture model_parallel
+    moe_router_pre_softmax mtp_loss_factor mtp_loss_scaling_factor multi_latent_attention
+    num_decoder_layers num_encoder_layers op_swap pipeline_model_parallel_size post_process
+    pre_process rotary_cos_format rotary_interleaved sandwich_norm sparse_mode swap
+    tensor_model_parallel_size track_max_attention_logit ulysses_degree_in_cp use_alltoall
+    use_attention_mask use_rope_scaling virtual_pipeline_model_parallel_size vocab_emb_dp
+    window_attn_skip_freq
+"""
+_CORE_EXPERTS = """
+    enable_expert_relocation expert_relocation_freq expert_relocation_initial_iteration
+    moe_grouped_gemm moe_permute_fusion moe_router_fusion moe_router_load_balancing_type
+    moe_token_dispatcher_type moe_token_drop_policy print_expert_load use_gmm use_pad_tokens
+"""
+CORE_NO_EFFECT = frozenset(f"{_EXPERTS} {_CORE} {_CORE_EXPERTS}".split())
+"""Further keys of MindFormers' core that do not change the numbers."""
