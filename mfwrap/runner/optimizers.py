@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -76,22 +76,6 @@ class OptimizerChoice:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         optimizer: Optimizer = kind(groups, **settings)
         return optimizer
-
-
-class OptimizerReading(NamedTuple):
-    """What a section ``optimizer`` says."""
-
-    arguments: Mapping[str, Any]
-    """Fields of ``TrainingArguments`` that the section sets."""
-
-    defaults: Mapping[str, Any]
-    """Fields of ``TrainingArguments`` that get these values unless the recipe sets them."""
-
-    make: Make | None
-    """Builds the optimizer; ``None`` if the Trainer builds it."""
-
-    qk_clip_threshold: float | None
-    """Limit of the attention logits; ``None`` for no limit."""
 
 
 @final
@@ -227,13 +211,17 @@ _OF_MUON: Mapping[str, str] = {"adamw_betas": "betas", "adamw_eps": "eps"}
 
 def read_optimizer(
     objects: RecipeObjects, section: Mapping[str, Any], *, are_half: bool
-) -> OptimizerReading:
+) -> tuple[OptimizerChoice | None, dict[str, Any], Mapping[str, Any]]:
     """Read the section ``optimizer``.
 
     Args:
         objects: Builder for the recipe.
         section: Content of the section.
         are_half: Whether the model's weights have half precision.
+
+    Returns:
+        The optimizer, or ``None`` if the Trainer builds it; the fields of ``TrainingArguments``
+        that the section sets; and fields that get these values unless the recipe sets them.
 
     Raises:
         RecipeError: If the optimizer or a setting is unknown, or a value is out of range.
@@ -249,10 +237,8 @@ def read_optimizer(
         names = {
             key: _OF_MUON.get(key, key) for key in (*_OF_MUON, "learning_rate", "weight_decay")
         }
-        own = {key: value for key, value in settings.items() if key not in names}
-        meaningless = OPTIMIZER_KEYS_WITHOUT_MEANING & own.keys()
-        own = {key: own[key] for key in own.keys() - meaningless}
-        settings = {key: value for key, value in settings.items() if key not in own}
+        others = {*names, *OPTIMIZER_KEYS_WITHOUT_MEANING}
+        own = {key: settings.pop(key) for key in settings.keys() - others}
     settings = objects.kept(path, settings, names, OPTIMIZER_KEYS_WITHOUT_MEANING)
     arguments: dict[str, Any] = {} if kind.optim is None else {"optim": kind.optim}
     for key, value in settings.items():
@@ -262,11 +248,15 @@ def read_optimizer(
                 raise objects.document.error((*path, key), says)
             check_range(objects, (*path, key), argument, number)
             arguments[argument] = number
-    make, threshold = kind.make, None
-    if make is not None and kind.section is not None:
+    choice = None
+    if kind.section is not None and kind.make is not None:
         parsed = objects.parse(path, kind.section, own)
-        make, threshold = functools.partial(make, section=parsed), parsed.qk_clip_threshold
-    return OptimizerReading(arguments, kind.defaults, make, threshold)
+        make = functools.partial(kind.make, section=parsed)
+        threshold = parsed.qk_clip_threshold
+        choice = OptimizerChoice(objects.document, make, qk_clip_threshold=threshold)
+    elif kind.make is not None:
+        choice = OptimizerChoice(objects.document, kind.make)
+    return choice, arguments, kind.defaults
 
 
 def _numbers(objects: RecipeObjects, key: str, name: str, value: Any) -> dict[str, Any]:

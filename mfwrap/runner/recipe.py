@@ -39,8 +39,8 @@ from mfwrap.runner.optimizers import OptimizerChoice
 from mfwrap.runner.parameter_groups import parameter_groups
 from mfwrap.runner.replacements import without_replaced
 from mfwrap.runner.schedules import GroupedScheduleChoice, ScheduleChoice
-from mfwrap.runner.sections import Sections
-from mfwrap.runner.step import StepChoice, read_average, read_step, read_wrapper
+from mfwrap.runner.sections import RunnerWrapperSection, Sections
+from mfwrap.runner.step import StepChoice, read_average, read_step
 from mfwrap.runner.training import read_peft, read_training
 from mfwrap.trainer.mixin import loop_settings
 from mfwrap.trainer.rollback import Rollback
@@ -150,7 +150,12 @@ def read_document(document: RecipeDocument) -> Recipe:
     task = TASKS[objects.choice(("task",), sections.task, TASKS)]
     model = objects.parse(("model",), ModelSettings, sections.model)
     data = _data(objects, task, sections)
-    wrapper = read_wrapper(objects, sections.runner_wrapper)
+    wrapper = rollback = None
+    if sections.runner_wrapper is not None:
+        path = ("runner_wrapper",)
+        wrapper = objects.parse(path, RunnerWrapperSection, sections.runner_wrapper)
+    if sections.rollback is not None:
+        rollback = objects.build(("rollback",), Rollback, sections.rollback)
     network = _check_model(objects, task, model, data)
     training = read_training(
         objects,
@@ -195,14 +200,10 @@ def read_document(document: RecipeDocument) -> Recipe:
         peft=read_peft(objects, sections.peft, task.peft_task_type),
         data_skip_steps=sections.data_skip_steps,
         eval_per_token_loss=sections.eval_per_token_loss,
-        rollback=_read_rollback(objects, sections.rollback),
+        rollback=rollback,
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
     )
-
-
-def _read_rollback(objects: RecipeObjects, section: dict[str, Any] | None) -> Rollback | None:
-    return None if section is None else objects.build(("rollback",), Rollback, section)
 
 
 def _check_dtypes(

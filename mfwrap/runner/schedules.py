@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
@@ -66,16 +66,6 @@ class GroupedScheduleChoice:
         )
 
 
-class GroupedReading(NamedTuple):
-    """What a section ``grouped_lr_schedule`` says."""
-
-    schedule: GroupedScheduleChoice
-    learning_rate: float | None
-    """Learning rate of the default group; ``None`` if the section does not set it."""
-
-    rate_groups: tuple[RateGroup, ...]
-
-
 def read_schedule(
     objects: RecipeObjects, path: Path, section: Mapping[str, Any], max_steps: int
 ) -> tuple[ScheduleChoice, float | None]:
@@ -124,13 +114,17 @@ def _keys_of(kind: type[FormulaLR]) -> set[str]:
 
 def read_grouped_schedule(
     objects: RecipeObjects, section: Mapping[str, Any], max_steps: int
-) -> GroupedReading:
+) -> tuple[GroupedScheduleChoice, float | None, tuple[RateGroup, ...]]:
     """Read the section ``grouped_lr_schedule``.
 
     Args:
         objects: Builder for the recipe.
         section: Content of the section.
         max_steps: Number of steps of the training; <= 0 if it depends on the data.
+
+    Returns:
+        The schedules; the learning rate of the default group, ``None`` if the section does not set
+        it; and the other groups.
 
     Raises:
         RecipeError: If a key or a schedule is unknown or missing, or a value is out of range.
@@ -155,4 +149,4 @@ def read_grouped_schedule(
             raise objects.document.error((*at, "params"), says)
         schedules[group.name] = choice
         rate_groups.append(group)
-    return GroupedReading(GroupedScheduleChoice(schedules), rate, tuple(rate_groups))
+    return GroupedScheduleChoice(schedules), rate, tuple(rate_groups)

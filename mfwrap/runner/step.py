@@ -30,15 +30,6 @@ class StepChoice:
     """See `RunnerWrapperSection`."""
 
 
-def read_wrapper(
-    objects: RecipeObjects, section: Mapping[str, Any] | None
-) -> RunnerWrapperSection | None:
-    """Return the section ``runner_wrapper`` with each value checked; ``None`` if it is missing."""
-    if section is None:
-        return None
-    return objects.parse(("runner_wrapper",), RunnerWrapperSection, section)
-
-
 def shows_local_norms(monitor_config: Mapping[str, Any]) -> bool:
     """Return whether the monitor of a section ``monitor_config`` needs local norms."""
     formats = ("local_norm_format", "device_local_norm_format", "noise_scale_format")

@@ -99,18 +99,15 @@ def _read_optimizer(
         return None
     dtypes = {sections.model.get(key) for key in ("dtype", "norm_dtype", "embedding_dtype")}
     are_half = bool(dtypes & {"bfloat16", "float16"})
-    reading = read_optimizer(objects, sections.optimizer, are_half=are_half)
-    if reading.make is not None and "optim" in settings:
+    optimizer, arguments, defaults = read_optimizer(objects, sections.optimizer, are_half=are_half)
+    if optimizer is not None and "optim" in settings:
         kind = sections.optimizer["type"]
         says = f"must be left out, because the section optimizer names {kind}"
         raise objects.document.error(("training", "optim"), says)
-    _merge(objects, settings, reading.arguments, "optimizer")
-    for name, value in reading.defaults.items():
+    _merge(objects, settings, arguments, "optimizer")
+    for name, value in defaults.items():
         settings.setdefault(name, value)
-    if reading.make is None:
-        return None
-    threshold = reading.qk_clip_threshold
-    return OptimizerChoice(objects.document, reading.make, qk_clip_threshold=threshold)
+    return optimizer
 
 
 def _read_schedule(
