@@ -12,8 +12,9 @@ from mfwrap.runner.document import Path, shown
 from mfwrap.runner.mindformers.rate_groups import MODEL_TYPES, converted_patterns
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.training import Layout
+from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.ranges import is_number
-from mfwrap.runner.sections import SCHEDULE_ALIASES
+from mfwrap.runner.sections import SCHEDULE_ALIASES, GroupedSection
 
 _WITHOUT_LENGTH = frozenset(
     {"ConstantWarmUpLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts"}
@@ -83,17 +84,11 @@ def _grouped(
 ) -> dict[str, Any]:
     """Return schedules for groups of parameters, or the default schedule and a loss."""
     place: Path = ("grouped_lr_schedule",)
-    default, grouped = section.get("default"), section.get("grouped") or []
-    for key in section.keys() - {"default", "grouped"}:
-        raise source.document.unknown_key((*place, key), ("default", "grouped"))
-    if not isinstance(default, dict) or not default:
-        says = f"expected a schedule, got {shown(default)}"
-        raise source.document.error((*place, "default"), says)
-    if not isinstance(grouped, list):
-        says = f"expected a list of schedules, got {shown(grouped)}"
-        raise source.document.error((*place, "grouped"), says)
+    section = {**section, "grouped": section.get("grouped") or []}
+    content = RecipeObjects(source.document).parse(place, GroupedSection, section)
+    default, grouped = content.default, content.grouped
     for number, schedule in enumerate(grouped):
-        names = schedule.get("params") if isinstance(schedule, dict) else None
+        names = schedule.get("params")
         if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
             says = f"expected a schedule with params, a list of names, got {shown(schedule)}"
             raise source.document.error((*place, "grouped", number), says)

@@ -88,7 +88,7 @@ def test_a_training_that_stops_early():
             },
             "lr_schedule.warmup_epochs: expected warmup_steps, because total_steps says",
         ),
-        ({"grouped_lr_schedule": {"grouped": [CONSTANT]}}, "default: expected a schedule, got N"),
+        ({"grouped_lr_schedule": {"grouped": [CONSTANT]}}, "default: required, but missing"),
         (
             {"grouped_lr_schedule": {"default": CONSTANT, "grouped": [CONSTANT]}},
             "grouped_lr_schedule.grouped.0: expected a schedule with params, a list of names",
