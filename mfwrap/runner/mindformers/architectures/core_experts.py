@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from mfwrap.runner.document import shown
+from mfwrap.runner.mindformers.architectures.experts import lose_balance
 from mfwrap.runner.mindformers.architectures.keys import Keys
 
 _NUMBERS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -99,18 +100,12 @@ def _lose_group_score(keys: Keys, kind: str) -> None:
 
 def _lose_balance(keys: Keys, kind: str) -> None:
     """Add a loss for what balances the load of experts during the training."""
-    used: dict[str, object] = {}
-    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if rate := keys.number(key, 0.0):
-            used[key] = rate
+    used = {key: keys.number(key, 0.0) for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff")}
     has_bias = keys.flag("moe_router_enable_expert_bias", default=kind in _WITH_SIGMOID)
     rate = keys.number("moe_router_bias_update_rate", 1e-3)
-    if has_bias and rate:
+    if has_bias:
         used["moe_router_bias_update_rate"] = rate
-    if used:
-        listed = ", ".join(f"{key}: {shown(value)}" for key, value in used.items())
-        says = f"the load of the experts is balanced by {listed}; the recipe does not balance it"
-        keys.lose("moe", next(iter(used)), says)
+    lose_balance(keys, used)
     if (capacity := keys.value("moe_expert_capacity_factor")) is not None:
         says = f"an expert drops the tokens above capacity_factor {shown(capacity)}"
         keys.lose("moe", "moe_expert_capacity_factor", f"{says}; the recipe drops no token")

@@ -1,11 +1,10 @@
 """Read the section ``moe_config``: experts of MindFormers' models before its core of 2025."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from mfwrap.runner.document import shown
 from mfwrap.runner.mindformers.architectures.keys import Keys
-
-_AUXILIARY = ("z_loss_factor", "topk_bias_update_rate")
 
 
 class Experts(NamedTuple):
@@ -95,18 +94,23 @@ def _lose_dropped_tokens(keys: Keys) -> None:
 
 def _lose_auxiliary(keys: Keys, *, adds_losses: bool) -> None:
     """Add a loss for what balances the load of experts during the training."""
-    used: dict[str, object] = {key: keys.number(key, 0.0) for key in _AUXILIARY}
+    used: dict[str, object] = {}
+    z_loss, rate = keys.number("z_loss_factor", 0.0), keys.number("topk_bias_update_rate", 0.0)
     factors = keys.value("aux_loss_factors", [])
     types = keys.value("aux_loss_types", [])
-    balances = keys.flag("balance_via_topk_bias", default=False)
-    if not balances:
-        used.pop("topk_bias_update_rate", None)
-    if not adds_losses:
-        used.pop("z_loss_factor", None)
-    elif isinstance(factors, list) and any(factors) and types:
+    if adds_losses:
+        used["z_loss_factor"] = z_loss
+    if keys.flag("balance_via_topk_bias", default=False):
+        used["topk_bias_update_rate"] = rate
+    if adds_losses and isinstance(factors, list) and any(factors) and types:
         used["aux_loss_factors"] = factors
-    used = {key: value for key, value in used.items() if value}
-    if used:
-        listed = ", ".join(f"{key}: {shown(value)}" for key, value in used.items())
+    lose_balance(keys, used)
+
+
+def lose_balance(keys: Keys, used: Mapping[str, object]) -> None:
+    """Add a loss for the values in `used` that are not zero, which balance the load of experts."""
+    set_to = {key: value for key, value in used.items() if value}
+    if set_to:
+        listed = ", ".join(f"{key}: {shown(value)}" for key, value in set_to.items())
         says = f"the load of the experts is balanced by {listed}; the recipe does not balance it"
-        keys.lose("moe", next(iter(used)), says)
+        keys.lose("moe", next(iter(set_to)), says)
