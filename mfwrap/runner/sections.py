@@ -207,9 +207,6 @@ OPTIMIZER_KEYS_WITHOUT_MEANING = frozenset(
 )
 """Keys of the section ``optimizer`` that have no effect."""
 
-MONITOR_KEYS_WITHOUT_MEANING = frozenset({"dump_path"})
-"""Keys of the section ``monitor_config`` that have no effect."""
-
 CALLBACKS_WITHOUT_MEANING = frozenset({
     "ColdHotExpertMonitor", "ExpertMigrateCallback", "MaxLogitsMonitor", "MoEDropRateCallback",
     "ObsMonitor", "SDCMonitor", "StressDetectCallBack", "StressTestModelMonitor", "SummaryMonitor",
@@ -223,15 +220,13 @@ CALLBACK_KEYS_WITHOUT_MEANING: Mapping[str, frozenset[str]] = MappingProxyType({
         "learning_rate", "micro_batch_interleave_num", "micro_batch_num", "print_separate_loss",
     }),
     "CheckpointMonitor": frozenset({
-        "append_info", "async_save", "checkpoint_format", "config", "directory",
-        "embedding_local_norm_threshold", "embedding_size", "enc_key", "enc_mode", "exception_save",
-        "global_batch_size", "health_ckpts_record_dir", "integrated_save", "keep_checkpoint_max",
-        "keep_checkpoint_per_n_minutes", "prefix", "remove_redundancy", "save_checkpoint_seconds",
+        "append_info", "async_save", "checkpoint_format", "config", "directory", "embedding_size",
+        "enc_key", "enc_mode", "exception_save", "global_batch_size", "health_ckpts_record_dir",
+        "integrated_save", "keep_checkpoint_per_n_minutes", "prefix", "remove_redundancy",
         "save_network_params", "save_optimizer", "save_trainable_params", "saved_network",
-        "use_checkpoint_health_monitor", "use_legacy_format",
+        "use_legacy_format",
     }),
     "ProfileMonitor": frozenset({"data_simplification", "mstx", "profile_pipeline"}),
-    "TrainingStateMonitor": MONITOR_KEYS_WITHOUT_MEANING,
+    "TrainingStateMonitor": frozenset({"dump_path"}),
 })  # fmt: skip
-"""Keys that have no effect, by callback. If mfwrap's callback has an argument of the same name, the
-key is passed to the callback nevertheless."""
+"""Keys that have no effect, by callback; ``monitor_config`` has those of its monitor."""

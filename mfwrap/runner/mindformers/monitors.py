@@ -10,7 +10,6 @@ from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.sections import (
     CALLBACK_KEYS_WITHOUT_MEANING,
     CALLBACKS_WITHOUT_MEANING,
-    MONITOR_KEYS_WITHOUT_MEANING,
 )
 
 _MISSPELLED: Mapping[str, str] = {
@@ -19,14 +18,6 @@ _MISSPELLED: Mapping[str, str] = {
     "ProfileMointor": "ProfileMonitor",
 }
 """Names of MindFormers 1.0 and 1.1, and the names of today."""
-
-_USED: Mapping[str, frozenset[str]] = {
-    "CheckpointMonitor": frozenset({
-        "embedding_local_norm_threshold", "keep_checkpoint_max", "save_checkpoint_seconds",
-        "save_checkpoint_steps", "use_checkpoint_health_monitor",
-    }),
-}  # fmt: skip
-"""Keys that mfwrap's callback has although `CALLBACK_KEYS_WITHOUT_MEANING` names them, too."""
 
 _HEALTH = "use_checkpoint_health_monitor"
 _THRESHOLD = "embedding_local_norm_threshold"
@@ -46,7 +37,7 @@ def take_monitors(source: SourceFile) -> dict[str, Any]:
         RecipeError: If a section has a wrong type.
     """
     callbacks = _take_callbacks(source)
-    source.ignore_keys(("monitor_config",), MONITOR_KEYS_WITHOUT_MEANING)
+    source.ignore_keys(("monitor_config",), CALLBACK_KEYS_WITHOUT_MEANING["TrainingStateMonitor"])
     monitor = source.mapping("monitor_config")
     _take_tensorboard(source, callbacks, monitor)
     if source.flag(_NAN_CHECK):
@@ -98,9 +89,8 @@ def _lose_balance(source: SourceFile, index: int, callback: dict[str, Any]) -> N
 
 def _drop_keys(source: SourceFile, index: int, callback: dict[str, Any]) -> None:
     """Remove the keys of a callback that have no effect."""
-    name = str(callback.get("type"))
-    used = _USED.get(name, frozenset())
-    for key in (CALLBACK_KEYS_WITHOUT_MEANING.get(name, frozenset()) - used) & callback.keys():
+    meaningless = CALLBACK_KEYS_WITHOUT_MEANING.get(str(callback.get("type")), frozenset())
+    for key in meaningless & callback.keys():
         del callback[key]
         source.without_effect.append(f"callbacks.{index}.{key}")
 
