@@ -3,7 +3,7 @@
 import itertools
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -132,15 +132,15 @@ def _shown(recipe: Recipe, prepared: _Prepared, batch: Mapping[str, Any]) -> Ite
     tokens, kept = batch["input_ids"], batch.get("attention_mask")
     kept = torch.ones_like(tokens) if kept is None else kept
     is_of_pairs = "completion_mask" in batch  # first all preferred answers, then all rejected ones
-    order: Sequence[int] = range(len(tokens))
+    half = len(tokens) // 2
+    order: Iterable[int] = range(len(tokens))
     if is_of_pairs:
-        order = [at for pair in zip(*_halves(order), strict=True) for at in pair]
+        order = [at for index in range(half) for at in (index, half + index)]
     for index in order:
         ids = tokens[index]
         sequence = _Sequence(prepared.tokenizer, ids, kept[index].bool())
         title = f"sequence {index + 1}"
         if is_of_pairs:
-            half = len(tokens) // 2
             kind = "preferred" if index < half else "rejected"
             yield sequence.language(
                 f"pair {index % half + 1}, {kind}", batch["completion_mask"][index].bool()
@@ -152,10 +152,6 @@ def _shown(recipe: Recipe, prepared: _Prepared, batch: Mapping[str, Any]) -> Ite
         else:
             label = int(batch["labels"][index])
             yield [*sequence.language(title, None), *_field("label", prepared.names[label])]
-
-
-def _halves(whole: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    return whole[: len(whole) // 2], whole[len(whole) // 2 :]
 
 
 class _Sequence:

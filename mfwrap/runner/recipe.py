@@ -157,13 +157,7 @@ def read_document(document: RecipeDocument) -> Recipe:
     if sections.rollback is not None:
         rollback = objects.build(("rollback",), Rollback, sections.rollback)
     network = _check_model(objects, task, model, data)
-    training = read_training(
-        objects,
-        task.arguments(),
-        name=Path(document.name).stem,
-        sections=sections,
-        wrapper=wrapper,
-    )
+    training = read_training(objects, task.arguments(), sections=sections, wrapper=wrapper)
     if network is not None:
         check_max_length(document, training.arguments, network)
     _check_dtypes(document, model, training.arguments)

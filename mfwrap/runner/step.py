@@ -66,14 +66,10 @@ def read_step(
     settings = {name: getattr(wrapper, name) for name in names - {"calculate_per_token_loss"}}
     settings["local_norm"] = wrapper.local_norm or shows_norms
     settings["use_clip_grad"] = max_grad_norm > 0
-    settings["max_grad_norm"] = max_grad_norm or StepConfig().max_grad_norm
+    settings["max_grad_norm"] = max_grad_norm or None
     threshold = "global_norm_spike_threshold"
-    thresholds = (
-        settings[threshold],
-        monitor.get(threshold),
-        StepConfig().global_norm_spike_threshold,
-    )
-    settings[threshold] = next(value for value in thresholds if value is not None)
+    if settings[threshold] is None:
+        settings[threshold] = monitor.get(threshold)
     return StepChoice(
         objects.build(("runner_wrapper",), StepConfig, settings),
         _scale(objects, wrapper.scale_sense),

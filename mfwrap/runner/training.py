@@ -1,6 +1,7 @@
 """The arguments of a recipe's training, with its optimizer, schedule and adapter."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -38,7 +39,6 @@ def read_training(
     objects: RecipeObjects,
     kind: type[TrainingArguments],
     *,
-    name: str,
     sections: Sections,
     wrapper: RunnerWrapperSection | None,
 ) -> TrainingChoice:
@@ -47,7 +47,6 @@ def read_training(
     Args:
         objects: Builder for the recipe.
         kind: ``TrainingArguments``, or the task's subclass of it.
-        name: Name of the recipe, used for the run folder if ``output_dir`` is not set.
         sections: Sections of the recipe.
         wrapper: Section ``runner_wrapper``, checked.
 
@@ -64,7 +63,7 @@ def read_training(
         objects.check_type(("training", key), kind, key, value)
         check_range(objects, ("training", key), key, value)
     if settings.get("output_dir") is None:
-        settings["output_dir"] = f"runs/{name}"
+        settings["output_dir"] = f"runs/{pathlib.Path(objects.document.name).stem}"
     objects.check_folder(("training", "output_dir"), settings["output_dir"])
     if not torch.accelerator.is_available():
         # Change three defaults on a CPU. Without `use_cpu`, accelerate would not connect several
