@@ -36,18 +36,19 @@ from mfwrap.runner.mindformers.architectures.llama import (
 from mfwrap.runner.mindformers.architectures.vocabulary import CORE_NO_EFFECT, EXPERTS_NO_EFFECT
 from mfwrap.runner.mindformers.source import SourceFile
 
+_Convert = Callable[[Keys, Keys], dict[str, Any]]
+"""Converts the keys of ``model_config`` and of ``moe_config``."""
+
 
 class _Family(NamedTuple):
     """A class of configurations of MindFormers."""
 
-    convert: Callable[[Keys, Keys], dict[str, Any]]
-    """Converts the keys of ``model_config`` and of ``moe_config``."""
-
-    networks: frozenset[str]
+    convert: _Convert
+    networks: tuple[str, ...]
     """Values of ``arch.type`` that name the network that is converted."""
 
 
-def _dense(convert: Callable[[Keys], dict[str, Any]]) -> Callable[[Keys, Keys], dict[str, Any]]:
+def _dense(convert: Callable[[Keys], dict[str, Any]]) -> _Convert:
     """Return a converter of a network whose experts, if the file has any, are not converted."""
 
     def converted(keys: Keys, moe: Keys) -> dict[str, Any]:
@@ -62,54 +63,40 @@ def _dense(convert: Callable[[Keys], dict[str, Any]]) -> Callable[[Keys, Keys], 
 _FAMILIES: Mapping[str, _Family] = {
     "BertConfig": _Family(
         _dense(convert_bert),
-        frozenset(
-            {
-                "BertForMultipleChoice",
-                "BertForPreTraining",
-                "BertForQuestionAnswering",
-                "BertForTokenClassification",
-                "BertModel",
-            }
+        (
+            "BertForMultipleChoice",
+            "BertForPreTraining",
+            "BertForQuestionAnswering",
+            "BertForTokenClassification",
+            "BertModel",
         ),
     ),
-    "BloomConfig": _Family(_dense(convert_bloom), frozenset({"BloomLMHeadModel"})),
-    "ChatGLM32kConfig": _Family(
-        _dense(convert_glm), frozenset({"ChatGLM32kForConditionalGeneration"})
-    ),
-    "ChatGLM2Config": _Family(_dense(convert_glm), frozenset({"ChatGLM2ForConditionalGeneration"})),
-    "DeepseekV2Config": _Family(convert_deepseek_v2, frozenset({"DeepseekV2ForCausalLM"})),
+    "BloomConfig": _Family(_dense(convert_bloom), ("BloomLMHeadModel",)),
+    "ChatGLM32kConfig": _Family(_dense(convert_glm), ("ChatGLM32kForConditionalGeneration",)),
+    "ChatGLM2Config": _Family(_dense(convert_glm), ("ChatGLM2ForConditionalGeneration",)),
+    "DeepseekV2Config": _Family(convert_deepseek_v2, ("DeepseekV2ForCausalLM",)),
     "DeepseekV3Config": _Family(
-        convert_deepseek_v3,
-        frozenset({"DeepseekV3ForCausalLM", "TrainingDeepseekV3ForCausalLM"}),
+        convert_deepseek_v3, ("DeepseekV3ForCausalLM", "TrainingDeepseekV3ForCausalLM")
     ),
     "GPT2Config": _Family(
-        _dense(convert_gpt2), frozenset({"GPT2ForSequenceClassification", "GPT2LMHeadModel"})
+        _dense(convert_gpt2), ("GPT2ForSequenceClassification", "GPT2LMHeadModel")
     ),
-    "InternLM2Config": _Family(convert_internlm2, frozenset({"InternLM2ForCausalLM"})),
-    "InternLMConfig": _Family(convert_internlm, frozenset({"InternLMForCausalLM"})),
+    "InternLM2Config": _Family(convert_internlm2, ("InternLM2ForCausalLM",)),
+    "InternLMConfig": _Family(convert_internlm, ("InternLMForCausalLM",)),
     "LlamaConfig": _Family(
-        convert_llama,
-        frozenset({"LlamaForCausalLM", "ParallelLlamaForCausalLM", "ParallelQwenForCausalLM"}),
+        convert_llama, ("LlamaForCausalLM", "ParallelLlamaForCausalLM", "ParallelQwenForCausalLM")
     ),
-    "QwenConfig": _Family(convert_qwen, frozenset({"ParallelQwenForCausalLM", "QwenForCausalLM"})),
-    "SwinConfig": _Family(_dense(convert_swin), frozenset({"SwinForImageClassification"})),
-    "T5Config": _Family(_dense(convert_t5), frozenset({"T5ForConditionalGeneration"})),
-    "ViTConfig": _Family(_dense(convert_vit), frozenset({"ViTForImageClassification"})),
-    "WizardCoderConfig": _Family(
-        _dense(convert_wizard_coder), frozenset({"WizardCoderLMHeadModel"})
-    ),
+    "QwenConfig": _Family(convert_qwen, ("ParallelQwenForCausalLM", "QwenForCausalLM")),
+    "SwinConfig": _Family(_dense(convert_swin), ("SwinForImageClassification",)),
+    "T5Config": _Family(_dense(convert_t5), ("T5ForConditionalGeneration",)),
+    "ViTConfig": _Family(_dense(convert_vit), ("ViTForImageClassification",)),
+    "WizardCoderConfig": _Family(_dense(convert_wizard_coder), ("WizardCoderLMHeadModel",)),
 }
 
-_BY_NETWORK: Mapping[tuple[str, str | None], _Family] = {
-    ("BertConfig", "BertForTokenClassification"): _Family(
-        _dense(partial(convert_bert, tags_tokens=True)), frozenset({"BertForTokenClassification"})
-    ),
-    ("LlamaConfig", "Baichuan7BV2ForCausalLM"): _Family(
-        convert_baichuan2, frozenset({"Baichuan7BV2ForCausalLM"})
-    ),
-    ("LlamaConfig", "InternLMForCausalLM"): _Family(
-        convert_early_internlm, frozenset({"InternLMForCausalLM"})
-    ),
+_BY_NETWORK: Mapping[tuple[str, str | None], _Convert] = {
+    ("BertConfig", "BertForTokenClassification"): _dense(partial(convert_bert, tags_tokens=True)),
+    ("LlamaConfig", "Baichuan7BV2ForCausalLM"): convert_baichuan2,
+    ("LlamaConfig", "InternLMForCausalLM"): convert_early_internlm,
 }
 """Networks that read the keys of a class differently; the one of InternLM before release 1.0."""
 
@@ -181,14 +168,12 @@ def convert_model(
             keys.refuse("type", f"{says}; expected one of {sorted(_FAMILIES)}")
     _lose_quantization(keys)
     if isinstance(name, str) and name in _FAMILIES:
-        family = _BY_NETWORK.get((name, network), _FAMILIES[name])
-        if network is not None and network not in family.networks:
-            says = (
-                f"expected a network of {sorted(family.networks)} for {name}, got {shown(network)}"
-            )
-            raise source.document.error(("model", "arch"), says)
+        family, of_network = _FAMILIES[name], _BY_NETWORK.get((name, network))
+        if not (network is None or of_network or network in family.networks):
+            says = f"expected a network of {sorted(family.networks)} for {name}"
+            raise source.document.error(("model", "arch"), f"{says}, got {shown(network)}")
         is_mixture = moe.peek_size("expert_num", 1) > 1
-        config = family.convert(keys, moe)
+        config = (of_network or family.convert)(keys, moe)
         keys.refuse_unknown()
         if is_mixture:
             moe.refuse_unknown(EXPERTS_NO_EFFECT)
