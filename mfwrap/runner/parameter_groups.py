@@ -1,6 +1,6 @@
 """The parameter groups of a recipe's optimizer."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -30,9 +30,18 @@ class RateGroup(NamedTuple):
         """Name of the group in logs and records."""
         return ",".join(self.patterns)
 
-    def matches(self, name: str) -> bool:
-        """Return whether a pattern is a part of a parameter's name, or matches all of it."""
-        return any(pattern in name or fnmatchcase(name, pattern) for pattern in self.patterns)
+
+def first_match(name: str, groups: Iterable[Sequence[str]]) -> int | None:
+    """Return the number of the first group with a pattern that matches a parameter's name.
+
+    Args:
+        name: Name of the parameter.
+        groups: Patterns of each group: parts of names, or shell patterns of whole names.
+    """
+    for number, patterns in enumerate(groups):
+        if any(pattern in name or fnmatchcase(name, pattern) for pattern in patterns):
+            return number
+    return None
 
 
 def parameter_groups(
@@ -63,8 +72,8 @@ def parameter_groups(
     last = len(rate_groups)
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
-            plain = plain_name(name)
-            number = next((i for i, each in enumerate(rate_groups) if each.matches(plain)), last)
+            number = first_match(plain_name(name), (group.patterns for group in rate_groups))
+            number = last if number is None else number
             members.setdefault((number, name in decayed), []).append(parameter)
     numbers = {number for number, _ in members}
     for number, group in enumerate(rate_groups):

@@ -206,10 +206,8 @@ def _check_dtypes(
     """Raise `RecipeError` if the weights have several dtypes without mixed precision."""
     if arguments.bf16 or arguments.fp16:
         return
-    for key, dtype in (
-        ("norm_dtype", model.norm_dtype),
-        ("embedding_dtype", model.embedding_dtype),
-    ):
+    for key in ("norm_dtype", "embedding_dtype"):
+        dtype = getattr(model, key)
         if dtype not in {None, model.dtype}:
             says = f"expected {model.dtype!r}, as in model.dtype, or training.bf16 or training.fp16"
             raise document.error(("model", key), f"{says} set to true, got {dtype!r}")

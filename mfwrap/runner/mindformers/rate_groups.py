@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+
+from mfwrap.runner.parameter_groups import first_match
 
 MODEL_TYPES = frozenset({"deepseek_v3", "qwen2", "qwen3", "qwen3_moe"})
 """Types of transformers' models whose parameters have names in MindFormers below."""
@@ -48,7 +49,7 @@ def converted_patterns(
         For each group, names, with ``*`` for the number of the layer if all layers belong to the
         group; ``None`` if a group has no parameter.
     """
-    numbers = {name: _group_of(_mindformers_name(name), groups) for name in names}
+    numbers = {name: first_match(_mindformers_name(name), groups) for name in names}
     of_template: dict[str, set[int | None]] = {}
     for name, number in numbers.items():
         of_template.setdefault(_template(name), set()).add(number)
@@ -69,10 +70,3 @@ def _mindformers_name(name: str) -> str:
 
 def _template(name: str) -> str:
     return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
-
-
-def _group_of(name: str, groups: Sequence[Sequence[str]]) -> int | None:
-    for number, patterns in enumerate(groups):
-        if any(pattern in name or fnmatchcase(name, pattern) for pattern in patterns):
-            return number
-    return None
