@@ -190,7 +190,7 @@ class Anomaly:
 
     replay: str | None = None
     """Verdict of the replay: ``"reproduced"``, ``"not_reproduced"``, ``"not_covered"`` or
-    ``"failed"``; ``None`` without a replay, and in records of older versions."""
+    ``"failed"``; ``None`` without a replay."""
 
     replay_detail: str | None = None
     """``"transient"`` if three exact replays were clean, ``"later weights"``, which of the replays

@@ -228,6 +228,4 @@ class Episodes:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state that `state_dict` returned."""
-        # A state of an older version has only the last step.
-        known = None if state is None else {"last_anomaly": state["last_step"], **state}
-        self.last = None if known is None else OpenEpisode(**known)
+        self.last = None if state is None else OpenEpisode(**state)

@@ -373,16 +373,11 @@ class CulpritFinder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned.
-
-        A state of an older version has only the count of overflows; what is usual starts anew.
-        """
+        """Continue from a state that `state_dict` returned."""
         self.num_scale_overflows = state["num_scale_overflows"]
-        if "judges" in state:
-            self.judges.load_state_dict(state["judges"])
-            if "kinds" in state:
-                self._kinds.load_state_dict(state["kinds"])
-            self.episodes.load_state_dict(state["episode"])
+        self.judges.load_state_dict(state["judges"])
+        self._kinds.load_state_dict(state["kinds"])
+        self.episodes.load_state_dict(state["episode"])
 
 
 def blamed_ranks(ranks: Sequence[RankEvidence], verdicts: Sequence[Verdict | None]) -> list[int]:

@@ -366,8 +366,7 @@ class TrainingStateRun:
             self.finder.load_state_dict(state["finder"])
         if self._spike_count is not None and state["spike_count"] is not None:
             self._spike_count.load_state_dict(state["spike_count"])
-        # A state that was saved without a noise scale has no entry, or none.
-        if self._noise_scale is not None and state.get("noise_scale") is not None:
+        if self._noise_scale is not None and state["noise_scale"] is not None:
             self._noise_scale.load_state_dict(state["noise_scale"])
 
     def close(self) -> None:

@@ -188,6 +188,6 @@ class Judges:
         is_whole = len(state["of_ranks"]) == num_ranks()
         self._of_ranks = list(state["of_ranks"]) if is_whole else None
         if self.states is not None and own["states"] is not None:
-            self._is_first = not self.states.load_state_dict(own["states"])
-        # A state of an older version has no entry.
-        self.forward.load_state_dict(own.get("forward"))
+            self.states.load_state_dict(own["states"])
+            self._is_first = False
+        self.forward.load_state_dict(own["forward"])

@@ -112,4 +112,4 @@ class StepKinds:
         """Continue from a state that `state_dict` returned."""
         self._num_steps = state["num_steps"]
         self._updates.load_state_dict(state["updates"])
-        self._since_fall = state.get("since_fall", _QUIET_STEPS)
+        self._since_fall = state["since_fall"]

@@ -205,21 +205,14 @@ class StateJudge:
         ]
         return {**self._window.state_dict(), "samples": samples}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from a state that `state_dict` returned.
-
-        Returns:
-            Whether it has samples; a state of an older version has none.
-        """
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned."""
         self._window.load_state_dict(state)
-        saved = state.get("samples", ())
-        if saved:
-            self._samples.clear()
-        for one in saved:
+        self._samples.clear()
+        for one in state["samples"]:
             norms = decoded(one["norms"], 1).reshape(-1).to(self._device)
             tensors = tuple((kind, name) for kind, name in one["tensors"])
             self._samples.append(StateSample(one["step"], tensors, tuple(one["sizes"]), norms))
-        return bool(saved)
 
     @property
     def num_weights(self) -> int:

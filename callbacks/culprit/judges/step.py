@@ -298,8 +298,8 @@ class StepJudge:
         counts = [state["zero_steps"].get(name, 0) for name in self.names]
         self._zero_steps.copy_(torch.tensor(counts, dtype=torch.int32))
         # Changes of weights between steps are not counted at first: a loop may load them only now.
-        travel = state.get("travel", {})  # a state of an older version has none
-        self._travel.copy_(torch.tensor([travel.get(name, 0.0) for name in self.weights]))
+        travel = [state["travel"].get(name, 0.0) for name in self.weights]
+        self._travel.copy_(torch.tensor(travel))
 
 
 def _named(names: Sequence[str], values: Tensor) -> dict[str, float]:
