@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainingArguments
 
 from mfwrap import DeferredReads, StepReport
-from mfwrap.callbacks.culprit.replay.recorder import RandomState
+from mfwrap.callbacks.culprit.replay.recorder import RandomState, arguments_of, tensors_in
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import PackedValues, pack, skip_flag
 from mfwrap.collectives import num_ranks, this_rank
@@ -264,7 +263,7 @@ class FingerprintRecorder:
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         if self._is_watching and network.training and torch.is_grad_enabled():
-            inputs = _named_tensors(network, positional, keywords)
+            inputs = dict(tensors_in(arguments_of(network, positional, keywords)))
             if inputs:
                 self._micro_batches.append(_hashed(inputs))
 
@@ -333,28 +332,6 @@ def _random_states(device: torch.device) -> dict[str, str]:
         for name, state in states.items()
         if state is not None
     }
-
-
-def _named_tensors(
-    network: nn.Module, positional: Sequence[Any], keywords: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Return the tensors among the arguments of a call, by the names that `forward` gives them."""
-    names = list(inspect.signature(network.forward).parameters)
-    names += [str(number) for number in range(len(names), len(positional))]
-    arguments = {**dict(zip(names, positional, strict=False)), **keywords}
-    return dict(_tensors("", arguments))
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in nested sequences and mappings, with its dotted key."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _tensors(f"{name}.{number}", item)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(f"{name}.{key}".lstrip("."), item)
 
 
 def _hashed(inputs: Mapping[str, Tensor]) -> _MicroBatch:

@@ -48,7 +48,7 @@ class BatchRows:
 
     def __init__(self, network: nn.Module, call: RecordedCall) -> None:
         self._call = call
-        self._arguments = arguments_of(network, call)
+        self._arguments = arguments_of(network, call.positional, call.keywords)
         sizes = [len(tensor) for _, tensor in tensors_in(self._arguments) if tensor.dim() > 0]
         if not sizes:
             msg = "the network's arguments hold no batch"

@@ -165,17 +165,18 @@ def inner_network(model: nn.Module) -> nn.Module | None:
     return None if shared or compiled else unwrapped_network(model)
 
 
-def arguments_of(network: nn.Module, inputs: RecordedCall) -> dict[str, Any]:
+def arguments_of(
+    network: nn.Module, positional: Sequence[Any], keywords: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a call, keyed by their names in the signature of `forward`."""
     names = list(inspect.signature(network.forward).parameters)
-    names += [str(number) for number in range(len(names), len(inputs.positional))]
-    positional = zip(names, inputs.positional, strict=False)
-    return {**dict(positional), **inputs.keywords}
+    names += [str(number) for number in range(len(names), len(positional))]
+    return {**dict(zip(names, positional, strict=False)), **keywords}
 
 
 def indices_of(network: nn.Module, inputs: RecordedCall) -> tuple[int, ...]:
     """Return the indices of a call's samples in the data set; empty if the batch has none."""
-    for name, tensor in tensors_in(arguments_of(network, inputs)):
+    for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
         if name.rpartition(".")[2] in _INDICES and not tensor.is_floating_point():
             return tuple(tensor.reshape(-1).tolist())
     return ()

@@ -255,7 +255,7 @@ def origin_of_loss(network: nn.Module, inputs: RecordedCall) -> Origin:
 
     Synchronizes with the device.
     """
-    for name, tensor in tensors_in(arguments_of(network, inputs)):
+    for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
         if is_target(name, tensor) and bool((tensor == IGNORED).all()):
             return Origin("targets", name, 0)
     return Origin("loss", "", 0)
@@ -280,7 +280,7 @@ def _nan_or_inf(tensor: Tensor) -> Tensor:
 
 
 def _bad_input(network: nn.Module, inputs: RecordedCall) -> Origin | None:
-    for name, tensor in tensors_in(arguments_of(network, inputs)):
+    for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
         if not tensor.is_floating_point():
             continue
         bad = _nan_or_inf(tensor.detach())
