@@ -111,7 +111,7 @@ class FingerprintRecorder:
         self._offset = first_step - global_step
         self._interval = interval
         self._lines = open_records(rank_file(folder, NAME, this_rank()), first_step)
-        self._reads: DeferredReads | None = None
+        self._reads = DeferredReads()
         self._facts = _facts(args, model)
         self._random: dict[str, str] = {}
         self._micro_batches: list[_MicroBatch] = []
@@ -137,7 +137,7 @@ class FingerprintRecorder:
         if self._network is not None:
             parameters = trainable(self._network)
             write = functools.partial(self._write_start, first_step, _shares(parameters))
-            self._submit(_fingerprints(list(parameters.values())).reshape(-1), write)
+            self._reads.submit(_fingerprints(list(parameters.values())).reshape(-1), write)
 
     def _is_due(self, global_step: int) -> bool:
         return global_step % self._interval == 0
@@ -236,14 +236,13 @@ class FingerprintRecorder:
         if parts:
             device = meeting_device(parts)
             together = torch.cat([on_device(each, device) for each in parts])
-            self._submit(together, functools.partial(self._write, step))
+            self._reads.submit(together, functools.partial(self._write, step))
         else:
             self._write(step, [])
 
     def flush(self) -> None:
         """Wait for the pending values and write them."""
-        if self._reads is not None:
-            self._reads.flush()
+        self._reads.flush()
 
     def close(self) -> None:
         """Remove the hooks from the network and the optimizer."""
@@ -253,11 +252,6 @@ class FingerprintRecorder:
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return iter(()) if self._network is None else self._network.parameters()
-
-    def _submit(self, values: Tensor, receive: Any) -> None:
-        if self._reads is None:
-            self._reads = DeferredReads(values.device)
-        self._reads.submit(values, receive)
 
     def _record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]

@@ -165,7 +165,7 @@ class TrainingStateRun:
             if settings.use_skip_data_by_global_norm
             else None
         )
-        self._reads: DeferredReads | None = None
+        self._reads = DeferredReads()
         # Steps that are written, and not judged yet.
         self._unjudged: deque[tuple[StepNumbers, Judgement | None, Sequence[float]]] = deque()
         self._last_scale: float | None = None
@@ -297,8 +297,7 @@ class TrainingStateRun:
         Args:
             waits: Whether to wait for values that have not arrived.
         """
-        if self._reads is not None:
-            self._reads.flush(waits=waits)
+        self._reads.flush(waits=waits)
 
     def pause(self) -> None:
         """Write and judge the last step, and restart the clock.
@@ -405,8 +404,6 @@ class TrainingStateRun:
             self._write(step, [], None)
             return
         device = meeting_device(values)
-        if self._reads is None:
-            self._reads = DeferredReads(device)
         together = torch.cat([on_device(value, device) for value in values])
         self._reads.submit(together, functools.partial(self._receive, step))
 
