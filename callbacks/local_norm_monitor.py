@@ -117,20 +117,10 @@ class LocalNormMonitor(MonitorCallback):
         self._reads.submit(gathered.reshape(-1), receive)
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        """Write pending norms."""
+        """Write pending norms; before a save, so that they belong to the checkpoint."""
         self._reads.flush()
 
-    def on_pre_save(self, *_: Any, **__: Any) -> None:
-        """Write pending norms, so that they belong to the checkpoint."""
-        self._reads.flush()
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Write pending norms."""
-        self._reads.flush()
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Write pending norms."""
-        self._reads.flush()
+    on_pre_save = on_save = on_epoch_end = on_log
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write pending norms and close the TensorBoard files."""

@@ -80,12 +80,10 @@ class MetricsRecorder(MonitorCallback):
             self._reports.append((state.global_step, step_report))
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        """Write the steps since the last call."""
+        """Write the steps since the last call; before a save, so that the checkpoint has them."""
         self.write_steps()
 
-    def on_pre_save(self, *_: Any, **__: Any) -> None:
-        """Write the steps since the last call, so that they belong to the checkpoint."""
-        self.write_steps()
+    on_pre_save = on_log
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write the last steps."""

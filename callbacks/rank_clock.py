@@ -174,22 +174,17 @@ class RankClock(MonitorCallback):
             self._device = step_report.skipped.device
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        """Write pending times, and leave the time of logging out of the data section."""
-        self._pause()
+        """Write pending times, and leave the time of the event out of the data section."""
+        with section_clock.left_out():
+            self._reads.flush()
 
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Write pending times, and leave the evaluation out of the data section."""
-        self._pause()
+    on_evaluate = on_save = on_log
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:
         """Send and write all times, so that they belong to the checkpoint."""
         if self._steps:
             self._send()
         self._reads.flush()
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Write pending times, and leave the time of saving out of the data section."""
-        self._pause()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Write pending times."""
@@ -200,10 +195,6 @@ class RankClock(MonitorCallback):
         self._reads.flush()
         section_clock.stop_for(self)
         self._is_open, self._lines = False, None
-
-    def _pause(self) -> None:
-        with section_clock.left_out():
-            self._reads.flush()
 
     def _open(self, args: TrainingArguments | None, global_step: int) -> None:
         folder = required_run_folder(self._folder, args, type(self).__name__)

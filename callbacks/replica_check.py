@@ -141,12 +141,10 @@ class ReplicaCheck(MonitorCallback):
             self._reads.flush()
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:
-        """Report the last comparison, so that its record belongs to the checkpoint."""
+        """Report the last comparison; before a save, so that its record is in the checkpoint."""
         self._reads.flush()
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Report the last comparison."""
-        self._reads.flush()
+    on_train_end = on_pre_save
 
     def _compare(
         self, step: int, where: str, tensors: Mapping[str, Tensor], before: Tensor | None = None

@@ -183,31 +183,27 @@ class MFLossMonitor(MonitorCallback, ExportableState):
     ) -> None:
         """Print the last step if it is due; without step outputs, print the values in the log."""
         del args
-        self._flush()
         if self._run is not None:
+            self._run.flush()
             if logs and not self._run.has_outputs:
                 self._run.log(state.global_step, logs, self._flops)
             self._run.clock.restart()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Print the last step if it is due, and leave the evaluation out of the step time."""
-        self._pause()
+        """Print the last step if it is due, and leave this event out of the step time."""
+        if self._run is not None:
+            self._run.flush()
+            self._run.clock.restart()
+
+    on_save = on_evaluate
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:
         """Include all steps in the mean, and print the last step if it is due."""
         if self._run is not None:
             self._run.send()
-        self._flush()
+            self._run.flush()
 
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Print the last step if it is due, and leave the time of saving out of the step time."""
-        self._pause()
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Print the last step if it is due."""
-        if self._run is not None:
-            self._run.send()
-        self._flush()
+    on_epoch_end = on_pre_save
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Print the last step if it is due, and close the events file."""
@@ -216,8 +212,7 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             # Use this rank's losses only. This event also occurs when the loop has failed on one
             # rank. The other ranks would then never answer a message, and this rank would hang.
             self._run.send(alone=True)
-        self._flush()
-        if self._run is not None:
+            self._run.flush()
             self.saved_mean = self._run.save_mean()
             self._num_losses_not_finite = self._run.num_losses_not_finite
             self._run = None
@@ -232,8 +227,10 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         Returns:
             Settings under ``args`` and the running mean under ``attributes``, ready for JSON.
         """
-        self._flush()
-        mean = self.saved_mean if self._run is None else self._run.save_mean()
+        mean = self.saved_mean
+        if self._run is not None:
+            self._run.flush()
+            mean = self._run.save_mean()
         return {"args": saved_settings(self._settings), "attributes": {"saved_mean": mean}}
 
     @property
@@ -265,15 +262,6 @@ class MFLossMonitor(MonitorCallback, ExportableState):
 
     def _takes_part(self, state: TrainerState) -> bool:
         return state.is_world_process_zero or averages_loss(self._settings)
-
-    def _pause(self) -> None:
-        self._flush()
-        if self._run is not None:
-            self._run.clock.restart()
-
-    def _flush(self) -> None:
-        if self._run is not None:
-            self._run.flush()
 
     def _cancel_count(self) -> None:
         if self._counted_flops is not None:

@@ -248,10 +248,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         if self._run is not None:
             self._run.pause()
 
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Write and judge the last step, and record the norms of the weights."""
-        if self._run is not None:
-            self._run.pause()
+    on_epoch_end = on_save
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write and judge the last step, and close all files."""
