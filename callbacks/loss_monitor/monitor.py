@@ -98,16 +98,14 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         self._run: MonitoredRun | None = None
         self._logger = logging.getLogger(__package__)
         self._warn_once = WarnOnce(__package__)
-        self._num_losses_not_finite = 0
         self.saved_mean: SavedMean | None = None
         """Mean that an earlier run saved; ignored by a run that begins at another step."""
 
     @property
     def num_losses_not_finite(self) -> int:
         """Number of non-finite losses of the run, among the losses read so far."""
-        if self._run is None:
-            return self._num_losses_not_finite
-        return self._run.num_losses_not_finite
+        mean = self.saved_mean if self._run is None else self._run.save_mean()
+        return 0 if mean is None else mean["num_not_finite"]
 
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **known: Any
@@ -214,7 +212,6 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             self._run.send(alone=True)
             self._run.flush()
             self.saved_mean = self._run.save_mean()
-            self._num_losses_not_finite = self._run.num_losses_not_finite
             self._run = None
         if self._writer is not None:
             self._writer.close()

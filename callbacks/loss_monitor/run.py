@@ -14,7 +14,7 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.loss_monitor.flops import device_peak_tflops
 from mfwrap.callbacks.loss_monitor.record import StepRecord
 from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
-from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
+from mfwrap.callbacks.shared.progress import StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
 from mfwrap.collectives import add_over_ranks, gather_objects, num_ranks
 
@@ -31,30 +31,14 @@ class SavedMean(TypedDict):
     num_not_finite: int
 
 
-class _Rates(NamedTuple):
-    """Times of the steps since the last record, taken from the clock when a step ends."""
-
-    seconds: float
-    seconds_left: float
-    tflops: float | None
-
-
 class _Moment(NamedTuple):
-    """Numbers of a step that the host knows as soon as the step ends."""
+    """What the host knows about a step as soon as the step ends."""
 
-    position: RunPosition
     epoch: tuple[int, int]
     """Number of the epoch, and number of passes over the data so far."""
 
-    rates: _Rates | None
-    """``None`` if the step is not printed."""
-
-
-class _Step(NamedTuple):
-    """A step whose values are still on the device."""
-
-    packed: PackedValues
-    moment: _Moment
+    make_record: Callable[..., StepRecord] | None
+    """Takes `values` and `mean_loss` of the record; ``None`` if the step is not printed."""
 
 
 @final
@@ -96,7 +80,6 @@ class MonitoredRun:
         self._length = run_length(settings, state, args, train_dataloader)
         self._per_print_times = settings.per_print_times
         self._global_batch_size = global_batch_size(settings, state, args)
-        self._num_processes = num_ranks()
         self._averages_loss = averages_loss(settings)
         self._is_main = state.is_world_process_zero
         self._peak_tflops = settings.peak_tflops
@@ -105,18 +88,13 @@ class MonitoredRun:
         fits = saved_mean is not None and saved_mean["global_step"] == global_step
         self._mean = EpochMean(saved_mean if fits else None)
         self._reads = DeferredReads()
-        self._unsent: list[_Step] = []
+        self._unsent: list[tuple[PackedValues, _Moment]] = []
         self._shared_names: list[str] | None = None
         self._num_steps = 0
         self._pass_over_data = 0
         self._last_step = self._last_printed = self._last_logged = global_step
         self.has_outputs = False
         """Whether any step of this run has had an output."""
-
-    @property
-    def num_losses_not_finite(self) -> int:
-        """Number of non-finite losses among the losses read so far."""
-        return self._mean.num_not_finite
 
     def begin_epoch(self) -> None:
         """Begin a new mean, except at the start of a run.
@@ -153,8 +131,8 @@ class MonitoredRun:
             return
         self.has_outputs = True
         moment = self._moment(global_step, flops)
-        self._unsent.append(_Step(pack(output, report=report), moment))
-        if sends or moment.rates is not None or not self._averages_loss:
+        self._unsent.append((pack(output, report=report), moment))
+        if sends or moment.make_record is not None or not self._averages_loss:
             self.send()
 
     def send(self, *, alone: bool = False) -> None:
@@ -167,7 +145,7 @@ class MonitoredRun:
         steps, self._unsent = self._unsent, []
         if not steps:
             return
-        packed = [step.packed for step in steps]
+        packed = [values for values, _ in steps]
         if self._averages_loss and not alone:
             if self._shared_names is None:
                 # A network may return other named losses on another rank. All ranks must send
@@ -177,8 +155,8 @@ class MonitoredRun:
             packed = _averaged_over_ranks(packed, self._shared_names)
         if not self._is_main:
             return
-        for values, step in zip(packed, steps, strict=True):
-            receive = functools.partial(self._receive, values, step.moment)
+        for values, (_, moment) in zip(packed, steps, strict=True):
+            receive = functools.partial(self._receive, values, moment)
             self._reads.submit(values.tensor, receive)
 
     def log(self, global_step: int, logs: Mapping[str, Any], flops: float | None) -> None:
@@ -206,11 +184,20 @@ class MonitoredRun:
 
     def _moment(self, global_step: int, flops: float | None) -> _Moment:
         position = self._length.position(global_step)
-        return _Moment(
-            position=position,
-            epoch=(position.epoch, self._pass_over_data),
-            rates=self._rates(position, flops) if self._is_due(global_step) else None,
-        )
+        make_record = None
+        if self._is_due(global_step):
+            seconds = self.clock.end_lap()
+            make_record = functools.partial(
+                StepRecord,
+                position=position,
+                seconds=seconds,
+                seconds_left=position.steps_left * self.clock.typical_seconds,
+                global_batch_size=self._global_batch_size,
+                num_processes=num_ranks(),
+                tflops=flops / seconds / 1e12 if flops and seconds else None,
+                peak_tflops=self._peak_tflops,
+            )
+        return _Moment((position.epoch, self._pass_over_data), make_record)
 
     def _is_due(self, global_step: int) -> bool:
         # As in MindFormers, also print if the number of the step has not increased.
@@ -219,34 +206,13 @@ class MonitoredRun:
         self._last_printed = global_step
         return True
 
-    def _rates(self, position: RunPosition, flops: float | None) -> _Rates:
-        seconds = self.clock.end_lap()
-        return _Rates(
-            seconds=seconds,
-            seconds_left=position.steps_left * self.clock.typical_seconds,
-            tflops=flops / seconds / 1e12 if flops and seconds else None,
-        )
-
     def _receive(self, packed: PackedValues, moment: _Moment, host_values: Sequence[float]) -> None:
-        self._keep(packed.unpack(host_values), moment, num_steps=1)
+        self._keep(packed.unpack(host_values), moment)
 
-    def _keep(self, values: StepValues, moment: _Moment, *, num_steps: int) -> None:
+    def _keep(self, values: StepValues, moment: _Moment, *, num_steps: int = 1) -> None:
         self._mean.add(values.loss, epoch=moment.epoch, num_steps=num_steps)
-        if moment.rates is None or not self._is_main:
-            return
-        self._emit(
-            StepRecord(
-                position=moment.position,
-                values=values,
-                mean_loss=self._mean.value,
-                seconds=moment.rates.seconds,
-                seconds_left=moment.rates.seconds_left,
-                global_batch_size=self._global_batch_size,
-                num_processes=self._num_processes,
-                tflops=moment.rates.tflops,
-                peak_tflops=self._peak_tflops,
-            )
-        )
+        if moment.make_record is not None and self._is_main:
+            self._emit(moment.make_record(values=values, mean_loss=self._mean.value))
 
 
 @final
