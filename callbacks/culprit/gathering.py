@@ -3,7 +3,7 @@
 import math
 from typing import final
 
-from torch import Tensor, nn
+from torch import nn
 
 from mfwrap.callbacks.culprit.judges.judges import Judgement
 from mfwrap.callbacks.culprit.judges.state import StateJudge
@@ -60,11 +60,11 @@ class EvidenceGatherer:
             rank=this_rank(),
             loss=numbers.loss,
             names=judged.names,
-            norms=_listed(judged.local_norm),
-            usual_norms=_listed(judged.usual_norm),
+            norms=tuple(judged.local_norm.tolist()),
+            usual_norms=tuple(judged.usual_norm.tolist()),
             loss_scale=numbers.loss_scale,
             usual_global_norm=number_or_none(scores.usual_global_norm),
-            scores=_listed(judged.local_norm_scores),
+            scores=tuple(judged.local_norm_scores.tolist()),
             dead=judged.dead(),
             loss_score=scores.loss,
             usual_loss=scores.usual_loss,
@@ -81,7 +81,3 @@ class EvidenceGatherer:
             if self._buffers is None
             else tuple(self._buffers.newly_bad()[:_MOST_BUFFERS]),
         )
-
-
-def _listed(values: Tensor | None) -> tuple[float, ...]:
-    return () if values is None else tuple(values.tolist())

@@ -82,8 +82,8 @@ class ForwardScores(NamedTuple):
 class JudgedForward(NamedTuple):
     """Judgement of the watched forwards of a step, on the device. ``K`` is the number of series."""
 
-    names: tuple[tuple[str, str], ...]
-    """Kind and module of each series."""
+    names: tuple[str, ...]
+    """Kind and module of each series, with a slash between them."""
 
     summary: Tensor
     """Shape ``(len(ForwardScores._fields),)``, float32."""
@@ -103,6 +103,7 @@ class JudgedForward(NamedTuple):
 
     def rises(self) -> tuple[ForwardRise, ...]:
         """Return the anomalies, the module that has grown most first; synchronizes."""
+        series = [name.split("/", 1) for name in self.names]
         values = [[one for one in row if math.isfinite(one)] for row in self.values.tolist()]
         expected, is_sudden = self.expected.tolist(), self.is_sudden.tolist()
         growths = self.growth.T.tolist()
@@ -112,7 +113,7 @@ class JudgedForward(NamedTuple):
             return values[row][-1] - start if math.isfinite(start) else 0.0
 
         rises = []
-        for row, (kind, module) in enumerate(self.names):
+        for row, (kind, module) in enumerate(series):
             spans = [span for span, one in zip(_SPANS, growths[row], strict=True) if one > 0]
             length = max(spans, default=1)
             if not values[row] or not (spans or is_sudden[row]):
@@ -120,7 +121,7 @@ class JudgedForward(NamedTuple):
             rise, now = change(row, length), values[row][-1]
             others = [
                 change(other, length)
-                for other, (other_kind, _) in enumerate(self.names)
+                for other, (other_kind, _) in enumerate(series)
                 if other_kind == kind and other != row and values[other]
             ]
             is_alone = max(others, default=0.0) < _CALM * rise
@@ -153,13 +154,11 @@ class ForwardJudge:
         self.last: JudgedForward | None = None
         """Judgement of the last watched step."""
         self._names: tuple[str, ...] = ()
-        self._series: tuple[tuple[str, str], ...] = ()
         self._limits = torch.empty(0, len(_Limits._fields))
         self._is_load = torch.empty(0, dtype=torch.bool)
         self._values = torch.empty(0, _LENGTH)
         self._was_high = torch.empty(0, dtype=torch.bool)
-        self._windows: NamedWindow | None = None
-        self._saved: Mapping[str, Any] | None = None
+        self._window = NamedWindow()
         self.is_new = False
         """Whether forwards have been judged since the last call of `take`."""
 
@@ -176,12 +175,12 @@ class ForwardJudge:
         if not numbers:
             return
         device = meeting_device(numbers.values())
-        windows = self._use(list(numbers), device)
+        self._make_room(list(numbers), device)
         nothing = torch.full((), torch.nan, device=device)
         values = torch.stack(
             [on_device(numbers.get(name, nothing), device) for name in self._names]
         )
-        window = windows.use(self._names, [_PRIOR] * len(self._names))
+        window = self._window.use(self._names, [_PRIOR] * len(self._names), device)
         expected, scores = window.expected, window.scores(values)
         window.add(values)
         is_known = values.abs() < torch.inf
@@ -197,7 +196,7 @@ class ForwardJudge:
         growth = torch.where(has_grown, growth, 0.0)
         is_bad = is_sudden | (growth > 0).any(dim=0)
         summary = torch.stack([(is_bad & ~is_load).sum(), (is_bad & is_load).sum()]).float()
-        self.last = JudgedForward(self._series, summary, self._values, expected, growth, is_sudden)
+        self.last = JudgedForward(self._names, summary, self._values, expected, growth, is_sudden)
         self.is_new = True
 
     def take(self) -> Tensor | None:
@@ -205,54 +204,42 @@ class ForwardJudge:
         is_new, self.is_new = self.is_new, False
         return self.last.summary if is_new and self.last is not None else None
 
-    def _use(self, names: Sequence[str], device: torch.device) -> NamedWindow:
+    def _make_room(self, names: Sequence[str], device: torch.device) -> None:
         """Make room for series that are new; those that are missing now keep their values."""
-        if self._saved is not None:
-            self._names = tuple(self._saved["names"])
-            self._values = decoded(self._saved["values"], len(self._names)).to(device)
-            self._was_high = torch.tensor(self._saved["was_high"], dtype=torch.bool).to(device)
-        if self._windows is None:
-            self._windows = NamedWindow(device)
-        if self._saved is not None:
-            self._windows.load_state_dict(self._saved["window"])
-            self._saved = None
-        new = [name for name in names if name not in set(self._names)]
-        if new:
-            self._names = (*self._names, *new)
-            empty = torch.full((len(new), _LENGTH), torch.nan, device=device)
-            self._values = torch.cat([self._values.to(device), empty])
-            calm = torch.zeros(len(new), dtype=torch.bool, device=device)
-            self._was_high = torch.cat([self._was_high.to(device), calm])
-        if len(self._series) != len(self._names):
-            # Copies to the device, only when there are new names.
-            split = [name.split("/", 1) for name in self._names]
-            self._series = tuple((kind, module) for kind, module in split)
-            limits = torch.tensor([_LIMITS[kind] for kind, _ in self._series]).log()
-            self._limits = limits.to(device)
-            self._is_load = torch.tensor([kind == LOAD for kind, _ in self._series]).to(device)
-        return self._windows
+        known = set(self._names)
+        new = [name for name in names if name not in known]
+        self._names = (*self._names, *new)
+        if len(self._limits) == len(self._names):
+            return
+        # Copies to the device, only when there are new names.
+        empty = torch.full((len(new), _LENGTH), torch.nan, device=device)
+        self._values = torch.cat([self._values.to(device), empty])
+        calm = torch.zeros(len(new), dtype=torch.bool, device=device)
+        self._was_high = torch.cat([self._was_high.to(device), calm])
+        kinds = [name.split("/", 1)[0] for name in self._names]
+        self._limits = torch.tensor([_LIMITS[kind] for kind in kinds]).log().to(device)
+        self._is_load = torch.tensor([kind == LOAD for kind in kinds]).to(device)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what is usual, ready for JSON, or ``None`` before the first watched step.
 
         Synchronizes with the device.
         """
-        if self._saved is not None or self._windows is None:
-            return None if self._saved is None else dict(self._saved)
+        if not self._names:
+            return None
         return {
             "names": list(self._names),
             "values": encoded(self._values),
             "was_high": self._was_high.tolist(),
-            "window": self._windows.state_dict(),
+            "window": self._window.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a saved state; ``None`` starts anew."""
-        self.last, self.is_new = None, False
-        self._windows, self._saved = None, state
-        self._names, self._series = (), ()
-        self._values = torch.empty(0, _LENGTH)
-        self._was_high = torch.empty(0, dtype=torch.bool)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state, before the first step."""
+        self._names = tuple(state["names"])
+        self._values = decoded(state["values"], len(self._names))
+        self._was_high = torch.tensor(state["was_high"], dtype=torch.bool)
+        self._window.load_state_dict(state["window"])
 
 
 def _of_logits(logits: Tensor) -> Tensor:

@@ -121,11 +121,11 @@ class Judges:
         if self.states is not None and step % self._interval == 0:
             unknown = on_device(self.states.sample(step, optimizer), unknown.device)
             self._sample_updates()
-            self._begin_travel()
+            judge.begin_travel()
         elif self.states is not None and is_first:
             # Now the optimizer has a state.
             self.states.look(step, optimizer)
-            self._begin_travel()
+            judge.begin_travel()
         self._of_ranks = None
         forward = self.forward.take() if self.forward.is_new else None
         if forward is None:
@@ -142,10 +142,6 @@ class Judges:
         if self._updates is None or not self._updates.is_of(list(weights.values())):
             self._updates = UpdateSample(list(weights.values()))
             self._names = tuple(weights)
-
-    def _begin_travel(self) -> None:
-        if self._steps is not None:
-            self._steps.begin_travel()
 
     def _judge_of(self, names: tuple[str, ...], device: torch.device) -> StepJudge:
         judge = self._steps
@@ -190,4 +186,5 @@ class Judges:
         if self.states is not None and own["states"] is not None:
             self.states.load_state_dict(own["states"])
             self._is_first = False
-        self.forward.load_state_dict(own["forward"])
+        if own["forward"] is not None:
+            self.forward.load_state_dict(own["forward"])

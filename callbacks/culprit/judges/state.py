@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.callbacks.culprit.anomaly_log import StateNorm
+from mfwrap.callbacks.culprit.judges.step import highest
 from mfwrap.callbacks.culprit.judges.windows import NamedWindow, decoded, encoded
 from mfwrap.tensors.norms import as_real, norms_of_each
 from mfwrap.tensors.shards import local_tensors
@@ -85,7 +86,7 @@ class StateJudge:
     def __init__(self, network: nn.Module, step: int = 0) -> None:
         self._network = network
         self._device = next((p.device for p in network.parameters()), torch.device("cpu"))
-        self._window = NamedWindow(self._device)
+        self._window = NamedWindow()
         self._samples: deque[StateSample] = deque(maxlen=3)
         self._last_layout: _Layout | None = None
         self.sample(step, None)
@@ -104,7 +105,7 @@ class StateJudge:
         taken = self._measure(step, optimizer)
         before = self._samples[-1] if self._samples else taken
         names = [" ".join(each) for each in taken.tensors]
-        window = self._window.use(names, [_PRIOR] * len(names))
+        window = self._window.use(names, [_PRIOR] * len(names), self._device)
         values = torch.maximum(taken.norms, self._floors(taken, before)).log()
         scores = window.scores(values)
         is_large = (values - window.expected > _LARGE_RISE) & (scores > LIMIT / 3)
@@ -114,7 +115,7 @@ class StateJudge:
         # themselves, the next update is an anomaly.
         of_network = sum(kind in {WEIGHT, BUFFER} for kind, _ in taken.tensors)
         self._samples.append(taken)
-        return torch.stack([_highest(scores[:of_network]), self._num_bad(taken, before)])
+        return torch.cat([highest(scores[:of_network]), self._num_bad(taken, before)])
 
     def look(self, step: int, optimizer: Any) -> None:
         """Keep the present norms for a comparison, but leave them out of what is usual.
@@ -272,7 +273,7 @@ class StateJudge:
         bad = torch.where(may_be_infinite, taken.norms.isnan(), ~taken.norms.isfinite())
         if taken.tensors == before.tensors:
             bad &= before.norms.isfinite()
-        return bad.sum().float()
+        return bad.sum(dim=0, keepdim=True).float()
 
     def _layout(self, sample: StateSample) -> "_Layout":
         if self._last_layout is None or self._last_layout.tensors != sample.tensors:
@@ -312,14 +313,6 @@ def _growth(weight: StateNorm, size: int) -> float:
     """Return by how much the root mean square of a weight has grown; infinite if it is NaN."""
     growth = weight.norm - weight.norm_before
     return math.inf if math.isnan(growth) else growth / math.sqrt(max(size, 1))
-
-
-def _highest(scores: Tensor) -> Tensor:
-    """Return the highest of scores that may be NaN, shape ``()``; NaN without a score."""
-    if not scores.numel():
-        return scores.new_full((), torch.nan)
-    highest = torch.where(scores.isnan(), -torch.inf, scores).amax()
-    return torch.where(highest.isfinite(), highest, torch.nan)
 
 
 def no_denominator(optimizer: Any) -> str | None:

@@ -39,32 +39,32 @@ class JudgedStep(NamedTuple):
     summary: Tensor
     """Shape ``(len(StepScores._fields),)``, float32."""
 
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
     """Names of the groups of gradients; empty without local norms."""
 
-    local_norm: Tensor | None = None
-    """Local norms, shape ``(G,)``, float32; ``None`` if the step has none."""
+    local_norm: Tensor
+    """Local norms, shape ``(G,)``, float32."""
 
-    usual_norm: Tensor | None = None
+    usual_norm: Tensor
     """Expected local norms, shape ``(G,)``, float32; NaN for a group without a norm so far."""
 
-    local_norm_scores: Tensor | None = None
+    local_norm_scores: Tensor
     """Shape ``(G,)``, float32."""
 
-    zero_steps: Tensor | None = None
+    zero_steps: Tensor
     """Number of steps in a row in which a group's norm is zero, shape ``(G,)``, int32; 0 for a
     group that has never had a norm."""
 
-    weights: tuple[str, ...] = ()
+    weights: tuple[str, ...]
     """Names of the weights whose updates are measured."""
 
-    change: Change | None = None
+    change: Change | None
     """Changes of these weights; ``None`` if they were not measured."""
 
-    update_scores: Tensor | None = None
+    update_scores: Tensor
     """Scores of the updates divided by the learning rate, shape ``(P,)``, float32."""
 
-    travel: Tensor | None = None
+    travel: Tensor
     """Sum of the root mean squares of each weight's updates that were no anomalies, since the last
     sample of the weights. Shape ``(P,)``, float32; infinite if an update has made the weight
     non-finite."""
@@ -77,20 +77,16 @@ class JudgedStep(NamedTuple):
         return tuple(n for n, size in zip(self.weights, changes, strict=True) if size != 0)
 
     def travelled(self) -> dict[str, float]:
-        """Return `travel` by weight; synchronizes."""
-        return {} if self.travel is None else _named(self.weights, self.travel)
+        """Return `travel` by weight, empty if no changes were measured; synchronizes."""
+        return {} if self.change is None else _named(self.weights, self.travel)
 
     def dead(self) -> tuple[str, ...]:
         """Return the groups whose norm has been zero for at least two steps; synchronizes."""
-        if self.zero_steps is None or not self.names:
-            return ()
-        return tuple(
-            name for name, n in zip(self.names, self.zero_steps.tolist(), strict=True) if n >= 2
-        )
+        return tuple(name for name, n in _named(self.names, self.zero_steps).items() if n >= 2)
 
     def moved(self) -> tuple[str, ...]:
         """Return the weights whose update is an anomaly, the worst first; synchronizes."""
-        if self.change is None or self.update_scores is None:
+        if self.change is None:
             return ()
         # A weight that cannot be sampled has neither a size nor an update.
         columns = (self.weights, self.update_scores, self.change.update, self.change.weight)
@@ -166,8 +162,8 @@ class StepJudge:
         self._split = list(sizes.values())
         groups = [f"local_norm/{name}" for name in names]
         self._series = ("loss", "global_norm", *groups, *(f"update/{name}" for name in weights))
-        self._windows = NamedWindow(device)
-        self._window = self._windows.use(self._series, self._priors)
+        self._windows = NamedWindow()
+        self._window = self._windows.use(self._series, self._priors, device)
         self._first_loss = torch.full((), torch.nan, device=device)
         self._highest_rate = torch.zeros((), device=device)
         self.rate_factor = 1.0
@@ -194,7 +190,7 @@ class StepJudge:
         Args:
             loss: Loss of this rank, shape ``()``.
             global_norm: Shape ``()``; ``None`` if unknown.
-            local_norm: Shape ``(G,)``; ``None`` if unknown.
+            local_norm: Shape ``(G,)``; ``None`` only if there are no groups.
             change: Sampled changes of the weights; ``None`` if unknown.
             learning_rate: Largest learning rate of the step, shape ``()``; ``None`` if unknown.
             applied: Whether the update was applied, shape ``()``, bool. A skipped step is scored,
@@ -231,10 +227,10 @@ class StepJudge:
                 expected[:1] * self._first_loss,
                 scores[1:2],
                 usual_norm,
-                _highest(group_scores),
+                highest(group_scores),
                 (group_scores > LIMITS["local_norm"]).sum(dim=0, keepdim=True),
                 ((self._zero_steps == 2) & (before == 1)).sum(dim=0, keepdim=True),
-                _highest(update_scores),
+                highest(update_scores),
                 ((update_scores > LIMITS["update"]) | is_ruined).sum(dim=0, keepdim=True),
                 unknown if change is None else self._num_changed(change.outside, unknown),
                 rate,
@@ -243,23 +239,23 @@ class StepJudge:
             ]
         )
         ordinary_rate = rate if self.rate_factor == 1 else rate / self.rate_factor
-        highest = torch.maximum(self._highest_rate, ordinary_rate.nan_to_num().squeeze(0))
-        self._highest_rate = torch.where(applied, highest, self._highest_rate)
+        raised = torch.maximum(self._highest_rate, ordinary_rate.nan_to_num().squeeze(0))
+        self._highest_rate = torch.where(applied, raised, self._highest_rate)
         if change is not None:
             # A change in a skipped step is no update, and one that is an anomaly may be none.
             is_update = applied & ~(update_scores > LIMITS["update"])
             self._travel = self._travel + torch.where(is_update, _length(change), 0.0)
         return JudgedStep(
             summary=summary,
-            names=self.names if local_norm is not None else (),
-            local_norm=local_norm,
-            usual_norm=usual_norms if local_norm is not None else None,
-            local_norm_scores=group_scores if local_norm is not None else None,
+            names=self.names,
+            local_norm=norms,
+            usual_norm=usual_norms,
+            local_norm_scores=group_scores,
             zero_steps=self._zero_steps,
-            weights=self.weights if change is not None else (),
+            weights=self.weights,
             change=change,
-            update_scores=None if change is None else update_scores,
-            travel=None if change is None else self._travel,
+            update_scores=update_scores,
+            travel=self._travel,
         )
 
     def begin_travel(self) -> None:
@@ -292,7 +288,8 @@ class StepJudge:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; a series whose name is not in the state starts empty."""
         self._windows.load_state_dict(state["window"])
-        self._window = self._windows.use(self._series, self._priors)
+        device = self._first_loss.device
+        self._window = self._windows.use(self._series, self._priors, device)
         self._first_loss.fill_(state["first_loss"])
         self._highest_rate.fill_(state["highest_rate"])
         counts = [state["zero_steps"].get(name, 0) for name in self.names]
@@ -319,9 +316,9 @@ def _median_ratio(change: Change | None, unknown: Tensor) -> Tensor:
     return ratios.nanmedian().reshape(1)
 
 
-def _highest(scores: Tensor) -> Tensor:
+def highest(scores: Tensor) -> Tensor:
     """Return the highest of scores that may be NaN, shape ``(1,)``; NaN without a score."""
     if not scores.numel():
         return scores.new_full((1,), torch.nan)
-    highest = torch.where(scores.isnan(), -torch.inf, scores).amax(dim=0, keepdim=True)
-    return torch.where(highest.isfinite(), highest, torch.nan)
+    found = torch.where(scores.isnan(), -torch.inf, scores).amax(dim=0, keepdim=True)
+    return torch.where(found.isfinite(), found, torch.nan)

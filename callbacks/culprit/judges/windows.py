@@ -13,19 +13,16 @@ from mfwrap.tensors.robust_window import RobustWindow
 
 @final
 class NamedWindow:
-    """A `RobustWindow` of named series.
+    """A `RobustWindow` of named series."""
 
-    Args:
-        device: Device of the values.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
-        self._device = device
-        self._window = RobustWindow(0, prior=0.0, device=device)
+        self._window = RobustWindow(0, prior=0.0)
         self._saved: Mapping[str, Any] | None = None
 
-    def use(self, names: Sequence[str], priors: Sequence[float]) -> RobustWindow:
+    def use(
+        self, names: Sequence[str], priors: Sequence[float], device: torch.device | str
+    ) -> RobustWindow:
         """Return the window of these series; a series that is already known keeps its values.
 
         Does not synchronize with the device.
@@ -33,6 +30,7 @@ class NamedWindow:
         Args:
             names: Names of the series, without repetition.
             priors: Deviation of each series that is assumed before there are values.
+            device: Device of the values.
         """
         if self.names == tuple(names):
             return self._window
@@ -43,13 +41,13 @@ class NamedWindow:
             before = {key: decoded(self._saved[key], len(known_names)) for key in before}
         rows = {name: row for row, name in enumerate(known_names)}
         known = [number for number, name in enumerate(names) if name in rows]
-        self._window = RobustWindow(len(names), prior=torch.tensor(priors), device=self._device)
+        self._window = RobustWindow(len(names), prior=torch.tensor(priors), device=device)
         state = self._window.state_dict()
         if known:
             taken = torch.tensor([rows[names[number]] for number in known])
-            places = torch.tensor(known).to(self._device)
+            places = torch.tensor(known).to(device)
             for key, values in before.items():
-                kept = values[taken.to(values.device)].to(self._device)
+                kept = values[taken.to(values.device)].to(device)
                 state[key] = state[key].index_copy(0, places, kept)
             self._window.load_state_dict(state)
         self.names, self._saved = tuple(names), None

@@ -67,7 +67,7 @@ def test_numbers_are_judged():
     both.begin()
     network(torch.eye(4))
     both.end()
-    assert judge.last.names == (("attention_logits", ""), ("expert_load", "experts"))
+    assert judge.last.names == ("attention_logits/", "expert_load/experts")
     assert judge.last.values[:, -1].exp().tolist() == pytest.approx([1.0, 2.0])
 
 

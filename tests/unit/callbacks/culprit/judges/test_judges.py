@@ -58,7 +58,7 @@ def test_updates_are_measured_unless_several_may_have_passed():
     network.weight.data.add_(1.0)
     logged = judges.end_step(1, torch.ones(()), None, None, measures_updates=False)
     measured = judges.end_step(2, torch.ones(()), None, None)
-    assert (logged.step.change, logged.step.weights) == (None, ())
+    assert (logged.step.change, logged.step.moved(), logged.step.travelled()) == (None, (), {})
     assert measured.step.change.update.tolist() == [1.0, 0.0]
 
 
