@@ -15,6 +15,7 @@ from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import RandomState, StepRecorder, indices_of, loss_of
 from mfwrap.callbacks.culprit.replay.replay import gradients_aside, undisturbed
 from mfwrap.callbacks.culprit.replay.verdict import outside_of_replay
+from mfwrap.collectives import this_rank
 from mfwrap.compatibility.torch import BatchNorm
 from mfwrap.tensors.norms import norms_of_each
 
@@ -74,7 +75,6 @@ def find_rows(
     recorder: StepRecorder,
     loss_scale: float,
     *,
-    rank: int,
     loss_is_finite: bool,
     is_finite: bool,
     is_exact: bool,
@@ -91,7 +91,6 @@ def find_rows(
     Args:
         recorder: Recorder that holds the step.
         loss_scale: Loss scale of the step.
-        rank: Rank of this process.
         loss_is_finite: Whether the loss of the step was finite on this rank.
         is_finite: Whether loss and gradients of the step were finite on all ranks. Otherwise only
             rows that are non-finite stand out.
@@ -105,9 +104,9 @@ def find_rows(
             passes = _Passes(recorder, loss_scale)
             shares = None if _has_batch_norm(recorder.network) else _shares(passes)
             if shares is None:
-                rows, detail = _leave_out(passes, rank, is_finite=is_finite)
+                rows, detail = _leave_out(passes, is_finite=is_finite)
             else:
-                rows, detail = _run_apart(passes, shares, rank, is_finite=is_finite)
+                rows, detail = _run_apart(passes, shares, is_finite=is_finite)
     # The search runs code of the network, which may raise any error, also because the network
     # cannot take a part of a batch. The error must not end the training, nor leave the other ranks
     # in a collective.
@@ -203,13 +202,13 @@ class _Passes:
         is_share = self.calls[part.micro_batch].keywords.get(_NUM_TARGETS) is not None
         return self.loss(part, is_alone=True) if is_share else value.loss
 
-    def place_of(self, part: _Part, rank: int) -> BadRow:
+    def place_of(self, part: _Part) -> BadRow:
         """Return the place of the only row of a part."""
         (row,) = part.rows
         indices = indices_of(self.network, self.calls[part.micro_batch])
         is_known = len(indices) == self.batches[part.micro_batch].num_rows
         return BadRow(
-            rank=rank,
+            rank=this_rank(),
             micro_batch=part.micro_batch,
             row=row,
             index=indices[row] if is_known else None,
@@ -289,7 +288,7 @@ def _combined(rule: str, weights: Sequence[float], losses: Mapping[int, float]) 
 
 
 def _run_apart(
-    passes: _Passes, shares: Sequence[Sequence[float]], rank: int, *, is_finite: bool
+    passes: _Passes, shares: Sequence[Sequence[float]], *, is_finite: bool
 ) -> tuple[tuple[BadRow, ...], str]:
     """Run rows one by one, and return those that stand out, with a text about the search."""
 
@@ -325,7 +324,7 @@ def _run_apart(
         return (), f"{how}: {'all of a micro-batch are non-finite' if alike else what}"
     named = [
         dataclasses.replace(
-            passes.place_of(part, rank),
+            passes.place_of(part),
             loss=passes.own_loss(part, values[part]),
             gradient_norm=values[part].norm,
         )
@@ -411,7 +410,7 @@ def _deviations(numbers: Sequence[float], which: int, least: float) -> float:
     return (numbers[which] - middle) / max(spread, least, _TINY)
 
 
-def _leave_out(passes: _Passes, rank: int, *, is_finite: bool) -> tuple[tuple[BadRow, ...], str]:
+def _leave_out(passes: _Passes, *, is_finite: bool) -> tuple[tuple[BadRow, ...], str]:
     """Put another row in the place of each row, and return a row that stands out, with a text."""
     whole = [_Part(n, tuple(range(batch.num_rows))) for n, batch in enumerate(passes.batches)]
     before, part = max(((passes.value(part), part) for part in whole), key=lambda e: e[0].size)
@@ -431,7 +430,7 @@ def _leave_out(passes: _Passes, rank: int, *, is_finite: bool) -> tuple[tuple[Ba
         return (), f"{how}: none stands out"
     after = values[best]
     row = dataclasses.replace(
-        passes.place_of(_Part(part.micro_batch, best), rank),
+        passes.place_of(_Part(part.micro_batch, best)),
         loss_without=after.loss,
         gradient_norm_without=after.norm,
     )

@@ -10,7 +10,7 @@ from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.rows import RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
-from mfwrap.collectives import gather_objects, this_rank
+from mfwrap.collectives import gather_objects
 from mfwrap.records.skipped_rows import RowPlace, RowPlaces
 
 _OF_DATA: frozenset[Kind] = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
@@ -82,7 +82,6 @@ class SampleSearch:
             search = find_rows(
                 self._recorder,
                 1.0 if numbers.loss_scale is None else numbers.loss_scale,
-                rank=this_rank(),
                 loss_is_finite=math.isfinite(numbers.loss),
                 is_finite=anomaly.kind not in NON_FINITE,
                 is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,

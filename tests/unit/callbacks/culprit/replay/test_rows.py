@@ -23,7 +23,7 @@ FIFTY = [
 def search(recorder, **known):
     """Search the last step of a recorder."""
     is_finite = known.get("loss_is_finite", True)
-    settings = {"rank": 0, "loss_is_finite": True, "is_finite": is_finite, "is_exact": True}
+    settings = {"loss_is_finite": True, "is_finite": is_finite, "is_exact": True}
     return find_rows(recorder, 1.0, **settings | known)
 
 
