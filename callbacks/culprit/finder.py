@@ -125,28 +125,22 @@ class CulpritFinder:
         if kind is not None:
             # The state of this rank may differ, so that it finds the anomaly alone.
             self.is_shared = all_ranks_meet(f"{kind} {numbers.step}")
-            return (
-                self._of_all_ranks(kind, step) if self.is_shared else self._of_this_rank(kind, step)
-            )
+            return self._finite(kind, step)
         kind = self._kinds.own(scores)
         # A rate that has jumped is the cause of the loss.
         if not math.isfinite(numbers.loss) and kind != "learning_rate_spike":
             return self._lone_loss(step)
-        return None if kind is None else self._of_this_rank(kind, step)
+        return None if kind is None else self._finite(kind, step)
 
     def _overflow(self, step: _HostStep, *, weights_have_moved: bool) -> Anomaly | None:
         numbers = step.numbers
-        is_first = self._is_first("gradient_not_finite", numbers, is_shared=True)
-        own = self._own_evidence(step, is_first=is_first)
+        own = self._own_evidence("gradient_not_finite", step)
         ranks = gather_objects(own)
-        # One rank alone may have loaded a state. All ranks must decide alike, so they take the
-        # numbers of the first rank.
-        main = ranks[0]
-        if is_explained_by_scale(ranks, main.loss_scale, main.usual_global_norm, self._limit):
+        if is_explained_by_scale(ranks, self._limit):
             self.num_scale_overflows += 1
             return None
         is_exact = not weights_have_moved
-        verdicts = self._replayed_on_all(numbers, own, is_first=is_first, is_exact=is_exact)
+        verdicts = self._replayed_on_all(step, own, is_exact=is_exact)
         blamed = blamed_ranks(ranks, verdicts)
         first = ranks[blamed[0]] if blamed else own
         verdict = verdicts[first.rank]
@@ -173,26 +167,33 @@ class CulpritFinder:
             found = _with_replay(found, verdict, is_exact=is_exact)
         return self._completed(found, step, ranks, origin=shown, verdict=verdict)
 
-    def _is_first(self, kind: Kind, numbers: StepNumbers, *, is_shared: bool) -> bool:
+    def _is_first(self, kind: Kind, step: _HostStep) -> bool:
         """Tell whether a step begins an episode.
 
         Only the first of several bad steps is replayed: a diverged run would otherwise replay every
         step.
         """
-        return not self.episodes.goes_on(numbers.step, kind, is_shared=is_shared)
+        return not self.episodes.goes_on(step.numbers.step, kind, is_shared=self.is_shared)
+
+    def _own_evidence(self, kind: Kind, step: _HostStep) -> RankEvidence:
+        return self._gatherer.gather(*step, is_first=self._is_first(kind, step))
 
     def _replayed_on_all(
-        self, numbers: StepNumbers, own: RankEvidence, *, is_first: bool, is_exact: bool
+        self, step: _HostStep, own: RankEvidence, *, is_exact: bool
     ) -> list[Verdict | None]:
         """Return the verdict of each rank; ``None`` for one that has no fault or no recorder."""
         if self.recorder is None:
             return [None] * num_ranks()
-        # `is_first` may differ between ranks: a rank may have had an anomaly of its own.
-        return gather_objects(
-            self._replayed(self.recorder, numbers, is_exact=is_exact)
-            if own.has_fault and is_first
-            else None
-        )
+        verdict, numbers = None, step.numbers
+        if own.has_fault and self._is_first("gradient_not_finite", step):
+            verdict = verdict_of(
+                self.recorder,
+                1.0 if numbers.loss_scale is None else numbers.loss_scale,
+                loss_is_finite=math.isfinite(numbers.loss),
+                is_exact=is_exact,
+            )
+        # A rank may have had an anomaly of its own, so that this step is not its first.
+        return gather_objects(verdict)
 
     def _lone_loss(self, step: _HostStep) -> Anomaly:
         """Return the anomaly of a step with a non-finite loss and finite gradients.
@@ -202,8 +203,7 @@ class CulpritFinder:
         before the update. But the recorder has kept the loss of each micro-batch.
         """
         numbers, recorder = step.numbers, self.recorder
-        is_first = self._is_first("loss_not_finite", numbers, is_shared=False)
-        own = self._own_evidence(step, is_first=is_first)
+        own = self._own_evidence("loss_not_finite", step)
         found = Anomaly(step=numbers.step, kind="loss_not_finite", ranks=(own.rank,), layer=None)
         bad = None if recorder is None else recorder.bad_micro_batch()
         origin = None
@@ -216,22 +216,16 @@ class CulpritFinder:
                 found = dataclasses.replace(found, where=origin.where, name=origin.name)
         return self._completed(found, step, [own], origin=origin)
 
-    def _of_all_ranks(self, kind: Kind, step: _HostStep) -> Anomaly:
-        """Return the anomaly that all ranks find together."""
-        is_first = self._is_first(kind, step.numbers, is_shared=True)
-        own = self._own_evidence(step, is_first=is_first)
-        # Whether an episode goes on may differ between ranks, so they always exchange evidence.
-        return self._finite(kind, step, gather_objects(own))
+    def _finite(self, kind: Kind, step: _HostStep) -> Anomaly | None:
+        """Return the anomaly of a step with finite gradients.
 
-    def _of_this_rank(self, kind: Kind, step: _HostStep) -> Anomaly | None:
-        """Return an anomaly that the other ranks may not have found; starts no collective."""
-        is_first = self._is_first(kind, step.numbers, is_shared=False)
-        own = self._own_evidence(step, is_first=is_first)
+        Starts a collective only if all ranks have found the anomaly.
+        """
+        own = self._own_evidence(kind, step)
         if kind == "state_spike" and not (own.states or own.buffers or own.changed):
             return None
-        return self._finite(kind, step, [own])
-
-    def _finite(self, kind: Kind, step: _HostStep, ranks: Sequence[RankEvidence]) -> Anomaly:
+        # Whether an episode goes on may differ between ranks, so they always exchange evidence.
+        ranks = gather_objects(own) if self.is_shared else [own]
         rises = sorted(
             (
                 (each.rise(number), each, number)
@@ -250,6 +244,8 @@ class CulpritFinder:
             blamed = [ranks[0].rank]
         by_sample = kind == "state_spike" and not ranks[0].changed
         first = next((each for each in ranks if each.rank in blamed), ranks[0])
+        # Step of the last sample of weights and optimizer state before this step.
+        sample_before = (step.numbers.step - 1) // self._state_interval * self._state_interval
         groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
         found = Anomaly(
             step=step.numbers.step,
@@ -258,13 +254,9 @@ class CulpritFinder:
             layer=self._layers.common(first.dead) or layer_of_rise(self._layers, first),
             gradients=groups,
             num_groups=sum(rise >= self._spike_factor for rise, _, _ in rises),
-            since=self._sample_before(step.numbers.step) + 1 if by_sample else None,
+            since=sample_before + 1 if by_sample else None,
         )
         return self._completed(found, step, ranks)
-
-    def _sample_before(self, step: int) -> int:
-        """Return the step of the last sample of weights and optimizer state before a step."""
-        return (step - 1) // self._state_interval * self._state_interval
 
     def _completed(
         self,
@@ -322,17 +314,6 @@ class CulpritFinder:
             loss_scale=numbers.loss_scale,
             skipped=numbers.skipped,
             consecutive_skips=numbers.consecutive_skips,
-        )
-
-    def _own_evidence(self, step: _HostStep, *, is_first: bool) -> RankEvidence:
-        return self._gatherer.gather(*step, is_first=is_first)
-
-    def _replayed(self, recorder: StepRecorder, numbers: StepNumbers, *, is_exact: bool) -> Verdict:
-        return verdict_of(
-            recorder,
-            1.0 if numbers.loss_scale is None else numbers.loss_scale,
-            loss_is_finite=math.isfinite(numbers.loss),
-            is_exact=is_exact,
         )
 
     def _layer(

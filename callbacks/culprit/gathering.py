@@ -53,8 +53,13 @@ class EvidenceGatherer:
             is_first: Whether the step before was good. Only then is its loss computed again.
         """
         judged, states, recorder = judgement.step, self._states, self._recorder
-        asks_again = recorder is not None and is_first and math.isfinite(numbers.loss)
+        calls = [] if recorder is None else recorder.last_step
+        factors = factors_of(calls)
+        earlier_factors = () if recorder is None else factors_of(recorder.earlier_step)
         risen = [] if states is None else states.risen(numbers.step, judgement.optimizer)
+        earlier_loss = None
+        if recorder is not None and is_first and math.isfinite(numbers.loss):
+            earlier_loss = loss_again(recorder)
         return RankEvidence(
             forward=() if judgement.forward is None else judgement.forward.rises(),
             rank=this_rank(),
@@ -73,10 +78,10 @@ class EvidenceGatherer:
             changed=judged.changed(),
             states=tuple(risen),
             num_weights=0 if states is None else states.num_weights,
-            micro_losses=() if recorder is None else losses_of(recorder),
-            factors=() if recorder is None else factors_of(recorder),
-            factor_change=None if recorder is None else factor_change(recorder),
-            earlier_loss=loss_again(recorder) if asks_again and recorder is not None else None,
+            micro_losses=losses_of(calls),
+            factors=factors,
+            factor_change=factor_change(factors, earlier_factors),
+            earlier_loss=earlier_loss,
             buffers=()
             if self._buffers is None
             else tuple(self._buffers.newly_bad()[:_MOST_BUFFERS]),

@@ -31,7 +31,7 @@ class RankEvidence:
     """Norm that was expected of each group; NaN for a group without a norm so far."""
 
     loss_scale: float | None = None
-    """Loss scale of the step."""
+    """Loss scale of the step; ``None`` counts as 1."""
 
     usual_global_norm: float | None = None
     """Global norm that was expected; ``None`` before the first applied update."""
@@ -124,12 +124,7 @@ class RankEvidence:
         return not math.isfinite(self.loss) or bool(self.bad_groups) or not self.norms
 
 
-def is_explained_by_scale(
-    evidence: Sequence[RankEvidence],
-    loss_scale: float | None,
-    usual_global_norm: float | None,
-    limit: float,
-) -> bool:
+def is_explained_by_scale(evidence: Sequence[RankEvidence], limit: float) -> bool:
     """Tell whether gradients are non-finite only because the loss scale is too high.
 
     This is true if the losses of all ranks are finite, no weight has risen or become non-finite, no
@@ -137,12 +132,11 @@ def is_explained_by_scale(
     `limit`.
 
     Args:
-        evidence: Evidence of all ranks.
-        loss_scale: Loss scale of the step; ``None`` counts as 1.
-        usual_global_norm: Running mean of the global norm; ``None`` before the first applied
-            update.
+        evidence: Evidence of all ranks. One rank alone may have loaded a state. All ranks must
+            decide alike, so they take loss scale and usual global norm of the first rank.
         limit: Largest finite number that a gradient can hold.
     """
+    loss_scale, usual_global_norm = evidence[0].loss_scale, evidence[0].usual_global_norm
     if loss_scale is None or loss_scale <= 1:
         return False
     if any(not math.isfinite(each.loss) or each.weights or each.buffers for each in evidence):

@@ -10,19 +10,29 @@ from mfwrap.callbacks.culprit.replay.recorder import RecordedCall, StepRecorder,
 from mfwrap.callbacks.culprit.replay.replay import undisturbed
 
 
-def losses_of(recorder: StepRecorder) -> tuple[float, ...]:
-    """Return the loss that the network returned for each micro-batch of the last step.
+def losses_of(calls: Sequence[RecordedCall]) -> tuple[float, ...]:
+    """Return the loss that the network returned for each micro-batch of a step.
 
     Synchronizes with the device.
 
     Returns:
         NaN for a micro-batch without a loss.
     """
-    return tuple(math.nan if call.loss is None else call.loss.item() for call in recorder.last_step)
+    return tuple(math.nan if call.loss is None else call.loss.item() for call in calls)
 
 
-def factors_of(recorder: StepRecorder) -> tuple[float, ...]:
-    """Return the gradient that the last step's backward passed to each micro-batch's loss.
+def factor_change(now: Sequence[float], before: Sequence[float]) -> float | None:
+    """Return the ratio of the mean factor of a step to that of the step before; see `factors_of`.
+
+    Returns:
+        ``None`` if the factors of a step are unknown, or if those of the step before are 0.
+    """
+    usual = statistics.fmean(map(abs, before)) if before else 0.0
+    return statistics.fmean(map(abs, now)) / usual if now and usual > 0 else None
+
+
+def factors_of(calls: Sequence[RecordedCall]) -> tuple[float, ...]:
+    """Return the gradient that a step's backward passed to each micro-batch's loss.
 
     This is the loss scale with all factors of the loop, such as one over the number of
     micro-batches. Synchronizes with the device.
@@ -30,23 +40,6 @@ def factors_of(recorder: StepRecorder) -> tuple[float, ...]:
     Returns:
         Empty unless the network returned each loss, and the backward reached it.
     """
-    return _factors(recorder.last_step)
-
-
-def factor_change(recorder: StepRecorder) -> float | None:
-    """Return the ratio of the mean factor of the last step to that of the step before.
-
-    Synchronizes with the device.
-
-    Returns:
-        ``None`` if the factors of a step are unknown, or if those of the step before are 0.
-    """
-    now, before = _factors(recorder.last_step), _factors(recorder.earlier_step)
-    usual = statistics.fmean(map(abs, before)) if before else 0.0
-    return statistics.fmean(map(abs, now)) / usual if now and usual > 0 else None
-
-
-def _factors(calls: Sequence[RecordedCall]) -> tuple[float, ...]:
     found = [call.loss_gradient for call in calls]
     known = [gradient.float().sum().item() for gradient in found if gradient is not None]
     return tuple(known) if len(known) == len(found) else ()

@@ -53,7 +53,7 @@ def test_a_rank_with_a_fault(fields, has_fault):
 )
 def test_a_scale_that_is_too_high(scale, explained):
     """A scale explains an overflow if scale * 64 * usual norm reaches the limit of the dtype."""
-    assert is_explained_by_scale([evidence()], scale, None, FLOAT16) is explained
+    assert is_explained_by_scale([evidence(loss_scale=scale)], FLOAT16) is explained
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_a_group_without_a_usual_norm(fields, usual_global_norm, threshold):
     Without finite norms it is judged by 64 times the usual global norm.
     """
     for factor, explained in ((0.99, False), (1.01, True)):
-        scale = factor * threshold
-        assert is_explained_by_scale([evidence(**fields)], scale, usual_global_norm, FLOAT16) is (
-            explained
+        rank = evidence(
+            loss_scale=factor * threshold, usual_global_norm=usual_global_norm, **fields
         )
+        assert is_explained_by_scale([rank], FLOAT16) is explained
 
 
 def test_without_any_usual_norm_every_scale_explains_an_overflow():
     """As long as no usual norm is known, every loss scale above 1 explains an overflow."""
-    unknown = evidence(names=(), norms=(), usual_norms=())
+    unknown = evidence(names=(), norms=(), usual_norms=(), loss_scale=2.0)
 
-    assert is_explained_by_scale([unknown], 2.0, None, FLOAT16)
+    assert is_explained_by_scale([unknown], FLOAT16)
 
 
 def risen(name: str, kind: str = "weight") -> StateNorm:
@@ -105,6 +105,6 @@ def test_most_weights_are_no_culprits():
 )
 def test_a_fault_that_no_scale_explains(fields):
     """No scale explains an overflow if any rank has a non-finite loss or a grown weight."""
-    ranks = [evidence(), evidence(rank=1, **fields)]
+    ranks = [evidence(loss_scale=2.0**40), evidence(rank=1, **fields)]
 
-    assert not is_explained_by_scale(ranks, 2.0**40, None, FLOAT16)
+    assert not is_explained_by_scale(ranks, FLOAT16)

@@ -46,8 +46,8 @@ def trained(num_steps: int) -> StepRecorder:
 def test_losses_and_factors_are_those_of_the_last_step():
     """The network's own losses, and what the loop multiplied them with."""
     recorder = trained(2)
-    assert losses_of(recorder) == tuple(call.loss.item() for call in recorder.last_step)
-    assert factors_of(recorder) == (0.5, 500.0)
+    assert losses_of(recorder.last_step) == tuple(call.loss.item() for call in recorder.last_step)
+    assert factors_of(recorder.last_step) == (0.5, 500.0)
 
 
 def test_the_change_of_the_factors_is_that_of_their_mean():
@@ -58,7 +58,7 @@ def test_the_change_of_the_factors_is_that_of_their_mean():
         for factor in factors:
             (recorder.network(torch.randn(6, 4)) * factor).backward()
         recorder.end_step()
-        found.append(factor_change(recorder))
+        found.append(factor_change(*map(factors_of, (recorder.last_step, recorder.earlier_step))))
     assert found == [None, 15.0, 0.0, None]
 
 
@@ -67,7 +67,7 @@ def test_without_a_backward_factors_are_unknown():
     recorder = StepRecorder(Noisy())
     recorder.network(torch.randn(6, 4))
     recorder.end_step()
-    assert factors_of(recorder) == ()
+    assert factors_of(recorder.last_step) == ()
 
 
 def test_the_same_weights_have_the_same_loss_again():
@@ -99,4 +99,4 @@ def test_what_is_unknown():
     recorder.earlier_step[0].loss = None
     assert loss_again(recorder) is None
     recorder.last_step[0].loss = None
-    assert math.isnan(losses_of(recorder)[0])
+    assert math.isnan(losses_of(recorder.last_step)[0])
