@@ -1,6 +1,4 @@
-"""Make the finder and the recorder that the settings of the training state monitor request."""
-
-from typing import Any
+"""Make the finder that the settings of the training state monitor request."""
 
 import torch
 from torch import nn
@@ -8,12 +6,10 @@ from transformers import TrainingArguments
 
 from mfwrap.callbacks.culprit.finder import CulpritFinder
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, inner_network
-from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.compatibility.accelerate import computes_in_autocast
 from mfwrap.compatibility.torch import COMPILED_MODULE
-from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import unwrapped_network
 
 _LARGEST_FLOAT16 = 65504.0
@@ -44,30 +40,6 @@ def new_finder(
         state_interval=settings.state_interval,
         step=global_step,
         recorder=_recorder(model, args) if settings.replay else None,
-    )
-
-
-def new_sample_search(
-    settings: TrainingStateSettings,
-    finder: CulpritFinder | None,
-    tokenizer: Any,
-    row_places: RowPlaces | None,
-) -> SampleSearch | None:
-    """Return the search for samples of a run; ``None`` if steps are not recorded.
-
-    Args:
-        settings: Settings of the monitor.
-        finder: Finder of the run; ``None`` if it has none.
-        tokenizer: Decodes the texts of samples; ``None`` if unknown.
-        row_places: Tells where rows are in the training data; ``None`` if that is unknown.
-    """
-    if finder is None or finder.recorder is None:
-        return None
-    return SampleSearch(
-        finder.recorder,
-        shows_texts=settings.show_samples,
-        tokenizer=tokenizer,
-        row_places=row_places,
     )
 
 

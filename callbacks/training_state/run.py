@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -17,6 +18,7 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Scores
+from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.step_values import (
@@ -29,17 +31,13 @@ from mfwrap.callbacks.shared.step_values import (
     values_of_logs,
 )
 from mfwrap.callbacks.training_state.checks import SpikeCount, SpikeGuard, check_finite
-from mfwrap.callbacks.training_state.culprit_finder import (
-    is_compiled,
-    new_finder,
-    new_sample_search,
-)
+from mfwrap.callbacks.training_state.culprit_finder import is_compiled, new_finder
 from mfwrap.callbacks.training_state.fingerprints import FingerprintRecorder
 from mfwrap.callbacks.training_state.forward_watches import ForwardNumbers, forward_watches
 from mfwrap.callbacks.training_state.metrics import PackedMetrics, StateMetric, StateMetrics
 from mfwrap.callbacks.training_state.noise_scale import new_noise_scale
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
-from mfwrap.callbacks.training_state.writers import metric_writers
+from mfwrap.callbacks.training_state.writers import MetricWriters
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.shards import meeting_device, on_device
@@ -63,14 +61,6 @@ class _Step(NamedTuple):
     linearity: float | None
     judgement: Judgement | None
     """What the judges found; ``None`` if steps are not judged, or without an output."""
-
-
-class _Logged(NamedTuple):
-    """Numbers that a loop logs, in the place of a step's output."""
-
-    loss: Tensor
-    global_norm: Tensor | None
-    learning_rate: Tensor | None
 
 
 @final
@@ -123,12 +113,11 @@ class TrainingStateRun:
         self._settings = settings
         self._length = run_length(settings, state, args, train_dataloader)
         first_step = self._length.position(global_step).step
-        self.writers = metric_writers(
-            settings, args, folder, is_main=is_main, first_step=first_step
-        )
-        self._samples_per_process = global_batch_size(settings, state, args) / num_ranks()
+        self.writers = MetricWriters(settings, args, folder, is_main=is_main, first_step=first_step)
+        batch_size = global_batch_size(settings, state, args)
+        self._samples_per_process = batch_size / num_ranks()
         self._metrics = StateMetrics(settings) if settings.formats else None
-        self._noise_scale = new_noise_scale(settings, global_batch_size(settings, state, args))
+        self._noise_scale = new_noise_scale(settings, batch_size)
         compiled = is_compiled(model, args)
         self._watches = forward_watches(
             settings,
@@ -137,7 +126,15 @@ class TrainingStateRun:
             judge=None if self.finder is None else self.finder.judges.forward,
         )
         self._is_watched = False
-        self._samples = new_sample_search(settings, self.finder, tokenizer, row_places)
+        self._recorder = None if self.finder is None else self.finder.recorder
+        self._samples: SampleSearch | None = None
+        if self._recorder is not None:
+            self._samples = SampleSearch(
+                self._recorder,
+                shows_texts=settings.show_samples,
+                tokenizer=tokenizer,
+                row_places=row_places,
+            )
         self._fingerprints: FingerprintRecorder | None = None
         if settings.fingerprints and folder is not None:
             self._fingerprints = FingerprintRecorder(
@@ -165,6 +162,12 @@ class TrainingStateRun:
             if settings.use_skip_data_by_global_norm
             else None
         )
+        # Parts that have a state of their own, by its name in the state of the run.
+        self._stateful: dict[str, Any] = {
+            "finder": self.finder,
+            "spike_count": self._spike_count,
+            "noise_scale": self._noise_scale,
+        }
         self._reads = DeferredReads()
         # Steps that are written, and not judged yet.
         self._unjudged: deque[tuple[StepNumbers, Judgement | None, Sequence[float]]] = deque()
@@ -224,8 +227,8 @@ class TrainingStateRun:
         # Pending values belong to the previous step. This step's update has changed the weights
         # since, so the previous step cannot be replayed exactly.
         self.flush(weights_have_moved=True)
-        if self.finder is not None and self.finder.recorder is not None:
-            self.finder.recorder.end_step()
+        if self._recorder is not None:
+            self._recorder.end_step()
         self.clock.end_step()
         self.last_step = global_step
         forward = self._forward_numbers()
@@ -331,8 +334,11 @@ class TrainingStateRun:
         values = dataclasses.replace(values, overflow=overflow)
         judgement = None
         if self.finder is not None:
-            rate = _tensor(values.learning_rate)
-            logged = _Logged(torch.tensor(values.loss), _tensor(norm), rate)
+            logged = SimpleNamespace(
+                loss=torch.tensor(values.loss),
+                global_norm=_tensor(norm),
+                learning_rate=_tensor(values.learning_rate),
+            )
             judgement = self.finder.judges.end_step(
                 global_step, logged, None, torch.tensor(not overflow), measures_updates=False
             )
@@ -343,13 +349,11 @@ class TrainingStateRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, ready for JSON. Call `before_save` first."""
-        finder, spike_count, noise = self.finder, self._spike_count, self._noise_scale
+        parts = self._stateful.items()
         return {
             "global_step": self.last_step,
             "last_scale": self._last_scale,
-            "finder": None if finder is None else finder.state_dict(),
-            "spike_count": None if spike_count is None else spike_count.state_dict(),
-            "noise_scale": None if noise is None else noise.state_dict(),
+            **{name: None if part is None else part.state_dict() for name, part in parts},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -361,12 +365,9 @@ class TrainingStateRun:
         if state["global_step"] != self.last_step:
             return
         self._last_scale = state["last_scale"]
-        if self.finder is not None and state["finder"] is not None:
-            self.finder.load_state_dict(state["finder"])
-        if self._spike_count is not None and state["spike_count"] is not None:
-            self._spike_count.load_state_dict(state["spike_count"])
-        if self._noise_scale is not None and state["noise_scale"] is not None:
-            self._noise_scale.load_state_dict(state["noise_scale"])
+        for name, part in self._stateful.items():
+            if part is not None and state[name] is not None:
+                part.load_state_dict(state[name])
 
     def close(self) -> None:
         """Close all files, and remove all hooks from the network."""
@@ -376,8 +377,8 @@ class TrainingStateRun:
             self._fingerprints.close()
         if self._watches is not None:
             self._watches.close()
-        if self.finder is not None and self.finder.recorder is not None:
-            self.finder.recorder.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _is_due(self, global_step: int) -> bool:
         return global_step % self._settings.step_interval == 0

@@ -1,6 +1,6 @@
 """Write the metrics of a step to the log, TensorBoard, a JSON Lines file and trackers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -19,38 +19,49 @@ from mfwrap.records.run_files import open_records
 
 @final
 class MetricWriters:
-    """Write each metric of a step in its formats.
+    """Write each metric of a step in its formats, as far as the settings request it on this rank.
+
+    Without ``log_to``, the metrics for trackers are kept in `tracked`. The first record of a file
+    also has the limit of the global norm.
 
     Args:
-        logs: Write metrics with the format ``"log"`` to the log; ``False`` ignores this format.
-        tensorboard: Folder of the events file; ``None`` writes no curves.
-        json_lines: JSON Lines file of this training; ``None`` writes no records.
-        log_to: Called with the metrics for trackers and the step; ``None`` keeps them in `tracked`.
-        max_grad_norm: Limit of the global norm. It is added to the next record if the file does not
-            have it yet; ``None`` adds nothing.
+        settings: Settings of the monitor.
+        args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
+        folder: Run folder; ``None`` if unknown.
+        is_main: Whether this is the main process. Only the main process writes to the log and to
+            trackers.
+        first_step: Steps of the records before this training; 0 for a training from the start.
 
     Raises:
-        ImportError: If `tensorboard` is given and TensorBoard is not installed.
+        ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
     """
 
     def __init__(
         self,
+        settings: TrainingStateSettings,
+        args: TrainingArguments | None,
+        folder: Path | None,
         *,
-        logs: bool,
-        tensorboard: Path | None = None,
-        json_lines: JsonLines | None = None,
-        log_to: Callable[[dict[str, float], int], None] | None = None,
-        max_grad_norm: float | None = None,
+        is_main: bool,
+        first_step: int,
     ) -> None:
-        self._logs = logs
-        self._log_to = log_to
-        # A resumed training continues a file that has the limit already.
-        known = None if json_lines is None else last_value(json_lines.path, "max_grad_norm")
-        self._once = {} if max_grad_norm in {None, known} else {"max_grad_norm": max_grad_norm}
+        rank = this_rank()
+        self._logs = is_main
+        self._log_to = settings.log_to if is_main else None
         self.tracked: dict[str, float] = {}
         """Newest values of the metrics for trackers, by tag."""
-        self._events = None if tensorboard is None else EventsFile(tensorboard)
-        self._lines = json_lines
+        self._events: EventsFile | None = None
+        if settings.tensorboard_dir is not None:
+            curves = Path(settings.tensorboard_dir, f"rank_{rank}" if rank else "")
+            self._events = EventsFile(curves)
+        self._lines: JsonLines | None = None
+        self._once: dict[str, float] = {}
+        if folder is not None and "jsonl" in settings.formats:
+            self._lines = open_records(rank_file(folder, "training_state", rank), first_step)
+            limit = None if args is None else args.max_grad_norm
+            # A resumed training continues a file that has the limit already.
+            if limit and limit != last_value(self._lines.path, "max_grad_norm"):
+                self._once = {"max_grad_norm": limit}
 
     def write(
         self,
@@ -114,38 +125,3 @@ class MetricWriters:
                 tag,
                 np.float32(value),
             )
-
-
-def metric_writers(
-    settings: TrainingStateSettings,
-    args: TrainingArguments | None,
-    folder: Path | None,
-    *,
-    is_main: bool,
-    first_step: int,
-) -> MetricWriters:
-    """Return the writers that the settings request on this rank.
-
-    Args:
-        settings: Settings of the monitor.
-        args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
-        folder: Run folder; ``None`` if unknown.
-        is_main: Whether this is the main process. Only the main process writes to the log and to
-            trackers.
-        first_step: Steps of the records before this training; 0 for a training from the start.
-
-    Raises:
-        ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
-    """
-    rank, curves, lines = this_rank(), None, None
-    if settings.tensorboard_dir is not None:
-        curves = Path(settings.tensorboard_dir, f"rank_{rank}" if rank else "")
-    if folder is not None and "jsonl" in settings.formats:
-        lines = open_records(rank_file(folder, "training_state", rank), first_step)
-    return MetricWriters(
-        logs=is_main,
-        tensorboard=curves,
-        json_lines=lines,
-        log_to=settings.log_to if is_main else None,
-        max_grad_norm=None if args is None else args.max_grad_norm or None,
-    )

@@ -9,8 +9,8 @@ from transformers import TrainingArguments
 from mfwrap.callbacks.shared.progress import RunLength
 from mfwrap.callbacks.training_state import TrainingStateSettings, writers
 from mfwrap.callbacks.training_state.metrics import StateMetric
-from mfwrap.callbacks.training_state.writers import MetricWriters, metric_writers
-from mfwrap.records.json_lines import JsonLines, read_json_lines
+from mfwrap.callbacks.training_state.writers import MetricWriters
+from mfwrap.records.json_lines import read_json_lines
 
 LENGTH = RunLength(num_epochs=2, steps_per_epoch=3, num_steps=6)
 METRICS = [
@@ -18,6 +18,14 @@ METRICS = [
     StateMetric("logged", ("log",)),
     StateMetric("tracked", ("trackers",)),
 ]
+
+
+def new_writers(folder, *, is_main=False, max_grad_norm=None, first_step=0, **settings):
+    """Return the writers of a run in a folder."""
+    arguments = TrainingArguments(output_dir="unused", max_grad_norm=max_grad_norm, report_to=[])
+    return MetricWriters(
+        TrainingStateSettings(**settings), arguments, folder, is_main=is_main, first_step=first_step
+    )
 
 
 def write(target: MetricWriters, *, step=4) -> None:
@@ -33,10 +41,11 @@ def logged(caplog) -> list[str]:
 def test_each_format_gets_its_metrics(tmp_path, caplog):
     """Log, curves, records and trackers each get exactly the metrics with their format."""
     tracked = []
-    target = MetricWriters(
-        logs=True,
-        tensorboard=tmp_path / "curves",
-        json_lines=JsonLines(tmp_path / "state.jsonl"),
+    target = new_writers(
+        tmp_path,
+        is_main=True,
+        local_loss_format="jsonl",
+        tensorboard_dir=tmp_path / "curves",
         log_to=lambda values, step: tracked.append((step, values)),
     )
     write(target)
@@ -50,7 +59,7 @@ def test_each_format_gets_its_metrics(tmp_path, caplog):
     ]
     assert events.Tags()["scalars"] == ["everywhere"]
     assert [(event.step, event.value) for event in events.Scalars("everywhere")] == [(4, 1.5)]
-    assert read_json_lines(tmp_path / "state.jsonl") == [
+    assert read_json_lines(tmp_path / "training_state.jsonl") == [
         {"step": 4, "epoch": 2, "loss": 0.25, "everywhere": 1.5}
     ]
     assert tracked == [(4, {"loss": 0.25, "everywhere": 1.5, "tracked": 3.0})]
@@ -59,7 +68,7 @@ def test_each_format_gets_its_metrics(tmp_path, caplog):
 
 def test_without_targets_values_for_trackers_are_kept(caplog):
     """Without log, folders and `log_to`, only the newest values for trackers are kept."""
-    target = MetricWriters(logs=False)
+    target = new_writers(None)
     write(target)
     target.close()
 
@@ -69,22 +78,22 @@ def test_without_targets_values_for_trackers_are_kept(caplog):
 
 def test_the_limit_of_the_norm_is_in_the_first_record_only(tmp_path):
     """Only a file's first record has `max_grad_norm`, also if a resumed training continues it."""
-    lines = JsonLines(tmp_path / "state.jsonl")
     for step in (1, 2):
-        write(MetricWriters(logs=False, json_lines=lines, max_grad_norm=0.5), step=step)
+        settings = {"local_loss_format": "jsonl", "max_grad_norm": 0.5}
+        write(new_writers(tmp_path, first_step=step - 1, **settings), step=step)
 
-    records = read_json_lines(tmp_path / "state.jsonl")
+    records = read_json_lines(tmp_path / "training_state.jsonl")
     assert [record.get("max_grad_norm") for record in records] == [0.5, None]
 
 
 def test_evaluations_have_records_of_their_own(tmp_path):
     """The results of an evaluation are one record; without results nothing is written."""
-    target = MetricWriters(logs=False, json_lines=JsonLines(tmp_path / "state.jsonl"))
+    target = new_writers(tmp_path, local_loss_format="jsonl")
     target.write_evaluation(3, {"eval_loss": 2.0})
     target.write_evaluation(4, {})
-    MetricWriters(logs=False).write_evaluation(5, {"eval_loss": 2.0})
+    new_writers(None).write_evaluation(5, {"eval_loss": 2.0})
 
-    assert read_json_lines(tmp_path / "state.jsonl") == [{"step": 3, "eval_loss": 2.0}]
+    assert read_json_lines(tmp_path / "training_state.jsonl") == [{"step": 3, "eval_loss": 2.0}]
 
 
 @pytest.mark.parametrize(
@@ -98,13 +107,14 @@ def test_files_of_each_rank(rank, lines, curves, tmp_path, monkeypatch, caplog):
     """Every rank has its own files; only the main process logs and calls `log_to`."""
     monkeypatch.setattr(writers, "this_rank", lambda: rank)
     tracked = []
-    settings = TrainingStateSettings(
+    target = new_writers(
+        tmp_path,
+        is_main=rank == 0,
+        max_grad_norm=0.25,
         local_loss_format=["jsonl", "tensorboard"],
         tensorboard_dir=tmp_path / "curves",
         log_to=lambda values, _: tracked.append(values),
     )
-    arguments = TrainingArguments(output_dir="unused", max_grad_norm=0.25, report_to=[])
-    target = metric_writers(settings, arguments, tmp_path, is_main=rank == 0, first_step=0)
     write(target)
     target.close()
     (record,) = read_json_lines(tmp_path / lines)
@@ -116,6 +126,6 @@ def test_files_of_each_rank(rank, lines, curves, tmp_path, monkeypatch, caplog):
 
 def test_no_records_without_their_format(tmp_path):
     """Without the format 'jsonl', a known folder gets no file."""
-    write(metric_writers(TrainingStateSettings(), None, tmp_path, is_main=True, first_step=0))
+    write(new_writers(tmp_path, is_main=True))
 
     assert list(tmp_path.iterdir()) == []

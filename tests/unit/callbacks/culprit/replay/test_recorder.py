@@ -48,8 +48,8 @@ def test_only_training_is_recorded():
 
 
 def test_what_cannot_be_recorded():
-    """Compiled networks, and networks that need other ranks, are not recorded."""
-    assert inner_network(torch.compile(Network(), backend="eager")) is None
+    """Networks that need other ranks are not recorded."""
+    assert inner_network(nn.Sequential(nn.SyncBatchNorm(2))) is None
     assert isinstance(inner_network(Network()), Network)
 
 
