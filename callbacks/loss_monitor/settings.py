@@ -4,7 +4,7 @@ import os
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from mfwrap.arguments import check_int, check_positive_number, directory_name
+from mfwrap.arguments import check_choice, check_int, check_positive_number, directory_name
 from mfwrap.callbacks.shared.progress import RunSettings
 from mfwrap.callbacks.shared.settings import check_bools
 
@@ -62,9 +62,7 @@ class LossMonitorSettings(RunSettings):
         for name in ("flops_per_step", "peak_tflops"):
             if getattr(self, name) is not None:
                 check_positive_number(name, getattr(self, name), finite=True)
-        if self.console not in {"auto", "lines"}:
-            msg = f"`console` must be 'auto' or 'lines', got {self.console!r}"
-            raise ValueError(msg)
+        check_choice("console", self.console, ("auto", "lines"))
         check_bools(self)
         self._check_pairs()
 

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mfwrap.arguments import check_bool, check_int
+from mfwrap.arguments import check_bool, check_choice, check_int
+from mfwrap.tensors.shards import is_distributed, local_tensor
 
 MOE_SHOW_MODES = ("full", "statistics", "all")
 
@@ -46,10 +47,7 @@ class StableRankSettings:
         for name in ("step_interval", "power_iteration_num"):
             check_int(name, getattr(self, name), minimum=1)
         check_bool("do_aggregation", self.do_aggregation)
-        if self.moe_show_mode not in MOE_SHOW_MODES:
-            modes = list(MOE_SHOW_MODES)
-            msg = f"`moe_show_mode` must be one of {modes}, got {self.moe_show_mode!r}"
-            raise ValueError(msg)
+        check_choice("moe_show_mode", self.moe_show_mode, MOE_SHOW_MODES)
 
     def applies_to(self, name: str, weight: Tensor) -> bool:
         """Return whether the stable rank of a weight is reported.
@@ -105,6 +103,8 @@ def tagged_spectra(
 ) -> tuple[list[str], Sequence[Tensor]]:
     """Compute stable ranks and eigenvalues of the weights that the settings select.
 
+    With ``do_aggregation``, every rank must call this.
+
     Args:
         weights: Weights by name; weights that the settings do not select are ignored.
         settings: Selects the weights and the values to report.
@@ -117,8 +117,10 @@ def tagged_spectra(
     for name, weight in weights.items():
         if not settings.applies_to(name, weight):
             continue
-        gathered = _gathered(weight, whole=settings.do_aggregation)
-        found = spectrum(gathered, settings.power_iteration_num)
+        matrices = local_tensor(weight)
+        if settings.do_aggregation and is_distributed(weight):
+            matrices = weight.full_tensor()
+        found = spectrum(matrices, settings.power_iteration_num)
         for kind, each in zip(("weight_stable_rank", "weight_eigenvalue"), found, strict=True):
             if weight.dim() == 2:
                 tags.append(f"{kind}/{name}")
@@ -131,13 +133,3 @@ def tagged_spectra(
                 tags += [f"{kind}/{name}/expert_{word}" for word in ("max", "min", "mean")]
                 values.append(torch.stack([each.max(), each.min(), each.mean()]))
     return tags, values
-
-
-def _gathered(weight: Tensor, *, whole: bool) -> Tensor:
-    """Return this rank's shard of a weight, or the whole weight if `whole` is set.
-
-    If `whole` is set, every rank must call this.
-    """
-    gather: Any = getattr(weight, "full_tensor" if whole else "to_local", None)
-    gathered: Tensor = weight if gather is None else gather()
-    return gathered
