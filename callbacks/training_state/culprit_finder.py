@@ -46,6 +46,7 @@ def new_finder(
 def _recorder(model: nn.Module | None, args: TrainingArguments | None) -> StepRecorder | None:
     if model is None:
         return None
+    # Hooks would force a recompilation.
     network = None if is_compiled(model, args) else inner_network(model)
     if network is None:
         run_logger(__package__).warning(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.compatibility.torch import COMPILED_MODULE
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import unwrapped_network
@@ -155,14 +154,12 @@ def inner_network(model: nn.Module) -> nn.Module | None:
 
     Returns:
         ``None`` if the network cannot be recorded: its weights are sharded or it holds a
-        ``SyncBatchNorm``, so one rank alone cannot repeat a call; or it is compiled, and hooks
-        would force a recompilation.
+        ``SyncBatchNorm``, so one rank alone cannot repeat a call.
     """
     shared = any(map(is_distributed, model.parameters())) or any(
         isinstance(module, nn.SyncBatchNorm) for module in model.modules()
     )
-    compiled = any(hasattr(module, COMPILED_MODULE) for module in model.modules())
-    return None if shared or compiled else unwrapped_network(model)
+    return None if shared else unwrapped_network(model)
 
 
 def arguments_of(
