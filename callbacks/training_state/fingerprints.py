@@ -155,8 +155,7 @@ class FingerprintRecorder:
         self._remove_update_hook()
         self._is_watching = self._is_due(global_step)
         if self._is_watching:
-            device = next(iter(self._parameters()), torch.zeros(())).device
-            self._random = _random_states(device)
+            self._random = _random_states(_device_of(self._network))
             inner = unwrapped_optimizer(optimizer)
             if self._network is not None and isinstance(inner, Optimizer):
                 self._update_hook = inner.register_step_pre_hook(self._at_update)
@@ -250,9 +249,6 @@ class FingerprintRecorder:
         if self._handle is not None:
             self._handle.remove()
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return iter(()) if self._network is None else self._network.parameters()
-
     def _record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
@@ -306,7 +302,7 @@ def _inputs_of(micro_batch: _MicroBatch, values: Iterator[float]) -> dict[str, A
 def _facts(args: TrainingArguments | None, model: nn.Module | None) -> dict[str, Any]:
     """Return what may make two runs differ and is not in their data."""
     parameter = None if model is None else next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
+    device = _device_of(model)
     return {
         "seed": torch.initial_seed() if args is None else args.seed,
         "data_seed": None if args is None else args.data_seed,
@@ -319,11 +315,16 @@ def _facts(args: TrainingArguments | None, model: nn.Module | None) -> dict[str,
     }
 
 
+def _device_of(network: nn.Module | None) -> torch.device:
+    """Return the device of a network's first parameter; the CPU without one."""
+    parameters = iter(()) if network is None else network.parameters()
+    return next((each.device for each in parameters), torch.device("cpu"))
+
+
 def _random_states(device: torch.device) -> dict[str, str]:
-    states = {"host": (now := RandomState.now(device)).host, "device": now.device}
     return {
         name: hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
-        for name, state in states.items()
+        for name, state in RandomState.now(device)._asdict().items()
         if state is not None
     }
 
