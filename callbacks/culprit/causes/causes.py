@@ -105,7 +105,7 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
         if not has_moved or scores.global_norm > LIMITS["global_norm"]:
             continue
         moved = blamed.moved if each is evidence.now else ()
-        is_local = scores.num_moved < evidence.num_weights / 2
+        is_local = scores.num_moved < blamed.num_weights / 2
         number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
         size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"
         what = (

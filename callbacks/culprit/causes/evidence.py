@@ -88,11 +88,6 @@ class CauseEvidence:
     """Why Adam divides by zero, in a clause; ``None`` if it does not."""
 
     @property
-    def num_weights(self) -> int:
-        """Number of weights whose norms are known."""
-        return self.blamed.num_weights
-
-    @property
     def now(self) -> StepTrace:
         """The step that went wrong."""
         return self.trace[-1]

@@ -197,8 +197,8 @@ class _Watch:
             # The loss decides: a network may return logits that are masked with -inf.
             loss = loss_of(output)
             has_nan = has_nan or (loss is not None and not loss.isfinite())
+        inside = [mask for mask in self._masks if not name or mask.startswith(f"{name}.")]
         if has_nan:
-            inside = [mask for mask in self._masks if not name or mask.startswith(f"{name}.")]
             if inside or (self._masks and any(received)):
                 self._blame_mask(name, sure=received == (False, True))
             else:
@@ -208,7 +208,6 @@ class _Watch:
         elif received[1]:
             self._masks.clear()
         else:
-            inside = [mask for mask in self._masks if not name or mask.startswith(f"{name}.")]
             for mask in inside:
                 del self._masks[mask]
 

@@ -47,4 +47,3 @@ def test_buffers_that_have_risen_or_become_non_finite():
     evidence = CauseEvidence(kind="spike", trace=trace, ranks=[rank], blamed=rank)
 
     assert evidence.buffers == ["a", "buffer"]
-    assert evidence.num_weights == 0
