@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mfwrap.records.json_lines import JsonLines, read_json_lines
-from mfwrap.records.run_files import open_records
+from mfwrap.records.json_lines import read_json_lines
 
-_FILE = "checkpoint_health.jsonl"
+HEALTH_FILE = "checkpoint_health.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,34 +52,16 @@ def newest_healthy_checkpoint(run_folder: str | Path) -> Path | None:
     return max(existing, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def open_health_records(run_folder: Path, global_step: int) -> JsonLines:
-    """Open ``checkpoint_health.jsonl`` at the start of a training; see `open_records`.
-
-    Raises:
-        OSError: If files cannot be written to the run folder.
-    """
-    return open_records(run_folder / _FILE, global_step)
-
-
-def record_health(lines: JsonLines, health: CheckpointHealth) -> None:
-    """Append the health of a checkpoint to the open file."""
-    lines.append(asdict(health))
-
-
 def recorded_health(run_folder: Path) -> Mapping[str, bool]:
     """Return whether each recorded checkpoint is healthy, keyed by name; the last record counts."""
-    path = run_folder / _FILE
+    path = run_folder / HEALTH_FILE
     records: Sequence[dict[str, Any]] = read_json_lines(path) if path.exists() else ()
     return {record["checkpoint"]: bool(record["healthy"]) for record in records}
 
 
 def health_of(
+    known: Mapping[str, float],
     *,
-    loss: float | None,
-    global_norm: float | None,
-    overflow: bool,
-    consecutive_skips: int | None,
-    embedding_norm: float | None,
     embedding_limit: float | None,
     most_skips: int,
     is_spike: bool,
@@ -88,27 +69,25 @@ def health_of(
 ) -> tuple[str, ...]:
     """Return the reasons why a checkpoint is unhealthy; empty if it is healthy.
 
-    A value that is ``None`` is unknown and not checked.
-
     Args:
-        loss: Loss of the last update before the checkpoint.
-        global_norm: Global norm of that update's gradients.
-        overflow: Whether these gradients were non-finite. If so, their norms are not checked.
-        consecutive_skips: Skipped updates in a row before the checkpoint.
-        embedding_norm: Largest local norm among the gradients of embeddings.
-        embedding_limit: Smallest `embedding_norm` that is unhealthy; ``None`` turns this check
+        known: Values of the last update before the checkpoint, by name: those of
+            `CheckpointHealth`, and ``overflow``, whether its gradients were non-finite. If so,
+            their norms are not checked. A value that is missing is unknown and not checked.
+        embedding_limit: Smallest ``embedding_norm`` that is unhealthy; ``None`` turns this check
             off.
         most_skips: Largest number of skipped updates in a row that is still healthy.
         is_spike: Whether the global norm is a spike.
         non_finite: Names of the non-finite tensors by their kind, such as ``"weight"``.
     """
     reasons = [_reason(kind, names) for kind, names in non_finite.items() if names]
-    if loss is not None and not math.isfinite(loss):
+    loss, skips = known.get("loss", 0.0), known.get("consecutive_skips", 0)
+    overflow, embedding_norm = known.get("overflow", False), known.get("embedding_norm")
+    if not math.isfinite(loss):
         reasons.append(f"the loss is {loss}")
-    if consecutive_skips is not None and consecutive_skips > most_skips:
-        reasons.append(f"{consecutive_skips} updates in a row were skipped")
+    if skips > most_skips:
+        reasons.append(f"{skips:.0f} updates in a row were skipped")
     if is_spike and not overflow:
-        reasons.append(f"the global norm spikes at {global_norm:.6g}")
+        reasons.append(f"the global norm spikes at {known['global_norm']:.6g}")
     if embedding_norm is not None and embedding_limit is not None and not overflow:
         # Written so that a NaN norm counts as too large.
         is_small = embedding_norm < embedding_limit

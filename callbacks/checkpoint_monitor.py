@@ -5,6 +5,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
@@ -16,10 +17,9 @@ from transformers.trainer_callback import ExportableState
 from mfwrap import DeferredReads, LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.arguments import check_bool, check_int, check_positive_number
 from mfwrap.callbacks.checkpoint_health import (
+    HEALTH_FILE,
     CheckpointHealth,
     health_of,
-    open_health_records,
-    record_health,
     recorded_health,
 )
 from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states, bad_weights
@@ -31,6 +31,7 @@ from mfwrap.checkpoints.written_files import list_own
 from mfwrap.collectives import broadcast_from_main, gather_objects
 from mfwrap.records.json_lines import JsonLines
 from mfwrap.records.own_names import begin_folder, own_checkpoints
+from mfwrap.records.run_files import open_records
 from mfwrap.tensors.shards import meeting_device, on_device
 from mfwrap.trainer import MonitorCallback
 
@@ -138,6 +139,7 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         self.saved_run: dict[str, Any] | None = None
         """State that an earlier run saved; ignored by a run that begins at another step."""
         self._lines: JsonLines | None = None
+        self._folder = Path()
         self._begin(0)
 
     def _begin(self, global_step: int) -> None:
@@ -190,16 +192,17 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
             )
             raise ValueError(msg)
         self._buffers = BufferWatch(model) if self._records_health and model is not None else None
+        self._folder = Path(args.output_dir or ".")
         self._begin(state.global_step)
         self._lines = None
         if self._records_health and state.is_world_process_zero:
-            self._lines = open_health_records(Path(args.output_dir or "."), state.global_step)
+            self._lines = open_records(self._folder / HEALTH_FILE, state.global_step)
         if self._keep and state.is_world_process_zero:
-            begin_folder(Path(args.output_dir or "."))
-        if state.global_step:
-            # The earlier process may have been killed after it saved a checkpoint and before it
-            # deleted the old ones. Delete them now.
-            self._rotate(args, state)
+            begin_folder(self._folder)
+            if state.global_step:
+                # The earlier process may have been killed after it saved a checkpoint and before
+                # it deleted the old ones. Delete them now.
+                rotate_checkpoints(self._folder, self._keep, state.best_model_checkpoint)
 
     def on_step_end(
         self,
@@ -241,7 +244,7 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         name = f"{_PREFIX}{state.global_step}"
         health = self._health(name, state.global_step, model, optimizer)
         if self._lines is not None:
-            record_health(self._lines, health)
+            self._lines.append(asdict(health))
             if not health.healthy:
                 reasons = ", ".join(health.reasons)
                 run_logger(__name__).warning("%s is unhealthy: %s", name, reasons)
@@ -262,14 +265,9 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         self._is_time = False
         if self._keep and state.is_world_process_zero:
             # Only what this training saves is deleted later. A stock Trainer writes no manifest.
-            list_own(Path(args.output_dir or ".") / f"{_PREFIX}{state.global_step}")
-        self._rotate(args, state)
+            list_own(self._folder / f"{_PREFIX}{state.global_step}")
+            rotate_checkpoints(self._folder, self._keep, state.best_model_checkpoint)
         self._saved_at = self._clock()
-
-    def _rotate(self, args: TrainingArguments, state: TrainerState) -> None:
-        if self._keep and state.is_world_process_zero:
-            folder = Path(args.output_dir or ".")
-            rotate_checkpoints(folder, self._keep, state.best_model_checkpoint)
 
     def _keep_values(self, output: Any, report: StepReport | None, device: torch.device) -> None:
         """Start copying a step's values and the main process's time flag to the host.
@@ -333,11 +331,7 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         known = self._last
         skips = known.get("consecutive_skips")
         own = health_of(
-            loss=known.get("loss"),
-            global_norm=known.get("global_norm"),
-            overflow=bool(known.get("overflow", False)),
-            consecutive_skips=None if skips is None else int(skips),
-            embedding_norm=known.get("embedding_norm"),
+            known,
             embedding_limit=self._embedding_limit,
             most_skips=self._most_skips,
             is_spike=self._is_spike,

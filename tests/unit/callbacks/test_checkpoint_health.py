@@ -1,27 +1,27 @@
 """Reasons why a checkpoint is unhealthy, and the newest healthy checkpoint of a run."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 
 from mfwrap.callbacks import newest_healthy_checkpoint
 from mfwrap.callbacks.checkpoint_health import (
+    HEALTH_FILE,
     CheckpointHealth,
     health_of,
-    open_health_records,
-    record_health,
 )
+from mfwrap.records.json_lines import JsonLines
 
 NAN = math.nan
 
 
 def test_the_last_record_counts(tmp_path):
     """The last record of a checkpoint counts, and only an existing checkpoint is returned."""
-    lines = open_health_records(tmp_path, 0)
+    lines = JsonLines(tmp_path / HEALTH_FILE)
     for step, healthy in ((2, True), (10, True), (4, True), (4, False), (30, True)):
-        record_health(
-            lines, CheckpointHealth(checkpoint=f"checkpoint-{step}", step=step, healthy=healthy)
-        )
+        name = f"checkpoint-{step}"
+        lines.append(asdict(CheckpointHealth(checkpoint=name, step=step, healthy=healthy)))
     for step in (2, 4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
 
@@ -31,12 +31,15 @@ def test_the_last_record_counts(tmp_path):
     assert newest_healthy_checkpoint(tmp_path / "none") is None
 
 
-FINE = {
+KNOWN = {
     "loss": 1.0,
     "global_norm": 2.0,
     "overflow": False,
     "consecutive_skips": 2,
     "embedding_norm": 0.5,
+}
+FINE = {
+    "known": KNOWN,
     "embedding_limit": 1.0,
     "most_skips": 2,
     "is_spike": False,
@@ -48,16 +51,16 @@ FINE = {
     ("values", "num_reasons"),
     [
         ({}, 0),
-        ({"loss": None, "global_norm": None, "embedding_norm": None, "consecutive_skips": None}, 0),
-        ({"loss": math.inf}, 1),
-        ({"consecutive_skips": 3}, 1),
+        ({"known": {}}, 0),
+        ({"known": KNOWN | {"loss": math.inf}}, 1),
+        ({"known": KNOWN | {"consecutive_skips": 3}}, 1),
         ({"is_spike": True}, 1),
-        ({"is_spike": True, "overflow": True}, 0),
-        ({"embedding_norm": 1.0}, 1),
-        ({"embedding_norm": NAN}, 1),
-        ({"embedding_norm": NAN, "overflow": True}, 0),
-        ({"embedding_norm": 9.0, "embedding_limit": None}, 0),
-        ({"non_finite": {"weight": ("a",), "buffer": ("b", "c")}, "loss": NAN}, 3),
+        ({"is_spike": True, "known": KNOWN | {"overflow": True}}, 0),
+        ({"known": KNOWN | {"embedding_norm": 1.0}}, 1),
+        ({"known": KNOWN | {"embedding_norm": NAN}}, 1),
+        ({"known": KNOWN | {"embedding_norm": NAN, "overflow": True}}, 0),
+        ({"known": KNOWN | {"embedding_norm": 9.0}, "embedding_limit": None}, 0),
+        ({"non_finite": {"weight": ("a",), "buffer": ("b", "c")}, "known": {"loss": NAN}}, 3),
     ],
 )
 def test_reasons(values, num_reasons):

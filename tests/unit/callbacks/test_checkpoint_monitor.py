@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from mfwrap import StepConfig
 from mfwrap.callbacks import CheckpointMonitor, newest_healthy_checkpoint
-from mfwrap.callbacks.checkpoint_health import CheckpointHealth, open_health_records, record_health
+from mfwrap.callbacks.checkpoint_health import HEALTH_FILE, CheckpointHealth
 from mfwrap.callbacks.checkpoint_monitor import rotate_checkpoints
 from mfwrap.checkpoints.written_files import list_own
 from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MFTrainer
 from support.host_reads import HostReads
 from support.monitored_loop import Clock
@@ -244,11 +246,12 @@ def test_the_embeddings_gradient(tmp_path):
 )
 def test_what_is_left(num_kept, best, healthy, left, tmp_path):
     """The newest, the best and the newest healthy checkpoints are kept, and others' folders."""
-    lines = open_health_records(tmp_path, 0)
+    lines = open_records(tmp_path / HEALTH_FILE, 0)
     for step in (1, 2, 3, 4, 10):
         (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
         name = f"checkpoint-{step}"
-        record_health(lines, CheckpointHealth(checkpoint=name, step=step, healthy=step in healthy))
+        health = CheckpointHealth(checkpoint=name, step=step, healthy=step in healthy)
+        lines.append(asdict(health))
         list_own(tmp_path / name)
     for other in ("checkpoint-x", "checkpoint-5"):
         (tmp_path / other).mkdir()
