@@ -61,8 +61,7 @@ def _changed_outside(evidence: CauseEvidence) -> Cause | None:
     changed = evidence.blamed.changed
     if not changed or not evidence.now.scores.num_changed > 0:
         return None
-    rest = f" and {len(changed) - 1} other weights" if len(changed) > 1 else ""
-    what = f"{changed[0]}{rest} changed between two steps"
+    what = f"{_counted(changed, 'weights')} changed between two steps"
     return _weight_changed(evidence.first_bad_step, what, changed)
 
 
@@ -162,7 +161,7 @@ def _buffers(evidence: CauseEvidence) -> Cause | None:
         )
     return Cause(
         "batch_norm",
-        f"{_by_input(evidence.origin)}the running statistics in {names[0]}{_rest(names)}",
+        f"{_by_input(evidence.origin)}the running statistics in {_counted(names, 'buffers')}",
         f"{'remove the sample, and ' if evidence.origin is not None else ''}go back to a "
         f"checkpoint from before step {evidence.first_bad_step}: skipping the update does not "
         "repair the statistics",
@@ -359,5 +358,5 @@ def _by_input(origin: Origin | None) -> str:
     return f"non-finite values in input `{origin.name}` have ruined "
 
 
-def _rest(names: Sequence[str]) -> str:
-    return f" and {len(names) - 1} other buffers" if len(names) > 1 else ""
+def _counted(names: Sequence[str], kind: str) -> str:
+    return f"{names[0]} and {len(names) - 1} other {kind}" if len(names) > 1 else names[0]

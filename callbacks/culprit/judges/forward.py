@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from mfwrap.callbacks.culprit.judges.growth import line_growth
 from mfwrap.callbacks.culprit.judges.windows import NamedWindow, decoded, encoded
 from mfwrap.tensors.shards import meeting_device, on_device
 
@@ -191,7 +192,8 @@ class ForwardJudge:
         is_high = (scores > _LIMIT) & is_large & (values - expected > limits[:, 1])
         is_sudden = is_high & (self._was_high | ~is_load)
         self._was_high = torch.where(is_known, is_high, self._was_high)
-        growth = torch.stack([_growth(self._values[:, -span:]) for span in _SPANS])
+        lines = [line_growth(self._values[:, -span:], _LEAST_FIT) for span in _SPANS]
+        growth = torch.stack(lines)
         has_grown = (values > limits[:, 2]) & (growth > limits[:, 3])
         growth = torch.where(has_grown, growth, 0.0)
         is_bad = is_sudden | (growth > 0).any(dim=0)
@@ -251,18 +253,3 @@ def _of_shares(shares: Tensor) -> Tensor:
     """Return the logarithm of the concentration of the load, shape ``()``."""
     shares = shares.detach().float()
     return math.log(shares.numel()) + torch.xlogy(shares, shares).sum()
-
-
-def _growth(values: Tensor) -> Tensor:
-    """Return the growth of the line that fits each row, shape ``(K,)``; 0 if the fit is poor.
-
-    Args:
-        values: Shape ``(K, n)``; a row with a NaN has no growth.
-    """
-    number = values.shape[1]
-    places = torch.arange(number, device=values.device, dtype=torch.float32) - (number - 1) / 2
-    slopes = values @ places / places.square().sum()
-    total = (values - values.mean(dim=1, keepdim=True)).square().sum(dim=1)
-    explained = slopes.square() * places.square().sum()
-    is_line = explained > _LEAST_FIT * total
-    return torch.where(is_line, slopes * (number - 1), 0.0)

@@ -5,6 +5,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
+import torch
+from torch import Tensor
+
 _LENGTH = 64
 """Number of updates over which growth is looked for."""
 
@@ -31,6 +34,22 @@ class Growth(NamedTuple):
     now: float
     num_steps: int
     """Number of updates in which it has grown."""
+
+
+def line_growth(values: Tensor, least_fit: float) -> Tensor:
+    """Return the growth of the line that fits each row, shape ``(K,)``; 0 if the fit is poor.
+
+    Args:
+        values: Shape ``(K, n)``; a row with a NaN has no growth.
+        least_fit: Smallest share of the variance that the line must explain.
+    """
+    number = values.shape[1]
+    places = torch.arange(number, device=values.device, dtype=values.dtype) - (number - 1) / 2
+    slopes = values @ places / places.square().sum()
+    total = (values - values.mean(dim=1, keepdim=True)).square().sum(dim=1)
+    explained = slopes.square() * places.square().sum()
+    is_line = explained > least_fit * total
+    return torch.where(is_line, slopes * (number - 1), 0.0)
 
 
 @final
@@ -61,16 +80,9 @@ class UpdateGrowth:
         rates = [each for _, each in self._values if each > 0]
         if rates and not rate <= _MOST_RATE_RISE * min(rates):
             return None
-        return self._fitted()
-
-    def _fitted(self) -> Growth | None:
-        logs = [value for value, _ in self._values]
-        mean, middle = sum(logs) / _LENGTH, (_LENGTH - 1) / 2
-        square = sum((place - middle) ** 2 for place in range(_LENGTH))
-        slope = sum((place - middle) * value for place, value in enumerate(logs)) / square
-        total = sum((value - mean) ** 2 for value in logs)
-        growth = slope * (_LENGTH - 1)
-        if growth < _LEAST_GROWTH or slope**2 * square < _LEAST_FIT * total:
+        logs = torch.tensor([log for log, _ in self._values], dtype=torch.float64, device="cpu")
+        growth, mean = line_growth(logs[None], _LEAST_FIT).item(), logs.mean().item()
+        if growth < _LEAST_GROWTH:
             return None
         return Growth(math.exp(mean - growth / 2), math.exp(mean + growth / 2), _LENGTH)
 
