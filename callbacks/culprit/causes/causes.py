@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm
-from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, outlier
+from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, has_moved_far, outlier
 from mfwrap.callbacks.culprit.causes.forward import forward_cause, forward_finding
 from mfwrap.callbacks.culprit.causes.loss import (
     scaled_loss,
@@ -72,7 +72,9 @@ def _grown_weight(evidence: CauseEvidence) -> Cause | None:
     if not weights or blamed.has_moved:
         return None
     changed = [one for one in weights if one.name in blamed.changed]
-    if not changed and _has_moved_far(evidence):
+    # The less is known about a step, the less may be said about its update.
+    limit = LIMITS["update"] / (2 if evidence.kind == "state_spike" else 1)
+    if not changed and has_moved_far(evidence.updates, limit):
         return None
     weights = changed or weights
     what = f"{_change(weights[0])}, although no update explains it"
@@ -332,12 +334,6 @@ def _weights_are_worse(evidence: CauseEvidence) -> bool:
     # As ratios: the loop may divide the losses of the micro-batches by another number.
     then, again = blamed.earlier_loss
     return not (again - then) / abs(then) < 0.4 * (blamed.loss / blamed.usual_loss - 1)
-
-
-def _has_moved_far(evidence: CauseEvidence) -> bool:
-    # The less is known about a step, the less may be said about its update.
-    limit = LIMITS["update"] / (2 if evidence.kind == "state_spike" else 1)
-    return any(each.scores.num_moved > 0 or each.scores.update > limit for each in evidence.updates)
 
 
 def _is_ordinary(evidence: CauseEvidence) -> bool:

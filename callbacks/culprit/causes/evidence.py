@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.judges.growth import Growth
-from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay.replay import Origin
 from mfwrap.callbacks.culprit.replay.verdict import Verdict
@@ -129,6 +129,11 @@ class CauseEvidence:
         """Buffers that have become non-finite or have risen."""
         risen = [one.name for one in self.blamed.states if one.kind == "buffer"]
         return list(dict.fromkeys([*self.blamed.buffers, *risen]))
+
+
+def has_moved_far(steps: Sequence[StepTrace], limit: float = LIMITS["update"]) -> bool:
+    """Tell whether the update of any of these steps was far larger than usual."""
+    return any(each.scores.num_moved > 0 or each.scores.update > limit for each in steps)
 
 
 def update_per_rate(step: StepTrace) -> float:

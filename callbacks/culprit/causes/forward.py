@@ -1,9 +1,8 @@
 """Rule for causes that show in attention logits and in the load of experts."""
 
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE
-from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence
+from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, has_moved_far
 from mfwrap.callbacks.culprit.judges.forward import LOAD, LOGITS, ForwardRise
-from mfwrap.callbacks.culprit.judges.step import LIMITS
 
 _LARGEST = "the largest attention logit"
 
@@ -22,7 +21,7 @@ def forward_cause(evidence: CauseEvidence) -> Cause | None:
         steps = f"in {grown[0].num_steps} watched steps"
         return _logits(grown[0], f"grew {_change(grown[0])} {steps}")
     first = next((each for each in rises if each.kind == evidence.kind), None)
-    if first is None or _has_moved(evidence):
+    if first is None or has_moved_far(evidence.before):
         return None
     if first.kind == LOAD:
         return _router(first)
@@ -34,11 +33,6 @@ def forward_finding(evidence: CauseEvidence) -> str:
     rises = evidence.blamed.forward if evidence.kind == LOGITS else ()
     first = next((each for each in rises if each.kind == LOGITS), None)
     return "" if first is None else f"{_LARGEST} of {first.module} rose {_change(first)}"
-
-
-def _has_moved(evidence: CauseEvidence) -> bool:
-    limit = LIMITS["update"]
-    return any(each.scores.num_moved > 0 or each.scores.update > limit for each in evidence.before)
 
 
 def _logits(worst: ForwardRise, what: str) -> Cause:

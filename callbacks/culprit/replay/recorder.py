@@ -32,11 +32,8 @@ class RandomState(NamedTuple):
 
     def differs_from(self, other: "RandomState") -> bool:
         """Tell whether random numbers were drawn between two states of the same generators."""
-        if not torch.equal(self.host, other.host):
-            return True
-        if self.device is None or other.device is None:
-            return False
-        return not torch.equal(self.device, other.device)
+        pairs = zip(self, other, strict=True)
+        return any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
 
     def restore(self, device: torch.device) -> None:
         """Set torch's random number generators on the host and on `device` to these states."""
