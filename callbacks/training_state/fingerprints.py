@@ -87,8 +87,9 @@ class FingerprintRecorder:
     Args:
         args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         folder: Run folder.
-        finished: Steps finished before this training, as the loop counts and as the records count.
         model: Network, with its wrappers; ``None`` if unknown, which leaves the inputs out.
+        global_step: Steps finished before this training, as the loop counts.
+        first_step: Steps finished before this training, as the records count.
         interval: Steps from one record to the next.
         is_compiled: Whether the network is compiled. Its inputs are then left out, because a hook
             would change the compiled code.
@@ -101,13 +102,13 @@ class FingerprintRecorder:
         self,
         args: TrainingArguments | None,
         folder: Path,
-        finished: tuple[int, int],
         model: nn.Module | None,
         *,
+        global_step: int,
+        first_step: int,
         interval: int,
         is_compiled: bool,
     ) -> None:
-        global_step, first_step = finished
         self._offset = first_step - global_step
         self._interval = interval
         self._lines = open_records(rank_file(folder, NAME, this_rank()), first_step)

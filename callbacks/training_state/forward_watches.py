@@ -6,7 +6,7 @@ from typing import NamedTuple, final
 from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.judges.forward import ForwardJudge
-from mfwrap.callbacks.shared.run_log import run_logger
+from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.callbacks.training_state.expert_load import ExpertLoad
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.tensors.attention_logits import AttentionLogits
@@ -41,7 +41,7 @@ class ForwardWatches:
         self._judge = judge
         self._attention = attention
         self._experts = experts
-        self._has_said = False
+        self._warn_once = WarnOnce(__package__)
 
     def begin(self) -> None:
         """Start watching."""
@@ -53,9 +53,8 @@ class ForwardWatches:
         """Stop watching, and return the numbers since `begin`."""
         logits = {} if self._attention is None else self._attention.end()
         shares = {} if self._experts is None else self._experts.end()
-        if self._attention is not None and not logits and not self._has_said:
-            self._has_said = True
-            run_logger(__package__).warning(
+        if self._attention is not None and not logits:
+            self._warn_once(
                 "TrainingStateMonitor cannot show attention logits: the forward calls neither "
                 "torch's scaled_dot_product_attention nor a softmax of a four-dimensional tensor"
             )

@@ -140,8 +140,9 @@ class TrainingStateRun:
             self._fingerprints = FingerprintRecorder(
                 args,
                 folder,
-                (global_step, first_step),
                 model,
+                global_step=global_step,
+                first_step=first_step,
                 interval=settings.step_interval,
                 is_compiled=compiled,
             )

@@ -32,7 +32,9 @@ class Network(nn.Module):
 
 def recorder_of(folder, model, *, is_compiled):
     """Return a recorder of all steps."""
-    return FingerprintRecorder(None, folder, (0, 0), model, interval=1, is_compiled=is_compiled)
+    return FingerprintRecorder(
+        None, folder, model, global_step=0, first_step=0, interval=1, is_compiled=is_compiled
+    )
 
 
 @pytest.fixture
