@@ -164,7 +164,6 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         self._run.end_step(
             state.global_step,
             step_output,
-            self._flops,
             report=step_report,
             sends=_needs_mean_now(control),
         )
@@ -184,7 +183,7 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         if self._run is not None:
             self._run.flush()
             if logs and not self._run.has_outputs:
-                self._run.log(state.global_step, logs, self._flops)
+                self._run.log(state.global_step, logs)
             self._run.clock.restart()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
@@ -230,9 +229,8 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             mean = self._run.save_mean()
         return {"args": saved_settings(self._settings), "attributes": {"saved_mean": mean}}
 
-    @property
     def _flops(self) -> float | None:
-        """FLOPs of one update; ``None`` if unknown."""
+        """Return the FLOPs of one update; ``None`` if unknown."""
         if self._counted_flops is not None:
             return self._counted_flops.value
         return self._settings.flops_per_step
@@ -249,6 +247,7 @@ class MFLossMonitor(MonitorCallback, ExportableState):
         return MonitoredRun(
             self._settings,
             self._print,
+            self._flops,
             args=args,
             state=state,
             global_step=global_step,

@@ -51,6 +51,7 @@ class MonitoredRun:
     Args:
         settings: Settings of the monitor.
         emit: Called with each record.
+        flops: Returns the FLOPs of one update; ``None`` if they are unknown.
         args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         state: State of the loop.
         global_step: Steps finished before the first step of this run.
@@ -67,6 +68,7 @@ class MonitoredRun:
         self,
         settings: LossMonitorSettings,
         emit: Callable[[StepRecord], None],
+        flops: Callable[[], float | None],
         *,
         args: TrainingArguments | None,
         state: TrainerState,
@@ -76,7 +78,7 @@ class MonitoredRun:
         saved_mean: SavedMean | None = None,
     ) -> None:
         self.clock = StepClock(settings.clock)
-        self._emit = emit
+        self._emit, self._flops = emit, flops
         self._length = run_length(settings, state, args, train_dataloader)
         self._per_print_times = settings.per_print_times
         self._global_batch_size = global_batch_size(settings, state, args)
@@ -108,7 +110,6 @@ class MonitoredRun:
         self,
         global_step: int,
         output: Any,
-        flops: float | None,
         *,
         report: StepReport | None = None,
         sends: bool = False,
@@ -118,7 +119,6 @@ class MonitoredRun:
         Args:
             global_step: Finished steps, this one included.
             output: Output of the step; ``None`` if the loop passes none.
-            flops: FLOPs of one update; ``None`` if unknown.
             report: Report of the step, with its named losses and the rates of named groups.
             sends: Average the losses over ranks now even if this step is not printed.
         """
@@ -130,7 +130,7 @@ class MonitoredRun:
         if output is None:
             return
         self.has_outputs = True
-        moment = self._moment(global_step, flops)
+        moment = self._moment(global_step)
         self._unsent.append((pack(output, report=report), moment))
         if sends or moment.make_record is not None or not self._averages_loss:
             self.send()
@@ -159,20 +159,19 @@ class MonitoredRun:
             receive = functools.partial(self._receive, values, moment)
             self._reads.submit(values.tensor, receive)
 
-    def log(self, global_step: int, logs: Mapping[str, Any], flops: float | None) -> None:
+    def log(self, global_step: int, logs: Mapping[str, Any]) -> None:
         """Make a record from an entry of the Trainer's log, whose loss is a mean of several steps.
 
         Args:
             global_step: Finished steps.
             logs: Entry of the log; an entry without a ``loss`` is ignored.
-            flops: FLOPs of one update; ``None`` if unknown.
         """
         values = values_of_logs(logs)
         if values is None:
             return
         num_steps = max(global_step - self._last_logged, 1)
         self._last_logged = global_step
-        self._keep(values, self._moment(global_step, flops), num_steps=num_steps)
+        self._keep(values, self._moment(global_step), num_steps=num_steps)
 
     def flush(self) -> None:
         """Wait for the pending values of the last step, and print them."""
@@ -182,11 +181,11 @@ class MonitoredRun:
         """Return the state of the running mean. Call `flush` first."""
         return self._mean.save(self._last_step)
 
-    def _moment(self, global_step: int, flops: float | None) -> _Moment:
+    def _moment(self, global_step: int) -> _Moment:
         position = self._length.position(global_step)
         make_record = None
         if self._is_due(global_step):
-            seconds = self.clock.end_lap()
+            seconds, flops = self.clock.end_lap(), self._flops()
             make_record = functools.partial(
                 StepRecord,
                 position=position,

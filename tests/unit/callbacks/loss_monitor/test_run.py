@@ -12,13 +12,16 @@ from mfwrap.callbacks.loss_monitor.run import EpochMean, MonitoredRun, averages_
 from support.monitored_loop import Clock, output
 
 
-def new_run(emitted, *, global_step=0, is_main=True, saved_mean=None, **settings) -> MonitoredRun:
+def new_run(
+    emitted, *, global_step=0, is_main=True, saved_mean=None, flops=None, **settings
+) -> MonitoredRun:
     """Return a run of six steps in two epochs, whose records are appended to a list."""
     state = TrainerState(max_steps=6, num_train_epochs=2, train_batch_size=4)
     state.is_world_process_zero = is_main
     return MonitoredRun(
         LossMonitorSettings(**settings),
         emitted.append,
+        lambda: flops,
         args=None,
         state=state,
         global_step=global_step,
@@ -31,7 +34,7 @@ def test_records_come_a_step_later():
     records, counts = [], []
     run = new_run(records)
     for step in (1, 2, 3):
-        run.end_step(step, output(float(step)), None)
+        run.end_step(step, output(float(step)))
         counts.append(len(records))
     run.flush()
     run.flush()
@@ -44,11 +47,12 @@ def test_records_come_a_step_later():
 def test_times_and_rates():
     """A record has the mean step time since the last record, rates and the time left."""
     records, clock = [], Clock()
-    run = new_run(records, per_print_times=2, peak_tflops=8.0, flops_per_step=6e12, clock=clock)
+    settings = {"per_print_times": 2, "peak_tflops": 8.0, "flops_per_step": 6e12}
+    run = new_run(records, flops=6e12, clock=clock, **settings)
     run.clock.restart()
     for step in (1, 2):
         clock.now += 1.0 if step == 1 else 2.0
-        run.end_step(step, output(), 6e12)
+        run.end_step(step, output())
     run.flush()
     (record,) = records
 
@@ -65,7 +69,7 @@ def test_a_run_on_another_rank_emits_nothing():
     """Only the main process makes records."""
     records = []
     run = new_run(records, is_main=False)
-    run.end_step(1, output(), None)
+    run.end_step(1, output())
     run.flush()
 
     assert records == []
@@ -75,9 +79,9 @@ def test_a_logged_mean_counts_for_its_steps():
     """A logged loss is the mean since the last log, and is weighted by its number of steps."""
     records = []
     run = new_run(records)
-    run.log(1, {"loss": 1.0}, None)
-    run.log(3, {"loss": 4.0}, None)
-    run.log(3, {"eval_loss": 9.0}, None)
+    run.log(1, {"loss": 1.0})
+    run.log(3, {"loss": 4.0})
+    run.log(3, {"eval_loss": 9.0})
 
     assert [record.mean_loss for record in records] == [1.0, (1.0 + 2 * 4.0) / 3]
 
@@ -88,11 +92,11 @@ def test_a_saved_mean_is_used_at_its_own_step(global_step, mean):
     records = []
     first = new_run(records)
     for step in (1, 2):
-        first.end_step(step, output(1.5), None)
+        first.end_step(step, output(1.5))
     first.flush()
     later = new_run(records, global_step=global_step, saved_mean=first.save_mean())
     later.begin_epoch()
-    later.end_step(3, output(3.0), None)
+    later.end_step(3, output(3.0))
     later.flush()
 
     assert records[-1].mean_loss == mean
