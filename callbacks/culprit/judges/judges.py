@@ -107,7 +107,6 @@ class Judges:
         change = None
         if self._updates is not None and measures_updates:
             change = self._updates.measure()
-        judge.rate_factor = 1.0 if report is None else report.learning_rate_factor
         judged = judge.judge(
             loss,
             getattr(output, "global_norm", None),
@@ -115,6 +114,7 @@ class Judges:
             change,
             None if rates is None or not rates.numel() else rates.max(),
             applied,
+            rate_factor=1.0 if report is None else report.learning_rate_factor,
         )
         unknown = judged.summary.new_full((len(StateScores._fields),), torch.nan)
         is_first, self._is_first = self._is_first, False

@@ -166,9 +166,6 @@ class StepJudge:
         self._window = self._windows.use(self._series, self._priors, device)
         self._first_loss = torch.full((), torch.nan, device=device)
         self._highest_rate = torch.zeros((), device=device)
-        self.rate_factor = 1.0
-        """Factor that lowers the learning rate of the next step for a while. The return to the
-        ordinary rate does not count as a rise."""
         self._quiet_steps = torch.zeros(len(weights), dtype=torch.int32, device=device)
         self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
@@ -184,6 +181,8 @@ class StepJudge:
         change: Change | None,
         learning_rate: Tensor | None,
         applied: Tensor,
+        *,
+        rate_factor: float = 1.0,
     ) -> JudgedStep:
         """Score the numbers of a step, and then include them in what is usual.
 
@@ -195,6 +194,8 @@ class StepJudge:
             learning_rate: Largest learning rate of the step, shape ``()``; ``None`` if unknown.
             applied: Whether the update was applied, shape ``()``, bool. A skipped step is scored,
                 but changes nothing of what is usual.
+            rate_factor: Factor that lowers the learning rate of the step for a while. The return to
+                the ordinary rate does not count as a rise.
         """
         window, device = self._window, self._first_loss.device
         loss = on_device(loss.detach().float().mean(), device)
@@ -238,7 +239,7 @@ class StepJudge:
                 _median_ratio(change, unknown),
             ]
         )
-        ordinary_rate = rate if self.rate_factor == 1 else rate / self.rate_factor
+        ordinary_rate = rate if rate_factor == 1 else rate / rate_factor
         raised = torch.maximum(self._highest_rate, ordinary_rate.nan_to_num().squeeze(0))
         self._highest_rate = torch.where(applied, raised, self._highest_rate)
         if change is not None:
