@@ -1,5 +1,6 @@
 """Record where each rank spends the time of its steps, and name the rank that slows the others."""
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -219,27 +220,22 @@ class RankClock(MonitorCallback):
         gathered = gather_on_main(_on_device(rows, self._device))
         if gathered is None:
             return
-        size = len(steps) * len(Section)
+        self._reads.submit(gathered.reshape(-1), functools.partial(self._receive, steps))
 
-        def receive(values: Sequence[float]) -> None:
-            of_ranks = [values[start : start + size] for start in range(0, len(values), size)]
-            self._receive(steps, of_ranks)
-
-        self._reads.submit(gathered.reshape(-1), receive)
-
-    def _receive(self, steps: Sequence[int], of_ranks: Sequence[Sequence[float]]) -> None:
+    def _receive(self, steps: Sequence[int], times: Sequence[float]) -> None:
         """Write the times of some steps.
 
         Args:
             steps: Numbers of ``n`` steps.
-            of_ranks: For each rank ``5 n`` times in seconds, step by step.
+            times: For each rank ``5 n`` times in seconds, step by step.
         """
-        width = len(Section)
+        width, size = len(Section), len(Section) * len(steps)
+        of_ranks = [times[start : start + size] for start in range(0, len(times), size)]
         for index, step in enumerate(steps):
             record: dict[str, Any] = {"step": step}
             for section in Section:
-                times = [values[width * index + section] for values in of_ranks]
-                record[section.name.lower()] = [round(1e3 * each, 3) for each in times]
+                seconds = [values[width * index + section] for values in of_ranks]
+                record[section.name.lower()] = [round(1e3 * each, 3) for each in seconds]
             self._write(record)
         if self._first_step is None:
             # The first step also allocates, compiles and compares the ranks.

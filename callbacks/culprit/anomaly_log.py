@@ -344,11 +344,9 @@ class Anomaly:
             return whole[self.where]
         if self.where == "input":
             rows = f" in {_counted('row', self.rows)}" if self.rows else ""
-            cause = f"input `{self.name}` is non-finite{rows}"
-        else:
-            what = "output" if self.where == "activation" else "gradient"
-            cause = f"the first non-finite {what} is that of {self.name}"
-        return cause
+            return f"input `{self.name}` is non-finite{rows}"
+        what = "output" if self.where == "activation" else "gradient"
+        return f"the first non-finite {what} is that of {self.name}"
 
     def _weight(self) -> str:
         """Describe the weight at fault."""
