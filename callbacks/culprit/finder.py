@@ -333,18 +333,11 @@ class CulpritFinder:
         # gradients computed after it. So the fault began in the bad group with the highest index.
         return self._layers.of(evidence.names[bad[-1]])
 
-    def gather(self) -> None:
-        """Gather what is usual on all ranks, so that `state_dict` has it.
-
-        Call it on every rank.
-        """
-        self.judges.gather()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what is usual, `num_scale_overflows` and the last episode, ready for JSON.
 
-        Synchronizes with the device. If `gather` was called since the last step, the state has what
-        is usual on all ranks, otherwise only on this rank.
+        Synchronizes with the device. If ``judges.gather`` was called since the last step, the state
+        has what is usual on all ranks, otherwise only on this rank.
         """
         return {
             "judges": self.judges.state_dict(),

@@ -27,21 +27,23 @@ class ForwardWatches:
     """Watch the forward passes of the steps that are reported.
 
     Args:
-        attention: Finds attention logits; ``None`` if they are not reported.
-        experts: Counts tokens of experts; ``None`` if their load is not reported.
+        settings: Settings of the monitor.
+        network: Network without wrappers.
         judge: Judges the numbers; ``None`` if nothing is judged.
     """
 
     def __init__(
-        self,
-        attention: AttentionLogits | None,
-        experts: ExpertLoad | None,
-        judge: ForwardJudge | None = None,
+        self, settings: TrainingStateSettings, network: nn.Module, judge: ForwardJudge | None
     ) -> None:
         self._judge = judge
-        self._attention = attention
-        self._experts = experts
+        self._attention = AttentionLogits(network) if settings.max_attention_logit_format else None
+        self._experts = ExpertLoad(network) if settings.expert_load_format else None
         self._warn_once = WarnOnce(__package__)
+        if self._experts is not None and not self._experts.experts:
+            self._warn_once(
+                "TrainingStateMonitor cannot show the load of experts: no module of the network "
+                "has `num_experts` and a forward with an argument `top_k_index`"
+            )
 
     def begin(self) -> None:
         """Start watching."""
@@ -87,8 +89,7 @@ def forward_watches(
             hooks would change the compiled code.
         judge: Judges what is watched; ``None`` if nothing is judged.
     """
-    asks = settings.max_attention_logit_format, settings.expert_load_format
-    if not any(asks):
+    if not (settings.max_attention_logit_format or settings.expert_load_format):
         return None
     if network is None or is_compiled:
         why = "the loop passes no `model`" if network is None else "the network is compiled"
@@ -96,11 +97,4 @@ def forward_watches(
             "TrainingStateMonitor cannot show attention logits and the load of experts: %s", why
         )
         return None
-    attention = AttentionLogits(network) if asks[0] else None
-    experts = ExpertLoad(network) if asks[1] else None
-    if experts is not None and not experts.experts:
-        run_logger(__package__).warning(
-            "TrainingStateMonitor cannot show the load of experts: no module of the network has "
-            "`num_experts` and a forward with an argument `top_k_index`"
-        )
-    return ForwardWatches(attention, experts, judge)
+    return ForwardWatches(settings, network, judge)

@@ -318,7 +318,7 @@ class TrainingStateRun:
         """
         self.flush()
         if self.finder is not None:
-            self.finder.gather()
+            self.finder.judges.gather()
 
     def log(self, global_step: int, logs: Mapping[str, Any]) -> None:
         """Judge a step by its logged loss and norm, in a loop that passes no step output.
