@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 
 from mfwrap import DeferredReads, StepReport
@@ -19,6 +18,7 @@ from mfwrap.collectives import Section, gather_on_main, section_clock, this_rank
 from mfwrap.collectives.clock import StepSections
 from mfwrap.records.json_lines import JsonLines
 from mfwrap.records.run_files import open_records
+from mfwrap.tensors.shards import on_device
 from mfwrap.trainer import MonitorCallback
 
 _NO_SECTIONS = (
@@ -217,7 +217,10 @@ class RankClock(MonitorCallback):
             for _, sections in self._steps
         ]
         self._steps.clear()
-        gathered = gather_on_main(_on_device(rows, self._device))
+        # Pinned, so that the copy to the device does not wait for the device.
+        is_pinned = self._device.type != "cpu"
+        own = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=is_pinned)
+        gathered = gather_on_main(on_device(own, self._device))
         if gathered is None:
             return
         self._reads.submit(gathered.reshape(-1), functools.partial(self._receive, steps))
@@ -291,11 +294,3 @@ def slow_ranks(means: Sequence[Sequence[float]], tolerance: float) -> list[SlowR
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return statistics.fmean(known) if known else math.nan
-
-
-def _on_device(rows: list[list[float]], device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device, without synchronizing with the device."""
-    values = torch.tensor(rows, dtype=torch.float32, device="cpu")
-    if device.type == "cpu":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)
