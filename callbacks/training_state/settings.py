@@ -206,18 +206,18 @@ class TrainingStateSettings(RunSettings):
                 "choose one"
             )
             raise ValueError(msg)
-        for name in ("replay", "check_for_nan_in_loss_and_grad"):
-            # Both settings need the culprit finder: it distinguishes an ordinary overflow from a
-            # fault.
-            if getattr(self, name) and not self.find_culprit:
-                msg = f"`{name}` must be False without `find_culprit`, got True"
+        for name, needed in (
+            # The culprit finder distinguishes an ordinary overflow from a fault.
+            ("replay", "find_culprit"),
+            ("check_for_nan_in_loss_and_grad", "find_culprit"),
+            ("show_samples", "replay"),
+        ):
+            if getattr(self, name) and not getattr(self, needed):
+                msg = f"`{name}` must be False without `{needed}`, got True"
                 raise ValueError(msg)
         if self.update_ratio_format and not self.find_culprit:
             formats = self.update_ratio_format
             msg = f"`update_ratio_format` must be None without `find_culprit`, got {formats!r}"
-            raise ValueError(msg)
-        if self.show_samples and not self.replay:
-            msg = "`show_samples` must be False without `replay`, got True"
             raise ValueError(msg)
         if self.spike_factor <= 1:
             msg = f"`spike_factor` must be > 1, got {self.spike_factor}"
