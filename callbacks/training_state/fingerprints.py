@@ -52,14 +52,6 @@ class _MicroBatch(NamedTuple):
     """Shape ``(len(shapes) + rows,)``, int64: one hash per input, then one per row."""
 
 
-class _Gradients(NamedTuple):
-    """Fingerprints of the gradients of a step, on the device."""
-
-    values: Tensor
-    are_unscaled: bool
-    """As in `mfwrap.records.fingerprints.StepFingerprints`."""
-
-
 class _Step(NamedTuple):
     """What the host knows about a step whose fingerprints are on the device."""
 
@@ -116,7 +108,10 @@ class FingerprintRecorder:
         self._facts = _facts(args, model)
         self._random: dict[str, str] = {}
         self._micro_batches: list[_MicroBatch] = []
-        self._gradients: _Gradients | None = None
+        # Fingerprints of the gradients of this step, on the device, and whether they are unscaled
+        # as in `mfwrap.records.fingerprints.StepFingerprints`.
+        self._gradients: Tensor | None = None
+        self._are_unscaled = False
         self._update_hook: RemovableHandle | None = None
         self._norm_names: tuple[str, ...] = ()
         self._is_watching = False
@@ -186,8 +181,8 @@ class FingerprintRecorder:
     def _record_gradients(self, model: nn.Module, *, are_unscaled: bool) -> None:
         parameters = list(trainable(model).values())
         if any(parameter.grad is not None for parameter in parameters):
-            values = _fingerprints(parameters, gradients=True).reshape(-1)
-            self._gradients = _Gradients(values, are_unscaled)
+            self._gradients = _fingerprints(parameters, gradients=True).reshape(-1)
+            self._are_unscaled = are_unscaled
 
     def _remove_update_hook(self) -> None:
         handle, self._update_hook = self._update_hook, None
@@ -222,13 +217,13 @@ class FingerprintRecorder:
             micro_batches=micro_batches,
             packed=packed,
             norm_names=names,
-            num_gradients=0 if gradients is None else len(gradients.values),
-            are_unscaled=gradients is not None and gradients.are_unscaled,
+            num_gradients=0 if gradients is None else len(gradients),
+            are_unscaled=gradients is not None and self._are_unscaled,
             num_weights=0 if weights is None else len(weights),
         )
         parts = [
             *(as_floats(each.hashes).reshape(-1) for each in micro_batches),
-            *(() if gradients is None else (gradients.values,)),
+            *(() if gradients is None else (gradients,)),
             *(() if weights is None else (weights,)),
             *((local_norm,) if local_norm is not None and names else ()),
             *(() if packed is None else (packed.tensor,)),
