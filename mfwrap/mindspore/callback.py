@@ -241,8 +241,8 @@ def as_trainer_callback(callback: Callback) -> TrainerCallback:
 class AdaptedCallback(MonitorCallback, ExportableState):
     """Call a MindSpore callback in transformers' events; created by `as_trainer_callback`.
 
-    `Model` passes its ``run_context`` with each event. A Trainer has no ``run_context``; the facts
-    of the run then come from the Trainer's state and arguments.
+    `Model` passes its ``run_context`` and keeps its facts up to date. A Trainer has no
+    ``run_context``; the facts of the run then come from the Trainer's state and arguments.
     """
 
     # Of the class, because a stock Trainer restores a callback by calling its class.
@@ -251,7 +251,7 @@ class AdaptedCallback(MonitorCallback, ExportableState):
 
     def __init__(self) -> None:
         self._context = RunContext(CallbackParameters())
-        self._owns_facts = False
+        self._owns_facts = True
         self._awaits_evaluation = False
         self.callback_state: dict[str, Any] | None = None
         """State of the callback in the checkpoint that a training resumes from."""
@@ -284,12 +284,9 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         **facts: Any,
     ) -> None:
         """Begin a run."""
-        own = RunContext(CallbackParameters(mode="train", net_outputs=None))
         self._owns_facts = run_context is None
-        self._context = own if run_context is None else run_context
+        self._context = run_context or RunContext(self._facts(args, state, facts))
         self._awaits_evaluation = False
-        if run_context is None:
-            self._set_facts(args, state, facts)
         self.callback.on_train_begin(self._context)
         state_dict, self.callback_state = self.callback_state, None
         checkpoint, self._checkpoint = self._checkpoint, None
@@ -299,18 +296,11 @@ class AdaptedCallback(MonitorCallback, ExportableState):
             self.callback.resume_from(checkpoint)
         self._apply_stop(control)
 
-    def on_epoch_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        run_context: RunContext | None = None,
-        **_: Any,
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Begin an epoch; before that, end the previous epoch if its evaluation was left out."""
         del args
         self._end_epoch(control)
-        if run_context is None:
+        if self._owns_facts:
             # `state.epoch` counts the finished epochs, so the number of this epoch is 1 higher.
             self._parameters.cur_epoch_num = math.floor(state.epoch or 0) + 1
         self.callback.on_train_epoch_begin(self._context)
@@ -323,32 +313,19 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         self._apply_stop(control)
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        run_context: RunContext | None = None,
-        step_output: Any = None,
-        **_: Any,
+        self, args: Any, state: Any, control: TrainerControl, step_output: Any = None, **_: Any
     ) -> None:
         """End an update."""
         del args
-        if run_context is None:
+        if self._owns_facts:
             self._parameters.update(cur_step_num=state.global_step, net_outputs=step_output)
         self.callback.on_train_step_end(self._context)
         self._apply_stop(control)
 
-    def on_epoch_end(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        run_context: RunContext | None = None,
-        **_: Any,
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """End an epoch; if an evaluation is due, let `on_evaluate` end the epoch instead."""
         del args
-        if run_context is None and self._is_cut_short(state, control):
+        if self._owns_facts and self._is_cut_short(state, control):
             return
         self._awaits_evaluation = True
         if not control.should_evaluate or self._parameters.get("evaluates_by_steps"):
@@ -365,16 +342,15 @@ class AdaptedCallback(MonitorCallback, ExportableState):
 
     def on_evaluate(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
+        args: Any,
+        state: Any,
         control: TrainerControl,
-        run_context: RunContext | None = None,
         metrics: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
         """Add the evaluation's metrics to the facts of the run; end the epoch if it is over."""
         del args, state
-        if run_context is None:
+        if self._owns_facts:
             results = dict(metrics or {})
             self._parameters.update(metrics=results, eval_results=results)
         if self._parameters.get("evaluates_by_steps"):
@@ -409,10 +385,10 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         if self._context.get_stop_requested():
             control.should_training_stop = True
 
-    def _set_facts(
+    def _facts(
         self, args: TrainingArguments, state: TrainerState, facts: Mapping[str, Any]
-    ) -> None:
-        """Set the facts that stay the same during a Trainer's run."""
+    ) -> CallbackParameters:
+        """Return the facts of a Trainer's run at its start."""
         dataset = facts.get("train_dataloader")
         network: nn.Module | None = facts.get("model")
         optimizer = facts.get("optimizer")
@@ -420,7 +396,9 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         num_batches = math.ceil(state.max_steps / max(epochs, 1))
         if dataset is not None and has_length(dataset):
             num_batches = math.ceil(len(dataset) / args.gradient_accumulation_steps)
-        self._parameters.update(
+        return CallbackParameters(
+            mode="train",
+            net_outputs=None,
             network=network,
             train_network=network,
             # Pass the optimizer without accelerate's wrapper.
