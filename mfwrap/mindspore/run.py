@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, final
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,7 +16,6 @@ from mfwrap.arguments import described
 from mfwrap.checkpoints.folders import OwnedFolders
 from mfwrap.compatibility.torch import foreach_mul_
 from mfwrap.mindspore.callback import (
-    AdaptedCallback,
     Callback,
     CallbackParameters,
     RunContext,
@@ -25,7 +23,6 @@ from mfwrap.mindspore.callback import (
 )
 from mfwrap.mindspore.cells import TrainOneStepWithLossScaleCell
 from mfwrap.mindspore.data import Batches
-from mfwrap.mindspore.managers import LossScaleManager
 from mfwrap.mindspore.train_network import TrainNetwork
 from mfwrap.outputs import named_output
 from mfwrap.records.run_files import owning_record_folders
@@ -129,9 +126,8 @@ class ModelRun:
         # Monitors open their files in `on_train_begin`.
         owned = self._entered.enter_context(contextlib.closing(OwnedFolders()))
         self._entered.enter_context(owning_record_folders(owned))
-        for callback in self._callbacks:
-            if isinstance(callback, Callback):
-                self._entered.enter_context(callback)
+        for callback in self.mindspore_callbacks:
+            self._entered.enter_context(callback)
         return self
 
     def __exit__(
@@ -208,8 +204,7 @@ class ModelRun:
     @property
     def mindspore_callbacks(self) -> list[Callback]:
         """MindSpore's callbacks, in the order in which they are called."""
-        adapted = (c for c in self._handler.callbacks if isinstance(c, AdaptedCallback))
-        return [callback.callback for callback in adapted]
+        return [callback for callback in self._callbacks if isinstance(callback, Callback)]
 
     def _send(self, event: str, *, evaluates: bool = False, **facts: Any) -> None:
         self._control = self._handler.call_event(
@@ -265,15 +260,20 @@ def _output_with_loss(outputs: Any) -> Any:
 class Updates:
     """Do the updates of a training within a ``with`` block; its end reads the pending values.
 
+    If the cell skips overflowing updates, they are passed on to the loss-scale manager on the host.
+    A flag is read after the next step has been launched, so the device is busy during the read.
+
     Args:
         trained: Network with a training cell.
     """
 
     def __init__(self, trained: TrainNetwork) -> None:
         self._cell = trained.checked_cell()
+        self._overflows = DeferredReads(trained.device)
         # Without an update cell of the manager, the cell is a plain one, which reports no overflow.
-        reports = isinstance(self._cell, LossScaleHooks)
-        self._follower = _ManagerFollower(trained.manager if reports else None, trained.device)
+        manager = trained.manager if isinstance(self._cell, LossScaleHooks) else None
+        drops = manager is not None and manager.get_drop_overflow_update()
+        self._manager = manager if drops else None
         self._dividing = _dividing(unwrapped_optimizer(self._cell.optimizer), trained.divisor)
 
     def __call__(self, call: NetworkCall) -> Any:
@@ -285,7 +285,12 @@ class Updates:
         """
         cell: Any = self._cell
         outputs = cell(*call.arguments, **call.keywords)
-        self._follower.follow(outputs)
+        if (manager := self._manager) is not None:
+            self._overflows.flush()
+            self._overflows.submit(
+                outputs.overflow.float().reshape(1),
+                lambda values: manager.update_loss_scale(bool(values[0])),
+            )
         return outputs
 
     def flush(self) -> None:
@@ -296,7 +301,7 @@ class Updates:
         """
         if isinstance(self._cell, (TrainOneStepWithLossScaleCell, MFTrainOneStepCell)):
             self._cell.flush()
-        self._follower.flush()
+        self._overflows.flush()
 
     def __enter__(self) -> Self:
         self._dividing.__enter__()
@@ -313,38 +318,6 @@ class Updates:
         # Suppress an error of this flush, because it would hide the first error.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             self.flush()
-
-
-@final
-class _ManagerFollower:
-    """Update a loss-scale manager on the host from the overflow flags on the device.
-
-    A flag is read after the next step has been launched, so the device is busy during the read.
-
-    Args:
-        manager: The manager. With ``None``, or a manager whose `get_drop_overflow_update` returns
-            False, no flag is read and nothing is updated.
-        device: The training device.
-    """
-
-    def __init__(self, manager: LossScaleManager | None, device: torch.device) -> None:
-        drops = manager is not None and manager.get_drop_overflow_update()
-        self._manager = manager if drops else None
-        self._reads = DeferredReads(device)
-
-    def follow(self, outputs: Any) -> None:
-        """Read the pending flag, and submit the overflow flag of a cell's outputs."""
-        if self._manager is None:
-            return
-        self._reads.flush()
-        manager, overflow = self._manager, outputs.overflow
-        self._reads.submit(
-            overflow.float().reshape(1), lambda values: manager.update_loss_scale(bool(values[0]))
-        )
-
-    def flush(self) -> None:
-        """Read the pending flag, and update the manager."""
-        self._reads.flush()
 
 
 @contextlib.contextmanager
