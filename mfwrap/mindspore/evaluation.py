@@ -85,7 +85,7 @@ class Evaluator:
         if not self._names:
             msg = "`metrics` must be given to evaluate, got none"
             raise ValueError(msg)
-        self._checked_network()
+        self._checked_network()  # fail before the training, not at its first evaluation
         return Batches(
             "valid_dataset",
             valid_dataset,
@@ -120,42 +120,30 @@ class Evaluator:
         )
         context = RunContext(parameters)
         metrics = EvaluationMetrics(self._metrics, self._indexes, self._device)
+
+        def send(event: str) -> None:
+            for callback in callbacks:
+                getattr(callback, event)(context)
+
         with evaluating(network):
-            for callback in callbacks:
-                callback.on_eval_begin(context)
-            for callback in callbacks:
-                callback.on_eval_epoch_begin(context)
-            self._read(batches, callbacks, context, metrics)
-            for callback in callbacks:
-                callback.on_eval_epoch_end(context)
+            send("on_eval_begin")
+            send("on_eval_epoch_begin")
+            takes_pairs = isinstance(network, EvaluationNetwork)
+            for batch in batches.epoch():
+                call = pair_of("valid_dataset", batch) if takes_pairs else batch
+                parameters.cur_step_num += 1
+                send("on_eval_step_begin")
+                parameters.net_outputs = network(*call.arguments, **call.keywords)
+                metrics.update(parameters.net_outputs)
+                send("on_eval_step_end")
+                if context.get_stop_requested():
+                    break
+            send("on_eval_epoch_end")
             results = metrics.compute()
             named = {name: results[name] for name in self._names}
             parameters.update(metrics=named, eval_results=results)
-            for callback in callbacks:
-                callback.on_eval_end(context)
+            send("on_eval_end")
         return EvaluationResult(named, results)
-
-    def _read(
-        self,
-        batches: Batches,
-        callbacks: Sequence[Callback],
-        context: RunContext,
-        metrics: EvaluationMetrics,
-    ) -> None:
-        """Update the metrics with each batch, until the data end or a callback stops the run."""
-        network, parameters = self._checked_network(), context.original_args()
-        for batch in batches.epoch():
-            takes_pairs = isinstance(network, EvaluationNetwork)
-            call = pair_of("valid_dataset", batch) if takes_pairs else batch
-            parameters.cur_step_num += 1
-            for callback in callbacks:
-                callback.on_eval_step_begin(context)
-            parameters.net_outputs = network(*call.arguments, **call.keywords)
-            metrics.update(parameters.net_outputs)
-            for callback in callbacks:
-                callback.on_eval_step_end(context)
-            if context.get_stop_requested():
-                break
 
     def _checked_network(self) -> nn.Module:
         if self.network is None:
