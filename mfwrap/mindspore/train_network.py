@@ -1,15 +1,15 @@
 """Build the training cell and the evaluation network of a `Model`."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.arguments import described
+from mfwrap.arguments import check_callable, described
 from mfwrap.mindspore.cells import (
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
@@ -141,9 +141,8 @@ def build_train_network(
         TypeError: If an argument has the wrong type.
         ValueError: If the level is unknown, or two arguments exclude each other.
     """
-    if loss_fn is not None and not callable(loss_fn):
-        msg = f"`loss_fn` must be callable or None, got {described(loss_fn)}"
-        raise TypeError(msg)
+    if loss_fn is not None:
+        check_callable("loss_fn", loss_fn)
     if isinstance(network, (TrainOneStepCell, LossScaleHooks)):
         _refuse_beside_cell(
             loss_fn=loss_fn,
@@ -255,27 +254,10 @@ class AutocastNetwork(nn.Module):
         """Call the network; convert its float16 and bfloat16 outputs to float32."""
         if self._dtype is None:
             return self.network(*inputs, **keywords)
-        with self._autocast():
-            return _in_float32(self.network(*inputs, **keywords))
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
         parameter = next(self.network.parameters(), None)
         kind = "cpu" if parameter is None else parameter.device.type
-        return torch.autocast(kind, dtype=self._dtype)
-
-
-def _in_float32(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        half = outputs.dtype in {torch.float16, torch.bfloat16}
-        return outputs.float() if half else outputs
-    if isinstance(outputs, dict):
-        # A dict, or an output of a Hugging Face model, whose class is a subclass of dict.
-        return type(outputs)(**{name: _in_float32(value) for name, value in outputs.items()})
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*map(_in_float32, outputs))
-    if isinstance(outputs, (tuple, list)):
-        return type(outputs)(map(_in_float32, outputs))
-    return outputs
+        with torch.autocast(kind, dtype=self._dtype):
+            return convert_to_fp32(self.network(*inputs, **keywords))
 
 
 class EvaluationNetwork(nn.Module):
