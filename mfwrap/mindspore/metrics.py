@@ -224,10 +224,10 @@ class _ClassMetric:
             self._metric.reset()
 
 
-def _of_classes(kind: str, average: str | None, **settings: Any) -> Callable[[], Metric]:
+def _of_classes(kind: str, **settings: Any) -> Callable[[], Metric]:
     def make() -> Metric:
         metric = getattr(_torchmetrics("classification"), kind)
-        return _ClassMetric(lambda num_classes: metric(num_classes, average=average, **settings))
+        return _ClassMetric(lambda num_classes: metric(num_classes, **settings))
 
     return make
 
@@ -250,16 +250,14 @@ def _torchmetrics(part: str) -> Any:
 
 _NAMED: Mapping[str, Callable[[], Metric]] = {
     "loss": LossMetric,
-    "accuracy": _of_classes("MulticlassAccuracy", "micro"),
-    "acc": _of_classes("MulticlassAccuracy", "micro"),
-    "top_1_accuracy": _of_classes("MulticlassAccuracy", "micro"),
-    "top_5_accuracy": _of_classes("MulticlassAccuracy", "micro", top_k=5),
-    "precision": _of_classes("MulticlassPrecision", None),
-    "recall": _of_classes("MulticlassRecall", None),
-    "F1": _of_classes("MulticlassF1Score", None),
-    "confusion_matrix": lambda: _ClassMetric(
-        lambda num_classes: _torchmetrics("classification").MulticlassConfusionMatrix(num_classes)
-    ),
+    "accuracy": _of_classes("MulticlassAccuracy", average="micro"),
+    "acc": _of_classes("MulticlassAccuracy", average="micro"),
+    "top_1_accuracy": _of_classes("MulticlassAccuracy", average="micro"),
+    "top_5_accuracy": _of_classes("MulticlassAccuracy", average="micro", top_k=5),
+    "precision": _of_classes("MulticlassPrecision", average=None),
+    "recall": _of_classes("MulticlassRecall", average=None),
+    "F1": _of_classes("MulticlassF1Score", average=None),
+    "confusion_matrix": _of_classes("MulticlassConfusionMatrix"),
     "mae": _of_numbers("MeanAbsoluteError"),
     "mse": _of_numbers("MeanSquaredError"),
 }
