@@ -166,22 +166,19 @@ class DynamicLossScaleManager(LossScaleManager):
             self.loss_scale = max(self.loss_scale * self.decrease_ratio, 1)
             self.last_overflow_iter = self.cur_iter
             self.bad_step += 1
-            self._check_overflows()
+            if self.bad_step > self.bad_step_max:
+                msg = (
+                    f"{self.bad_step} updates in a row overflowed, more than "
+                    f"{self.bad_step_max}, and after update {self.cur_iter} the loss scale is "
+                    f"{self.loss_scale:g}; find out what is non-finite before you continue"
+                )
+                raise RuntimeError(msg)
         else:
             if (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
                 grown = self.loss_scale * self.increase_ratio
                 self.loss_scale = grown if grown <= sys.float_info.max else self.loss_scale
             self.bad_step = 0
         self.cur_iter += 1
-
-    def _check_overflows(self) -> None:
-        if self.bad_step > self.bad_step_max:
-            msg = (
-                f"{self.bad_step} updates in a row overflowed, more than "
-                f"{self.bad_step_max}, and after update {self.cur_iter} the loss scale is "
-                f"{self.loss_scale:g}; find out what is non-finite before you continue"
-            )
-            raise RuntimeError(msg)
 
     def get_update_cell(self) -> DynamicLossScaleUpdateCell:
         return DynamicLossScaleUpdateCell(self.loss_scale, self.scale_factor, self.scale_window)

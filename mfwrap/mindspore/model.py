@@ -8,7 +8,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.arguments import check_int, described
+from mfwrap.arguments import check_int
 from mfwrap.mindspore.callback import Callback
 from mfwrap.mindspore.data import Batches, check_sink_size, pair_of
 from mfwrap.mindspore.evaluation import Evaluator, evaluating
@@ -351,10 +351,7 @@ class _Validation(NamedTuple):
 
 def _check_epochs(epoch: int, initial_epoch: int) -> None:
     check_int("epoch", epoch)
-    if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int):
-        msg = f"`initial_epoch` must be an int, got {described(initial_epoch)}"
-        raise TypeError(msg)
-    if not 0 <= initial_epoch < epoch:
+    if not check_int("initial_epoch", initial_epoch, minimum=0) < epoch:
         msg = f"`initial_epoch` must be in [0, {epoch}), got {initial_epoch}"
         raise ValueError(msg)
 
