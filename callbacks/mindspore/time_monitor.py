@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -9,6 +10,16 @@ import torch
 from mfwrap.arguments import check_bool, check_int
 from mfwrap.callbacks.shared.run_log import print_line
 from mfwrap.model import Callback, RunContext
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Times of a pass over a dataset, in seconds."""
+
+    start: float
+    last_step_end: float
+    num_steps: int = 0
+    data_seconds: float = 0.0
 
 
 @final
@@ -48,75 +59,52 @@ class TimeMonitor(Callback):
         self._data_size = data_size
         self._shows_data_time = data_time
         self._clock = clock
-        self._epoch_start = self._step_end = 0.0
-        self._num_steps = 0
-        self._data_seconds = 0.0
-        self._outer = (0.0, 0.0, 0, 0.0)
+        self._passes: list[_Pass] = []
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Start the clock."""
+        """Start the clock. An evaluation within a training epoch has times of its own."""
         del run_context
-        self._begin()
+        now = self._clock()
+        self._passes.append(_Pass(now, now))
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Count the time since the last step as loading time."""
         del run_context
-        self._begin_step()
+        present = self._passes[-1]
+        present.data_seconds += self._clock() - present.last_step_end
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Count the step."""
         del run_context
-        self._end_step()
+        self._passes[-1].num_steps += 1
+        self._passes[-1].last_step_end = self._clock()
+
+    on_eval_epoch_begin = on_train_epoch_begin
+    on_eval_step_begin = on_train_step_begin
+    on_eval_step_end = on_train_step_end
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Print the times."""
         self._end("Train", run_context)
 
-    def on_eval_epoch_begin(self, run_context: RunContext) -> None:
-        """Start the clock."""
-        del run_context
-        self._outer = (self._epoch_start, self._step_end, self._num_steps, self._data_seconds)
-        self._begin()
-
-    def on_eval_step_begin(self, run_context: RunContext) -> None:
-        """Count the time since the last step as loading time."""
-        del run_context
-        self._begin_step()
-
-    def on_eval_step_end(self, run_context: RunContext) -> None:
-        """Count the step."""
-        del run_context
-        self._end_step()
-
     def on_eval_epoch_end(self, run_context: RunContext) -> None:
-        """Print the times; continue to time the training epoch that contains the evaluation."""
+        """Print the times."""
         self._end("Eval", run_context)
-        self._epoch_start, self._step_end, self._num_steps, self._data_seconds = self._outer
-
-    def _begin(self) -> None:
-        self._epoch_start = self._step_end = self._clock()
-        self._num_steps, self._data_seconds = 0, 0.0
-
-    def _begin_step(self) -> None:
-        self._data_seconds += self._clock() - self._step_end
-
-    def _end_step(self) -> None:
-        self._num_steps += 1
-        self._step_end = self._clock()
 
     def _end(self, mode: str, run_context: RunContext) -> None:
         parameters = run_context.original_args()
         parameter = next(parameters.network.parameters(), None)
         if parameter is not None and parameter.device.type != "cpu":
             torch.accelerator.synchronize(parameter.device)
-        milliseconds = (self._clock() - self._epoch_start) * 1000
-        num_steps = self._data_size or max(self._num_steps, 1)
+        ended = self._passes.pop()
+        milliseconds = (self._clock() - ended.start) * 1000
+        num_steps = self._data_size or max(ended.num_steps, 1)
         line = (
             f"{mode} epoch time: {milliseconds:5.3f} ms, "
             f"per step time: {milliseconds / num_steps:5.3f} ms"
         )
         if self._shows_data_time:
-            data_milliseconds = self._data_seconds * 1000 / num_steps
+            data_milliseconds = ended.data_seconds * 1000 / num_steps
             line += f" (data time: {data_milliseconds:5.3f} ms)"
         if parameters.get("is_world_process_zero", True):
             print_line(line)
