@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -119,15 +119,9 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         """Check each value, and check that no two values contradict each other."""
-        for name in (
-            "use_clip_grad",
-            "local_norm",
-            "calculate_per_token_loss",
-            "use_skip_data_by_global_norm",
-            "sync_each_batch",
-            "accumulate_allreduce_grads_in_fp32",
-        ):
-            check_bool(name, getattr(self, name))
+        for field in fields(self):
+            if field.type is bool:
+                check_bool(field.name, getattr(self, field.name))
         self._check_gradient_dtype()
         for name in ("max_grad_norm", "global_norm_spike_threshold"):
             # Keep the float: torch accepts neither a Fraction nor an int too large for a float.
