@@ -25,12 +25,7 @@ from mfwrap.recipes.models.checkpoint import (
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 
 _BYTES = "bytes"
-
-_PRECISIONS = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_NEWEST = "main"
 
 
 class ModelError(ValueError):
@@ -130,9 +125,8 @@ class ModelSettings(RecipeSection):
         name = resolve_package(setting, getattr(self, setting) or _BYTES)
         if name == _BYTES:
             return byte_tokenizer()
-        revision = {} if self.revision is None else {"revision": self.revision}
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=self.trust_remote_code, **revision
+            name, trust_remote_code=self.trust_remote_code, revision=self.revision or _NEWEST
         )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -146,7 +140,7 @@ class ModelSettings(RecipeSection):
                 `Perceptron`.
             implied: Keys of the configuration that follow from the data. `config` takes precedence.
         """
-        settings: dict[str, Any] = {"dtype": _PRECISIONS[self.dtype]}
+        settings: dict[str, Any] = {"dtype": getattr(torch, self.dtype)}
         if self.attn_implementation is not None:
             settings["attn_implementation"] = self.attn_implementation
         if self.path is not None:
@@ -174,9 +168,9 @@ class ModelSettings(RecipeSection):
                 dtype = self.norm_dtype
             else:
                 continue
-            if dtype not in {None, self.dtype}:
-                module.to(_PRECISIONS[dtype])
-                result = _PRECISIONS[self.dtype] if isinstance(module, nn.Embedding) else None
+            if dtype is not None and dtype != self.dtype:
+                module.to(getattr(torch, dtype))
+                result = getattr(torch, self.dtype) if isinstance(module, nn.Embedding) else None
                 module.register_forward_hook(functools.partial(_cast_result, dtype=result))
         head = getattr(network, "get_output_embeddings", lambda: None)()
         if self.embedding_dtype not in {None, self.dtype} and isinstance(head, nn.Linear):
@@ -187,18 +181,14 @@ class ModelSettings(RecipeSection):
     ) -> nn.Module:
         # The checkpoint determines vocabulary and sizes, but the labels follow from the data.
         about_labels = {k: v for k, v in implied.items() if k in {"num_labels", "id2label"}}
-        if self.revision is not None:
-            settings["revision"] = self.revision
         if about_labels:
             settings["ignore_mismatched_sizes"] = True
-        if auto_class is None:
-            loader: Any = Perceptron
-        else:
-            loader = auto_class
+        if auto_class is not None:
             settings["trust_remote_code"] = self.trust_remote_code
-        model: nn.Module = loader.from_pretrained(
+        model: nn.Module = (auto_class or Perceptron).from_pretrained(
             # Without `use_safetensors`, transformers would fall back to pickled weights.
             resolve_package("path", path),
+            revision=self.revision or _NEWEST,
             use_safetensors=True,
             **settings,
             **about_labels,
@@ -288,11 +278,10 @@ class WeightlessModel(ModelSettings):
         given = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         if model.path is None:
             return cls(**given)
-        revision = {} if model.revision is None else {"revision": model.revision}
         found = AutoConfig.from_pretrained(
             resolve_package("path", model.path),
             trust_remote_code=model.trust_remote_code,
-            **revision,
+            revision=model.revision or _NEWEST,
         ).to_dict()
         known = (config_keys(found["model_type"]) | {"model_type"}) - _OF_ALL
         given["config"] = {key: value for key, value in found.items() if key in known}
