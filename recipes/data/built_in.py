@@ -88,7 +88,7 @@ class DocstringsSource(DataSource):
             "text": [one.docstring for one in found],
             "label": [one.module for one in found],
         }
-        return Rows(Dataset.from_dict(columns), None)
+        return Rows(Dataset.from_dict(columns))
 
 
 @final
@@ -106,7 +106,7 @@ class PythonTokensSource(DataSource):
             "tokens": [[token for token, _ in line] for line in lines],
             "labels": [[kind for _, kind in line] for line in lines],
         }
-        return Rows(Dataset.from_dict(columns), None)
+        return Rows(Dataset.from_dict(columns))
 
 
 @final
@@ -123,9 +123,8 @@ class DigitsSource(DataSource):
 
         digits = load_digits()
         images = (digits.images / 16).astype(np.float32)
-        return Rows(
-            Dataset.from_dict({"image": images.tolist(), "label": digits.target.tolist()}), None
-        )
+        columns = {"image": images.tolist(), "label": digits.target.tolist()}
+        return Rows(Dataset.from_dict(columns))
 
 
 @final
@@ -147,7 +146,7 @@ class DiabetesSource(DataSource):
         features = (study.data / study.data.std(axis=0)).astype(np.float32)
         target = ((study.target - study.target.mean()) / study.target.std()).astype(np.float32)
         columns = {"features": features.tolist(), "target": target.tolist()}
-        return Rows(Dataset.from_dict(columns), None)
+        return Rows(Dataset.from_dict(columns))
 
 
 def _conversation(question: str, answer: str) -> list[dict[str, str]]:
@@ -234,7 +233,7 @@ class PackageDocstringsSource(DataSource):
             for text, _ in zip(dict.fromkeys(new), range(self.most_of_a_package), strict=False):
                 found[text] = package
         columns = {"text": list(found), "label": list(found.values())}
-        return Rows(Dataset.from_dict(columns), None)
+        return Rows(Dataset.from_dict(columns))
 
 
 def _docstrings(package: str) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Data from folders of images."""
 
 import glob
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -93,13 +92,8 @@ class ImageFolderSource(DataSource):
 
 def has_images(folder: str) -> bool:
     """Return whether a folder, or a folder inside it, has image files."""
-    return next(_images(folder), None) is not None
-
-
-def _images(folder: str) -> Iterator[Path]:
-    for file in Path(folder).rglob("*"):
-        if file.suffix.lower() in IMAGE_ENDINGS and file.is_file():
-            yield file
+    files = Path(folder).rglob("*")
+    return any(file.suffix.lower() in IMAGE_ENDINGS and file.is_file() for file in files)
 
 
 def _path(rows: Dataset, index: int) -> str | None:

@@ -142,17 +142,17 @@ class DatasetsSource(DataSource):
     def _split(self, split: str, setting: str = "split") -> Dataset:
         if not self._is_saved:
             options: dict[str, Any] = {
+                "split": split,
+                "revision": self.revision,
                 "data_files": self._files_of(split),
                 "data_dir": self.data_dir,
                 "streaming": self.streaming,
             }
             if self.why_unread is not None:
-                return load_dataset(
-                    self.path, self.name, split=split, revision=self.revision, **options
-                )
+                return load_dataset(self.path, self.name, **options)
             try:
                 with reading_locally():
-                    return load_dataset(self.path, self.name, split=split, **options)
+                    return load_dataset(self.path, self.name, **options)
             except (DatasetsError, ValueError) as error:
                 says = f"a split that can be read, got {split!r}: {error.__cause__ or error}"
                 msg = f"`{setting}` must be {says}"

@@ -66,7 +66,7 @@ class Rows(NamedTuple):
     """Training rows, and held-out rows for evaluation."""
 
     train: Dataset | IterableDataset
-    evaluation: Dataset | None
+    evaluation: Dataset | None = None
 
     def prepared(self, prepare: Callable[[Any], Any]) -> dict[str, Dataset | None]:
         """Apply a function to both data sets, and return them as keywords of the Trainer."""

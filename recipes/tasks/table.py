@@ -159,10 +159,6 @@ def _trl_trainer(name: str) -> Callable[[], type[Any]]:
     return lambda: type(f"MF{name}", (MFTrainerMixin, _trl_class(name)), {})
 
 
-def _trl_arguments(name: str) -> Callable[[], type[TrainingArguments]]:
-    return lambda: _trl_class(name)
-
-
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "causal_lm": Task(
@@ -180,7 +176,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             trainer=_trl_trainer("SFTTrainer"),
-            arguments=_trl_arguments("SFTConfig"),
+            arguments=lambda: _trl_class("SFTConfig"),
             takes_peft=True,
             peft_task_type="CAUSAL_LM",
         ),
@@ -190,7 +186,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             trainer=_trl_trainer("DPOTrainer"),
-            arguments=_trl_arguments("DPOConfig"),
+            arguments=lambda: _trl_class("DPOConfig"),
             needs_reference=True,
             takes_peft=True,
             peft_task_type="CAUSAL_LM",
