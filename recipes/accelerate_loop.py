@@ -90,25 +90,23 @@ class Training:
         set_seed(arguments.seed)
         model = build_model(arguments.sequence_length)
         optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, fused=True)
-        training, held_out = text_loaders(
+        loaders = text_loaders(
             arguments.micro_batch_size,
             arguments.sequence_length,
             arguments.seed,
             arguments.max_samples,
         )
+        self.training, self.held_out = self.accelerator.prepare(*loaders)
         num_processes = self.accelerator.num_processes
-        updates_per_epoch = math.ceil(
-            len(training) / num_processes / arguments.gradient_accumulation_steps
-        )
         # At each update accelerate steps the schedule once per process, so multiply both lengths of
         # the schedule by the number of processes.
         schedule = get_linear_schedule_with_warmup(
             optimizer,
             arguments.warmup_steps * num_processes,
-            arguments.num_train_epochs * updates_per_epoch * num_processes,
+            arguments.num_train_epochs * self.updates_per_epoch * num_processes,
         )
-        self.model, self.optimizer, self.schedule, self.training, self.held_out = (
-            self.accelerator.prepare(model, optimizer, schedule, training, held_out)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(
+            model, optimizer, schedule
         )
         self.num_updates = 0
 
