@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from mfwrap.arguments import check_bool, check_int, check_real
 from mfwrap.average.swap import training_weights
-from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epoch
+from mfwrap.callbacks.mindspore.monitored_value import ImprovementCallback
 from mfwrap.callbacks.shared.run_log import print_line, run_logger
-from mfwrap.model import Callback, RunContext
+from mfwrap.model import RunContext
 
 
 @final
-class EarlyStopping(Callback):
+class EarlyStopping(ImprovementCallback):
     """End a training after `patience` epochs without an improvement.
 
     An epoch whose value is unknown, for example without an evaluation, does not count. The value is
@@ -58,7 +58,7 @@ class EarlyStopping(Callback):
         baseline: float | None = None,
         restore_best_weights: bool = False,  # noqa: FBT001, FBT002  (MindSpore's signature)
     ) -> None:
-        self._improvement = Improvement(monitor, mode, min_delta)
+        super().__init__(monitor, mode, min_delta)
         check_int("patience", patience, minimum=0)
         check_bool("verbose", verbose)
         check_bool("restore_best_weights", restore_best_weights)
@@ -68,36 +68,15 @@ class EarlyStopping(Callback):
         self._verbose = verbose
         self._baseline = baseline
         self._restores = restore_best_weights
-        self._restart()
 
     def _restart(self) -> None:
-        self.best = self._improvement.worst
-        """The best value so far."""
-        self.wait = 0
-        """Epochs since the last improvement."""
+        super()._restart()
         self.stopped_epoch = 0
         """Epoch, counted from 1, after which training ended early; 0 if it did not."""
         self._best_weights: dict[str, Tensor] = {}
 
-    def on_train_begin(self, run_context: RunContext) -> None:
-        """Reset the state that an earlier training left."""
-        del run_context
-        self._restart()
-
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Compare the epoch's value with the best value; end training if patience is used up."""
-        if not run_context.original_args().get("evaluates_by_steps"):
-            self._compare(run_context)
-
-    def on_evaluation(self, run_context: RunContext) -> None:
-        """Do the same after an evaluation in an epoch."""
-        self._compare(run_context)
-
-    def _compare(self, run_context: RunContext) -> None:
+    def _compare(self, value: float, run_context: RunContext) -> None:
         parameters = run_context.original_args()
-        value = value_of_epoch(self, parameters, self._improvement.monitor)
-        if value is None:
-            return
         self.wait += 1
         if self._improvement.improves(value, self.best):
             self.best = value
@@ -118,14 +97,7 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value (``None`` before the first) and the counters."""
-        best = None if math.isinf(self.best) else self.best
-        return {"best": best, "wait": self.wait, "stopped_epoch": self.stopped_epoch}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with a best value and counters."""
-        best = state_dict["best"]
-        self.best = self._improvement.worst if best is None else best
-        self.wait = state_dict["wait"]
+        return {**super().state_dict(), "stopped_epoch": self.stopped_epoch}
 
     def ends_after(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether patience was used up; the present `patience` counts."""

@@ -1,6 +1,8 @@
 """Read the value that a callback monitors, and decide whether it has improved."""
 
+import abc
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from mfwrap.arguments import check_choice, check_number, described
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.model import CallbackParameters
+from mfwrap.model import Callback, CallbackParameters, RunContext
 
 _SMALLER_IS_BETTER = {
     *{"hausdorff_distance", "loss", "mae", "mean_surface_distance", "mse", "perplexity"},
@@ -126,3 +128,58 @@ class Improvement:
         if self.is_downward:
             return value < best - self.min_delta
         return value > best + self.min_delta
+
+
+class ImprovementCallback(Callback, abc.ABC):
+    """Base of the callbacks that act when a monitored value no longer improves.
+
+    Args:
+        monitor: Name of the value.
+        mode: See `Improvement`.
+        min_delta: See `Improvement`.
+
+    Raises:
+        TypeError: If a setting has the wrong type.
+        ValueError: If a setting is out of range.
+    """
+
+    def __init__(self, monitor: str, mode: str, min_delta: float) -> None:
+        self._improvement = Improvement(monitor, mode, min_delta)
+        self._restart()
+
+    def _restart(self) -> None:
+        self.best = self._improvement.worst
+        """The best value so far."""
+        self.wait = 0
+        """Epochs since the last improvement or change of rates."""
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Reset the state that an earlier training left."""
+        del run_context
+        self._restart()
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Compare the epoch's value with the best value; act if patience is used up."""
+        if not run_context.original_args().get("evaluates_by_steps"):
+            self.on_evaluation(run_context)
+
+    def on_evaluation(self, run_context: RunContext) -> None:
+        """Do the same after an evaluation in an epoch."""
+        parameters = run_context.original_args()
+        value = value_of_epoch(self, parameters, self._improvement.monitor)
+        if value is not None:
+            self._compare(value, run_context)
+
+    @abc.abstractmethod
+    def _compare(self, value: float, run_context: RunContext) -> None:
+        """Compare a value with the best value; act if patience is used up."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value (``None`` before the first) and the counters."""
+        return {"best": None if math.isinf(self.best) else self.best, "wait": self.wait}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with a best value and counters."""
+        best = state_dict["best"]
+        self.best = self._improvement.worst if best is None else best
+        self.wait = state_dict["wait"]

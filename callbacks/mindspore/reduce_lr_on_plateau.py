@@ -1,18 +1,17 @@
 """Lower the learning rate when a value no longer improves."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, final
 
-from mfwrap.arguments import check_bool, check_int, check_real
+from mfwrap.arguments import check_bool, check_int, check_number, check_real
 from mfwrap.callbacks.mindspore.learning_rate_scheduler import set_rate
-from mfwrap.callbacks.mindspore.monitored_value import Improvement, value_of_epoch
+from mfwrap.callbacks.mindspore.monitored_value import ImprovementCallback
 from mfwrap.callbacks.shared.run_log import print_line
-from mfwrap.model import Callback, RunContext
+from mfwrap.model import RunContext
 
 
 @final
-class ReduceLROnPlateau(Callback):
+class ReduceLROnPlateau(ImprovementCallback):
     """Multiply the learning rate by `factor` after `patience` epochs without an improvement.
 
     The rates of all parameter groups are lowered. In a Trainer with ``eval_strategy="steps"``,
@@ -51,14 +50,9 @@ class ReduceLROnPlateau(Callback):
         cooldown: int = 0,
         min_lr: float = 0,
     ) -> None:
-        self._improvement = Improvement(monitor, mode, min_delta)
-        for name, value in (("factor", factor), ("min_lr", min_lr)):
-            check_real(name, value)
-        if not 0 < factor < 1:
+        super().__init__(monitor, mode, min_delta)
+        if not 0 < check_real("factor", factor) < 1:
             msg = f"`factor` must be in (0, 1), got {factor}"
-            raise ValueError(msg)
-        if not min_lr >= 0:
-            msg = f"`min_lr` must be >= 0, got {min_lr}"
             raise ValueError(msg)
         check_int("patience", patience, minimum=0)
         check_int("cooldown", cooldown, minimum=0)
@@ -67,35 +61,13 @@ class ReduceLROnPlateau(Callback):
         self._patience = patience
         self._verbose = verbose
         self._cooldown = cooldown
-        self._min_lr = min_lr
-        self._restart()
+        self._min_lr = check_number("min_lr", min_lr)
 
     def _restart(self) -> None:
-        self.best = self._improvement.worst
-        """The best value so far."""
-        self.wait = 0
-        """Epochs since the last improvement or change of rates."""
+        super()._restart()
         self._cooldown_left = 0
 
-    def on_train_begin(self, run_context: RunContext) -> None:
-        """Reset the state that an earlier training left."""
-        del run_context
-        self._restart()
-
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Compare the epoch's value with the best value; lower the rates if patience is used up."""
-        if not run_context.original_args().get("evaluates_by_steps"):
-            self._compare(run_context)
-
-    def on_evaluation(self, run_context: RunContext) -> None:
-        """Do the same after an evaluation in an epoch."""
-        self._compare(run_context)
-
-    def _compare(self, run_context: RunContext) -> None:
-        parameters = run_context.original_args()
-        value = value_of_epoch(self, parameters, self._improvement.monitor)
-        if value is None:
-            return
+    def _compare(self, value: float, run_context: RunContext) -> None:
         if self._cooldown_left > 0:
             self._cooldown_left -= 1
             self.wait = 0
@@ -109,14 +81,12 @@ class ReduceLROnPlateau(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value (``None`` before the first) and the counters."""
-        best = None if math.isinf(self.best) else self.best
-        return {"best": best, "wait": self.wait, "cooldown_left": self._cooldown_left}
+        return {**super().state_dict(), "cooldown_left": self._cooldown_left}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with a best value and counters."""
-        best = state_dict["best"]
-        self.best = self._improvement.worst if best is None else best
-        self.wait, self._cooldown_left = state_dict["wait"], state_dict["cooldown_left"]
+        super().load_state_dict(state_dict)
+        self._cooldown_left = state_dict["cooldown_left"]
 
     def _reduce(self, run_context: RunContext) -> None:
         parameters = run_context.original_args()
