@@ -1,6 +1,7 @@
 """Evaluate the network of a `Model`: call it with batches, and give its outputs to metrics."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -152,26 +153,18 @@ class Evaluator:
         return self.network
 
 
-class evaluating:  # noqa: N801  (a context manager, read as a verb)
-    """Put networks into eval mode without gradients; afterwards restore each module's mode.
-
-    Args:
-        networks: The networks.
-    """
-
-    def __init__(self, *networks: nn.Module) -> None:
-        self._modules = [module for network in networks for module in network.modules()]
-        self._no_grad = torch.no_grad()
-
-    def __enter__(self) -> None:
-        self._were_training = [module for module in self._modules if module.training]
-        for module in self._modules:
-            module.training = False
-        self._no_grad.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._no_grad.__exit__(*error)
-        for module in self._were_training:
+@contextlib.contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Put a network into eval mode without gradients; afterwards restore each module's mode."""
+    were_training = [module for module in network.modules() if module.training]
+    # Set the attribute, because a module may override `train` to keep its own mode.
+    for module in were_training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in were_training:
             module.training = True
 
 
