@@ -1,6 +1,6 @@
 """Build the Trainer's keyword arguments for language models."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -24,16 +24,15 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
 
     cut_texts = _packed if data.packing else _pieces
 
+    def cut_block(texts: Any) -> dict[str, Any]:
+        pieces = list(cut_texts(_token_ids(texts, tokenizer), length))
+        return {"input_ids": pieces, "labels": pieces}
+
     def cut(texts: Any) -> Any:
         if isinstance(texts, IterableDataset):
             # A block is 1,000 texts; with packing, an incomplete last piece of each is dropped.
             return texts.map(cut_block, batched=True, remove_columns=column_names(texts))
-        pieces = cut_texts(_token_ids(texts, tokenizer), length)
-        return Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in pieces])
-
-    def cut_block(texts: Mapping[str, Any]) -> dict[str, Any]:
-        pieces = list(cut_texts(_token_ids(texts, tokenizer), length))
-        return {"input_ids": pieces, "labels": pieces}
+        return Dataset.from_dict(cut_block(texts))
 
     return {
         "model": network,
