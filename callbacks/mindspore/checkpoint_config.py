@@ -1,22 +1,17 @@
 """Settings of `ModelCheckpoint`: when it writes checkpoints, and which checkpoints it keeps."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from torch import nn
 
 from mfwrap.arguments import check_bool, check_choice, check_int, described
 
-_ONLY: Mapping[str, object] = {
-    "integrated_save": True,
-    "async_save": False,
-    "enc_key": None,
-    "enc_mode": "AES-GCM",
-    "crc_check": False,
-    "remove_redundancy": False,
-}
-"""Settings that are not supported, with the only value they may have."""
+_NOT_SUPPORTED = frozenset(
+    {"integrated_save", "async_save", "enc_key", "enc_mode", "crc_check", "remove_redundancy"}
+)
+"""Settings that must have their default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +75,13 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in (
-            "save_checkpoint_steps",
-            "save_checkpoint_seconds",
-            "keep_checkpoint_max",
-            "keep_checkpoint_per_n_minutes",
-        ):
-            check_int(name, getattr(self, name), minimum=0)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int:
+                check_int(field.name, value, minimum=0)
+            if field.name in _NOT_SUPPORTED and value != field.default:
+                msg = f"`{field.name}` must be {field.default!r}, got {value!r}; leave it out"
+                raise ValueError(msg)
         if bool(self.save_checkpoint_steps) == bool(self.save_checkpoint_seconds):
             msg = (
                 "exactly one of `save_checkpoint_steps` and `save_checkpoint_seconds` must be 0, "
@@ -99,10 +94,6 @@ class CheckpointConfig:
                 f"{self.keep_checkpoint_max} and {self.keep_checkpoint_per_n_minutes}"
             )
             raise ValueError(msg)
-        for name, only in _ONLY.items():
-            if getattr(self, name) != only:
-                msg = f"`{name}` must be {only!r}, got {getattr(self, name)!r}; leave it out"
-                raise ValueError(msg)
         check_bool("exception_save", self.exception_save)
         check_choice("format", self.format, ("ckpt", "safetensors"))
         if self.saved_network is not None and not isinstance(self.saved_network, nn.Module):
