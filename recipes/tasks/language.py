@@ -10,7 +10,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mfwrap.recipes.data.columns import PREFERENCES, TUNING, Columns, needed_columns
+from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings, fitting_length, make_text_model
@@ -43,19 +43,18 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
     }
 
 
-def build_supervised_tuning(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return keyword arguments of TRL's ``SFTTrainer``, for conversations, prompts or texts."""
+def build_tuning(
+    needs: Sequence[Columns], model: ModelSettings, data: DataSource, rows: Rows
+) -> dict[str, Any]:
+    """Return keyword arguments of TRL's ``SFTTrainer`` or ``DPOTrainer``, which tokenize the rows.
+
+    Args:
+        needs: Alternative sets of columns; TRL gets those of the first set that the rows have.
+        model: Section ``model``.
+        data: Section ``data``.
+        rows: Rows of the data.
+    """
     del data
-    return _tuning(model, rows, TUNING)
-
-
-def build_preference_tuning(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
-    """Return keyword arguments of TRL's ``DPOTrainer``, for chosen and rejected answers."""
-    del data
-    return _tuning(model, rows, PREFERENCES)
-
-
-def _tuning(model: ModelSettings, rows: Rows, needs: Sequence[Columns]) -> dict[str, Any]:
     tokenizer = model.make_tokenizer()
     columns = list(needed_columns(needs, column_names(rows.train)) or ())
     return {

@@ -40,16 +40,13 @@ def build_sequence_classification(
     )
     length = fitting_length(data, network)
 
-    def encoded(texts: Dataset) -> Dataset:
-        def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
-            tokens = tokenizer(batch["text"], truncation=True, max_length=length)
-            return {**tokens, "labels": [labels.index(label) for label in batch["label"]]}
-
-        return _mapped(texts, encode)
+    def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = tokenizer(batch["text"], truncation=True, max_length=length)
+        return {**tokens, "labels": [labels.index(label) for label in batch["label"]]}
 
     return {
         "model": network,
-        **rows.prepared(encoded),
+        **rows.prepared(lambda texts: _mapped(texts, encode)),
         "data_collator": DataCollatorWithPadding(tokenizer),
         "processing_class": tokenizer,
         "compute_metrics": accuracy,

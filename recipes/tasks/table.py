@@ -1,5 +1,6 @@
 """The table of tasks: what a recipe can train, and what each task needs."""
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -52,11 +53,7 @@ from mfwrap.recipes.data.mindformers import MindFormersSource
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.perceptron import PerceptronConfig
 from mfwrap.recipes.models.settings import ModelSettings
-from mfwrap.recipes.tasks.language import (
-    build_causal_lm,
-    build_preference_tuning,
-    build_supervised_tuning,
-)
+from mfwrap.recipes.tasks.language import build_causal_lm, build_tuning
 from mfwrap.recipes.tasks.prediction import (
     build_image_classification,
     build_regression,
@@ -172,7 +169,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         ),
         "supervised_tuning": Task(
             needs=TUNING,
-            build=build_supervised_tuning,
+            build=functools.partial(build_tuning, TUNING),
             hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             trainer=_trl_trainer("SFTTrainer"),
@@ -182,7 +179,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         ),
         "preference_tuning": Task(
             needs=PREFERENCES,
-            build=build_preference_tuning,
+            build=functools.partial(build_tuning, PREFERENCES),
             hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             trainer=_trl_trainer("DPOTrainer"),
