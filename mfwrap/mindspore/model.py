@@ -297,12 +297,12 @@ class Model:
         )
         self._trained.network.train()
         with updates, run:
-            run.begin()
+            run.send("on_train_begin")
             for number in range(initial_epoch + 1, epoch + 1):
                 self._train_epoch(number, run, updates, batches, validation)
                 if run.stops:
                     break
-            run.end()
+            run.send("on_train_end")
 
     def _train_epoch(
         self,

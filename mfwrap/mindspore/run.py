@@ -155,20 +155,16 @@ class ModelRun:
         """Whether a callback has asked this epoch, or the training, to stop."""
         return self._control.should_epoch_stop or self.stops
 
-    def begin(self) -> None:
-        """Call ``on_train_begin``."""
-        self._send("on_train_begin")
-
     def begin_epoch(self, number: int) -> None:
         """Call ``on_epoch_begin``; epochs count from 1."""
         self._control.should_epoch_stop = False
         self.parameters.cur_epoch_num = number
-        self._send("on_epoch_begin")
+        self.send("on_epoch_begin")
 
     def begin_step(self) -> None:
         """Call ``on_step_begin``."""
         self.parameters.cur_step_num += 1
-        self._send("on_step_begin")
+        self.send("on_step_begin")
 
     def end_step(self, outputs: Any) -> None:
         """Call ``on_step_end`` with the outputs of the cell."""
@@ -176,12 +172,12 @@ class ModelRun:
         self._state.global_step += 1
         self._state.epoch = self._state.global_step / self._num_batches
         report = getattr(self._cell, "last_report", None)
-        self._send("on_step_end", step_output=_output_with_loss(outputs), step_report=report)
+        self.send("on_step_end", step_output=_output_with_loss(outputs), step_report=report)
 
     def end_epoch(self, *, evaluates: bool) -> None:
         """Call ``on_epoch_end``; with `evaluates`, an evaluation follows."""
         self._control.should_evaluate = evaluates
-        self._send("on_epoch_end", evaluates=evaluates)
+        self.send("on_epoch_end", evaluates=evaluates)
 
     def evaluated(self, metrics: Mapping[str, Any], results: Mapping[str, Any]) -> None:
         """Call ``on_evaluate`` after an evaluation.
@@ -194,19 +190,22 @@ class ModelRun:
         # transformers' callbacks expect the Trainer's names, which begin with ``eval_``.
         named = {f"eval_{name.removeprefix('eval_')}": value for name, value in results.items()}
         self._control.should_evaluate = False
-        self._send("on_evaluate", metrics=named)
+        self.send("on_evaluate", metrics=named)
         self.parameters.pop("metrics")
-
-    def end(self) -> None:
-        """Call ``on_train_end``."""
-        self._send("on_train_end")
 
     @property
     def mindspore_callbacks(self) -> list[Callback]:
         """MindSpore's callbacks, in the order in which they are called."""
         return [callback for callback in self._callbacks if isinstance(callback, Callback)]
 
-    def _send(self, event: str, *, evaluates: bool = False, **facts: Any) -> None:
+    def send(self, event: str, *, evaluates: bool = False, **facts: Any) -> None:
+        """Call a method of all callbacks, such as ``on_train_begin``.
+
+        Args:
+            event: Name of the method.
+            evaluates: Whether an evaluation follows, so that `Model` itself asks for one.
+            facts: Further keywords for transformers' callbacks.
+        """
         self._control = self._handler.call_event(
             event, self._args, self._state, self._control, run_context=self.context, **facts
         )
