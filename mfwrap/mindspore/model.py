@@ -296,7 +296,7 @@ class Model:
             facts=self._facts() | {"dataset_sink_mode": sink_mode},
         )
         self._trained.network.train()
-        with updates, run:
+        with updates.running(), run.running():
             run.send("on_train_begin")
             for number in range(initial_epoch + 1, epoch + 1):
                 self._train_epoch(number, run, updates, batches, validation)

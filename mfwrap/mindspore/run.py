@@ -3,8 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, final
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -74,7 +73,6 @@ class ModelRun:
         optimizer = unwrapped_optimizer(self._cell.optimizer)
         self._num_batches = batches.num_batches
         self._callbacks = callbacks
-        self._entered = contextlib.ExitStack()
         main = accelerator.is_main_process
         self.parameters = CallbackParameters(
             mode="train",
@@ -122,26 +120,22 @@ class ModelRun:
         # have another length, so do not pass the loader to callbacks.
         self._handler.train_dataloader = None if batches.sinks else batches.dataset
 
-    def __enter__(self) -> Self:
-        # Monitors open their files in `on_train_begin`.
-        owned = self._entered.enter_context(contextlib.closing(OwnedFolders()))
-        self._entered.enter_context(owning_record_folders(owned))
-        for callback in self.mindspore_callbacks:
-            self._entered.enter_context(callback)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            # If an evaluation of averaged weights failed, the model still holds the averages.
-            # Restore the raw weights.
-            for callback in monitors(self._handler.callbacks):
-                callback.put_weights_back()
-        self._entered.__exit__(kind, error, traceback)
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Enter MindSpore's callbacks; the monitors own the folders that they open in the block."""
+        with contextlib.ExitStack() as entered:
+            owned = entered.enter_context(contextlib.closing(OwnedFolders()))
+            entered.enter_context(owning_record_folders(owned))
+            for callback in self.mindspore_callbacks:
+                entered.enter_context(callback)
+            try:
+                yield
+            except BaseException:
+                # If an evaluation of averaged weights failed, the model still holds the averages.
+                # Restore the raw weights.
+                for monitor in monitors(self._handler.callbacks):
+                    monitor.put_weights_back()
+                raise
 
     @property
     def stops(self) -> bool:
@@ -257,7 +251,7 @@ def _output_with_loss(outputs: Any) -> Any:
 
 @final
 class Updates:
-    """Do the updates of a training within a ``with`` block; its end reads the pending values.
+    """Do the updates of a training within `running`, whose end reads the pending values.
 
     If the cell skips overflowing updates, they are passed on to the loss-scale manager on the host.
     A flag is read after the next step has been launched, so the device is busy during the read.
@@ -273,7 +267,7 @@ class Updates:
         manager = trained.manager if isinstance(self._cell, LossScaleHooks) else None
         drops = manager is not None and manager.get_drop_overflow_update()
         self._manager = manager if drops else None
-        self._dividing = _dividing(unwrapped_optimizer(self._cell.optimizer), trained.divisor)
+        self._divisor = trained.divisor
 
     def __call__(self, call: NetworkCall) -> Any:
         """Do one update; return the cell's outputs.
@@ -302,21 +296,19 @@ class Updates:
             self._cell.flush()
         self._overflows.flush()
 
-    def __enter__(self) -> Self:
-        self._dividing.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._dividing.__exit__(kind, error, traceback)
-        # Flush after an error, too, because the schedule has not yet stepped for the last update.
-        # Suppress an error of this flush, because it would hide the first error.
-        with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
-            self.flush()
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Prepare the optimizer for the updates in the block, and call `flush` at its end."""
+        try:
+            with _dividing(unwrapped_optimizer(self._cell.optimizer), self._divisor):
+                yield
+        except BaseException:
+            # The schedule has not yet stepped for the last update. Suppress an error of this flush,
+            # because it would hide the first error.
+            with contextlib.suppress(RuntimeError):
+                self.flush()
+            raise
+        self.flush()
 
 
 @contextlib.contextmanager
