@@ -1,5 +1,6 @@
 """Batches of `Model`: split a dataset into epochs, and move batches to the training device."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
@@ -58,7 +59,7 @@ class Batches:
         self._sink_mode = sink_mode
         self.sinks = sink_size is not None and sink_size > 0
         """Whether an epoch has `sink_size` batches. If False, it is one pass over the dataset."""
-        self._pass: Iterator[Any] | None = None
+        self._passes = self._all_passes()
         self._num_passes = 0
         self.num_batches = (
             sink_size
@@ -98,20 +99,18 @@ class Batches:
         Raises:
             ValueError: If the dataset is empty.
         """
-        if not self.sinks:
-            yield from map(self._call, self._next_pass())
-            return
-        for _ in range(self.num_batches):
-            yield self._call(self._next_batch())
+        sunk = itertools.islice(self._passes, self.num_batches)
+        yield from map(self._call, sunk if self.sinks else self._next_pass())
 
-    def _next_batch(self) -> Any:
-        if self._pass is not None:
-            for batch in self._pass:
-                return batch
-        self._pass = self._next_pass()
-        for batch in self._pass:
-            return batch
-        raise self._empty_error()
+    def _all_passes(self) -> Iterator[Any]:
+        """Yield the batches of one pass after the other."""
+        while True:
+            is_empty = True
+            for batch in self._next_pass():
+                is_empty = False
+                yield batch
+            if is_empty:
+                raise self._empty_error()
 
     def _next_pass(self) -> Iterator[Any]:
         # accelerate's loaders may shuffle by the epoch number, so give each pass a new number.
