@@ -110,9 +110,11 @@ class ModelRun:
         self._control = TrainerControl()
         self._warned: set[str] = set()
         self._args = _arguments(epoch)
-        self._handler = CallbackHandler([_LoopDecides()], trained.network, None, optimizer, None)
-        # Do not use `add_callback`, which warns about two callbacks of the same class.
-        self._handler.callbacks += [
+        # The handler warns if it is made without this callback, which decides in a Trainer when to
+        # log, save and evaluate. `add_callback` warns about two callbacks of the same class.
+        flow = DefaultFlowCallback()
+        self._handler = CallbackHandler([flow], trained.network, None, optimizer, None)
+        self._handler.callbacks = [
             as_trainer_callback(callback) if isinstance(callback, Callback) else callback
             for callback in callbacks
         ]
@@ -211,20 +213,6 @@ class ModelRun:
                 self._warned.add(switch)
                 msg = f"Model ignores `{switch}`, which a callback set in {event}; {instead}"
                 warnings.warn(msg, stacklevel=2)
-
-
-class _LoopDecides(DefaultFlowCallback):
-    """Let `Model` decide when to log, save and evaluate.
-
-    In a Trainer, `DefaultFlowCallback` decides this. transformers' callback handler warns if there
-    is no `DefaultFlowCallback`. This subclass prevents the warning, and its methods do nothing.
-    """
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
 
 
 def _arguments(epoch: int) -> TrainingArguments:
