@@ -191,7 +191,7 @@ def init(name: str, output: Path | None) -> None:
 
 
 @cli.command("import-mindformers")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="File; by default standard output.")
 @click.option(
     "--accept",
@@ -214,9 +214,6 @@ def import_mindformers(file: Path, output: Path | None, accept: Sequence[str]) -
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
     from mfwrap.runner import import_mindformers as convert  # noqa: PLC0415  (slow)
 
-    if not file.is_file():
-        msg = f"{file}: no such file; expected a MindFormers YAML file"
-        raise RecipeError(msg)
     imported = convert(find_recipe(str(file))[0], str(file), accept)
     warn(str(file), [f"lost ({loss.name}): {loss.says}" for loss in imported.losses])
     for note in imported.notes:

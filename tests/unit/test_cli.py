@@ -294,10 +294,7 @@ def test_a_second_run_into_one_folder(recipe, capsys):
         (["plot", "nowhere"], "nowhere is not a run folder"),
         (["verify", "nowhere"], "nowhere: no checkpoint found; expected the folder of a run or of"),
         (["init", "causal_lmm"], "did you mean 'causal_lm'?"),
-        (
-            ["import-mindformers", "nowhere"],
-            "nowhere: no such file; expected a MindFormers YAML file",
-        ),
+        (["import-mindformers", "nowhere"], "'FILE': File 'nowhere' does not exist"),
     ],
 )
 def test_bad_input(recipe, capsys, arguments, says):
