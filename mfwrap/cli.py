@@ -338,8 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: Arguments without the program's name; by default ``sys.argv[1:]``.
     """
     try:
-        given = None if arguments is None else list(arguments)
-        code = cli.main(given, prog_name="mfwrap", standalone_mode=False)
+        code = cli.main(arguments, prog_name="mfwrap", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()  # the whole help
         code = 2

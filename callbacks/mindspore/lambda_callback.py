@@ -55,21 +55,8 @@ class LambdaCallback(Callback):
         on_eval_begin: Hook | None = None,
         on_eval_end: Hook | None = None,
     ) -> None:
-        hooks = {
-            "on_train_epoch_begin": on_train_epoch_begin,
-            "on_train_epoch_end": on_train_epoch_end,
-            "on_train_step_begin": on_train_step_begin,
-            "on_train_step_end": on_train_step_end,
-            "on_train_begin": on_train_begin,
-            "on_train_end": on_train_end,
-            "on_eval_epoch_begin": on_eval_epoch_begin,
-            "on_eval_epoch_end": on_eval_epoch_end,
-            "on_eval_step_begin": on_eval_step_begin,
-            "on_eval_step_end": on_eval_step_end,
-            "on_eval_begin": on_eval_begin,
-            "on_eval_end": on_eval_end,
-        }
-        for name, hook in hooks.items():
+        given = {name: hook for name, hook in locals().items() if name.startswith("on_")}
+        for name, hook in given.items():
             if hook is not None:
                 check_callable(name, hook)
                 setattr(self, name, hook)
