@@ -24,9 +24,6 @@ TOKENIZER_FILES = (
 )
 """A folder with a tokenizer has one of these files."""
 
-_MAX_BYTES = 16 * 1024 * 1024
-"""Limit above the size of any JSON file of a model folder, except its vocabulary."""
-
 
 def model_type_of(setting: str, folder: Path) -> str:
     """Return the ``model_type`` of a model folder.
@@ -124,9 +121,7 @@ def _weight_files(setting: str, folder: Path) -> list[Path]:
 def _object(setting: str, file: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""
     try:
-        with file.open("rb") as opened:
-            content = opened.read(_MAX_BYTES + 1)
-        found = json.loads(content.decode()) if len(content) <= _MAX_BYTES else None
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         msg = f"`{setting}` must have a readable JSON object in {file}: {error}"
         raise ValueError(msg) from error
