@@ -11,7 +11,7 @@ from accelerate.utils import find_device, send_to_device
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
-from mfwrap.arguments import check_bool, described
+from mfwrap.arguments import check_bool, check_int, described
 from mfwrap.step.calls import NetworkCall
 
 
@@ -169,11 +169,8 @@ def check_sink_size(sink_size: object, *, sink_mode: object) -> None:
         ValueError: If `sink_size` is 0 or below -1, or is not -1 without sink mode.
     """
     check_bool("dataset_sink_mode", sink_mode)
-    if isinstance(sink_size, bool) or not isinstance(sink_size, int):
-        msg = f"`sink_size` must be an int, got {described(sink_size)}"
-        raise TypeError(msg)
-    if sink_size == 0 or sink_size < -1:
-        msg = f"`sink_size` must be -1 or > 0, got {sink_size}"
+    if check_int("sink_size", sink_size, minimum=-1) == 0:
+        msg = "`sink_size` must be -1 or > 0, got 0"
         raise ValueError(msg)
     if sink_size != -1 and not sink_mode:
         msg = f"`sink_size` must be -1 with dataset_sink_mode=False, got {sink_size}"

@@ -56,10 +56,9 @@ class Evaluator:
         eval_indexes: Sequence[int] | None,
         accelerator: Accelerator,
     ) -> None:
-        metrics_by_name = named_metrics(metrics)
-        self._names = tuple(metrics_by_name)
+        self._metrics = named_metrics(metrics)
+        self._names = tuple(self._metrics)
         self._indexes = checked_indexes(eval_indexes, eval_network)
-        self._metrics = dict(metrics_by_name)
         if self._indexes is not None:
             self._metrics.setdefault("eval_loss", LossMetric())
         self._device = trained.device

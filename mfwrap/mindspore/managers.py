@@ -13,8 +13,6 @@ from mfwrap.loss_scale.cells import (
     LossScaleUpdateCell,
 )
 
-_MAX_CONSECUTIVE_OVERFLOWS = 1000
-
 
 class LossScaleManager(abc.ABC):
     """Base class of the managers: hold a loss scale, and the rule that changes it.
@@ -138,7 +136,7 @@ class DynamicLossScaleManager(LossScaleManager):
         """Factor of the loss scale when it grows."""
         self.decrease_ratio = 1 / scale_factor
         """Factor of the loss scale when it falls."""
-        self.bad_step_max = _MAX_CONSECUTIVE_OVERFLOWS
+        self.bad_step_max = 1000
         """Number of consecutive overflows that are tolerated."""
         self.cur_iter = 1
         """Number of the next update, counted from 1."""

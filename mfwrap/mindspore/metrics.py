@@ -232,14 +232,6 @@ def _of_classes(kind: str, **settings: Any) -> Callable[[], Metric]:
     return make
 
 
-def _of_numbers(kind: str) -> Callable[[], Metric]:
-    def make() -> Metric:
-        metric: Metric = getattr(_torchmetrics("regression"), kind)()
-        return metric
-
-    return make
-
-
 def _torchmetrics(part: str) -> Any:
     try:
         return importlib.import_module(f"torchmetrics.{part}")
@@ -258,6 +250,6 @@ _NAMED: Mapping[str, Callable[[], Metric]] = {
     "recall": _of_classes("MulticlassRecall", average=None),
     "F1": _of_classes("MulticlassF1Score", average=None),
     "confusion_matrix": _of_classes("MulticlassConfusionMatrix"),
-    "mae": _of_numbers("MeanAbsoluteError"),
-    "mse": _of_numbers("MeanSquaredError"),
+    "mae": lambda: _torchmetrics("regression").MeanAbsoluteError(),
+    "mse": lambda: _torchmetrics("regression").MeanSquaredError(),
 }
