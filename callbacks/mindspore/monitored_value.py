@@ -63,19 +63,6 @@ def watched_value(parameters: CallbackParameters, monitor: str) -> float | None:
     return float(mean)
 
 
-def value_of_epoch(callback: object, parameters: CallbackParameters, monitor: str) -> float | None:
-    """Return `watched_value`; if it is unknown, log a warning with the callback's name."""
-    value = watched_value(parameters, monitor)
-    if value is None:
-        run_logger(type(callback).__module__).warning(
-            "%s ignores epoch %d: it has no value for `%s`",
-            type(callback).__name__,
-            parameters.cur_epoch_num,
-            monitor,
-        )
-    return value
-
-
 def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -166,9 +153,17 @@ class ImprovementCallback(Callback, abc.ABC):
     def on_evaluation(self, run_context: RunContext) -> None:
         """Do the same after an evaluation in an epoch."""
         parameters = run_context.original_args()
-        value = value_of_epoch(self, parameters, self._improvement.monitor)
+        monitor = self._improvement.monitor
+        value = watched_value(parameters, monitor)
         if value is not None:
             self._compare(value, run_context)
+            return
+        run_logger(type(self).__module__).warning(
+            "%s ignores epoch %d: it has no value for `%s`",
+            type(self).__name__,
+            parameters.cur_epoch_num,
+            monitor,
+        )
 
     @abc.abstractmethod
     def _compare(self, value: float, run_context: RunContext) -> None:

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfwrap import StepOutput
+from mfwrap.callbacks import EarlyStopping
 from mfwrap.callbacks.mindspore.monitored_value import (
     Improvement,
     loss_of,
-    value_of_epoch,
     watched_value,
 )
-from mfwrap.model import CallbackParameters
+from mfwrap.model import CallbackParameters, RunContext
 
 LOSS, OTHER = torch.tensor([1.0, 3.0]), torch.tensor(7.0)
 
@@ -71,8 +71,9 @@ def test_an_unknown_value_is_logged_with_the_callback(caplog):
     """The warning names the class of the callback, the epoch and the unknown value."""
     known = CallbackParameters({"cur_epoch_num": 3})
 
-    assert value_of_epoch(caplog, known, "F1") is None
-    assert caplog.messages == ["LogCaptureFixture ignores epoch 3: it has no value for `F1`"]
+    EarlyStopping("F1").on_evaluation(RunContext(known))
+
+    assert caplog.messages == ["EarlyStopping ignores epoch 3: it has no value for `F1`"]
 
 
 @given(
