@@ -191,9 +191,7 @@ def disk_problem(folder: Path, num_bytes: int) -> str | None:
         folder: Run folder; it need not exist yet.
         num_bytes: Least size of a checkpoint.
     """
-    existing = next((each for each in (folder, *folder.absolute().parents) if each.exists()), None)
-    if existing is None:
-        return None
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(existing).free
     if free >= num_bytes:
         return None

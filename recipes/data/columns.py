@@ -38,8 +38,8 @@ class Kind:
     """How a column is read from a file without types; ``None`` if every file has its type."""
 
 
-Columns = Mapping[str, Kind | None]
-"""Kind of each column that a task needs; ``None`` for a column whose values are not checked."""
+Columns = Mapping[str, Kind]
+"""Kind of each column that a task needs."""
 
 
 def needed_columns(needs: Sequence[Columns], found: Collection[str]) -> Columns | None:
@@ -68,8 +68,7 @@ def check_rows(
         DataError: If a value does not fit. The message names column, row and value.
     """
     for column, kind in columns.items():
-        if kind is not None:
-            _check(rows, names, column, kind, rows if like is None else like)
+        _check(rows, names, column, kind, rows if like is None else like)
 
 
 def check_numbers(rows: Dataset) -> None:
