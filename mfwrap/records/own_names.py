@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL, checkpoints_of_run
 from mfwrap.checkpoints.written_files import begin_list, listed_names
-from mfwrap.records.record_forms import recognized_names
 from mfwrap.records.run_record import read_facts
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -54,10 +53,8 @@ def base_name(name: str) -> str:
 def is_own(path: Path) -> bool:
     """Return whether a run of mfwrap has written a file or folder.
 
-    The list of its folder tells it, and so do mfwrap's files in a checkpoint. A folder without a
-    list was written by an earlier release, or by nobody: if it has a ``run.json`` of mfwrap, its
-    files count as written by that run; otherwise only records that are recognized, see
-    `recognized_names`. A link is never mfwrap's.
+    The list of its folder tells it, and so do mfwrap's files in a checkpoint. In a folder without a
+    list, a ``run.json`` of mfwrap tells it. A link is never mfwrap's.
     """
     if path.is_symlink():
         return False
@@ -65,7 +62,7 @@ def is_own(path: Path) -> bool:
         return True
     listed = listed_names(path.parent)
     if listed is None:
-        return _has_facts_of_mfwrap(path.parent) or path.name in recognized_names(path.parent)
+        return _has_facts_of_mfwrap(path.parent)
     return bool({path.name, base_name(path.name)} & listed)
 
 

@@ -18,7 +18,7 @@ from mfwrap.checkpoints.folders import (
     sync,
     whole_file,
 )
-from mfwrap.checkpoints.written_files import listed_names, rewrite_list
+from mfwrap.checkpoints.written_files import rewrite_list
 from mfwrap.records.own_names import (
     CHECKPOINT,
     EARLIER,
@@ -29,8 +29,6 @@ from mfwrap.records.own_names import (
     known_names,
     own_names,
 )
-from mfwrap.records.run_files import set_aside
-from mfwrap.records.run_record import FACTS
 from mfwrap.runner.document import RecipeDocument
 
 RESULT = "result.json"
@@ -155,14 +153,8 @@ def claim(folder: Path, arguments: TrainingArguments) -> None:
 def _remove(folder: Path, *, overwrite: bool) -> list[str]:
     removed: list[str] = []
     own = own_names(folder)
-    if listed_names(folder) is None and FACTS not in own:
-        # Only their form says that these records are mfwrap's.
-        for name in sorted(own):
-            if RECORD.fullmatch(name):
-                set_aside(folder / name)
-        own = own_names(folder)
-    # In a folder of an earlier release, the facts of its run tell what is mfwrap's. Note the names
-    # before the facts are deleted.
+    # In a folder without a list, the facts of its run tell what is mfwrap's. Note the names before
+    # the facts are deleted.
     begin_folder(folder)
     result = folder / RESULT
     if RESULT in own:

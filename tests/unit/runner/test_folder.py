@@ -110,19 +110,6 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
     assert not list((tmp_path / "tensorboard").iterdir())
 
 
-def test_records_that_only_their_form_tells(tmp_path):
-    """Without a list and facts of mfwrap they may be a user's, and get another name."""
-    mine = {"throughput": {"step": 1, "throughput": 3.5}, "progress": {"step": 1, "seconds": 0.5}}
-    for name, record in mine.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
-
-    with pytest.warns(UserWarning, match="records of an earlier run; it was renamed to"):
-        run(tmp_path)
-
-    for name, record in mine.items():
-        assert lines(tmp_path / f"{name}.jsonl.1") == [record]
-
-
 def test_overwrite_removes_the_former_run(tmp_path):
     """``overwrite`` removes the earlier run's files, and reports them in one line.
 
@@ -252,7 +239,7 @@ def test_a_run_without_a_list(tmp_path):
 @pytest.mark.parametrize("is_killed", [False, True])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_run_without_a_list_is_replaced_twice(tmp_path, monkeypatch, overwrite, is_killed):
-    """What a run of an earlier release has left is still mfwrap's when its facts are deleted."""
+    """What a run without a list has left is still mfwrap's when its facts are deleted."""
     run(tmp_path, **(SAVING if overwrite else {}))
     for name in (LIST, *(() if overwrite else ("result.json",))):
         (tmp_path / name).unlink()
