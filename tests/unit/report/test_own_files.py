@@ -7,7 +7,6 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
 
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.written_files import LIST, begin_list
@@ -36,27 +35,6 @@ def test_own_files(tmp_path, write):
     assert [is_own_picture(tmp_path / name) for name in ("page", "picture")] == [False, True]
 
 
-@pytest.mark.parametrize("write", [write_run, losses_only])
-def test_files_of_earlier_releases(tmp_path, write):
-    """A page and a picture that do not name mfwrap are recognized by what all of them have."""
-    run = write(tmp_path / "run")
-    write_run_page([run], tmp_path / "page")
-    page = (tmp_path / "page").read_text(encoding="utf-8")
-    named = '<meta name="generator" content="mfwrap">\n'
-    (tmp_path / "page").write_text(page.replace(named, ""), encoding="utf-8")
-    first = f'{HEAD} data-last-step="2">\n<script id="panels" type="application/json">[]</script>'
-    (tmp_path / "first").write_text(first, encoding="utf-8")
-    draw_run(run, tmp_path / "picture")
-    with Image.open(tmp_path / "picture") as picture:
-        older = Figure(figsize=(9, picture.size[1] / 150), dpi=150)
-    older.savefig(tmp_path / "older.png")
-
-    assert named in page
-    assert is_own_page(tmp_path / "page")
-    assert is_own_page(tmp_path / "first")
-    assert is_own_picture(tmp_path / "older.png")
-
-
 def test_files_of_others(tmp_path):
     """Pages and pictures of other tools, links, folders and broken files are not mfwrap's."""
     (tmp_path / "page").write_text(f"{HEAD}>\n<title>mfwrap</title>", encoding="utf-8")
@@ -75,7 +53,7 @@ def test_files_of_others(tmp_path):
 
 
 def test_a_page_with_ends_of_lines_of_windows(tmp_path):
-    """Text mode writes them there; a page is written without them and recognized with them."""
+    """A page is written without them, and recognized with them."""
     page = tmp_path / "page"
     write_run_page([write_run(tmp_path / "run")], page)
     content = page.read_bytes()
