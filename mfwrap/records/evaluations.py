@@ -1,5 +1,6 @@
 """Name and read the results of a Trainer's evaluations."""
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,22 +10,27 @@ AVERAGED = "ema_"
 TIMINGS = ("_runtime", "_per_second", "_time")
 """Ends of the names of metrics that say how long an evaluation took."""
 
-_STEP = "step_of_averages"
 _MARK = "averaged_weights"
-_LOADED = "has_averages"
+
+_NOTES: dict[int, dict[str, Any]] = {}
+"""Notes about each ``TrainerState``, by its id: it is not hashable."""
+
+
+def _notes_of(state: Any) -> dict[str, Any]:
+    """Return the notes about a state, which end with it."""
+    if id(state) not in _NOTES:
+        weakref.finalize(state, _NOTES.pop, id(state))
+    return _NOTES.setdefault(id(state), {})
 
 
 def note_averages(state: Any, *, are_evaluated: bool) -> None:
     """Note whether the evaluation at the present step uses averaged weights.
 
-    All callbacks of a training share `state`. The Trainer does not save the note, because it saves
-    only the declared fields.
-
     Args:
-        state: A ``TrainerState``.
+        state: A ``TrainerState``, which all callbacks of a training share.
         are_evaluated: False if the evaluation uses the raw weights.
     """
-    vars(state)[_STEP] = state.global_step if are_evaluated else None
+    _notes_of(state)["step"] = state.global_step if are_evaluated else None
 
 
 def prefix_of(state: Any) -> str:
@@ -33,7 +39,7 @@ def prefix_of(state: Any) -> str:
     Args:
         state: A ``TrainerState`` since the first step of the evaluation.
     """
-    return AVERAGED if vars(state).get(_STEP) == state.global_step else ""
+    return AVERAGED if _notes_of(state).get("step") == state.global_step else ""
 
 
 def mark_averages(state: Any, metrics: Mapping[str, Any]) -> None:
@@ -64,7 +70,7 @@ def note_loaded_averages(state: Any, *, are_loaded: bool) -> None:
         state: A ``TrainerState``.
         are_loaded: Whether it does.
     """
-    vars(state)[_LOADED] = are_loaded
+    _notes_of(state)["are_loaded"] = are_loaded
 
 
 def ends_with_averages(state: Any) -> bool:
@@ -73,7 +79,7 @@ def ends_with_averages(state: Any) -> bool:
     Args:
         state: A ``TrainerState`` after the training.
     """
-    return bool(vars(state).get(_LOADED))
+    return bool(_notes_of(state).get("are_loaded"))
 
 
 def named(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

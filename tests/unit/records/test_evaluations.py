@@ -1,9 +1,20 @@
 """The results of evaluations are named, and read from a Trainer's metrics and log."""
 
+import copy
+
 from transformers import TrainerState
 from transformers.modelcard import make_markdown_table, parse_log_history
 
-from mfwrap.records.evaluations import last_has_averages, mark_averages, named, results_of
+from mfwrap.records.evaluations import (
+    ends_with_averages,
+    last_has_averages,
+    mark_averages,
+    named,
+    note_averages,
+    note_loaded_averages,
+    prefix_of,
+    results_of,
+)
 
 
 def test_metrics_without_timings():
@@ -37,3 +48,17 @@ def test_evaluations_of_averaged_weights():
     _, lines, results = parse_log_history(log)
     assert make_markdown_table(lines).count("\n") == 4
     assert results == {"Loss": 2.0}
+
+
+def test_notes_put_nothing_on_the_state():
+    """A note is of one state at one step, and neither the state nor its copies have it."""
+    state = TrainerState(global_step=7)
+    note_averages(state, are_evaluated=True)
+    note_loaded_averages(state, are_loaded=True)
+
+    assert (prefix_of(state), ends_with_averages(state)) == ("ema_", True)
+    assert vars(state) == vars(TrainerState(global_step=7))
+    copied = copy.copy(state)
+    assert (prefix_of(copied), ends_with_averages(copied)) == ("", False)
+    state.global_step = 8
+    assert prefix_of(state) == ""
