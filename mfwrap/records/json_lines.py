@@ -7,10 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, final
-
-_BLOCK = 2**16
-"""Bytes that are read at once while looking for the start of a file's last line."""
+from typing import Any, final
 
 _RANK = re.compile(r"(.*)_rank(\d+)")
 
@@ -83,14 +80,10 @@ def last_value(path: Path, key: str) -> Any:
         path: File that `JsonLines` wrote.
         key: Name of the value.
     """
-    content = path.read_bytes() if path.exists() else b""
-    end = len(content)
-    while (found := content.rfind(json.dumps(key).encode(), 0, end)) >= 0:
-        end = content.rfind(b"\n", 0, found) + 1
-        record = _parsed(content[end:].partition(b"\n")[0]) or {}
-        if key in record:
-            return record[key]
-    return None
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    name = json.dumps(key).encode()
+    records = (_parsed(line) or {} for line in reversed(lines) if name in line)
+    return next((record[key] for record in records if key in record), None)
 
 
 def rank_file(folder: Path, name: str, rank: int) -> Path:
@@ -160,30 +153,13 @@ def _end_with_a_line(path: Path) -> None:
 
     Does nothing if the file does not exist or is empty.
     """
-    try:
-        file = path.open("r+b")
-    except FileNotFoundError:
-        return
-    with file:
-        start = _last_line_start(file)
-        last = file.read()
-        if is_object(last):
+    content = path.read_bytes() if path.exists() else b""
+    start = content.rfind(b"\n") + 1
+    if is_object(content[start:]):
+        with path.open("ab") as file:
             file.write(b"\n")
-        else:
-            file.truncate(start)
-
-
-def _last_line_start(file: BinaryIO) -> int:
-    """Move a file to the start of its last line, which may be empty, and return this position."""
-    position = file.seek(0, os.SEEK_END)
-    while position > 0:
-        start = max(position - _BLOCK, 0)
-        file.seek(start)
-        newline = file.read(position - start).rfind(b"\n")
-        if newline >= 0:
-            return file.seek(start + newline + 1)
-        position = start
-    return file.seek(0)
+    elif start < len(content):
+        os.truncate(path, start)
 
 
 def to_plain(value: Any) -> Any:

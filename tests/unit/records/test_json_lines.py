@@ -71,7 +71,7 @@ def test_a_line_that_a_crash_cut_off(length, tmp_path):
 
 
 def test_a_long_line_that_a_crash_cut_off(tmp_path):
-    """A cut-off line is removed even if it is longer than the block that is read at once."""
+    """A cut-off line is removed, however long it is."""
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"step": 1}\n' + b'{"x": "' + b"a" * 200_000)
     JsonLines(path).append({"step": 2})
