@@ -12,7 +12,7 @@ from mfwrap.records.fingerprints import (
     read_fingerprints,
 )
 from mfwrap.records.json_lines import rank_files, read_json_lines
-from mfwrap.records.run_record import to_number, trainer_log
+from mfwrap.records.run_record import not_a_run_folder, to_number, trainer_log
 from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, read_text
 
 Numbers: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -78,10 +78,6 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         FileNotFoundError: If the folder does not exist or has no record of a step.
         ValueError: If a file is damaged.
     """
-    if not folder.is_dir():
-        reason = "it is a file" if folder.exists() else "there is no such folder"
-        msg = f"{folder} is not a run folder: {reason}"
-        raise FileNotFoundError(msg)
     numbers: dict[str, dict[int, Numbers]] = {}
     fingerprints: dict[int, RankFingerprints] = {}
     limits: dict[str, Any] = {}
@@ -106,11 +102,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
     num_ranks = max(max(ranks, default=0) + 1, int(facts.get("num_ranks", 1)))
     run = RecordedRun(folder, num_ranks, facts, _recipe(folder), numbers, fingerprints)
     if not run.steps:
-        msg = (
-            f"{folder} is not a run folder: neither a *.jsonl file nor trainer_state.json in it "
-            "has the numbers of a step"
-        )
-        raise FileNotFoundError(msg)
+        raise not_a_run_folder(folder)
     return run
 
 

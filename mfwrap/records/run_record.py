@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.records.evaluations import AVERAGED, named
@@ -27,6 +27,9 @@ _ALIASES = {"grad_norm": "global_norm", "local_loss": "loss"}
 """Name in `StepOutput` of each number that transformers or MindFormers name differently."""
 
 _NO_CURVES = {"step", "epoch", "size"}
+
+_Values: TypeAlias = dict[str, dict[int, float]]
+"""Numbers by name, then by step."""
 
 
 @dataclass(slots=True)
@@ -68,11 +71,6 @@ class RunRecord:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the run was, from ``run.json``; empty without this file. See `read_facts`."""
 
-    @property
-    def anomalies(self) -> list[dict[str, Any]]:
-        """Records of all episodes, ordered by step."""
-        return [record for episode in self.episodes for record in episode.records]
-
     def first_step(self) -> int:
         """Return the first step of any curve; 0 if there is no curve."""
         return min((curve.steps[0] for curve in self.curves.values() if curve.steps), default=0)
@@ -97,90 +95,81 @@ def read_run(folder: Path) -> RunRecord:
         FileNotFoundError: If the folder does not exist or holds no numbers of a run.
         ValueError: If a file cannot be read.
     """
-    if not folder.is_dir():
-        msg = f"{folder} is not a run folder: there is no such folder"
-        raise FileNotFoundError(msg)
-    points = _Points()
     anomalies: list[tuple[int, list[dict[str, Any]]]] = []
+    values: dict[int, _Values] = {0: {}}
+    logged: _Values = {}
+    limits = _add(logged, trainer_log(folder))
     for path, name, rank in rank_files(folder):
         records = read_json_lines(path)
         if name.startswith("anomalies"):
             anomalies.append((rank, records))
         else:
-            points.add_all(records, rank)
-    # Take from the Trainer's file only what the other files lack. The Trainer logs means over
-    # several steps, and its file sorts the layers by name, so their order is lost.
-    points.fill_from(trainer_log(folder))
-    if not points.curves and not points.local_norms:
-        msg = (
-            f"{folder} is not a run folder: neither a *.jsonl file nor {_TRAINER_STATE} in it "
-            "has the numbers of a step"
-        )
-        raise FileNotFoundError(msg)
-    curves = {name: _sorted(values) for name, values in points.curves.items()}
-    rank_losses = {rank: _sorted(values) for rank, values in sorted(points.rank_losses.items())}
+            limits += _add(values.setdefault(rank, {}), records)
+    _fill(values[0], logged)
+    curves = {
+        rank: {name: _sorted(numbers) for name, numbers in of_rank.items()}
+        for rank, of_rank in sorted(values.items())
+    }
+    norms = {rank: _local_norms(of_rank) for rank, of_rank in curves.items()}
+    losses = {rank: of_rank["loss"] for rank, of_rank in curves.items() if "loss" in of_rank}
+    if not curves[0] and not any(norms.values()):
+        raise not_a_run_folder(folder)
     return RunRecord(
         folder.resolve().name,
-        curves,
-        {
-            rank: {group: _sorted(values) for group, values in groups.items()}
-            for rank, groups in sorted(points.local_norms.items())
-        },
+        {name: curve for name, curve in curves[0].items() if not name.startswith(_NORM)},
+        {rank: groups for rank, groups in norms.items() if groups},
         episodes_of(anomalies),
         read_rollbacks(folder)[0],
-        points.max_grad_norm,
-        {0: curves.get("loss", Curve()), **rank_losses} if rank_losses else {},
+        limits[-1] if limits else None,
+        losses if any(losses) else {},
         read_facts(folder),
     )
 
 
-class _Points:
-    """Collect values by name and step; a later value of a step replaces an earlier one."""
+def not_a_run_folder(folder: Path) -> FileNotFoundError:
+    """Return the error for a folder that has no numbers of a run."""
+    if folder.is_dir():
+        reason = f"neither a *.jsonl file nor {_TRAINER_STATE} in it has the numbers of a step"
+    else:
+        reason = "it is a file" if folder.exists() else "there is no such folder"
+    return FileNotFoundError(f"{folder} is not a run folder: {reason}")
 
-    def __init__(self) -> None:
-        self.curves: dict[str, dict[int, float]] = {}
-        self.local_norms: dict[int, dict[str, dict[int, float]]] = {}
-        self.rank_losses: dict[int, dict[int, float]] = {}
-        """Losses of the ranks above 0."""
 
-        self.max_grad_norm: float | None = None
+def _add(values: _Values, records: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Add numbers of records, of which a later one replaces an earlier one of its step.
 
-    def add_all(self, records: Iterable[Mapping[str, Any]], rank: int = 0) -> None:
-        for record in records:
-            step = record.get("step")
-            if isinstance(step, int) and not isinstance(step, bool):
-                self._add(step, record, rank)
-            if (limit := to_number(record.get("max_grad_norm"))) is not None:
-                self.max_grad_norm = limit
+    Returns:
+        The limits of the global norm in the records.
+    """
+    limits = []
+    for record in records:
+        step = record.get("step")
+        for name, number in _numbers(record):
+            if type(step) is int:
+                values.setdefault(_ALIASES.get(name, name), {})[step] = number
+            if name == "max_grad_norm":
+                limits.append(number)
+    return limits
 
-    def fill_from(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add values of the Trainer's log, except where the step has one of this name already."""
-        other = _Points()
-        other.add_all(records)
-        for name, values in other.curves.items():
-            # The Trainer gives the same name to results of averaged weights.
-            known = self.curves.get(name, {}) | self.curves.get(AVERAGED + name, {})
-            new = {step: value for step, value in values.items() if step not in known}
-            if new:
-                self.curves.setdefault(name, {}).update(new)
-        for rank, groups in other.local_norms.items():
-            own = self.local_norms.setdefault(rank, {})
-            for group, values in groups.items():
-                own[group] = values | own.get(group, {})
-        if self.max_grad_norm is None:
-            self.max_grad_norm = other.max_grad_norm
 
-    def _add(self, step: int, record: Mapping[str, Any], rank: int) -> None:
-        norms = self.local_norms.setdefault(rank, {})
-        for name, value in _numbers(record):
-            if name.startswith(_NORM):
-                norms.setdefault(name.removeprefix(_NORM), {})[step] = value
-            elif rank and _ALIASES.get(name, name) == "loss":
-                self.rank_losses.setdefault(rank, {})[step] = value
-            elif rank == 0:
-                self.curves.setdefault(_ALIASES.get(name, name), {})[step] = value
-        if not norms:
-            del self.local_norms[rank]
+def _fill(values: _Values, logged: _Values) -> None:
+    """Add numbers of the Trainer's log, except where the step has one of this name already.
+
+    The Trainer logs means over several steps, and its file sorts the layers by name, so their order
+    is lost. It gives the same name to results of averaged weights.
+    """
+    for name, numbers in logged.items():
+        averaged = values.get(AVERAGED + name, {})
+        new = {step: number for step, number in numbers.items() if step not in averaged}
+        if new:
+            values[name] = new | values.get(name, {})
+
+
+def _local_norms(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Return the curves of local norms by name of the parameter group."""
+    return {
+        name.removeprefix(_NORM): curve for name, curve in curves.items() if name.startswith(_NORM)
+    }
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -252,9 +241,9 @@ def _trainer_state(folder: Path) -> Path | None:
     if (folder / _TRAINER_STATE).is_file():
         return folder / _TRAINER_STATE
     steps = {
-        int(match[1]): path / _TRAINER_STATE
-        for path in folder.iterdir()
-        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / _TRAINER_STATE).is_file()
+        int(match[1]): path
+        for path in folder.glob(f"checkpoint-*/{_TRAINER_STATE}")
+        if (match := _CHECKPOINT.fullmatch(path.parent.name))
     }
     return steps[max(steps)] if steps else None
 

@@ -26,7 +26,7 @@ def test_a_run_of_the_cell(tmp_path):
     assert run.curves["overflow"].values[18:21] == [0.0, 1.0, 0.0]
     assert [list(groups) for groups in run.local_norms.values()] == [list(GROUPS)] * 3
     assert run.local_norms[2]["layers.1"].values[9] == pytest.approx(0.9)
-    assert [anomaly["step"] for anomaly in run.anomalies] == [12, 30]
+    assert [episode.step for episode in run.episodes] == [12, 30]
     assert run.max_grad_norm == 1.5
     assert run.last_step() == 40
     assert not {"step", "epoch", "local_norm"} & run.curves.keys()
