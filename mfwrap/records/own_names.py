@@ -20,12 +20,12 @@ EARLIER = "earlier_"
 """Prefix of the tracebacks of attempts before the one that has finished the run."""
 
 RECORD = re.compile(
-    r"(anomalies|checkpoint_health|fingerprints|local_norms|metrics|progress|rank_clock|throughput"
+    r"((anomalies|checkpoint_health|fingerprints|local_norms|metrics|progress|rank_clock|throughput"
     r"|training_state)(_rank\d+)?\.jsonl"
     r"|(result|rollbacks|abnormal_global_norm)\.json|skip_rows\.jsonl|run\.(html|json|png)"
-    rf"|({EARLIER})?error_rank_\d+\.txt"
+    rf"|({EARLIER})?error_rank_\d+\.txt)({OWN_PARTIAL})?"
 )
-"""Names of the files that a run writes."""
+"""Names of the files that a run writes, and of what `whole_file` leaves of them if it is killed."""
 
 OTHER_NAMES = ("model", "model_ema", "recipe.yaml", "tensorboard")
 """Names of the further files and folders of a recipe's run."""
@@ -33,15 +33,10 @@ OTHER_NAMES = ("model", "model_ema", "recipe.yaml", "tensorboard")
 
 def known_names(folder: Path) -> set[str]:
     """Return the names in a folder that a run may write."""
-    partial = re.compile(rf"({RECORD.pattern}){OWN_PARTIAL}")
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return {
         name
-        for name in names
-        if name in OTHER_NAMES
-        or CHECKPOINT.fullmatch(base_name(name))
-        or RECORD.fullmatch(name)
-        or partial.fullmatch(name)
+        for name in [path.name for path in folder.glob("*")]
+        if name in OTHER_NAMES or CHECKPOINT.fullmatch(base_name(name)) or RECORD.fullmatch(name)
     }
 
 

@@ -10,7 +10,6 @@ from transformers import TrainingArguments
 
 from mfwrap.checkpoints.folders import (
     ABANDONED,
-    OWN_PARTIAL,
     being_replaced,
     checkpoints_of_run,
     remove_checkpoints,
@@ -42,9 +41,6 @@ AVERAGED_MODEL = "model_ema"
 
 _EVENTS = "tensorboard"
 """Folder of TensorBoard's event files."""
-
-_RECORDS = re.compile(rf"({RECORD.pattern})({OWN_PARTIAL})?")
-"""Files of a run, and what `whole_file` leaves of them if it is killed."""
 
 _MODELS = (MODEL, AVERAGED_MODEL)
 _OF_OTHERS = re.compile(rf"run\.(html|png)|({EARLIER})?error_rank_.*")
@@ -171,7 +167,7 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         # before that, the earlier run can still be resumed without repeating a step.
         remove_checkpoints(folders, folder)
         removed += [path.name for path in folders]
-    files = [path for name in own if _RECORDS.fullmatch(name) and (path := folder / name).is_file()]
+    files = [path for name in own if RECORD.fullmatch(name) and (path := folder / name).is_file()]
     if _EVENTS in own:
         files += (folder / _EVENTS).glob("events.out.tfevents.*")
     for path in files:
