@@ -74,16 +74,7 @@ def read_rollbacks(folder: Path) -> tuple[list[RollbackRecord], str | None]:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         version, pending = content["format_version"], content["pending"]
         rollbacks = [
-            RollbackRecord(
-                kind=str(each["kind"]),
-                first_step=int(each["first_step"]),
-                last_step=int(each["last_step"]),
-                checkpoint=str(each["checkpoint"]),
-                rows=tuple(checked_row(*row) for row in each["rows"]),
-                description=str(each["description"]),
-                rate_factor=float(each.get("rate_factor", 1.0)),
-                slow_updates=int(each.get("slow_updates", 0)),
-            )
+            RollbackRecord(**{**each, "rows": tuple(checked_row(*row) for row in each["rows"])})
             for each in content["rollbacks"]
         ]
         if pending is not None and Path(pending).name != pending:
