@@ -57,7 +57,7 @@ def _of_rank(records: Iterable[Mapping[str, Any]], rank: int) -> list[Episode]:
     numbered = [record for record in records if type(record.get("step")) is int]
     found: list[Episode] = []
     for record in sorted(numbered, key=lambda record: int(record["step"])):
-        step, kind, skipped = record["step"], str(record.get("kind", "anomaly")), _skipped(record)
+        step, kind = record["step"], str(record.get("kind", "anomaly"))
         if "last_step" in record:
             begun = (one for one in reversed(found) if (one.step, one.kind) == (step, kind))
             if (episode := next(begun, None)) is None:
@@ -69,14 +69,11 @@ def _of_rank(records: Iterable[Mapping[str, Any]], rank: int) -> list[Episode]:
             episode.num_skipped = int(record.get("num_skipped", 0))
             episode.records = [{**episode.records[0], **record}]
         else:
-            found.append(Episode(step, kind, step, 1, skipped, [_of(record, rank)]))
+            num_skipped = int(record.get("skipped") is True)
+            found.append(Episode(step, kind, step, 1, num_skipped, [_of(record, rank)]))
     return found
 
 
 def _of(record: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return a record that names its rank. A file of rank 0 may speak for all ranks."""
     return {"ranks": [rank], **record} if rank else dict(record)
-
-
-def _skipped(record: Mapping[str, Any]) -> int:
-    return int(record.get("skipped") is True)
