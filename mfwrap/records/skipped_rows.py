@@ -88,18 +88,12 @@ def skipped_rows(skip_rows: SkipRows) -> frozenset[SkippedRow]:
     try:
         pairs = [tuple(each) for each in skip_rows]
         return frozenset(checked_row(epoch, position) for epoch, position in pairs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         msg = (
-            "`skip_rows` must be the path of a file or pairs of ints (epoch, position), got "
+            "`skip_rows` must be the path of a file or pairs of ints >= 0 (epoch, position), got "
             f"{described(skip_rows):.200}"
         )
-        raise TypeError(msg) from error
-    except ValueError as error:
-        msg = (
-            "`skip_rows` must hold pairs of ints >= 0 (epoch, position), got "
-            f"{described(skip_rows):.200}"
-        )
-        raise ValueError(msg) from error
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(msg) from error
 
 
 def checked_row(epoch: object, position: object) -> SkippedRow:

@@ -246,7 +246,7 @@ def test_workers(tmp_path, workers, dispatches):
             {"ignore_data_skip": True},
             r"`ignore_data_skip` must be False with `skip_rows`",
         ),
-        ([(0, -1)], {}, r"`skip_rows` must hold pairs of ints >= 0"),
+        ([(0, -1)], {}, r"`skip_rows` must be .* pairs of ints >= 0"),
     ],
 )
 def test_what_is_refused(tmp_path, skip_rows, settings, says):
