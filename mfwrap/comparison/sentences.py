@@ -13,16 +13,10 @@ _MAX_LISTED = 5
 _PLURAL: dict[Kind, str] = {
     "random numbers": "random numbers",
     "data": "data",
-    "loss scale": "loss scales",
-    "learning rate": "learning rates",
     "loss": "losses",
     "forward pass": "numbers of the forward pass",
-    "gradient": "gradients",
-    "skipped update": "skipped updates",
-    "optimizer state": "optimizer states",
-    "weight": "weights",
-    "evaluation": "evaluations",
 }
+"""Plural of each kind that does not only get an "s"."""
 
 _EXPECTED: tuple[Kind, ...] = ("random numbers", "data", "loss", "gradient", "weight")
 """Kinds without which the first difference may be found too late."""
@@ -77,7 +71,7 @@ def _headline(found: Difference, names: tuple[str, str]) -> str:
         initial = "" if found.step else " initial"
         return f"{start}{initial} weights differ{where}: {_share(found)}{amount}."
     if found.kind in {"gradient", "weight"} and found.num_compared > 1:
-        what = f"the {_PLURAL[found.kind]} differ{where}: {_share(found)}{amount}"
+        what = f"the {_plural(found.kind)} differ{where}: {_share(found)}{amount}"
     else:
         name = f"the {found.kind}" if found.name in {None, found.kind} else str(found.name)
         what = f"{name} differs{where}{amount}"
@@ -131,7 +125,7 @@ def _conclusions(comparison: Comparison) -> Iterator[str]:
     """Yield what follows from the order in which a step computes its results."""
     found, *others = comparison.differences
     if others:
-        yield f"At the same step, {_listed([_PLURAL[each.kind] for each in others])} differ, too."
+        yield f"At the same step, {_listed([_plural(each.kind) for each in others])} differ, too."
     if comparison.causes or found.at_start:
         return
     equal = comparison.last_equal
@@ -164,7 +158,7 @@ def _equal(comparison: Comparison) -> Iterator[str]:
     steps: dict[int, list[str]] = {}
     for kind in (*CAUSES, *RESULTS):
         if kind in comparison.last_equal and kind not in differing:
-            steps.setdefault(comparison.last_equal[kind], []).append(_PLURAL[kind])
+            steps.setdefault(comparison.last_equal[kind], []).append(_plural(kind))
     for step, kinds in sorted(steps.items(), reverse=True):
         yield f"Equal{_within(comparison)} up to step {step}: {_listed(kinds)}."
 
@@ -201,7 +195,7 @@ def _not_compared(comparison: Comparison) -> Iterator[str]:
         expected = [kind for kind in expected if kind != "random numbers"]
     if not expected:
         return
-    missing = _listed([_PLURAL[kind] for kind in expected])
+    missing = _listed([_plural(kind) for kind in expected])
     if comparison.next_fingerprints is None:
         yield (
             f"Not recorded in both runs: {missing}. TrainingStateMonitor records them with "
@@ -212,6 +206,10 @@ def _not_compared(comparison: Comparison) -> Iterator[str]:
             f"Not recorded in the compared steps: {missing}. The first fingerprints of both runs "
             f"are those of step {comparison.next_fingerprints}; step_interval=1 records each step."
         )
+
+
+def _plural(kind: Kind) -> str:
+    return _PLURAL.get(kind, f"{kind}s")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
