@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from mfwrap.comparison.differences import (
     SMALLEST_SHARE,
@@ -18,43 +17,26 @@ from mfwrap.records.evaluations import AVERAGED, TIMINGS
 
 _LOCAL_NORM = "local_norm/"
 
-_KIND_OF_NAME: Mapping[str, Kind] = {
-    "loss_scale": "loss scale",
-    "learning_rate": "learning rate",
-    "loss": "loss",
-    "max_attention_logit": "forward pass",
-    "expert_load": "forward pass",
-    "expert_imbalance": "forward pass",
-    "drop_rate": "forward pass",
-    "local_norm": "gradient",
-    "device_local_norm": "gradient",
-    "global_norm": "gradient",
-    "overflow": "skipped update",
-    "skipped": "skipped update",
-    "consecutive_skips": "skipped update",
-    "overflows": "skipped update",
-    "skipped_updates": "skipped update",
-    "adam_m_norm": "optimizer state",
-    "adam_v_norm": "optimizer state",
-    "weight_norm": "weight",
-    "weight_stable_rank": "weight",
-    "weight_eigenvalue": "weight",
+_NAMES: Mapping[Kind, tuple[str, ...]] = {
+    "loss scale": ("loss_scale",),
+    "learning rate": ("learning_rate",),
+    "loss": ("loss",),
+    "forward pass": ("max_attention_logit", "expert_load", "expert_imbalance", "drop_rate"),
+    "gradient": ("local_norm", "device_local_norm", "global_norm"),
+    "skipped update": ("overflow", "overflows", "skipped", "skipped_updates", "consecutive_skips"),
+    "optimizer state": ("adam_m_norm", "adam_v_norm"),
+    "weight": ("weight_norm", "weight_stable_rank", "weight_eigenvalue"),
 }
-"""Kind of each number, by its name or by the part of its name before ``/``. Other numbers are not
-compared: most of them are times."""
+"""Numbers of each kind, by their names or by the part of their names before ``/``. Other numbers
+are not compared: most of them are times."""
+
+_KIND_OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names}
 
 _OF_ALL_RANKS = {"learning rate", "loss scale", "skipped update", "evaluation"}
 """Kinds whose numbers are the same on all ranks, however many there are."""
 
-
 _OF_ALL_SHARDS = {"global_norm", "weight_norm"}
 """Numbers of other kinds that are the same on all ranks."""
-
-
-class _NumberPairs(NamedTuple):
-    by_kind: dict[Kind, Pairs[float]]
-    are_ordered: bool
-    """Whether local norms are in the order of the network. The Trainer's file sorts them."""
 
 
 def compare_numbers(
@@ -123,8 +105,15 @@ def _relative(first: float, second: float, least: float = 0.0) -> float:
     return math.inf if math.isnan(relative) else relative
 
 
-def _number_pairs(first: RecordedRun, second: RecordedRun, step: int) -> _NumberPairs:
-    """Return the numbers of a step that both runs have, by kind; the losses come first."""
+def _number_pairs(
+    first: RecordedRun, second: RecordedRun, step: int
+) -> tuple[dict[Kind, Pairs[float]], bool]:
+    """Return the numbers of a step that both runs have, by kind; the losses come first.
+
+    Returns:
+        The numbers, and whether the local norms are in the order of the network. The Trainer's file
+        sorts them.
+    """
     found: dict[Kind, Pairs[float]] = {"loss": {}}
     are_ordered = True
     is_same = first.num_ranks == second.num_ranks
@@ -146,7 +135,7 @@ def _number_pairs(first: RecordedRun, second: RecordedRun, step: int) -> _Number
             means = _mean_loss(first, source, step), _mean_loss(second, source, step)
             if means[0] is not None and means[1] is not None:
                 found["loss"]["loss", 0] = (means[0], means[1])
-    return _NumberPairs({kind: pairs for kind, pairs in found.items() if pairs}, are_ordered)
+    return {kind: pairs for kind, pairs in found.items() if pairs}, are_ordered
 
 
 def _kind(name: str) -> Kind | None:
