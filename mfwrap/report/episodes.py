@@ -316,7 +316,13 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
             f"Looked for every few steps: it began in step {record['since']} at the earliest"
         )
     for field, words in _EVIDENCE.items():
-        if found := _telling(record, field):
+        # Of gradients, those whose norm is an ordinary one tell nothing.
+        found = [
+            each
+            for each in record.get(field) or ()
+            if field != "gradients" or not _is_ordinary(each)
+        ]
+        if found:
             more = f" and {len(found) - _MOST_NAMES} more" if found[_MOST_NAMES:] else ""
             lines.append(words + ", ".join(map(_named, found[:_MOST_NAMES])) + more)
     if replay := _REPLAYS.get(record.get("replay", "")):
@@ -325,16 +331,8 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _telling(record: Mapping[str, Any], field: str) -> list[Any]:
-    """Return the tensors of a list; of gradients, those whose norm is not an ordinary one."""
-    found = list(record.get(field) or [])
-    return [one for one in found if field != "gradients" or not _is_ordinary(one)]
-
-
-def _is_ordinary(group: Any) -> bool:
+def _is_ordinary(group: Mapping[str, Any]) -> bool:
     """Tell whether a group of gradients has about its usual norm."""
-    if not isinstance(group, Mapping):
-        return False
     norm, usual = to_number(group.get("norm")), to_number(group.get("usual_norm"))
     if norm is None or usual is None:
         return False
@@ -375,23 +373,18 @@ def _loss_of(record: Mapping[str, Any]) -> Any:
 
 def _where(records: Sequence[Mapping[str, Any]], run: RunRecord) -> list[str]:
     """Return layer, tensor, ranks and micro-batch; those of several ranks one after the other."""
-    ranks = _sorted(rank for record in records for rank in record.get("ranks") or ())
+    ranks = sorted({rank for record in records for rank in record.get("ranks") or ()})
     if (run.facts.get("hardware") or {}).get("ranks") == 1:
         ranks = []  # the only one
     places = [_place(record) for record in records]
     lines = list(dict.fromkeys(line for place in places for line in place))
     if ranks:
         lines.append(f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}")
-    numbers = _sorted(record["micro_batch"] for record in records if "micro_batch" in record)
+    numbers = sorted({record["micro_batch"] for record in records if "micro_batch" in record})
     if numbers:
         many = "es" if len(numbers) > 1 else ""
         lines.append(f"micro-batch{many} {', '.join(map(str, numbers))}")
     return lines
-
-
-def _sorted(numbers: Iterable[Any]) -> list[Any]:
-    """Return different numbers in order; what is not a number, because a user wrote it, last."""
-    return sorted(set(numbers), key=lambda one: (not isinstance(one, int), one))
 
 
 def _place(record: Mapping[str, Any]) -> list[str]:
