@@ -1,7 +1,7 @@
 """Describe the panels of a run page as data, which the page's program draws."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mfwrap.records.run_record import Curve, RunRecord
@@ -42,17 +42,18 @@ def label(run: RunRecord, what: str, runs: Sequence[RunRecord]) -> str:
 
 
 def line(number: int, name: str, curve: Curve, **settings: Any) -> dict[str, Any]:
-    """Describe a curve as a line with gaps at non-finite values; long curves are thinned.
+    """Describe a curve as a line with gaps at non-finite values; long lines are thinned.
 
     Args:
         number: Index of the run.
         name: What the line is.
         curve: The numbers.
         settings: Further fields: ``choice`` (an entry of the panel's menu), ``weights`` (``"raw"``
-            or ``"averaged"``), ``shape`` (``"hv"`` for steps), ``smooth`` (whether the reader may
-            smooth the line), ``color`` (by default that of the run).
+            or ``"averaged"``), ``shape`` (``"hv"`` for steps), ``symbol`` (Plotly's name of the
+            marker that is drawn at each step in the place of a line), ``smooth`` (whether the
+            reader may smooth the line), ``color`` (by default that of the run).
     """
-    shown = thinned(curve)
+    shown = curve if "symbol" in settings else thinned(curve)
     found = {"run": number, "name": name, **settings}
     found |= {"x": shown.steps, "y": numbers(shown.values)}
     if settings.get("smooth") and (mean := to_smooth(curve)) is not curve:
@@ -63,20 +64,13 @@ def line(number: int, name: str, curve: Curve, **settings: Any) -> dict[str, Any
     return found
 
 
-def points(
-    number: int, name: str, places: Mapping[int, float], symbol: str, **settings: Any
-) -> dict[str, Any]:
-    """Describe markers at some steps, keyed by the step.
-
-    Args:
-        number: Index of the run.
-        name: What the markers are.
-        places: Value at each step.
-        symbol: Plotly's name of the marker.
-        settings: Further fields, as in `line`.
-    """
-    x, y = list(places), numbers(places.values())
-    return {"run": number, "name": name, **settings, "symbol": symbol, "x": x, "y": y}
+def lines(runs: Sequence[RunRecord], key: str, what: str, **settings: Any) -> list[dict[str, Any]]:
+    """Describe the curve `key` of each run that has it; see `line`."""
+    return [
+        line(number, label(run, what, runs), curve, **settings)
+        for number, run in enumerate(runs)
+        if (curve := run.curves.get(key))
+    ]
 
 
 def numbers(values: Any) -> list[float | None]:

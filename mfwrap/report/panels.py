@@ -9,7 +9,7 @@ from typing import Any
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import overflow_steps
-from mfwrap.report.drawing import Panel, label, line, points, rounded
+from mfwrap.report.drawing import Panel, label, line, lines, rounded
 from mfwrap.report.norm_maps import by_rank, families_of, maps_by_layer, norms_by_step
 
 _LOSSES = ("loss", "eval_loss", f"{AVERAGED}eval_loss")
@@ -53,7 +53,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
     panels = [
         _loss(runs),
         _evaluations(runs),
-        _lines(
+        _one_curve(
             runs,
             "learning_rate",
             title="Learning rate",
@@ -62,7 +62,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         ),
         _loss_scale(runs),
         _global_norm(runs),
-        _lines(
+        _one_curve(
             runs,
             "noise_scale",
             title="Gradient noise scale",
@@ -108,18 +108,13 @@ def _curves(traces: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
 
 
 def _loss(runs: Sequence[RunRecord]) -> Panel:
-    traces = []
-    for number, run in enumerate(runs):
-        if curve := run.curves.get("loss"):
-            traces.append(line(number, label(run, "training", runs), curve, smooth=True))
-        for key, words, symbol, weights in (
-            ("eval_loss", "evaluation", "circle", "raw"),
-            (f"{AVERAGED}eval_loss", "evaluation, averaged weights", "diamond-open", "averaged"),
-        ):
-            if curve := run.curves.get(key):
-                places = dict(zip(curve.steps, curve.values, strict=True))
-                name = label(run, words, runs)
-                traces.append(points(number, name, places, symbol, weights=weights))
+    training, raw, averaged = _LOSSES
+    words = "evaluation, averaged weights"
+    traces = [
+        *lines(runs, training, "training", smooth=True),
+        *lines(runs, raw, "evaluation", symbol="circle", weights="raw"),
+        *lines(runs, averaged, words, symbol="diamond-open", weights="averaged"),
+    ]
     note = (
         "Unscaled loss on this rank's data. Crosses at the top mark steps whose loss is NaN or "
         "infinite."
@@ -150,16 +145,12 @@ def _evaluations(runs: Sequence[RunRecord]) -> Panel:
         for name in run.curves
         if _is_evaluation(name) and name not in _LOSSES
     )
-    traces = []
+    traces: list[dict[str, Any]] = []
     for choice, name in enumerate(found):
-        for number, run in enumerate(runs):
-            for prefix, words, weights in (
-                ("", name, "raw"),
-                (AVERAGED, f"{name}, averaged weights", "averaged"),
-            ):
-                if curve := run.curves.get(prefix + name):
-                    told = {"choice": choice, "weights": weights, "marks": True}
-                    traces.append(line(number, label(run, words, runs), curve, **told))
+        of_both = {"choice": choice, "marks": True}
+        traces += lines(runs, name, name, weights="raw", **of_both)
+        words = f"{name}, averaged weights"
+        traces += lines(runs, AVERAGED + name, words, weights="averaged", **of_both)
     note = "Results of the evaluations."
     return Panel("evaluations", "Evaluation", note, _curves(traces, choices=list(found)))
 
@@ -172,7 +163,7 @@ def _is_throughput(name: str) -> bool:
     return any(word in name for word in _THROUGHPUT)
 
 
-def _lines(
+def _one_curve(
     runs: Sequence[RunRecord],
     key: str,
     *,
@@ -181,27 +172,20 @@ def _lines(
     log: bool,
     unit: str = "",
 ) -> Panel:
-    traces = [
-        line(number, label(run, title, runs), curve)
-        for number, run in enumerate(runs)
-        if (curve := run.curves.get(key))
-    ]
+    traces = lines(runs, key, title)
     return Panel(key, title, note, _curves(traces, log=log, may_log=True, unit=unit))
 
 
 def _loss_scale(runs: Sequence[RunRecord]) -> Panel:
     note = "Loss scale that the next step uses. Crosses mark steps whose gradients overflowed."
-    traces = []
+    traces = lines(runs, "loss_scale", "loss scale", shape="hv")
     for number, run in enumerate(runs):
-        scale = run.curves.get("loss_scale")
-        if scale is None:
-            continue
-        traces.append(line(number, label(run, "loss scale", runs), scale, shape="hv"))
+        scale = run.curves.get("loss_scale", Curve())
         at = dict(zip(scale.steps, scale.values, strict=True))
-        overflows = {step: at[step] for step in overflow_steps(run) if step in at}
-        if overflows:
-            name = label(run, "overflow", runs)
-            traces.append(points(number, name, overflows, "x-thin"))
+        steps = [step for step in overflow_steps(run) if step in at]
+        if steps:
+            overflows = Curve(steps, [at[step] for step in steps])
+            traces.append(line(number, label(run, "overflow", runs), overflows, symbol="x-thin"))
     content = _curves(traces, log=True, ticks=_powers_of_two(runs))
     return Panel("loss_scale", "Loss scale", note, content)
 
@@ -216,19 +200,18 @@ def _powers_of_two(runs: Sequence[RunRecord]) -> list[int]:
 
 
 def _global_norm(runs: Sequence[RunRecord]) -> Panel:
-    traces, limits = [], []
-    for number, run in enumerate(runs):
-        curve = run.curves.get("global_norm")
-        if curve is None:
-            continue
-        traces.append(line(number, label(run, "global norm", runs), curve, smooth=True))
-        if run.max_grad_norm is not None and math.isfinite(run.max_grad_norm):
-            text = f"clipped above {run.max_grad_norm:g}"
-            limits.append({"run": number, "y": rounded(run.max_grad_norm), "text": text})
+    limits = [
+        {"run": number, "y": rounded(limit), "text": f"clipped above {limit:g}"}
+        for number, run in enumerate(runs)
+        if "global_norm" in run.curves
+        and (limit := run.max_grad_norm) is not None
+        and math.isfinite(limit)
+    ]
     note = (
         "L2 norm of all unscaled gradients before clipping. Crosses at the top mark steps whose "
         "norm is NaN or infinite."
     )
+    traces = lines(runs, "global_norm", "global norm", smooth=True)
     content = _curves(traces, log=True, may_log=True, limits=limits)
     return Panel("global_norm", "Global norm", note, content)
 

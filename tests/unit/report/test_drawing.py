@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.records.run_record import Curve
+from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import COLORS
-from mfwrap.report.drawing import Panel, color_of, line, points, rounded
+from mfwrap.report.drawing import Panel, color_of, line, lines, rounded
 
 
 def test_a_line_has_gaps():
@@ -36,11 +36,22 @@ def test_a_long_line_has_means():
 
 
 def test_points_have_a_symbol():
-    """Markers are at the given steps; a value that is not finite has none."""
-    drawn = points(0, "evaluation", {10: 2.5, 20: math.nan}, "circle", weights="raw")
+    """Markers are at all steps; one that is not finite is listed, as in a line."""
+    drawn = line(0, "evaluation", Curve([10, 20], [2.5, math.nan]), symbol="circle", weights="raw")
 
     assert (drawn["x"], drawn["y"], drawn["symbol"]) == ([10, 20], [2.5, None], "circle")
-    assert drawn["weights"] == "raw"
+    assert (drawn["weights"], drawn["bad"]) == ("raw", [20])
+    steps = list(range(10_000))
+    assert line(0, "overflow", Curve(steps, [1.0] * 10_000), symbol="x-thin")["x"] == steps
+
+
+def test_each_run_that_has_a_curve():
+    """A line has the number of its run, and its name if there are several runs."""
+    curve = Curve([1], [2.0])
+    runs = [RunRecord(name, {key: curve}, {}, []) for name, key in (("a", "x"), ("b", "loss"))]
+
+    assert lines(runs, "loss", "training") == [line(1, "b: training", curve)]
+    assert lines(runs[1:], "loss", "training", smooth=True)[0]["name"] == "training"
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
