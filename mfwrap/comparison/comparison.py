@@ -148,16 +148,14 @@ class _Walk:
 def _compare(first: RecordedRun, second: RecordedRun, limit: float) -> _Walk:
     """Compare two runs up to the first step whose results differ."""
     walk = _Walk()
-    starts = _starts(first, second)
+    begin = _first_start(first, second, limit)
     for step in sorted(first.steps & second.steps):
-        begin = _first_start(first, second, [each for each in starts if each < step], limit)
-        starts = [each for each in starts if each >= step]
         outcome = _compare_step(first, second, step, limit)
         walk.compared |= outcome.keys()
         for kind in CAUSES:
             if (cause := outcome.get(kind)) is not None:
                 walk.causes.setdefault(kind, cause)
-        if begin is not None:
+        if begin is not None and begin.step < step:
             walk.differences = [begin]
             return walk
         if outcome:
@@ -179,15 +177,10 @@ def _compare_step(first: RecordedRun, second: RecordedRun, step: int, limit: flo
     return found
 
 
-def _starts(first: RecordedRun, second: RecordedRun) -> list[int]:
-    """Return the numbers of finished steps at which a training of either run started."""
+def _first_start(first: RecordedRun, second: RecordedRun, limit: float) -> Difference | None:
+    """Return the first difference of the weights at which a training of either run started."""
     runs = (*first.fingerprints.values(), *second.fingerprints.values())
-    return sorted({step for each in runs for step in each.starts})
-
-
-def _first_start(
-    first: RecordedRun, second: RecordedRun, starts: Iterable[int], limit: float
-) -> Difference | None:
+    starts = sorted({step for each in runs for step in each.starts})
     found = (compare_starts(first, second, step, limit) for step in starts)
     return next((difference for difference in found if difference is not None), None)
 
