@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from mfwrap.comparison.differences import Difference, Outcome, Pairs, Row, differing_ranks
+from mfwrap.comparison.differences import Difference, Outcome, Pairs, Row, difference_of
 from mfwrap.comparison.recorded_run import RecordedRun
 from mfwrap.records.fingerprints import StepFingerprints
 
@@ -28,14 +28,7 @@ def compare_random(first: RecordedRun, second: RecordedRun, step: int) -> Outcom
     differing = [key for key, (one, other) in pairs.items() if one != other]
     if not differing:
         return {"random numbers": None}
-    found = Difference(
-        step=step,
-        kind="random numbers",
-        name=differing[0][0],
-        ranks=differing_ranks((rank for _, rank in differing), (rank for _, rank in pairs)),
-        num_differing=len({name for name, _ in differing}),
-        num_compared=len({name for name, _ in pairs}),
-    )
+    found = difference_of(step, "random numbers", differing, pairs, name=differing[0][0])
     return {"random numbers": found}
 
 
@@ -59,14 +52,12 @@ def compare_data(first: RecordedRun, second: RecordedRun, step: int) -> Outcome:
     if not differing:
         return {"data": None}
     pairs = zip(rows, other_rows, strict=True)
-    names = list(dict.fromkeys(name for name, _, _ in differing))
-    found = Difference(
-        step=step,
-        kind="data",
-        name=", ".join(names),
-        ranks=differing_ranks((rank for _, rank, _ in differing), (rank for _, rank, _ in inputs)),
-        num_differing=len(names),
-        num_compared=len({name for name, _, _ in inputs}),
+    found = difference_of(
+        step,
+        "data",
+        [key[:2] for key in differing],
+        [key[:2] for key in inputs],
+        name=", ".join(dict.fromkeys(name for name, _, _ in differing)),
         rows=tuple(place for (place, one), (_, other) in pairs if one != other),
         num_rows=len(rows),
         is_other_order=is_same_set,

@@ -1,8 +1,8 @@
 """Kinds of differences between two runs, in the order in which a step causes them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, TypeVar, final, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final, get_args
 
 Kind: TypeAlias = Literal[
     "random numbers",
@@ -85,10 +85,31 @@ class Difference:
     """Whether these are the weights with which a training started after `step` steps."""
 
 
-def differing_ranks(ranks: Iterable[int], compared: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks in order; nothing if they are all ranks that were compared."""
-    differing = set(ranks)
-    return () if differing == set(compared) else tuple(sorted(differing))
+def difference_of(
+    step: int,
+    kind: Kind,
+    differing: Collection[tuple[str, int]],
+    compared: Collection[tuple[str, int]],
+    **found: Any,
+) -> Difference:
+    """Return a difference with its ranks and counts.
+
+    Args:
+        step: Number of the step.
+        kind: Kind of what was compared.
+        differing: Name and rank of what differs.
+        compared: Name and rank of what was compared.
+        found: Further fields.
+    """
+    ranks = {rank for _, rank in differing}
+    return Difference(
+        step=step,
+        kind=kind,
+        ranks=() if ranks == {rank for _, rank in compared} else tuple(sorted(ranks)),
+        num_differing=len({name for name, _ in differing}),
+        num_compared=len({name for name, _ in compared}),
+        **found,
+    )
 
 
 def first_in_backward(names: Sequence[str], num_compared: int, *, can_name: bool) -> str | None:

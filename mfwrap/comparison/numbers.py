@@ -9,7 +9,7 @@ from mfwrap.comparison.differences import (
     Kind,
     Outcome,
     Pairs,
-    differing_ranks,
+    difference_of,
     first_in_backward,
 )
 from mfwrap.comparison.recorded_run import SOURCES, TRAINER_LOG, RecordedRun
@@ -170,21 +170,19 @@ def _difference(
         differing = norms
         compared = {k: v for k, v in compared.items() if k[0].startswith(_LOCAL_NORM)}
     names = list(dict.fromkeys(name for name, _ in differing))
-    num_compared = len({name for name, _ in compared})
     name: str | None = names[0]
     if norms:
-        name = first_in_backward(names, num_compared, can_name=can_name)
+        name = first_in_backward(names, len({name for name, _ in compared}), can_name=can_name)
     largest = max(
         (each for key, each in differing.items() if name in {None, key[0]}),
         key=lambda each: _relative(*each),
     )
-    return Difference(
-        step=step,
-        kind=kind,
+    return difference_of(
+        step,
+        kind,
+        differing,
+        compared,
         name=None if name is None else name.removeprefix(_LOCAL_NORM),
-        ranks=differing_ranks((rank for _, rank in differing), (rank for _, rank in compared)),
-        num_differing=len(names),
-        num_compared=num_compared,
         values=largest,
         relative=_relative(*largest),
     )

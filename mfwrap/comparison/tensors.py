@@ -11,7 +11,7 @@ from mfwrap.comparison.differences import (
     Kind,
     Outcome,
     Pairs,
-    differing_ranks,
+    difference_of,
     first_in_backward,
 )
 from mfwrap.comparison.recorded_run import RecordedRun
@@ -175,12 +175,4 @@ def _difference(
         for key in differing
         if name in {None, key[0]}
     ]
-    return Difference(
-        step=step,
-        kind=kind,
-        name=name,
-        ranks=differing_ranks((rank for _, rank in differing), (rank for _, rank in pairs)),
-        num_differing=len({name for name, _ in differing}),
-        num_compared=len({name for name, _ in pairs}),
-        relative=max(relative),
-    )
+    return difference_of(step, kind, differing, pairs, name=name, relative=max(relative))

@@ -2,7 +2,13 @@
 
 import pytest
 
-from mfwrap.comparison.differences import CAUSES, RESULTS, differing_ranks, first_in_backward
+from mfwrap.comparison.differences import (
+    CAUSES,
+    RESULTS,
+    Difference,
+    difference_of,
+    first_in_backward,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,10 +25,26 @@ def test_first_in_backward(names, num_compared, can_name, expected):
     assert first_in_backward(names, num_compared, can_name=can_name) == expected
 
 
-def test_ranks():
+@pytest.mark.parametrize(
+    ("differing", "ranks", "num_differing"),
+    [
+        ([("a", 2), ("b", 1), ("b", 2)], (1, 2), 2),
+        ([("b", 1), ("b", 0), ("b", 2)], (), 1),
+    ],
+)
+def test_ranks_and_counts(differing, ranks, num_differing):
     """Ranks are named only if others were compared and are equal."""
-    assert differing_ranks([2, 1, 1], [0, 1, 2]) == (1, 2)
-    assert differing_ranks([1, 0], [0, 1]) == ()
+    compared = [(name, rank) for name in "abc" for rank in range(3)]
+    found = difference_of(4, "weight", differing, compared, name="b")
+
+    assert found == Difference(
+        step=4,
+        kind="weight",
+        name="b",
+        ranks=ranks,
+        num_differing=num_differing,
+        num_compared=3,
+    )
 
 
 def test_kinds():
