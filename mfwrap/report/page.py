@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from mfwrap.checkpoints.folders import whole_file
 from mfwrap.records.run_record import RunRecord, read_run
@@ -21,6 +21,8 @@ from mfwrap.report.panels import axes_of, has_averages, panels_of, spans_of
 PLOTLY = "plotly-cartesian.min.js.gz"
 """plotly.js with its types of charts that have two axes, from the npm package
 plotly.js-cartesian-dist-min; see ``plotly-cartesian.md``."""
+
+_FILES = resources.files("mfwrap.report")
 
 _PAGE = """<!doctype html>
 <html lang="en"{watch}>
@@ -86,15 +88,15 @@ def page_text(folders: Sequence[Path], *, watch: int = 0) -> str:
         title=html.escape(", ".join(run.name for run in runs)),
         watch=f' data-watch="{watch}"' * bool(watch),
         live=live * bool(watch),
-        style=_resource("page.css"),
+        style=(_FILES / "page.css").read_text(encoding="utf-8"),
         headline=headline(runs),
         about=about(runs),
         episodes=episode_table(runs),
         switches=_switches(runs, panels),
         panels="\n".join(_section(panel) for panel in panels),
-        plotly=base64.b64encode(_file(PLOTLY).read_bytes()).decode("ascii"),
+        plotly=base64.b64encode((_FILES / PLOTLY).read_bytes()).decode("ascii"),
         data=_data(runs, panels),
-        program=_resource("page.js"),
+        program=(_FILES / "page.js").read_text(encoding="utf-8"),
     )
 
 
@@ -132,15 +134,6 @@ def _with_distinct_names(runs: list[RunRecord]) -> list[RunRecord]:
         if names.count(run.name) > 1:
             run.name = f"{run.name} ({number})"
     return runs
-
-
-def _file(name: str) -> Any:
-    return resources.files("mfwrap.report").joinpath(name)
-
-
-def _resource(name: str) -> str:
-    text: str = _file(name).read_text(encoding="utf-8")
-    return text
 
 
 def _data(runs: Sequence[RunRecord], panels: Sequence[Panel]) -> str:

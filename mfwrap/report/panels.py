@@ -24,7 +24,6 @@ _UNITS = {
     "steps_per_second": "steps/s",
     "tokens_per_second": "tokens/s",
     "mfu": "share of the peak",
-    "runtime": "s",
     "time": "s",
 }
 """Units of curves, by the end of their names."""
