@@ -21,7 +21,7 @@ from mfwrap.trainer import MonitorCallback
 from support.paths import TESTS
 from support.resumed_training import RunSettings, end_of, new_trainer, spoil_random_states
 
-__all__ = ["PLACES", "Moment", "new_recorder", "start_process"]
+__all__ = ["PLACES", "Moment", "new_recorder", "start_process", "train_in", "write_task"]
 
 PLACES = {"data load": 4, "forward": 4, "micro-batch": 3, "optimizer": 1, "save": 1}
 """Places of an update where a process can wait, and how often an update comes to each of them."""
@@ -60,10 +60,7 @@ def start_process(
             run then records ``metrics.jsonl``.
         stderr: Where the process writes standard error.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    task = {"settings": asdict(settings), "waits": waits}
-    task["moment"] = None if moment is None else asdict(moment)
-    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+    write_task(folder, settings, waits=waits, moment=moment)
     return subprocess.Popen(
         [sys.executable, __file__, str(folder)],
         env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
@@ -73,6 +70,16 @@ def start_process(
         stderr=stderr,
         text=True,
     )
+
+
+def write_task(
+    folder: Path, settings: RunSettings, *, waits: bool = False, moment: Moment | None = None
+) -> None:
+    """Write what `train_in` does; see `start_process` for the arguments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    task = {"settings": asdict(settings), "waits": waits}
+    task["moment"] = None if moment is None else asdict(moment)
+    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
 
 
 def new_recorder(folder: Path) -> MetricsRecorder:
@@ -155,7 +162,8 @@ class WaitingAt(MonitorCallback):
         self._visits += 1
 
 
-def _train_in(folder: Path) -> None:
+def train_in(folder: Path) -> None:
+    """Train as the task in a folder says."""
     task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     settings = RunSettings(**task["settings"])
     checkpoint = get_last_checkpoint(str(folder))
@@ -175,4 +183,4 @@ def _train_in(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _train_in(Path(sys.argv[1]))
+    train_in(Path(sys.argv[1]))

@@ -49,6 +49,11 @@ class Program:
         self._process.kill()
         self._process.join()
 
+    def wait(self) -> int | None:
+        """Wait for the end, and return the exit status."""
+        self._process.join()
+        return self._process.exitcode
+
     def end(self) -> str:
         """Close stdin, wait for the end, and return what is left in stdout.
 

@@ -12,7 +12,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.records import read_json_lines
-from support.killed_training import PLACES, Moment, new_recorder, start_process
+from support.killed_training import PLACES, Moment, new_recorder, start_process, write_task
+from support.programs import Program
 from support.resumed_training import (
     NUM_STEPS,
     STEPS_AN_EPOCH,
@@ -26,6 +27,12 @@ from support.training_state import assert_same_state
 
 SETTINGS = RunSettings(save_steps=2, logging_steps=5)
 RANDOM_LINES = np.random.default_rng(0).integers(1, 3 * NUM_STEPS - 3, 4).tolist()
+TRAINS = """
+import sys
+from pathlib import Path
+from support.killed_training import train_in
+train_in(Path(sys.argv[1]))
+"""
 AGAIN = 'continue with: trainer.train(resume_from_checkpoint="auto")'
 
 
@@ -75,7 +82,12 @@ def end_from_last_checkpoint(folder):
 
 def test_told_to_end(left_alone, tmp_path):
     """At SIGTERM the step is finished and saved, and the process exits with status 75."""
-    status, told = signalled(tmp_path, 2, signal.SIGTERM)
+    write_task(tmp_path, SETTINGS)
+    with Program(TRAINS, tmp_path) as program:
+        told = [program.stdout.readline() for _ in range(2)]
+        os.kill(program.pid, signal.SIGTERM)
+        told = [line.strip() for line in told + program.stdout.readlines()]
+        status = program.wait()
 
     assert status == 75
     assert told[-1].startswith("saved ")

@@ -15,7 +15,7 @@ from transformers.utils.logging import enable_progress_bar, is_progress_bar_enab
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.trainer import MFTrainer
 from support.recipe_texts import PERCEPTRON, recipe_text
-from support.terminal import COLUMNS, screen, written_in_terminal
+from support.terminal import COLUMNS, command_in_terminal, screen, written_in_terminal
 from support.trainer_runs import Counting, new_trainer, tiny_llama
 
 
@@ -45,10 +45,14 @@ def shown(recipe, *options):
 
 
 @pytest.mark.parametrize("anomalies", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_in_a_terminal(recipe, anomalies):
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_in_a_terminal(recipe, anomalies, is_forked):
     """There is one bar, one line for the skipped update, no dict, no record, no wrapped line."""
     options = ["--set", "monitor_config.monitor_on=true"] if anomalies else []
-    written = shown(recipe, *options)
+    if is_forked:
+        written = command_in_terminal(["train", str(recipe), *options], recipe.parent)
+    else:
+        written = shown(recipe, *options)
     parts = re.split(r"[\r\n]+", written)
     bars = [part for part in parts if re.search(r"\d+/6 \[", part)]
     last = bars[-1]
