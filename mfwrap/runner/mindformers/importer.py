@@ -127,7 +127,7 @@ def _convert(source: SourceFile) -> dict[str, Any]:
     at, settings = _take_settings(source)
     arch, qkv_concat = take_arch(source, settings), settings.get("qkv_concat")
     path = take_weights(source, settings, finetunes=finetunes)
-    precision = take_precision(source, settings)
+    dtypes, mixed_precision = take_precision(source, settings)
     adapter, recomputes = settings.pop("pet_config", None), bool(settings.pop("recompute", None))
     config = _converted(source, at, settings, arch, task, is_loaded=path is not None)
     data = _take_data(source)
@@ -141,9 +141,7 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         str(config.get("model_type")),
         qkv_concat=qkv_concat,
     )
-    training = take_training(source, layout, recomputes=recomputes)
-    if precision.flag is not None:
-        training[precision.flag] = True
+    training = take_training(source, layout, recomputes=recomputes) | mixed_precision
     wrapper = take_wrapper(source, layout, is_language_model=task == "causal_lm")
     monitors = take_monitors(source)
     if saves_by_callback(monitors["callbacks"]):
@@ -153,11 +151,7 @@ def _convert(source: SourceFile) -> dict[str, Any]:
     schedules = take_schedules(source, training, layout, config, task, is_adapted=peft is not None)
     sections = {
         "task": task,
-        "model": {
-            **({"config": config} if path is None else {"path": path}),
-            "dtype": precision.weights,
-            **precision.parts,
-        },
+        "model": {**({"config": config} if path is None else {"path": path}), **dtypes},
         "data": data,
         "training": training,
         "runner_wrapper": wrapper,

@@ -1,7 +1,7 @@
 """Convert MindFormers' dtypes to the dtype of weights and the Trainer's mixed precision."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from mfwrap.runner.document import shown
 from mfwrap.runner.mindformers.source import SourceFile
@@ -34,21 +34,10 @@ _OF_THE_CORE = ("float32", "bfloat16")
 _FLAGS: Mapping[str, str] = {"float16": "fp16", "bfloat16": "bf16"}
 
 
-class Precision(NamedTuple):
-    """Dtypes of a recipe."""
-
-    weights: str
-    """``model.dtype``."""
-
-    flag: str | None
-    """``bf16`` or ``fp16`` of the section ``training``; ``None`` without mixed precision."""
-
-    parts: Mapping[str, str]
-    """``model.norm_dtype`` and ``model.embedding_dtype``, where they differ from `weights`."""
-
-
-def take_precision(source: SourceFile, settings: dict[str, Any]) -> Precision:
-    """Return the dtypes of a recipe.
+def take_precision(
+    source: SourceFile, settings: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, bool]]:
+    """Return the keys of the recipe's sections ``model`` and ``training`` that set dtypes.
 
     Args:
         source: File, for notes, losses and errors.
@@ -57,11 +46,11 @@ def take_precision(source: SourceFile, settings: dict[str, Any]) -> Precision:
     Raises:
         RecipeError: If a dtype is not float32, bfloat16 or float16.
     """
-    kind = settings.get("type")
-    defaults = _OF_THE_CORE if kind is None else _DEFAULTS.get(str(kind), _OF_OTHER_CLASSES)
+    kind: str | None = settings.get("type")
+    defaults = _OF_THE_CORE if kind is None else _DEFAULTS.get(kind, _OF_OTHER_CLASSES)
     weights = _take(source, settings, _WEIGHTS) or defaults[0]
     compute = _take(source, settings, _COMPUTE) or defaults[1]
-    norms = _take_norms(source, settings, None if kind is None else str(kind), weights)
+    norms = _take_norms(source, settings, kind, weights)
     embeddings = _take(source, settings, _EMBEDDINGS) or weights
     parts = {"norm_dtype": norms, "embedding_dtype": embeddings}
     parts = {key: dtype for key, dtype in parts.items() if dtype != weights}
@@ -71,7 +60,8 @@ def take_precision(source: SourceFile, settings: dict[str, Any]) -> Precision:
         says = f"the file computes in float32 with weights in {half}; the recipe in {weights}"
         source.lose("precision", (*_SECTION, "compute_dtype"), says)
         parts = {}
-    return Precision(weights, _FLAGS.get(compute), parts)
+    flag = _FLAGS.get(compute)
+    return {"dtype": weights, **parts}, {} if flag is None else {flag: True}
 
 
 def _take_norms(
