@@ -45,12 +45,12 @@ def runs(name, folder, forget=(), **settings):
     ("name", "settings"),
     [
         ("SFT", EVALUATING),
-        ("DPO", EVALUATING),
-        ("KTO", {}),
-        ("Reward", EVALUATING),
+        pytest.param("DPO", EVALUATING, marks=pytest.mark.slow),
+        pytest.param("KTO", {}, marks=pytest.mark.slow),
+        pytest.param("Reward", EVALUATING, marks=pytest.mark.slow),
         ("GRPO", {"num_iterations": 2}),
-        ("RLOO", {}),
-        ("CPO", {}),
+        pytest.param("RLOO", {}, marks=pytest.mark.slow),
+        pytest.param("CPO", {}, marks=pytest.mark.slow),
         ("SparseEncoder", {}),
     ],
 )

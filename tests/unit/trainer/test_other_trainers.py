@@ -46,8 +46,16 @@ def assert_extends(stock, ours):
     assert "## Training with mfwrap" in lines
 
 
-@pytest.mark.fast_sample(6)
-@pytest.mark.parametrize("name", OTHERS)
+ONE_OF_EACH_LIBRARY = {"Seq2Seq", "SparseEncoder", "GRPO"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ONE_OF_EACH_LIBRARY else pytest.mark.slow)
+        for name in OTHERS
+    ],
+)
 def test_a_trainer_of_another_library(name, tmp_path):
     """It trains, logs, evaluates, saves, loads the best model and writes its card as without."""
     logging.set_verbosity_error()  # a card lists arguments whose defaults depend on this

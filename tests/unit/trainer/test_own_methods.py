@@ -550,7 +550,7 @@ WITHOUT_SUPER = {"create_accelerator_and_postprocess"}
 """Methods without which there is no step."""
 
 
-@pytest.mark.fast_sample(12)
+@pytest.mark.fast_sample(6)
 @pytest.mark.filterwarnings("ignore:no state of the step")  # `_save_scaler` would save it
 @pytest.mark.parametrize("calls_super", [True, False], ids=["super", "stock"])
 @pytest.mark.parametrize("name", OVERRIDABLE)
