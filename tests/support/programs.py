@@ -26,13 +26,15 @@ class Program:
     Args:
         code: Python code.
         words: Arguments, which the code finds in ``sys.argv[1:]``.
+        may_start_others: Whether the program may start processes by ``multiprocessing``. It must
+            then end by itself where stdin is closed.
     """
 
-    def __init__(self, code: str, *words: object) -> None:
+    def __init__(self, code: str, *words: object, may_start_others: bool = False) -> None:
         stdin, ours_in = FORKING.Pipe(duplex=False)
         ours_out, stdout = FORKING.Pipe(duplex=False)
         arguments = (code, [str(word) for word in words], stdin, stdout)
-        self._process = FORKING.Process(target=_run, args=arguments, daemon=True)
+        self._process = FORKING.Process(target=_run, args=arguments, daemon=not may_start_others)
         self._process.start()
         self.stdin = os.fdopen(os.dup(ours_in.fileno()), "w")
         self.stdout = os.fdopen(os.dup(ours_out.fileno()))

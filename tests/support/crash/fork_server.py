@@ -1,8 +1,8 @@
 """A server that has imported mfwrap and forks a process for each run, so that a run starts at once.
 
-Run as a script, the server reads a `Task` per line from stdin and answers each with a line on
-stdout: how each rank ended. Importing mfwrap's command line takes seconds, forking a process that
-has imported it takes milliseconds.
+The server reads a `Task` per line from stdin and answers each with a line on stdout: how each rank
+ended. Importing mfwrap's command line takes seconds, forking a process that has imported it takes
+milliseconds. The server is itself such a fork, or a script that a launcher starts.
 """
 
 import contextlib
@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Self
 
+import torch
 from tqdm import tqdm
 
 from support.paths import TESTS
 from support.ports import free_port
+from support.programs import Program
 
-__all__ = ["Ended", "ForkServer", "Task"]
+__all__ = ["Ended", "ForkServer", "Task", "serve"]
 
 _PRELOADED = (
     "mfwrap.callbacks",
@@ -87,36 +89,40 @@ class ForkServer:
     """
 
     def __init__(self, launcher: tuple[str, ...] = ()) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(TESTS),
-            # With one thread, all file operations of a run come from its main thread.
-            "OMP_NUM_THREADS": "1",
-            # A run that compiled a module would do more file operations than the next one.
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        self._process = subprocess.Popen(
-            [*launcher, sys.executable, __file__],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        if launcher:
+            process = subprocess.Popen(
+                [*launcher, sys.executable, __file__],
+                env={**os.environ, "PYTHONPATH": str(TESTS)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._end = process.communicate
+            self._requests, self._answers = process.stdin, process.stdout
+        else:
+            code = "from support.crash.fork_server import serve; serve()"
+            program = Program(code, may_start_others=True)
+            self._end = program.end
+            self._requests, self._answers = program.stdin, program.stdout
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+        self._end()
 
     def run(self, task: Task) -> list[Ended]:
         """Run a task; return how each rank has ended."""
-        requests, answers = self._process.stdin, self._process.stdout
-        print(json.dumps(asdict(task)), file=requests, flush=True)
-        return [Ended(*each) for each in json.loads(answers.readline())]
+        print(json.dumps(asdict(task)), file=self._requests, flush=True)
+        return [Ended(*each) for each in json.loads(self._answers.readline())]
 
 
-def _serve() -> None:
+def serve() -> None:
+    """Answer tasks until stdin is closed."""
+    # With one thread, all file operations of a run come from its main thread.
+    torch.set_num_threads(1)
+    # A run that compiled a module would do more file operations than the next one.
+    sys.dont_write_bytecode = True
     for name in _PRELOADED:
         importlib.import_module(name)
     # Children collect garbage often. Without frozen objects they would copy the server's memory.
@@ -231,4 +237,4 @@ def _traced(pid: int, arguments: tuple[str, ...]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve()
