@@ -357,10 +357,11 @@ def assert_rows_go_on(
     return position
 
 
+@pytest.mark.parametrize("steps", [[3, 4], pytest.param([1, 6], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_a_sampler_with_a_generator_of_its_own_goes_on(make, tmp_path):
+def test_a_sampler_with_a_generator_of_its_own_goes_on(make, steps, tmp_path):
     """A training that is resumed within or between epochs sees the rows of one that was not."""
-    assert_rows_go_on(type("Own", (Noting,), {"make_sampler": make}), [1, 3, 4, 6], tmp_path)
+    assert_rows_go_on(type("Own", (Noting,), {"make_sampler": make}), steps, tmp_path)
 
 
 def test_accelerates_sampler_is_not_saved(tmp_path):
