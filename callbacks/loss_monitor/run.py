@@ -82,6 +82,7 @@ class MonitoredRun:
         self._length = run_length(settings, state, args, train_dataloader)
         self._per_print_times = settings.per_print_times
         self._global_batch_size = global_batch_size(settings, state, args)
+        self._num_processes = num_ranks()
         self._averages_loss = averages_loss(settings)
         self._is_main = state.is_world_process_zero
         self._peak_tflops = settings.peak_tflops
@@ -192,7 +193,7 @@ class MonitoredRun:
                 seconds=seconds,
                 seconds_left=position.steps_left * self.clock.typical_seconds,
                 global_batch_size=self._global_batch_size,
-                num_processes=num_ranks(),
+                num_processes=self._num_processes,
                 tflops=flops / seconds / 1e12 if flops and seconds else None,
                 peak_tflops=self._peak_tflops,
             )
