@@ -88,7 +88,7 @@ def attached(run: str, checkpoint: str, origin: str = "") -> None:
         if number % SAVE_STEPS == 0:
             accelerator.save_state(checkpoint)
     monitor.close()
-    _write_end(run, training_state(network, optimizer.optimizer, step.step))
+    _write_end(run, training_state(network, optimizer.optimizer, step.attachment.step))
 
 
 def model(run: str, checkpoints: str) -> None:

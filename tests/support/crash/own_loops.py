@@ -60,7 +60,12 @@ def attached() -> None:
         lambda folder: accelerator.save_state(str(folder)),
         lambda folder: accelerator.load_state(str(folder)),
     )
-    write_end({**training_state(network, optimizer.optimizer, step.step), "monitor": judge.state()})
+    write_end(
+        {
+            **training_state(network, optimizer.optimizer, step.attachment.step),
+            "monitor": judge.state(),
+        }
+    )
 
 
 def cell() -> None:
