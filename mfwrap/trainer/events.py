@@ -4,7 +4,8 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
@@ -334,18 +335,24 @@ class StepCallbackHandler(CallbackHandler):
                 self.callbacks.remove(self._termination)
 
 
+_taken_by_function: MutableMapping[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
 def _taken(callback: object, event: str) -> frozenset[str]:
     """Return which results of a step the callback's method takes as keywords."""
     method = getattr(callback, event)
+    function = getattr(method, "__func__", method)
     try:
-        return _taken_keywords(getattr(method, "__func__", method))
+        taken = _taken_by_function.get(function)
     except TypeError:  # an object that is called as a function, and cannot be a key
-        return _taken_keywords.__wrapped__(method)
+        return _taken_keywords(method)
+    if taken is None:
+        taken = _taken_by_function[function] = _taken_keywords(method)
+    return taken
 
 
-@functools.lru_cache
-def _taken_keywords(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(name for name in ("step_output", "step_report") if takes(function, name))
+def _taken_keywords(method: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(name for name in ("step_output", "step_report") if takes(method, name))
 
 
 def _ends_epoch(state: TrainerState) -> bool:
