@@ -641,6 +641,7 @@ class MFTrainerMixin(_Base):
                 callback.resume_from(self._position.resumed_from)
         self.rollbacks.begun()
         self._skip.noted.begin()
+        self.attached.attachment.step.rate_factor = 1.0
         self._losses.begin(self._position.saved)
         if self._position.resumed_from is not None:
             restore_attributes(self, self._position.resumed_from)
@@ -663,8 +664,9 @@ class MFTrainerMixin(_Base):
             self._checkpoints.check_unchanged(is_last=True)
         if self._watch is not None:
             self._watch.begin_update()
-        factor = self.rollbacks.rate_factor(self.state.global_step + 1)
-        self.attached.attachment.step.rate_factor = factor
+        if self.rollbacks.may_slow:
+            factor = self.rollbacks.rate_factor(self.state.global_step + 1)
+            self.attached.attachment.step.rate_factor = factor
 
 
 def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:

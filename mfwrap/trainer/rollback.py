@@ -136,6 +136,8 @@ class Rollbacks:
         """Checkpoint to go back to, when the training has ended; ``None`` if it is complete."""
         self.is_stopping = False
         """Whether the training is about to end, to go back."""
+        self.may_slow = False
+        """Whether a rollback that was done lowers the learning rates of some updates."""
         self.are_on = settings is not None
         """Whether the training may go back, and write a list of rollbacks and of rows."""
 
@@ -175,6 +177,7 @@ class Rollbacks:
         if content is not None:
             self._done, self._pending = content
         self._skip.rows.add(frozenset(row for done in self._done for row in done.rows))
+        self.may_slow = any(done.rate_factor < 1 for done in self._done)
         if self._pending is not None and (asked_for is True or asked_for == AUTO):
             return str(self._run_folder / self._pending)
         return asked_for
