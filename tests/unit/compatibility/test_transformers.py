@@ -22,13 +22,6 @@ OVERRIDDEN = sorted(
 )
 
 
-def test_every_private_override_is_listed():
-    """Each private method of the Trainer that is overridden has an entry."""
-    listed = {name.attribute.removeprefix("Trainer.") for name in transformers.NAMES}
-
-    assert {name for name in OVERRIDDEN if name.startswith("_")} <= listed
-
-
 def test_a_trainer_that_is_too_old_is_refused(tmp_path, monkeypatch):
     """MFTrainer says which transformers it needs, and what works without it."""
     monkeypatch.setattr("mfwrap.compatibility.foreign.version", lambda _: "4.57.6")
