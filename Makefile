@@ -30,11 +30,12 @@ train: $(VENV)/.linked ## train the default recipe, a small Llama; the run goes 
 	$(RUN) -m mfwrap.recipes.causal_lm
 
 # One thread for each worker: by default, each of the two workers would start as many threads as there are cores.
+# One process more than two cores have room for, because many tests wait for processes of their own.
 test: $(VENV)/.linked ## run the fast tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal --durations=25 -m "not slow and not cuda"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist worksteal --durations=25 -m "not slow and not cuda"
 
 test-full: $(VENV)/.installed-docs $(VENV)/.linked ## run the fast tests and the slow ones
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal --durations=25 -m "not cuda"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist worksteal --durations=25 -m "not cuda"
 
 # A separate environment that sees all packages of the machine's python3, so that nothing is written outside this
 # folder. --system-site-packages would not work: it skips the packages of a python3 that is itself in a virtual
