@@ -29,8 +29,8 @@ help: ## list the targets
 train: $(VENV)/.linked ## train the default recipe, a small Llama; the run goes to runs/causal_lm
 	$(RUN) -m mfwrap.recipes.causal_lm
 
-# One thread for each worker: by default, each of the two workers would start as many threads as there are cores.
-# One process more than two cores have room for, because many tests wait for processes of their own.
+# One thread for each worker: by default, each would start as many threads as there are cores. One worker more than two
+# cores have room for, because many tests wait for processes of their own.
 test: $(VENV)/.linked ## run the fast tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist worksteal --durations=25 -m "not slow and not cuda"
 
