@@ -64,6 +64,10 @@ class LossScale:
             self.value.copy_(sens.detach().reshape(()), non_blocking=True)
         self.is_one = False
 
+    def divisor(self) -> Tensor | None:
+        """Return a copy of the scale; ``None`` if the host knows that it is 1."""
+        return None if self.is_one else self.value.clone()
+
     def update(self, overflow: Tensor) -> Tensor:
         """Let the update cell change the scale after a step, and return `overflow`."""
         if self.update_cell is None:

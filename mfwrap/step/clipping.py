@@ -23,6 +23,18 @@ def clip_coefficient(global_norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (global_norm + 1e-6)).clamp(max=1.0)
 
 
+def clipped_divisor(divisor: Tensor | None, coefficient: Tensor | None) -> Tensor | None:
+    """Return the number by which gradients are divided that are clipped at the same time.
+
+    Args:
+        divisor: Divisor of the gradients, shape ``()``; ``None`` for 1.
+        coefficient: Factor that clips them, shape ``()``; ``None`` for 1.
+    """
+    if coefficient is None:
+        return divisor
+    return coefficient.reciprocal() if divisor is None else divisor / coefficient
+
+
 def clip_by_global_norm(
     x: _TensorSequence, clip_norm: float = 1.0, use_norm: None = None
 ) -> _TensorSequence:

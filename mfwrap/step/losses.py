@@ -39,6 +39,20 @@ class Normalizer(NamedTuple):
     is_partial: bool = False
     """Whether `reduced` must still be summed over the ranks that hold shards."""
 
+    def divisors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the divisors of scaled gradients: after their reduction, and of this rank's own.
+
+        Args:
+            scale: Loss scale, shape ``()``, float32.
+        """
+        # A batch without targets has zero gradients and a zero divisor: 0 / 0 would give a nan
+        # norm.
+        reduced, local = (
+            scale * torch.where(divisor == 0, 1.0, divisor)
+            for divisor in (self.reduced, self.local)
+        )
+        return reduced, local
+
 
 class Accumulated(NamedTuple):
     """Result of the micro-batches of one update; the gradients are in ``parameter.grad``."""

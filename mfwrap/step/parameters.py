@@ -15,6 +15,7 @@ from mfwrap.arguments import callers_stacklevel, described
 from mfwrap.collectives import num_ranks, refuse_lone_process
 from mfwrap.compatibility.transformers import pipeline_stage_of
 from mfwrap.step.backward_updates import refuse_update_in_backward
+from mfwrap.step.losses import Normalizer
 from mfwrap.tensors.norm_groups import LocalNormGroups, NormGroups, group_parameters
 from mfwrap.tensors.placements import place_gradients
 from mfwrap.tensors.sharded_norms import SquareReduction
@@ -251,6 +252,22 @@ class TrainedParameters:
     def local(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return this rank's shards of distributed gradients, and other gradients as they are."""
         return gradients if self.reduction is None else local_tensors(gradients)
+
+    def over_shards(
+        self, squares: Tensor, normalizer: Normalizer | None
+    ) -> tuple[Tensor, Normalizer | None]:
+        """Sum over the ranks that hold shards of the gradients, which then have the same numbers.
+
+        Args:
+            squares: Sums of squares of this rank's shards, shape ``(N,)``, float32.
+            normalizer: Divisor of the gradients besides the loss scale.
+        """
+        if self.reduction is None:
+            return squares, normalizer
+        squares, total = self.reduction(squares, None if normalizer is None else normalizer.reduced)
+        if normalizer is not None and normalizer.is_partial:
+            normalizer = Normalizer(total, normalizer.local)
+        return squares, normalizer
 
     def _refuse_sparse(self, gradients: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(self._parameters, gradients, strict=True):

@@ -52,6 +52,13 @@ class SpikeVerdict(NamedTuple):
     level: Tensor
     """Logarithm of the global norm, shape ``()``, float32."""
 
+    policy: "SpikePolicy"
+    """Policy that has judged, and remembers the norm."""
+
+    def skips_besides(self, skips: Tensor) -> Tensor:
+        """Return whether to skip the update for this reason or another one, shape ``()``, bool."""
+        return skips | self.skips
+
     def clipped(self, coefficient: Tensor | None) -> Tensor | None:
         """Return the smaller one of another factor that clips the gradients, and this one.
 
@@ -61,6 +68,10 @@ class SpikeVerdict(NamedTuple):
         if coefficient is None or self.coefficient is None:
             return coefficient if self.coefficient is None else self.coefficient
         return torch.minimum(coefficient, self.coefficient)
+
+    def remember(self, applied: Tensor) -> None:
+        """Let the policy remember the norm; `applied` is whether the update was, ``()``, bool."""
+        self.policy.count(self, applied)
 
 
 @final
@@ -103,11 +114,11 @@ class SpikePolicy:
         score = self._window.scores(level.reshape(1)).squeeze(0)
         is_spike = score > self._limit  # False for NaN
         if not self._clips:
-            return SpikeVerdict(score, is_spike, is_spike, None, level)
+            return SpikeVerdict(score, is_spike, is_spike, None, level, self)
         too_high = score - self._limit**2 / score
         factor = torch.exp(-too_high * self._window.deviation.squeeze(0))
         coefficient = torch.where(is_spike, factor, 1.0)
-        return SpikeVerdict(score, is_spike, torch.zeros_like(is_spike), coefficient, level)
+        return SpikeVerdict(score, is_spike, torch.zeros_like(is_spike), coefficient, level, self)
 
     def count(self, verdict: SpikeVerdict, applied: Tensor) -> None:
         """Remember the norm of an update.

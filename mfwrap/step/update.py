@@ -35,7 +35,7 @@ from mfwrap.collectives import Section, section_clock
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
-from mfwrap.step.clipping import clip_coefficient
+from mfwrap.step.clipping import clip_coefficient, clipped_divisor
 from mfwrap.step.counts import UpdateCounts
 from mfwrap.step.losses import Accumulated, Normalizer
 from mfwrap.step.parameters import TrainedParameters
@@ -45,11 +45,10 @@ from mfwrap.step.ranks.local_norms import LocalSquares
 from mfwrap.step.rates import group_names, has_bad_rate, learning_rates
 from mfwrap.step.schedules import Schedule
 from mfwrap.step.skipping import SkippableOptimizer
-from mfwrap.step.spikes import SpikeVerdict, spike_policy
+from mfwrap.step.spikes import SpikePolicy, SpikeVerdict, spike_policy
 from mfwrap.step.state import StateOwner
 from mfwrap.tensors.norm_groups import NormGroups
 from mfwrap.tensors.norms import NormReader, sums_by_group
-from mfwrap.tensors.sharded_norms import SquareReduction
 
 
 class Measurement(NamedTuple):
@@ -139,8 +138,9 @@ class StepUpdate:
         agreement: Agreement | None = None,
     ) -> None:
         self._config = config
-        self._rounds = config.accumulate_allreduce_grads_in_fp32
-        self._optimizer = SkippableOptimizer(optimizer, rounds=self._rounds)
+        in_float32 = config.accumulate_allreduce_grads_in_fp32
+        self._optimizer = SkippableOptimizer(optimizer, rounds=in_float32)
+        self._rounded = squares_after_rounding if in_float32 else _unrounded
         self.parameters = parameters
         self._local_squares = local_squares
         self._agreement: Agreement = agreement or _SameOnAllRanks()
@@ -148,7 +148,7 @@ class StepUpdate:
         """Functions to call once the gradients are measured and before they are used."""
         self._device = parameters.device
         self._norms = NormReader(self._device)
-        self._spikes = spike_policy(config, self._device)
+        self._spikes: SpikePolicy | _NoSpikes = spike_policy(config, self._device) or _NoSpikes()
         self._loss_scale = loss_scale
         self._update_scale = update_scale or loss_scale.update
         self._ema: Average = _NoAverage() if ema is None else ema
@@ -248,14 +248,14 @@ class StepUpdate:
             local = parameters.local(gradients)
             squares = self._norms.squares(local)
             own = None if self._local_squares is None else self._local_squares.squares(squares)
-            if self._rounds:
-                squares = squares_after_rounding(
-                    squares, local, parameters.tensors, num_summed, normalizer
-                )
-            squares, normalizer = _over_shards(parameters.reduction, squares, normalizer)
+            squares = self._rounded(squares, local, parameters.tensors, num_summed, normalizer)
+            squares, normalizer = parameters.over_shards(squares, normalizer)
             has_bad_rate = self._has_bad_rate() if agreement.is_pipeline else None
             totals = agreement(Totals(squares.sum(), loss, normalizer, has_bad_rate))
-            divisor, own_divisor = _divisors(self._loss_scale, totals.normalizer)
+            if totals.normalizer is None:
+                divisor = own_divisor = self._loss_scale.divisor()
+            else:
+                divisor, own_divisor = totals.normalizer.divisors(self._loss_scale.value)
             norm = _divided(totals.square.sqrt(), divisor)
             overflow = ~_is_sound(norm, divisor)
             reduction_norms = None
@@ -305,29 +305,27 @@ class StepUpdate:
             rates = learning_rates(
                 self._optimizer.optimizer, self._device, may_be_bad=self._agreement.is_pipeline
             )
-            spike = None if self._spikes is None else self._spikes.judge(measured.global_norm)
+            spike = self._spikes.judge(measured.global_norm)
             skipped = self._skips(measured, spike)
             applied = ~skipped
             if coefficient is None:
                 coefficient = self.configured_coefficient(measured)
-            if spike is not None:
-                coefficient = spike.clipped(coefficient)
-            divisor = _clipped_divisor(measured.divisor, coefficient)
+            coefficient = spike.clipped(coefficient)
+            divisor = clipped_divisor(measured.divisor, coefficient)
             read = self._optimizer.step(divisor, skipped, measured.num_summed)
             # Update the scale after all calls that may raise: an error must leave it unchanged.
             self._update_scale(measured.overflow)
             self._ema.update(applied)
             self.counts.count(applied, skipped)
-            if self._spikes is not None and spike is not None:
-                self._spikes.count(spike, applied)
+            spike.remember(applied)
             report = self._report(
                 loss,
                 measured,
                 skipped,
                 rates,
                 losses,
-                None if spike is None else spike.score,
-                reports_norm=coefficient is not None or spike is not None,
+                spike.score,
+                reports_norm=coefficient is not None or spike.score is not None,
             )
         self.counts.submit(report, measured.local_norm, skipped=read)
         return report
@@ -344,7 +342,7 @@ class StepUpdate:
 
     def state_owners(self) -> tuple[StateOwner, ...]:
         """Return the objects whose states belong into a checkpoint; their names are distinct."""
-        return (self.counts,) if self._spikes is None else (self.counts, self._spikes)
+        return (self.counts, self._spikes)
 
     def replaced(self) -> list[tuple[object, str]]:
         """Return the attributes that an update sets to new tensors: owners and names."""
@@ -358,8 +356,8 @@ class StepUpdate:
     def _has_bad_rate(self) -> Tensor | None:
         return has_bad_rate(self._optimizer.optimizer, self._device)
 
-    def _skips(self, measured: Measurement, spike: SpikeVerdict | None) -> Tensor:
-        skips = measured.overflow if spike is None else measured.overflow | spike.skips
+    def _skips(self, measured: Measurement, spike: "SpikeVerdict | _NoSpikes") -> Tensor:
+        skips = spike.skips_besides(measured.overflow)
         if self._config.use_skip_data_by_global_norm:
             # Do not write `norm >= threshold`: it is False for a nan norm, but an update with a nan
             # norm must be skipped, too.
@@ -417,41 +415,6 @@ class StepUpdate:
         )
 
 
-def _over_shards(
-    reduction: SquareReduction | None, squares: Tensor, normalizer: Normalizer | None
-) -> tuple[Tensor, Normalizer | None]:
-    """Sum over the ranks that hold shards of the gradients, which then have the same numbers."""
-    if reduction is None:
-        return squares, normalizer
-    squares, total = reduction(squares, None if normalizer is None else normalizer.reduced)
-    if normalizer is not None and normalizer.is_partial:
-        normalizer = Normalizer(total, normalizer.local)
-    return squares, normalizer
-
-
-def _divisors(
-    scale: LossScale, normalizer: Normalizer | None
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return the divisors of the reduced gradients and of this rank's own."""
-    if normalizer is not None:
-        return scale.value * _nonzero(normalizer.reduced), scale.value * _nonzero(normalizer.local)
-    if scale.is_one:
-        return None, None
-    divisor = scale.value.clone()
-    return divisor, divisor
-
-
-def _nonzero(divisor: Tensor) -> Tensor:
-    # A batch without targets has zero gradients and a zero divisor: 0 / 0 would give a nan norm.
-    return torch.where(divisor == 0, 1.0, divisor)
-
-
-def _clipped_divisor(divisor: Tensor | None, coefficient: Tensor | None) -> Tensor | None:
-    if coefficient is None:
-        return divisor
-    return coefficient.reciprocal() if divisor is None else divisor / coefficient
-
-
 def _divided(norms: Tensor, divisor: Tensor | None) -> Tensor:
     return norms if divisor is None else norms / divisor
 
@@ -463,6 +426,11 @@ def _is_sound(norm: Tensor, divisor: Tensor | None) -> Tensor:
         # and a network may return a denominator that is nan or infinite.
         is_sound &= (divisor > 0) & (divisor < math.inf)
     return is_sound
+
+
+def _unrounded(squares: Tensor, *_: object) -> Tensor:
+    """Leave sums of squares as they are, where gradients have the dtypes of their weights."""
+    return squares
 
 
 @final
@@ -485,3 +453,34 @@ class _NoAverage:
 
     def update(self, applied: Tensor) -> None:
         """Update nothing."""
+
+
+@final
+class _NoSpikes:
+    """The spike policy ``record``, and its verdict: it judges no norm, and has no state."""
+
+    score = None
+
+    def judge(self, _global_norm: Tensor) -> "_NoSpikes":
+        return self
+
+    def skips_besides(self, skips: Tensor) -> Tensor:
+        return skips
+
+    def clipped(self, coefficient: Tensor | None) -> Tensor | None:
+        return coefficient
+
+    def remember(self, applied: Tensor) -> None:
+        """Remember nothing."""
+
+    def replaced(self) -> list[tuple[object, str]]:
+        return []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Accept the state of any policy."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Ignore the state of a policy."""
