@@ -144,7 +144,8 @@ def _clip_in_place(
         norm = norm_of_all(gradients, norm_type, loss_scale.device)
     if not are_unscaled:
         norm = norm / loss_scale
-    multiply_in_place(gradients, clip_coefficient(norm, max_norm))
+    coefficient = clip_coefficient(norm, max_norm)
+    multiply_in_place(gradients, coefficient)
     for window in windows:
-        window.accept_clipped()
+        window.accept_clipped(coefficient)
     return norm

@@ -116,6 +116,9 @@ class Gradients(NamedTuple):
     coefficient: Tensor | None = None
     """Factor of a folded clip, shape ``()``, float32; ``None`` unless the form is FOLDED."""
 
+    clipped_by: Tensor | None = None
+    """Product of the factors by which the gradients were clipped in place, shape ``()``."""
+
 
 @final
 class OptimizerWindow:
@@ -268,7 +271,7 @@ class OptimizerWindow:
         if coefficient is not None:
             self.note_overflow()
             multiply_in_place(self._present(), coefficient)
-            self.accept_clipped()
+            self.accept_clipped(coefficient)
         if self.form is Form.CLIPPED:
             # The last read was before the clip. A second clip needs the norm after the first one.
             self._gradients = self._gradients._replace(measured=None)
@@ -305,10 +308,21 @@ class OptimizerWindow:
         overflow = self.measured().overflow
         self._overflow = overflow if self._overflow is None else self._overflow | overflow
 
-    def accept_clipped(self) -> None:
-        """Note that the gradients were clipped in place; keep the norms from before the clip."""
+    def accept_clipped(self, factor: Tensor | None = None) -> None:
+        """Note that the gradients were clipped in place; keep the norms from before the clip.
+
+        Args:
+            factor: Factor by which they were multiplied, shape ``()``; ``None`` if elements were
+                clamped.
+        """
         form = Form.UNSCALED if self.form is Form.UNSCALED else Form.CLIPPED
-        self._gradients = self._gradients._replace(form=form, seen=self._see(), coefficient=None)
+        before = self._gradients.clipped_by
+        self._gradients = self._gradients._replace(
+            form=form,
+            seen=self._see(),
+            coefficient=None,
+            clipped_by=before if factor is None else factor * (1.0 if before is None else before),
+        )
         self._loop_has_clipped = True
 
     def apply(
@@ -342,7 +356,8 @@ class OptimizerWindow:
                 groups=first.groups,
             )
         loss = self._loss(accumulation_steps, measured.global_norm.device)
-        report = self.update.apply(loss, measured, coefficient, losses)
+        clipped_by = self._gradients.clipped_by
+        report = self.update.apply(loss, measured, coefficient, losses, clipped_by=clipped_by)
         self.restart()
         self._kept = self._used or None
         return report

@@ -59,15 +59,20 @@ class SpikeVerdict(NamedTuple):
         """Return whether to skip the update for this reason or another one, shape ``()``, bool."""
         return skips | self.skips
 
-    def clipped(self, coefficient: Tensor | None) -> Tensor | None:
+    def clipped(self, coefficient: Tensor | None, clipped_by: Tensor | None) -> Tensor | None:
         """Return the smaller one of another factor that clips the gradients, and this one.
 
         Args:
             coefficient: Factor, shape ``()``, float32; ``None`` for 1.
+            clipped_by: Factor by which the gradients were clipped after the norm was measured,
+                shape ``()``; ``None`` for 1.
         """
-        if coefficient is None or self.coefficient is None:
-            return coefficient if self.coefficient is None else self.coefficient
-        return torch.minimum(coefficient, self.coefficient)
+        own = self.coefficient
+        if own is not None and clipped_by is not None:
+            own = (own / clipped_by).clamp(max=1.0)
+        if coefficient is None or own is None:
+            return coefficient if own is None else own
+        return torch.minimum(coefficient, own)
 
     def remember(self, applied: Tensor) -> None:
         """Let the policy remember the norm; `applied` is whether the update was, ``()``, bool."""

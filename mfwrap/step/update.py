@@ -6,8 +6,9 @@ Everything happens on the device, in a fixed order; only a pipeline does step 2 
    parameter's gradient. Local norms, the global norm and the overflow flag are computed from these
    sums. If gradients differ between ranks, the ranks agree on their sums here.
 2. **Read the results of the previous update** (`StepUpdate.flush`). Only here may the host wait for
-   the device. This step's forward and backward are already queued, so the device has work while
-   the host waits. The schedule advances here, so this must come before the learning rate is used.
+   the device, and in step 4 with an optimizer that cannot skip on the device. This step's forward
+   and backward are already queued, so the device has work while the host waits. The schedule
+   advances here, so this must come before the learning rate is used.
 3. **Decide** whether the update is skipped, and by how much its gradients are clipped. The
    decisions are tensors on the device; the host reads them at the next update.
 4. **Update the weights**, or leave them unchanged. One divisor combines loss scale, normalization
@@ -279,6 +280,8 @@ class StepUpdate:
         measured: Measurement,
         coefficient: Tensor | None = None,
         losses: Mapping[str, Tensor] | None = None,
+        *,
+        clipped_by: Tensor | None = None,
     ) -> StepReport:
         """Decide whether to skip, and update weights, loss scale, average and counts.
 
@@ -288,6 +291,8 @@ class StepUpdate:
             coefficient: Factor that clips the gradients, shape ``()``, float32; ``None`` to clip
                 as configured.
             losses: Named losses to report, as in `StepReport`.
+            clipped_by: Factor by which the gradients were clipped after they were measured, shape
+                ``()``; ``None`` if they were not.
 
         Raises:
             RuntimeError: If the averages are swapped in, or too many updates in a row were skipped.
@@ -310,10 +315,10 @@ class StepUpdate:
             applied = ~skipped
             if coefficient is None:
                 coefficient = self.configured_coefficient(measured)
-            coefficient = spike.clipped(coefficient)
+            coefficient = spike.clipped(coefficient, clipped_by)
             divisor = clipped_divisor(measured.divisor, coefficient)
             read = self._optimizer.step(divisor, skipped, measured.num_summed)
-            # Update the scale after all calls that may raise: an error must leave it unchanged.
+            # After the optimizer, which may raise: an error must leave the scale unchanged.
             self._update_scale(measured.overflow)
             self._ema.update(applied)
             self.counts.count(applied, skipped)
@@ -467,7 +472,7 @@ class _NoSpikes:
     def skips_besides(self, skips: Tensor) -> Tensor:
         return skips
 
-    def clipped(self, coefficient: Tensor | None) -> Tensor | None:
+    def clipped(self, coefficient: Tensor | None, _by: Tensor | None) -> Tensor | None:
         return coefficient
 
     def remember(self, applied: Tensor) -> None:

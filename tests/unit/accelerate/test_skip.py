@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from mfwrap import StepConfig
+from mfwrap.accelerate import attach
 from support.accelerate_loops import OPTIMIZERS, Loop, Trace, train, train_alone, weights_of
 from support.training_state import assert_same_state, assert_unchanged
 
@@ -286,6 +288,36 @@ def test_a_norm_far_above_those_before_is_skipped_or_clipped(optimizer, max_norm
         assert moves[3] < 4 * moves[2]
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [("unscale", 1.0), (1.0, 1.0), ("unscale", 1.0, 0.5), (1.0, 0.5)],
+    ids=["in place", "twice", "in place, twice", "in place, then less"],
+)
+def test_a_spike_is_clipped_once(calls):
+    """A spike that the loop has clipped in place is clipped to the lower one of both limits."""
+
+    def trained(calls):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        attach(accelerator, StepConfig(spike_policy="clip"))
+        network = torch.nn.Linear(4, 2, dtype=torch.float64)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        network, optimizer = accelerator.prepare(network, optimizer)
+        for factor in (1.0, 2.0, 1.5, 1e4, 1.0):
+            accelerator.backward(network(torch.ones(3, 4, dtype=torch.float64)).mean() * factor)
+            for call in calls:
+                if call == "unscale":
+                    accelerator.unscale_gradients()
+                else:
+                    accelerator.clip_grad_norm_(network.parameters(), call)
+            optimizer.step()
+            optimizer.zero_grad()
+        return network.weight.detach()
+
+    limits = [call for call in calls if call != "unscale"]
+    torch.testing.assert_close(trained(calls), trained([min(limits)]), rtol=1e-5, atol=1e-6)
+
+
 @each_precision
 @each_optimizer
 def test_training_that_only_skips_ends_with_an_error(optimizer, precision):
@@ -293,7 +325,7 @@ def test_training_that_only_skips_ends_with_an_error(optimizer, precision):
     loop = loop_with(0, bad_updates=(1, 2, 3), optimizer=optimizer, precision=precision)
     config = StepConfig(max_consecutive_skips=3, local_norm=True)
 
-    message = r"3 updates in a row were skipped, the last one at step 4 .*\['layers.0.weight'\]"
+    message = r"3 updates in a row were skipped, the last one at step 4; .*\['layers.0.weight'\]"
     with pytest.raises(RuntimeError, match=message):
         train(loop, attached=True, config=config, asks=False)
     allowed = StepConfig(max_consecutive_skips=4)
