@@ -47,12 +47,13 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 
     Curves and records are written on every rank. Ranks other than 0 have their own files.
 
-    **Anomalies.** With ``find_culprit``, a step that overflows, spikes or has a non-finite loss
-    gets a record in ``anomalies.jsonl`` in the run folder, and a line in the log. The record names
-    layer, rank and norms (`Anomaly` lists the fields). A dynamic loss scale overflows on purpose
-    while it searches for its value: such steps are only counted, in `num_scale_overflows`. To name
-    a layer, the monitor needs local norms (``StepConfig(local_norm=True)``). A fault in the forward
-    pass makes all gradients non-finite; then only ``replay`` can tell where the fault began.
+    **Anomalies.** With ``find_culprit``, the first of the steps that overflow, spike or have a
+    non-finite loss gets a record in ``anomalies.jsonl`` in the run folder, and a line in the log.
+    The record names layer, rank and norms (`Anomaly` lists the fields). A dynamic loss scale
+    overflows on purpose while it searches for its value: such steps are only counted, in
+    `num_scale_overflows`. To name a layer, the monitor needs local norms
+    (``StepConfig(local_norm=True)``). A fault in the forward pass makes all gradients non-finite;
+    then only ``replay`` can tell where the fault began.
 
     **In a loop that passes no output**, such as a stock Trainer, the monitor reports optimizer
     state, weights and throughput, and checks the loss and the norm that the loop logs. A warning,

@@ -327,7 +327,7 @@ def _restore_optimizer(optimizer: Any, grad_scaler: Any) -> None:
 class StepScaler:
     """Scale losses and do updates for accelerate, which calls this as its gradient scaler.
 
-    It has the methods of ``torch.amp.GradScaler``.
+    It has the methods of ``torch.amp.GradScaler`` that accelerate and the Trainer call.
 
     Args:
         attachment: Step that is attached to the accelerator.

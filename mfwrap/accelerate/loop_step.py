@@ -1,8 +1,8 @@
 """Do the updates of a loop whose optimizers share one loss scale and one average.
 
 The loop scales each loss (`LoopStep.scaled`), runs backward, may clip through an optimizer's window
-(`mfwrap.accelerate.window`), and lets each optimizer do its update (`LoopStep.update`). This
-module does not depend on accelerate; `mfwrap.accelerate.classes` translates accelerate's calls.
+(`mfwrap.accelerate.window`), and lets each optimizer do its update (`LoopStep.update`). Nothing
+here calls accelerate; `mfwrap.accelerate.classes` translates accelerate's calls.
 
 Several optimizers need two extra rules. The loss scale must not change while another optimizer
 still has unused gradients, because they were computed with the present scale (`SharedLossScale`).

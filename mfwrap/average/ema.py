@@ -128,9 +128,10 @@ class ExponentialMovingAverage:
     def update(self, applied: Tensor | None = None) -> None:
         """Update the average after an optimizer update; call it after every step.
 
-        Does not synchronize with the device. A skipped update leaves the copied buffers bitwise
-        unchanged. If the weights are finite, a skipped update also leaves the averages bitwise
-        unchanged, except that an average of -0.0 may become 0.0.
+        Synchronizes with the device only if the averages are on the CPU and the weights are not. A
+        skipped update leaves the copied buffers bitwise unchanged. If the weights are finite, a
+        skipped update also leaves the averages bitwise unchanged, except that an average of -0.0
+        may become 0.0.
 
         Args:
             applied: Whether the optimizer's update was applied: shape ``()``, bool, on the

@@ -1,4 +1,7 @@
-"""Write files and folders that are complete or absent, even if the process or the power fails."""
+"""Write files and folders that are complete or absent, even if the process or the power fails.
+
+Also find, own and remove the checkpoints of a run, which are such folders.
+"""
 
 import builtins
 import contextlib

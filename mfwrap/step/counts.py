@@ -162,7 +162,7 @@ class UpdateCounts:
             bad = [name for name, is_finite in named if not is_finite]
             msg = (
                 f"{arrival.consecutive_skips:.0f} updates in a row were skipped, the last one at "
-                f"step {arrival.step:.0f} with loss scale {arrival.loss_scale:g}; "
+                f"step {arrival.step:.0f}; the loss scale is {arrival.loss_scale:g} now; "
                 f"groups with a non-finite gradient norm: {bad}; learning rates: "
                 f"{report.learning_rates.tolist()}"
             )
