@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import DynamicLossScaleUpdateCell
@@ -16,33 +16,6 @@ from support.captured_training import numbers, train, training
 from support.devices import each_device, occupied, refused_waits
 from support.paths import TESTS
 from support.small_networks import Classifier, labelled_batches
-
-
-class Reading(Classifier):
-    """A `Classifier` that reads its loss on the host."""
-
-    def forward(self, *arguments: Tensor) -> Tensor:
-        """Return the loss."""
-        loss = super().forward(*arguments)
-        assert loss.item() == loss.item()
-        return loss
-
-
-def main(device: str) -> None:
-    """Train four steps, the last of which is captured, and print their error."""
-    trained = training(capture=True, network=Reading, device=device)
-    try:
-        train(trained, [1.0] * 4)
-    except RuntimeError as error:
-        sys.stdout.write(str(error))
-    sys.stdout.flush()
-    # Leave out what an interpreter does at its end: it may fail with the allocator in this state.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-
 
 NAN = float("nan")
 FACTORS = [1.0, NAN, 1.0, 1.0, 1.0, NAN, 1.0, 50.0, 1.0, 1.0]
