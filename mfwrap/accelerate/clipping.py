@@ -72,7 +72,7 @@ def clip_grad_norm(
     with torch.no_grad(), torch.autocast(loss_scale.device.type, enabled=False):
         if folds:
             return _fold(concerned, gradients, loss_scale, max_norm)
-        return _clip_in_place(concerned, list(gradients.values()), loss_scale, max_norm, norm_type)
+        return _clip_in_place(concerned, gradients, loss_scale, max_norm, norm_type)
 
 
 def clip_grad_value(
@@ -128,7 +128,7 @@ def _fold(
 
 def _clip_in_place(
     windows: Sequence[OptimizerWindow],
-    gradients: Sequence[Tensor],
+    gradients: Mapping[int, Tensor],
     loss_scale: Tensor,
     max_norm: float,
     norm_type: float,
@@ -138,14 +138,16 @@ def _clip_in_place(
         if are_unscaled:
             window.unscale()
         window.note_overflow()
+    clipped = list(gradients.values())
     if norm_type == 2:
-        norm = square_of_all(gradients, loss_scale.device).sqrt()
+        norm = square_of_all(clipped, loss_scale.device).sqrt()
     else:
-        norm = norm_of_all(gradients, norm_type, loss_scale.device)
+        norm = norm_of_all(clipped, norm_type, loss_scale.device)
     if not are_unscaled:
         norm = norm / loss_scale
     coefficient = clip_coefficient(norm, max_norm)
-    multiply_in_place(gradients, coefficient)
+    multiply_in_place(clipped, coefficient)
     for window in windows:
-        window.accept_clipped(coefficient)
+        is_whole = window.update.parameters.all_with_gradient_among(gradients)
+        window.accept_clipped(coefficient if is_whole else None)
     return norm

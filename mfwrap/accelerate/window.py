@@ -117,7 +117,7 @@ class Gradients(NamedTuple):
     """Factor of a folded clip, shape ``()``, float32; ``None`` unless the form is FOLDED."""
 
     clipped_by: Tensor | None = None
-    """Product of the factors by which the gradients were clipped in place, shape ``()``."""
+    """Product of the factors by which all gradients were clipped in place, shape ``()``."""
 
 
 @final
@@ -312,8 +312,8 @@ class OptimizerWindow:
         """Note that the gradients were clipped in place; keep the norms from before the clip.
 
         Args:
-            factor: Factor by which they were multiplied, shape ``()``; ``None`` if elements were
-                clamped.
+            factor: Factor by which all of them were multiplied, shape ``()``; ``None`` if some were
+                clipped, or elements were clamped.
         """
         form = Form.UNSCALED if self.form is Form.UNSCALED else Form.CLIPPED
         before = self._gradients.clipped_by

@@ -318,6 +318,28 @@ def test_a_spike_is_clipped_once(calls):
     torch.testing.assert_close(trained(calls), trained([min(limits)]), rtol=1e-5, atol=1e-6)
 
 
+def test_a_spike_is_clipped_where_the_loop_has_not():
+    """A clip of one layer in place leaves the whole factor of a spike to the other layer."""
+
+    def trained(*clipped):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        attach(accelerator, StepConfig(spike_policy="clip"))
+        network = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(2))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        optimizer = accelerator.prepare(optimizer)
+        for factor in (1.0, 2.0, 1.5, 1e4, 1.0):
+            loss = sum(layer(torch.ones(3, 4)).mean() for layer in network)
+            accelerator.backward(loss * factor)
+            for layer in clipped:
+                accelerator.clip_grad_norm_(network[layer].parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        return network[1].weight.detach()
+
+    torch.testing.assert_close(trained(0), trained())
+
+
 @each_precision
 @each_optimizer
 def test_training_that_only_skips_ends_with_an_error(optimizer, precision):
