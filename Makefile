@@ -5,6 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 CUDA_VENV := .venv-cuda
 SOURCE_LIST := build/source-files
+LOCKED := $(if $(shell command -v flock),flock build/.links.lock)
 DEVICE_WHEELS := build/device-wheels
 CARRIED := pydantic pydantic_core annotated-types typing-inspection typing_extensions click datasets dill multiprocess transformers trl
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -140,15 +141,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 # An editable install holds a link for each file (pyproject.toml says why), so a file that was added or removed needs
-# new links. The list is rewritten only when it differs; an unchanged list is older than the stamp.
+# new links. The list is rewritten only when it differs; an unchanged list is older than the stamp. Of two makes at once,
+# one makes the links, and the other waits for them if the system has flock.
 $(VENV)/.linked: $(VENV)/.installed $(SOURCE_LIST)
-	$(RUN) -m pip install --quiet --no-deps --no-build-isolation -e .
-	@touch $@
+	@$(LOCKED) sh -c '[ -e $@ ] && [ -z "$$(find $^ -newer $@)" ] \
+	    || { $(RUN) -m pip install --quiet --no-deps --no-build-isolation -e . && touch $@; }'
 
 $(SOURCE_LIST): FORCE
 	@mkdir -p $(@D)
-	@find mfwrap callbacks recipes -type f ! -path '*/__pycache__/*' | sort > $@.new
-	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+	@new=$@.$$$$; find mfwrap callbacks recipes -type f ! -path '*/__pycache__/*' | sort > $$new; \
+	if cmp -s $$new $@; then rm $$new; else mv $$new $@; fi
 
 FORCE:
 
