@@ -28,16 +28,21 @@ def begin_list(folder: Path, names: Iterable[str]) -> None:
     if listed_names(folder) is not None:
         return
     own, text = _own_list(folder), _lines(names)
-    partial = _partial_list(folder, text)
-    try:
-        # Unlike a rename, a link does not replace a list that another program has begun meanwhile.
-        own.hardlink_to(partial)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without links
-        with contextlib.suppress(FileExistsError):
+    folder.mkdir(parents=True, exist_ok=True)
+    # Unlike a rename, neither replaces a list that another program has begun meanwhile.
+    with contextlib.suppress(FileExistsError):
+        if not text:  # whole at once, and a process that is killed leaves nothing else
             _write(own, text, os.O_CREAT | os.O_EXCL)
-    partial.unlink(missing_ok=True)
+            return
+        partial = _partial_list(folder, text)
+        try:
+            own.hardlink_to(partial)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            _write(own, text, os.O_CREAT | os.O_EXCL)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def rewrite_list(folder: Path, names: Iterable[str]) -> None:

@@ -56,6 +56,20 @@ def test_listed_before_it_is_there(tmp_path, monkeypatch):
     assert listed_names(tmp_path) == {"b.json"}
 
 
+def test_a_list_whose_beginning_is_killed(tmp_path, monkeypatch):
+    """In a folder without files of mfwrap, a killed process leaves the list and nothing else."""
+
+    def killed(_descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        begin_list(tmp_path, [])
+
+    assert [path.name for path in tmp_path.iterdir()] == [LIST]
+    assert listed_names(tmp_path) == set()
+
+
 def test_ranks_that_add_names_at_the_same_time(tmp_path, monkeypatch):
     """No name is lost where an append of one machine overwrites that of another, as over NFS."""
     names = ["metrics.jsonl", "metrics_rank1.jsonl", "metrics_rank2.jsonl"]
