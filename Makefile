@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 CUDA_VENV := .venv-cuda
 SOURCE_LIST := build/source-files
-LOCKED := $(if $(shell command -v flock),flock build/.links.lock)
+LOCKED := $(if $(shell command -v flock),flock build/.install.lock)
 DEVICE_WHEELS := build/device-wheels
 CARRIED := pydantic pydantic_core annotated-types typing-inspection typing_extensions click datasets dill multiprocess transformers trl
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -132,13 +132,18 @@ clean: ## remove environments, builds and caches; runs/ stays
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find mfwrap callbacks recipes tests benchmarks .ci -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp is written last, so the next make repeats an installation that failed. An existing environment is kept if
-# its pip works.
+# Of two makes at once, one installs, and the other waits for it if the system has flock. The stamp is written last, so
+# the next make repeats an installation that failed. An existing environment is kept if its pip works.
 $(VENV)/.installed: pyproject.toml constraints.txt
+ifndef INSTALLS
+	@mkdir -p build
+	@$(LOCKED) $(MAKE) --no-print-directory INSTALLS=1 $@
+else
 	@$(RUN) -m pip --version >/dev/null 2>&1 || { $(make-environment); }
 	$(RUN) -m pip install "$(TORCH)"
 	$(RUN) -m pip install -c constraints.txt -e '.[recipes,test,lint]'
 	@touch $@
+endif
 
 # An editable install holds a link for each file (pyproject.toml says why), so a file that was added or removed needs
 # new links. The list is rewritten only when it differs; an unchanged list is older than the stamp. Of two makes at once,
