@@ -26,7 +26,7 @@ from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states
 from mfwrap.callbacks.shared.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.training_weights import monitors_training
-from mfwrap.checkpoints.folders import remove_checkpoints
+from mfwrap.checkpoints.run_folders import remove_checkpoints
 from mfwrap.checkpoints.written_files import list_own
 from mfwrap.collectives import broadcast_from_main, gather_objects
 from mfwrap.records.json_lines import JsonLines

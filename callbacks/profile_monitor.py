@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from mfwrap.arguments import check_bool, check_int, directory_name
 from mfwrap.callbacks.shared.run_log import run_logger
-from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.checkpoints.written_files import list_own, listed_names
 from mfwrap.collectives import this_rank
 from mfwrap.records.own_names import begin_folder, check_own

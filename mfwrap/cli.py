@@ -412,7 +412,7 @@ def _draw(file: Path, draw: Callable[[], None]) -> None:
 
 def _write_new(file: Path, text: str) -> None:
     """Write a text to a new file; raise `RecipeError` if that is impossible."""
-    from mfwrap.checkpoints.folders import whole_file  # noqa: PLC0415  (slow)
+    from mfwrap.checkpoints.whole import whole_file  # noqa: PLC0415  (slow)
 
     if os.path.lexists(file):
         msg = f"cannot write {file}: File exists"

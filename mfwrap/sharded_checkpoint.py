@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from mfwrap.checkpoints.file_formats import json_content
-from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.manifest import HAS_MANIFEST, write_manifest
 from mfwrap.checkpoints.step_files import flat_tensors, load_tensors, save_tensors, stored_tensors
 from mfwrap.checkpoints.verification import check_checkpoint
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.collectives import (
     any_rank,
     gather_objects,

@@ -33,7 +33,7 @@ from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.accelerate import AttachedStep, attach
 from mfwrap.callbacks import MFLossMonitor
 from mfwrap.checkpoints import newest_checkpoint
-from mfwrap.checkpoints.folders import whole_folder
+from mfwrap.checkpoints.whole import whole_folder
 from mfwrap.collectives import leave_shared_store
 from mfwrap.recipes.causal_lm import build_model, evaluate, text_loaders
 

@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
 from mfwrap.callbacks import LoopMonitor, MetricsRecorder, MFLossMonitor
-from mfwrap.checkpoints.folders import whole_folder
+from mfwrap.checkpoints.whole import whole_folder
 from mfwrap.report import draw_run
 
 IGNORED_LABEL = -100

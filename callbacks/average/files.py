@@ -20,8 +20,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.arguments import takes
-from mfwrap.checkpoints.folders import complete_move, whole_file, whole_folder
 from mfwrap.checkpoints.network_weights import foreign_weights
+from mfwrap.checkpoints.whole import complete_move, whole_file, whole_folder
 from mfwrap.tensors.shards import is_distributed
 
 _EXPORT = "ema"

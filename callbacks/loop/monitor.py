@@ -25,7 +25,8 @@ from mfwrap.callbacks.shared.progress import UNKNOWN_LENGTH
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.checkpoints.file_formats import json_content
-from mfwrap.checkpoints.folders import OwnedFolders, whole_file
+from mfwrap.checkpoints.ownership import OwnedFolders
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.checkpoints.written_files import list_own
 from mfwrap.collectives import this_rank
 from mfwrap.records.own_names import begin_folder, check_own

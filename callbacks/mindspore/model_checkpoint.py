@@ -16,8 +16,8 @@ from mfwrap import MFTrainOneStepCell, TrainOneStepWithLossScaleCell
 from mfwrap.arguments import described
 from mfwrap.average.swap import training_weights
 from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
-from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.locks import lock_of, owning
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.model import Callback, CallbackParameters, RunContext
 
 _BREAKPOINT = "_breakpoint"

@@ -9,7 +9,7 @@ from typing import Any, final
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.checkpoints.file_formats import json_content
-from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.whole import whole_file
 
 
 def check_finite(numbers: StepNumbers) -> None:

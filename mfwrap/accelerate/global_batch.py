@@ -17,8 +17,8 @@ from mfwrap.accelerate.attachment import Attachment
 from mfwrap.accelerate.schedules import AttachedScheduler, Continued
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
-from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive, resumed_accumulation
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.compatibility.accelerate import data_loaders_of, schedulers_of
 from mfwrap.compatibility.torch import schedules_inside
 

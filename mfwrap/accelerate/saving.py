@@ -29,20 +29,20 @@ from mfwrap.accelerate.state import (
 )
 from mfwrap.checkpoints.beside import move_back, show_files
 from mfwrap.checkpoints.file_formats import DamagedFileError, check_format
-from mfwrap.checkpoints.folders import (
+from mfwrap.checkpoints.identities import Identity, check_unchanged
+from mfwrap.checkpoints.locks import PARTIAL, lock_of, owning_together, remove_dead_lock
+from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
+from mfwrap.checkpoints.run_folders import remove_checkpoints
+from mfwrap.checkpoints.verification import check_checkpoint
+from mfwrap.checkpoints.whole import (
     adopt_files,
     clear_staging,
     complete_move,
     is_replaceable,
     move_files_into_place,
     move_into_place,
-    remove_checkpoints,
     staging_folder,
 )
-from mfwrap.checkpoints.identities import Identity, check_unchanged
-from mfwrap.checkpoints.locks import PARTIAL, lock_of, owning_together, remove_dead_lock
-from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
-from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.compatibility.accelerate import check_sharded_load, has_own_save_hooks
 from mfwrap.records.own_names import is_own_checkpoint, refuse_others

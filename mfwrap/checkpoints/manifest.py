@@ -40,10 +40,10 @@ from mfwrap.checkpoints.file_formats import (
     json_content,
     stored_weights,
 )
-from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.identities import Identity
 from mfwrap.checkpoints.locks import PARTIAL
 from mfwrap.checkpoints.required_files import missing_part
+from mfwrap.checkpoints.whole import whole_file
 
 MANIFEST = "mfwrap_manifest.json"
 HAS_MANIFEST = "has_manifest"

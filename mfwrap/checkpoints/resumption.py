@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mfwrap.arguments import callers_stacklevel
-from mfwrap.checkpoints.folders import being_replaced, complete_move
 from mfwrap.checkpoints.manifest import Verified
 from mfwrap.checkpoints.verification import Refusal, check_checkpoint, newest_verified
+from mfwrap.checkpoints.whole import being_replaced, complete_move
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 
 AUTO = "auto"

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
-from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.manifest import HAS_MANIFEST
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.tensors.shards import is_distributed
 
 _TENSORS = "mfwrap_step.safetensors"

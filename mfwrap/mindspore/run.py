@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from mfwrap.arguments import described
-from mfwrap.checkpoints.folders import OwnedFolders
+from mfwrap.checkpoints.ownership import OwnedFolders
 from mfwrap.compatibility.torch import foreach_mul_
 from mfwrap.mindspore.callback import (
     Callback,

@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL, checkpoints_of_run
+from mfwrap.checkpoints.run_folders import ABANDONED, checkpoints_of_run
+from mfwrap.checkpoints.whole import OWN_PARTIAL
 from mfwrap.checkpoints.written_files import begin_list, listed_names
 from mfwrap.records.run_record import read_facts
 

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.collectives import num_ranks
 from mfwrap.preflight import version_facts
 from mfwrap.records.json_lines import last_value

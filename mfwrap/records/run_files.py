@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from mfwrap.arguments import callers_stacklevel
-from mfwrap.checkpoints.folders import OwnedFolders, check_writable, sync, whole_file
+from mfwrap.checkpoints.ownership import OwnedFolders
+from mfwrap.checkpoints.whole import check_writable, sync, whole_file
 from mfwrap.checkpoints.written_files import drop_unused_list, list_own
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.records.json_lines import JsonLines, step_of

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import final
 
-from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.records.run_record import RunRecord, read_run
 from mfwrap.report.about import about
 from mfwrap.report.curves import COLORS

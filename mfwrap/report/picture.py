@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.run_record import Curve, RunRecord, read_run
 from mfwrap.report.curves import COLORS, NOT_FINITE_COLOR, NUMBER, binned, overflow_steps, smoothed

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from mfwrap.checkpoints.folders import (
+from mfwrap.checkpoints.run_folders import (
     ABANDONED,
-    being_replaced,
     checkpoints_of_run,
     remove_checkpoints,
     step_of_checkpoint,
-    sync,
-    whole_file,
 )
+from mfwrap.checkpoints.whole import being_replaced, sync, whole_file
 from mfwrap.checkpoints.written_files import rewrite_list
 from mfwrap.records.own_names import (
     CHECKPOINT,

@@ -15,7 +15,7 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from mfwrap.checkpoints.folders import check_writable
+from mfwrap.checkpoints.whole import check_writable
 from mfwrap.collectives import start_failure
 from mfwrap.runner.document import Path, RecipeDocument, RecipeError, one_line, shown
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mfwrap.checkpoints.folders import whole_file
 from mfwrap.checkpoints.resumption import AUTO, newest_folder
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
 from mfwrap.runner.document import Path as KeyPath

@@ -11,8 +11,9 @@ from transformers import set_seed
 
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
-from mfwrap.checkpoints.folders import owning_run, whole_file, whole_folder
+from mfwrap.checkpoints.ownership import owning_run
 from mfwrap.checkpoints.resumption import AUTO
+from mfwrap.checkpoints.whole import whole_file, whole_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
 from mfwrap.recipes.data.source import ColumnUse, Needs, Rows

@@ -19,28 +19,30 @@ from mfwrap.accelerate.state import has_average
 from mfwrap.arguments import takes
 from mfwrap.checkpoints.beside import move_back, show_files
 from mfwrap.checkpoints.file_formats import DamagedFileError
-from mfwrap.checkpoints.folders import (
-    adopt_files,
-    check_writable,
-    checkpoints_of_run,
-    clear_staging,
-    move_into_place,
-    owning_run,
-    remove_checkpoints,
-    set_aside_later_checkpoints,
-    staging_folder,
-    step_of_checkpoint,
-)
 from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.manifest import MANIFEST, Verified, write_manifest
 from mfwrap.checkpoints.network_weights import foreign_weights
+from mfwrap.checkpoints.ownership import owning_run
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO, find_checkpoint
+from mfwrap.checkpoints.run_folders import (
+    checkpoints_of_run,
+    remove_checkpoints,
+    set_aside_later_checkpoints,
+    step_of_checkpoint,
+)
 from mfwrap.checkpoints.verification import (
     check_checkpoint,
     is_checkpoint,
     newest_whole_checkpoint,
     verify,
+)
+from mfwrap.checkpoints.whole import (
+    adopt_files,
+    check_writable,
+    clear_staging,
+    move_into_place,
+    staging_folder,
 )
 from mfwrap.checkpoints.write_errors import naming_written_file
 from mfwrap.checkpoints.written_files import note_written

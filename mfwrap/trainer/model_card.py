@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.preflight import version_facts
 from mfwrap.records.evaluations import ends_with_averages, last_has_averages
 from mfwrap.records.secret_keys import without_secrets

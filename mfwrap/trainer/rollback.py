@@ -8,10 +8,11 @@ from typing import Any, Literal, final
 from transformers.trainer_callback import TrainerControl
 
 from mfwrap.arguments import check_choice, check_int, check_positive_number, described
-from mfwrap.checkpoints.folders import checkpoints_of_run, step_of_checkpoint, whole_file
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO
+from mfwrap.checkpoints.run_folders import checkpoints_of_run, step_of_checkpoint
 from mfwrap.checkpoints.verification import newest_whole_checkpoint
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
 from mfwrap.records.own_names import is_own
 from mfwrap.records.rollbacks import (

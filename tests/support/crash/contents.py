@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mfwrap.checkpoints.folders import ABANDONED, OWN_PARTIAL
+from mfwrap.checkpoints.run_folders import ABANDONED
+from mfwrap.checkpoints.whole import OWN_PARTIAL
 
 __all__ = ["contents", "differences"]
 

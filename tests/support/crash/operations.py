@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mfwrap.checkpoints.folders import OWN_PARTIAL
+from mfwrap.checkpoints.whole import OWN_PARTIAL
 
 __all__ = [
     "FAILURES",

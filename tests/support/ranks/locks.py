@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import distributed
 
-from mfwrap.checkpoints.folders import OwnedFolders
 from mfwrap.checkpoints.locks import RUN_LOCK, owning_together
+from mfwrap.checkpoints.ownership import OwnedFolders
 
 __all__ = ["own_folders_of_ranks", "own_one_after_the_other", "refuse_on_all", "try_together"]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
 
-from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.checkpoints.locks import lock_of
 from mfwrap.checkpoints.verification import verify
+from mfwrap.checkpoints.whole import staging_folder
 from support.attached_runs import AttachedRun, RunSettings
 from support.programs import Program
 from support.ranks.saving import save_in_one_folder, save_with_limit

@@ -3,7 +3,7 @@
 import pytest
 
 from mfwrap.checkpoints.beside import move_back, show_files
-from mfwrap.checkpoints.folders import clear_staging
+from mfwrap.checkpoints.whole import clear_staging
 from mfwrap.checkpoints.written_files import LIST
 
 NAME = "checkpoint-4"

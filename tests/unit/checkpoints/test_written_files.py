@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mfwrap.checkpoints import written_files
-from mfwrap.checkpoints.folders import whole_file, whole_folder
+from mfwrap.checkpoints.whole import whole_file, whole_folder
 from mfwrap.checkpoints.written_files import (
     LIST,
     begin_list,

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfwrap.checkpoints.folders import OwnedFolders
 from mfwrap.checkpoints.locks import RUN_LOCK
+from mfwrap.checkpoints.ownership import OwnedFolders
 from mfwrap.checkpoints.written_files import LIST, listed_names
 from mfwrap.records import run_files
 from mfwrap.records.json_lines import JsonLines, read_json_lines

@@ -8,7 +8,7 @@ import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 
-from mfwrap.checkpoints.folders import whole_file
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.checkpoints.written_files import LIST, begin_list
 from mfwrap.report.own_files import is_own_page, is_own_picture
 from mfwrap.report.page import write_run_page

@@ -12,9 +12,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 from mfwrap.callbacks import MetricsRecorder
-from mfwrap.checkpoints.folders import staging_folder
 from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.checkpoints.verification import verify
+from mfwrap.checkpoints.whole import staging_folder
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
 from support.programs import Program

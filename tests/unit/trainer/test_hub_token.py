@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from mfwrap.checkpoints.folders import staging_folder
+from mfwrap.checkpoints.whole import staging_folder
 from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.hub_token import without_saved_token
 from support.hub import TOKEN, client_of, serving

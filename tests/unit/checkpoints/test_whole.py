@@ -3,103 +3,30 @@
 import contextlib
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers.trainer_utils import get_last_checkpoint
 
-from mfwrap.checkpoints.folders import (
-    OwnedFolders,
+from mfwrap.checkpoints.whole import (
     adopt_files,
-    checkpoints_of_run,
     complete_move,
     move_into_place,
-    remove_checkpoints,
-    remove_leftovers,
-    set_aside_later_checkpoints,
     staging_folder,
     whole_file,
     whole_folder,
 )
-from mfwrap.checkpoints.locks import RUN_LOCK, owning
-from mfwrap.checkpoints.written_files import LIST, listed_names, rewrite_list
-from support.ranks.locks import (
-    own_folders_of_ranks,
-    own_one_after_the_other,
-    refuse_on_all,
+from support.interrupted_writes import (
+    NAME,
+    WHOLE,
+    Interrupted,
+    checkpoint,
+    contents,
+    fill,
+    interrupt,
+    names,
+    staged,
 )
-
-NAME = "checkpoint-2"
-CHANGES = ("rename", "replace", "rmdir", "unlink", "mkdir", "fsync")
-"""All functions of ``os`` that change names on the disk or sync it."""
-
-
-class Interrupted(Exception):  # noqa: N818  (stands for a kill, not for an error)
-    """Raised where a test kills the process."""
-
-
-def checkpoint(folder, content="new"):
-    """Write a checkpoint with files and a folder, and return its folder."""
-    folder.mkdir(parents=True)
-    return fill(folder, content)
-
-
-def fill(folder, content="new"):
-    """Write the files of a checkpoint into an empty folder, and return the folder."""
-    (folder / "part").mkdir()
-    for name in ("model.bin", "state.json", "part/notes.txt"):
-        (folder / name).write_text(content)
-    return folder
-
-
-def staged(final, content="new"):
-    """Write the files of a checkpoint into its staging folder, and return the folder."""
-    return checkpoint(staging_folder(final) / final.name, content)
-
-
-def contents(folder):
-    """Return the text of each file of a folder by name."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
-
-
-def names(folder):
-    """Return the names in a folder."""
-    return sorted(path.name for path in folder.iterdir())
-
-
-WHOLE = {
-    content: {"model.bin": content, "state.json": content, "part/notes.txt": content}
-    for content in ("old", "new")
-}
-
-
-def interrupt(patch, number):
-    """Patch all functions that change the disk so that call `number` and later calls raise.
-
-    Calls are counted from 0.
-
-    Returns:
-        List to which each call that raises appends the name of its function.
-    """
-    interrupted, left = [], [number]
-
-    def replace(name, change) -> None:
-        def changed(*args, **keywords):
-            left[0] -= 1
-            if left[0] < 0:
-                interrupted.append(name)
-                raise Interrupted
-            return change(*args, **keywords)
-
-        patch.setattr(os, name, changed)
-
-    for name in CHANGES:
-        replace(name, getattr(os, name))
-    return interrupted
 
 
 def test_moved_into_place(tmp_path):
@@ -221,62 +148,6 @@ def test_nothing_to_adopt(tmp_path, is_there):
 
     assert contents(other) == WHOLE["new"]
     assert (tmp_path / NAME).exists() == is_there
-
-
-@given(data=st.data())
-def test_removed(tmp_path_factory, data):
-    """A killed deletion leaves each checkpoint complete or gone; other checkpoints stay."""
-    run = tmp_path_factory.mktemp("run")
-    folders = [checkpoint(run / f"checkpoint-{step}") for step in range(4)]
-    given_up = data.draw(st.lists(st.sampled_from(folders), unique=True))
-    left_over = data.draw(st.booleans())
-    if left_over:
-        checkpoint(staging_folder(folders[0]) / "removed" / "checkpoint-0")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupted = interrupt(patch, data.draw(st.integers(0, 40)))
-        try:
-            remove_checkpoints(given_up, run)
-        except Interrupted:
-            assert interrupted
-
-    for folder in run.glob("checkpoint-*"):
-        assert contents(folder) == WHOLE["new"]
-    assert all(folder.exists() for folder in set(folders) - set(given_up))
-    remove_leftovers(run)
-    if not interrupted:
-        assert names(run) == sorted(folder.name for folder in set(folders) - set(given_up))
-    assert not list(run.glob("*.partial"))
-    shutil.rmtree(run)
-
-
-def test_a_checkpoint_that_cannot_be_removed(tmp_path, monkeypatch, caplog):
-    """It stays, with a warning; the others are removed, and are no longer in the list."""
-    rewrite_list(tmp_path, ["checkpoint-2", "checkpoint-4"])
-    kept, removed = (checkpoint(tmp_path / f"checkpoint-{step}") for step in (2, 4))
-    rename = type(tmp_path).rename
-
-    def refuse(path, target):
-        if path == kept:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return rename(path, target)
-
-    monkeypatch.setattr(type(tmp_path), "rename", refuse)
-    remove_checkpoints([kept, removed], tmp_path)
-
-    assert caplog.messages == [f"cannot delete {kept}: Permission denied"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LIST, "checkpoint-2"]
-    assert listed_names(tmp_path) == {"checkpoint-2"}
-
-
-def test_removed_while_another_is_written(tmp_path):
-    """A checkpoint that is being written stays."""
-    removed = checkpoint(tmp_path / NAME)
-    written = staged(tmp_path / "checkpoint-3")
-
-    remove_checkpoints([removed], tmp_path)
-
-    assert names(tmp_path) == ["_checkpoint-3.partial"]
-    assert contents(written) == WHOLE["new"]
 
 
 @pytest.fixture
@@ -431,46 +302,6 @@ def test_two_folders_are_written_beside_each_other(tmp_path):
     assert contents(tmp_path / "a") == contents(tmp_path / "b") == WHOLE["new"]
 
 
-def test_leftovers_of_a_run(tmp_path):
-    """What a killed run has left is deleted, and nothing else."""
-    for name in ("checkpoint-7", "model", "model_ema"):
-        staged(tmp_path / name)
-    (tmp_path / "metrics.jsonl.0123456789abcdef.partial").write_text("half")
-    kept = ["data.partial", "run.html.0123456789abcdef.partial", "_mine.partial/notes.txt"]
-    for name in kept:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-
-    remove_leftovers(tmp_path)
-
-    assert contents(tmp_path) == dict.fromkeys(kept, "mine")
-
-
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_a_staging_folder_of_somebody_else(tmp_path, kind):
-    """It is neither deleted nor written: a folder is refused, and a checkpoint stays."""
-    theirs, other = tmp_path / "_checkpoint-4.partial", tmp_path / "other"
-    ours = checkpoint(tmp_path / "checkpoint-4")
-    other.mkdir()
-    (other / "notes.txt").touch()
-    if kind == "folder":
-        other.rename(theirs)
-    elif kind == "file":
-        theirs.touch()
-    else:
-        theirs.symlink_to("other")
-    before = theirs.lstat()
-
-    with pytest.raises(FileExistsError, match="is in the way"), whole_folder(ours):
-        pass
-    remove_checkpoints([ours], tmp_path)
-    remove_leftovers(tmp_path)
-
-    assert ours.is_dir()
-    assert theirs.lstat().st_ino == before.st_ino
-    assert kind == "file" or (theirs / "notes.txt").exists()
-
-
 @pytest.mark.parametrize("number", range(30))
 def test_a_folder_whose_writing_is_killed(tmp_path, monkeypatch, number):
     """After a killed write, the older or the new folder is complete once the next write begins."""
@@ -507,70 +338,3 @@ def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, is_folder
         partial.write_text("new")
 
     assert contents(tmp_path) == ({"state.json": "new"} if is_folder else {})
-
-
-def test_later_checkpoints_are_set_aside(tmp_path):
-    """Checkpoints of later steps are renamed, and a name that is taken gets a number."""
-    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-10", "checkpoint-x", "model"):
-        checkpoint(tmp_path / name)
-
-    set_aside_later_checkpoints(checkpoints_of_run(tmp_path), 2)
-    checkpoint(tmp_path / "checkpoint-4", "newer")
-    aside = set_aside_later_checkpoints(checkpoints_of_run(tmp_path), 2)
-
-    assert aside == [tmp_path / "_abandoned-checkpoint-4.2"]
-    assert (aside[0] / "model.bin").read_text() == "newer"
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "_abandoned-checkpoint-10",
-        "_abandoned-checkpoint-4",
-        "_abandoned-checkpoint-4.2",
-        "checkpoint-2",
-        "checkpoint-x",
-        "model",
-    }
-
-
-def test_the_ranks_of_a_loop_own_its_folder(two_ranks, tmp_path):
-    """Rank 0 owns it for both; a second loop of the same program may enter, too."""
-    assert two_ranks.run(own_one_after_the_other, str(tmp_path)) == [["owned", "owned"]] * 2
-
-
-def test_all_ranks_of_a_loop_are_refused(two_ranks, tmp_path):
-    """Each rank raises the error of rank 0, although none starts a collective."""
-    with owning(tmp_path / RUN_LOCK):
-        first, second = two_ranks.run(own_one_after_the_other, str(tmp_path))
-    assert first == second
-    assert all(said.startswith(f"BlockingIOError: {tmp_path} is in use: ") for said in first)
-
-
-@pytest.mark.timeout(25)  # no rank waits the half minute for rank 0
-def test_ranks_with_folders_of_their_own(two_ranks, tmp_path):
-    """Each rank owns its own folder at once, and one that another rank owns."""
-    assert two_ranks.run(own_folders_of_ranks, str(tmp_path)) == [[[True, True]] * 3] * 2
-
-
-def test_all_ranks_learn_what_rank_0_refuses(two_ranks, tmp_path):
-    """An error of the check on rank 0 is raised on the others, too, and no later one."""
-    said = ["FileExistsError: in the way", "owned"]
-    assert two_ranks.run(refuse_on_all, str(tmp_path)) == [said] * 2
-
-
-def test_folders_of_a_loop(tmp_path):
-    """A loop owns folders from its first file there until it gives them back, and again."""
-    owned = OwnedFolders()
-    for _ in range(2):
-        for name in ("a", "b", "a"):
-            owned.own(tmp_path / name)
-        assert (tmp_path / "a" / RUN_LOCK).exists()
-        assert (tmp_path / "b" / RUN_LOCK).exists()
-        owned.close()
-        assert not list(tmp_path.iterdir())
-
-
-def test_what_a_killed_loop_has_left(tmp_path):
-    """It is deleted by the loop that gets the folder."""
-    for name in ("run.json.0123456789abcdef.partial", "notes.partial"):
-        (tmp_path / name).touch()
-    OwnedFolders().own(tmp_path)
-
-    assert [path.name for path in tmp_path.glob("*.partial")] == ["notes.partial"]

@@ -1,14 +1,7 @@
-"""Write files and folders that are complete or absent, even if the process or the power fails.
+"""Write files and folders that are complete or absent, even if the process or the power fails."""
 
-Also find, own and remove the checkpoints of a run, which are such folders.
-"""
-
-import builtins
 import contextlib
 import errno
-import itertools
-import json
-import logging
 import os
 import re
 import secrets
@@ -16,46 +9,20 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, final
 
-from mfwrap.checkpoints.locks import (
-    PARTIAL,
-    RUN_LOCK,
-    lock_of,
-    naming_folder,
-    owner_token,
-    owning,
-    owning_if_free,
-    owning_together,
-    process_token,
-)
+from mfwrap.checkpoints.locks import PARTIAL, lock_of, naming_folder, owning, owning_if_free
 from mfwrap.checkpoints.write_errors import naming_written_file
-from mfwrap.checkpoints.written_files import LIST, drop_listed, note_written
-from mfwrap.collectives import is_first_on_node, num_ranks, raising_together, this_rank
-from mfwrap.collectives.store import has_keys, new_connection
-from mfwrap.compatibility.torch import default_store
-
-ABANDONED = "_abandoned-"
-"""Prefix of checkpoints that a run has set aside: it resumed from an older one, or began anew. The
-Trainer does not push what begins with an underscore to the hub."""
+from mfwrap.checkpoints.written_files import LIST, note_written
 
 OWN_PARTIAL = rf"\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
 """Pattern of what `whole_file` adds to the name of a file while it writes the file."""
 
-_logger = logging.getLogger("mfwrap")
+REMOVED = "removed"
+"""Name of the folder, inside a staging folder, of what is being deleted."""
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_STAGING = re.compile(
-    rf"_(({ABANDONED})?checkpoint-\d+(\.\d+)?|model|model_ema){re.escape(PARTIAL)}"
-)
-"""Staging folders of a run."""
-
-_LEFT_FILE = re.compile(rf"(?!run\.(html|png)\.).+{OWN_PARTIAL}")
 _REPLACED = "replaced"
-_REMOVED = "removed"
-_SECONDS_FOR_RANK_0 = 30.0
 _SECONDS_OF_A_WRITE = 3600.0
 """Age from which a temporary file counts as left behind by a process that was killed."""
 
@@ -159,15 +126,15 @@ def clear_staging(staging: Path) -> None:
         FileExistsError: If somebody else has written it.
     """
     if os.path.lexists(staging):
-        if not _is_own_staging(staging):
+        if not is_own_staging(staging):
             msg = f"{staging} is in the way: mfwrap has not written it; rename it"
             raise FileExistsError(msg)
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _is_own_staging(staging: Path) -> bool:
-    """Return whether a staging folder has only what this module puts there, or has a list."""
-    own = {staging.name.removeprefix("_").removesuffix(PARTIAL), _REPLACED, _REMOVED}
+def is_own_staging(staging: Path) -> bool:
+    """Return whether a staging folder has only what mfwrap puts there, or has a list."""
+    own = {staging.name.removeprefix("_").removesuffix(PARTIAL), _REPLACED, REMOVED}
     try:
         if not stat.S_ISDIR(staging.lstat().st_mode):
             return False
@@ -293,216 +260,6 @@ def adopt_files(written: Path, final: Path) -> None:
     _sync_all(final)
     sync(final.parent)
     shutil.rmtree(written.parent, ignore_errors=True)
-
-
-def checkpoints_of_run(run_folder: Path) -> list[Path]:
-    """Return the folders ``checkpoint-<step>`` in a run folder, in the order of their steps.
-
-    Other folders, such as ``checkpoint-backup`` or ``checkpoint-4-copy``, are a user's own.
-    """
-    found = [path for path in run_folder.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)]
-    return sorted((path for path in found if path.is_dir()), key=step_of_checkpoint)
-
-
-def step_of_checkpoint(folder: Path) -> int:
-    """Return the step in the name of a folder ``checkpoint-<step>``."""
-    return int(folder.name.rpartition("-")[2])
-
-
-def set_aside_later_checkpoints(folders: Iterable[Path], step: int) -> list[Path]:
-    """Rename the checkpoints of later steps.
-
-    Call it when a run resumes from an older checkpoint, or begins anew, before the run removes
-    records of later steps. If the run is killed before it saves again, the next resume then finds
-    the checkpoint of `step` as the newest one. Without the renaming, it would continue from a later
-    checkpoint, whose records have been removed.
-
-    Args:
-        folders: Folders ``checkpoint-<step>`` of a run, in the order of their steps.
-        step: Step from which the run goes on; 0 for a run from the start.
-
-    Returns:
-        The new folders: ``_abandoned-checkpoint-<step>``; if that name is taken, with ``.2``,
-        ``.3``, ... at the end.
-    """
-    later = [path for path in folders if step_of_checkpoint(path) > step]
-    aside = []
-    # Rename the latest checkpoint first. If the process is killed in between, the newest checkpoint
-    # that keeps its name is then one of the abandoned run, whose records still exist.
-    for one in reversed(later):
-        final = first = one.with_name(f"{ABANDONED}{one.name}")
-        number = 1
-        while os.path.lexists(final):
-            number += 1
-            final = first.with_name(f"{first.name}.{number}")
-        # If nodes share the disk, another node may have renamed the folder just now.
-        with contextlib.suppress(FileNotFoundError):
-            one.rename(final)
-            aside.append(final)
-    if aside:
-        sync(aside[0].parent)
-    return aside
-
-
-def remove_checkpoints(folders: Iterable[Path], run_folder: Path) -> None:
-    """Delete checkpoints.
-
-    Each checkpoint is renamed before it is deleted, so that a half-deleted checkpoint is never
-    mistaken for an intact one. A training does not end because a checkpoint cannot be deleted, for
-    example if its user has protected it: it stays, with a warning in the log.
-
-    Args:
-        folders: Folders of the checkpoints.
-        run_folder: Folder on the same disk, for the renamed folders.
-    """
-    renamed = []
-    for folder in folders:
-        staging = staging_folder(run_folder / folder.name)
-        if os.path.lexists(staging) and not _is_own_staging(staging):
-            continue
-        shutil.rmtree(staging, ignore_errors=True)
-        try:
-            (staging / _REMOVED).mkdir(parents=True)
-            folder.rename(staging / _REMOVED / folder.name)
-        except OSError as error:
-            _logger.warning("cannot delete %s: %s", folder, error.strerror)
-        else:
-            drop_listed(folder)
-        renamed.append(staging)
-    for staging in renamed:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def remove_leftovers(run_folder: Path) -> None:
-    """Delete what killed processes have left of a run: half-written files and folders.
-
-    Call it only if this program owns the folder. The temporary files of the page and the picture of
-    the run stay, because other programs write them.
-    """
-    for folder in being_replaced(run_folder):
-        complete_move(folder)
-    for path in run_folder.glob(f"*{PARTIAL}"):
-        # If nodes share the disk, another node may have deleted the file just now.
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_symlink():
-                continue
-            if _STAGING.fullmatch(path.name) and _is_own_staging(path):
-                shutil.rmtree(path, ignore_errors=True)
-            elif _LEFT_FILE.fullmatch(path.name) and path.is_file():
-                path.unlink()
-
-
-@contextlib.contextmanager
-def owning_run(folder: Path, *, waits: bool = False) -> Iterator[None]:
-    """Own a run folder within the block, and delete what killed runs have left in it.
-
-    Call it on all ranks. Arguments and errors are those of `owning_together`.
-    """
-    with owning_together(folder / RUN_LOCK, waits=waits) as is_new:
-        if is_new:
-            with raising_together():
-                if is_first_on_node():
-                    remove_leftovers(folder)
-        yield
-
-
-@final
-class OwnedFolders:
-    """The run folders that a loop owns, each from the first file in it to `close`.
-
-    What killed loops have left in a folder is deleted when rank 0 gets it.
-    Rank 0 owns a folder for all ranks. The other ranks take its answer from the key-value store of
-    the process group, because a rank may begin to write without the others, for example after it
-    has restored a monitor. So no rank starts a collective here. If the first folder of a rank is
-    not that of rank 0, the rank owns its folders itself. A folder that another rank of the same
-    process group owns counts as owned.
-    """
-
-    _count: ClassVar[Iterator[int]] = itertools.count()
-    """Numbers of the loops of this process, which begin on all ranks in the same order."""
-
-    def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        self._folders: set[Path] = set()
-        self._loop, self._num_ends = next(self._count), 0
-        self._is_apart = False
-
-    def own(self, folder: Path, check: Callable[[], None] | None = None) -> None:
-        """Own a run folder; does nothing if this loop owns it already.
-
-        A rank other than 0 waits for rank 0, but at most half a minute: rank 0 may have no files in
-        the folder.
-
-        Args:
-            folder: Run folder.
-            check: Called on rank 0 when it owns the folder. Its ``OSError`` is raised on each rank
-                that calls this.
-
-        Raises:
-            BlockingIOError: If another program owns the folder; on each rank that calls this.
-            OSError: If the lock file cannot be written.
-        """
-        if folder.absolute() in self._folders:
-            return
-        store = new_connection(default_store(), "mfwrap/owned") if num_ranks() > 1 else None
-        try:
-            if this_rank() == 0 or store is None:
-                self._own_for_all(folder, check, store)
-            else:
-                self._follow(folder, store)
-        except OSError:
-            self._num_ends += 1
-            raise
-        self._folders.add(folder.absolute())
-
-    def _own_for_all(self, folder: Path, check: Callable[[], None] | None, store: Any) -> None:
-        answer = [str(folder), "", ""]
-        try:
-            if self._take(folder, store):
-                remove_leftovers(folder)
-            if check is not None:
-                check()
-        except OSError as error:
-            answer[1:] = [type(error).__name__, str(error)]
-            raise
-        finally:
-            if store is not None:
-                store.set(self._key(str(folder)), json.dumps(answer))
-                if not self._folders:
-                    store.set(self._key("first"), json.dumps(answer))
-
-    def _follow(self, folder: Path, store: Any) -> None:
-        """Take the answer of rank 0, or own a folder that rank 0 does not have."""
-        key = self._key(str(folder) if self._folders else "first")
-        if not self._is_apart and has_keys(store, [key], _SECONDS_FOR_RANK_0):
-            first, kind, said = json.loads(store.get(key))
-            self._is_apart = first != str(folder)
-            if not self._is_apart and kind:
-                raise getattr(builtins, kind, OSError)(said)
-        if self._is_apart:
-            self._take(folder, store)
-
-    def _key(self, what: str) -> str:
-        return f"{self._loop}.{self._num_ends} {what}"
-
-    def _take(self, folder: Path, store: Any) -> bool:
-        """Own a folder; return whether it was free until now."""
-        if store is not None:
-            store.set(f"process {process_token()}", "")
-        try:
-            return self._stack.enter_context(owning(folder / RUN_LOCK))
-        except BlockingIOError:
-            token = owner_token(folder / RUN_LOCK)
-            if store is None or token is None or not store.check([f"process {token}"]):
-                raise
-            return False
-
-    def close(self) -> None:
-        """Give the folders back."""
-        self._folders.clear()
-        self._is_apart = False
-        self._num_ends += 1
-        self._stack.close()
 
 
 def check_writable(folder: Path) -> None:
