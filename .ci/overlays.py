@@ -96,10 +96,12 @@ def _compile_traced(source: Path, path: str) -> None:
     content = source.read_bytes()
     tree = ast.parse(content)
     for name, function in _functions(tree):
-        at = 1 if ast.get_docstring(function) is not None and len(function.body) > 1 else 0
+        if "is_compiling" in ast.unparse(function):
+            continue  # torch.compile cannot compile the note
+        at = 0 if ast.get_docstring(function) is None else 1
         [call] = ast.parse(f"__import__('mfwrap_calls').note({f'{path} {name}'!r})").body
         for node in ast.walk(call):
-            ast.copy_location(node, function.body[at])
+            ast.copy_location(node, function.body[min(at, len(function.body) - 1)])
         function.body.insert(at, call)
     code = compile(tree, str(source), "exec", dont_inherit=True)
     compiled = Path(importlib.util.cache_from_source(str(source)))
