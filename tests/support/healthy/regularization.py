@@ -1,0 +1,80 @@
+"""Losses that end at zero, and networks that are noisy, normalized or constrained."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from support.healthy.training import (
+    Batch,
+    Clusters,
+    Objective,
+    Training,
+    adam,
+    classification,
+    dice,
+    error_rate,
+    mlp,
+    one_part,
+)
+
+__all__ = ["constrained_weights", "dropout", "small_normalized_batches", "solved_margins"]
+
+
+def solved_margins(seed: int, num_steps: int) -> Training:
+    """A hinge loss: once each row has its margin, loss and gradients are exactly zero."""
+    body, clusters = mlp(16, 32, 8), Clusters(seed)
+
+    def loss(body: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.multi_margin_loss(body(inputs), labels)
+
+    def batch(step: int) -> Batch:
+        return clusters.batch(8, dice(seed, 2, step), noise=0.3)
+
+    held_out = clusters.batch(256, dice(seed, 3), noise=0.3)
+    return one_part(Objective(body, loss), adam(body), batch, lambda: loss(body, **held_out).item())
+
+
+def _classes(seed: int, body: nn.Module, rows: int) -> Training:
+    clusters = Clusters(seed)
+    held_out = clusters.batch(512, dice(seed, 3))
+    return one_part(
+        Objective(body, classification),
+        adam(body),
+        lambda step: clusters.batch(rows, dice(seed, 2, step)),
+        lambda: error_rate(body, held_out),
+    )
+
+
+def dropout(seed: int, num_steps: int) -> Training:
+    """Half of all hidden units are dropped in each step."""
+    body = mlp(16, 64, 64, 8, activation=lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.5)))
+    return _classes(seed, body, 8)
+
+
+def small_normalized_batches(seed: int, num_steps: int) -> Training:
+    """BatchNorm over three rows."""
+    layers = [nn.Linear(16, 48), nn.BatchNorm1d(48), nn.ReLU()]
+    layers += [nn.Linear(48, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 8)]
+    return _classes(seed, nn.Sequential(*layers), 3)
+
+
+def constrained_weights(seed: int, num_steps: int) -> Training:
+    """Weights with a spectral norm of 1, whose vectors change in each forward."""
+    body = mlp(16, 32, 32, 8, activation=nn.LeakyReLU)
+    for layer in body:
+        if isinstance(layer, nn.Linear):
+            spectral_norm(layer)
+    scale = nn.Parameter(torch.tensor(3.0))
+    body.register_parameter("scale", scale)
+
+    def loss(body: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(body.scale * body(inputs), labels)
+
+    clusters = Clusters(seed)
+    held_out = clusters.batch(512, dice(seed, 3))
+    return one_part(
+        Objective(body, loss),
+        adam(body),
+        lambda step: clusters.batch(8, dice(seed, 2, step)),
+        lambda: error_rate(body, held_out),
+    )

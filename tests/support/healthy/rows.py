@@ -1,0 +1,119 @@
+"""Data whose rows differ much, or come in an order."""
+
+import torch
+from torch import Tensor, nn
+
+from support.healthy.training import (
+    Batch,
+    Clusters,
+    Objective,
+    Text,
+    Training,
+    adam,
+    classification,
+    dice,
+    language_loss,
+    mlp,
+    one_part,
+    small_gpt2,
+)
+
+__all__ = ["class_order", "heavy_tails", "outlier_rows", "small_data", "unequal_rows"]
+
+
+def unequal_rows(seed: int, num_steps: int) -> Training:
+    """Batches of one row of 2 to 200 tokens: some losses are of one target, others of 199."""
+    text, body = Text(seed), small_gpt2(length=200)
+
+    def batch(step: int) -> Batch:
+        generator = dice(seed, 2, step)
+        length = int(2 * 100 ** torch.rand(1, generator=generator).item())
+        return {"tokens": text.draw(1, length, generator)}
+
+    held_out = text.draw(32, 32, dice(seed, 3))
+    return one_part(
+        Objective(body, language_loss),
+        adam(body, 2e-3),
+        batch,
+        lambda: language_loss(body, held_out).item(),
+        watches=("max_attention_logit_format",),
+    )
+
+
+def _squares(body: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return (body(inputs).squeeze(-1) - targets).square().mean()
+
+
+def heavy_tails(seed: int, num_steps: int) -> Training:
+    """Squared errors of targets with an infinite variance (Student's t with 2 degrees)."""
+    body, slope = mlp(12, 32, 1), 2 * torch.randn(12, generator=dice(seed, 1))
+
+    def batch(step: int) -> Batch:
+        generator = dice(seed, 2, step)
+        inputs = torch.randn(16, 12, generator=generator)
+        normal = torch.randn(3, 16, generator=generator)
+        noise = normal[0] / (normal[1:].square().mean(0)).sqrt()
+        return {"inputs": inputs, "targets": inputs @ slope + noise}
+
+    inputs = torch.randn(256, 12, generator=dice(seed, 3))
+    return one_part(
+        Objective(body, _squares),
+        adam(body, 1e-2),
+        batch,
+        lambda: _squares(body, inputs, inputs @ slope).item(),
+    )
+
+
+def outlier_rows(seed: int, num_steps: int) -> Training:
+    """One of a hundred rows is ten times as large as the others."""
+    body, slope = mlp(12, 32, 1), torch.randn(12, generator=dice(seed, 1))
+
+    def batch(step: int) -> Batch:
+        generator = dice(seed, 2, step)
+        inputs = torch.randn(16, 12, generator=generator)
+        inputs[torch.rand(16, generator=generator) < 0.01] *= 10
+        return {"inputs": inputs, "targets": inputs @ slope}
+
+    held_out = torch.randn(256, 12, generator=dice(seed, 3))
+    return one_part(
+        Objective(body, _squares),
+        adam(body),
+        batch,
+        lambda: _squares(body, held_out, held_out @ slope).item(),
+    )
+
+
+def class_order(seed: int, num_steps: int) -> Training:
+    """Rows that are sorted by class, five batches of each: the loss jumps at each new class."""
+    body, clusters = mlp(16, 64, 4), Clusters(seed, num_classes=4)
+
+    def batch(step: int) -> Batch:
+        labels = torch.full((16,), (step - 1) // 5 % 4)
+        return clusters.of_classes(labels, dice(seed, 2, step))
+
+    held_out = clusters.batch(512, dice(seed, 3))
+    return one_part(
+        Objective(body, classification),
+        adam(body, 1e-3),
+        batch,
+        lambda: classification(body, **held_out).item(),
+    )
+
+
+def small_data(seed: int, num_steps: int) -> Training:
+    """Many epochs over 32 rows without a rule: the network learns them by heart."""
+    body = small_gpt2()
+    rows = torch.randint(32, (32, 12), generator=dice(seed, 1))
+
+    def batch(step: int) -> Batch:
+        epoch, number = divmod(step - 1, 8)
+        order = torch.randperm(32, generator=dice(seed, 2, epoch))
+        return {"tokens": rows[order[4 * number : 4 * number + 4]]}
+
+    return one_part(
+        Objective(body, language_loss),
+        adam(body, 5e-3),
+        batch,
+        lambda: language_loss(body, rows).item(),
+        watches=("max_attention_logit_format",),
+    )
