@@ -1,284 +1,215 @@
-"""How faults are planted: in a micro-batch, or in the network and its optimizer around a step.
+"""Plant a fault in the state of a training, in its settings and in its micro-batches."""
 
-A fault of a micro-batch is planted when the micro-batch is collated, because loaders fetch batches
-ahead of the step.
-"""
-
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from support.faults.networks import NUM_CLASSES, Architecture
+from support.faults.architecture import Architecture
+from support.faults.changes import changed, changed_in_place
+from support.faults.faults import (
+    DATA,
+    FLOWING,
+    HYPERPARAMETERS,
+    MOMENTS,
+    NETWORK_SETTINGS,
+    Course,
+    Fault,
+    How,
+    Moment,
+    What,
+)
+from support.faults.networks import PlantedNetwork, new_network, target_weights
 
-__all__ = [
-    "Around",
-    "Fault",
-    "Planted",
-    "Spoil",
-    "activation",
-    "all_gradients",
-    "bright_row",
-    "collapsed_router",
-    "gradient",
-    "growing_query",
-    "heavy_decay",
-    "large_variance",
-    "layer_gradients",
-    "loss_factor",
-    "moments",
-    "nan_buffers",
-    "nan_moments",
-    "nan_row",
-    "no_targets",
-    "noisy_gradients",
-    "noisy_weights",
-    "one_target",
-    "other_targets",
-    "weight_element",
-    "whole_weight",
-]
+__all__ = ["Planting", "plant_in_batch"]
+
+_OTHER_SEED = 1_000
+"""What the seed of the other run is higher by."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """One planted fault."""
+def plant_in_batch(
+    batch: dict[str, Tensor],
+    fault: Fault,
+    architecture: Architecture,
+    step: int,
+    older: Callable[[], dict[str, Tensor]],
+) -> None:
+    """Plant a fault in a micro-batch that has it: mark its rows, or change its data.
 
-    kind: str
-    """Key of `KINDS`."""
-
-    step: int
-    """First step of the fault, counted from 1."""
-
-    layer: int = 1
-    """Number of the layer; without effect for kinds that have none."""
-
-    rank: int = 0
-    """Rank of the fault; without effect for kinds that change all ranks alike."""
-
-    micro_batch: int = 0
-    row: int = 0
-    """Row in its micro-batch; without effect for kinds that have none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planted:
-    """The parts of a training that a fault may change."""
-
-    architecture: Architecture
-    network: nn.Module
-    """Network without wrappers."""
-
-    optimizer: Optimizer
-
-
-Spoil = Callable[[dict[str, Tensor], Fault], None]
-"""Changes a collated micro-batch in place."""
-
-Around = Callable[[Planted, Fault], contextlib.AbstractContextManager[Any]]
-"""Changes network or optimizer within the steps of a fault. A change that lasts, such as that of a
-weight, is not undone at the end."""
-
-
-def _weight(planted: Planted, fault: Fault) -> nn.Parameter:
-    return planted.network.get_parameter(planted.architecture.weight_name(fault.layer))
-
-
-def _layer(planted: Planted, fault: Fault) -> nn.Module:
-    return planted.network.get_submodule(planted.architecture.layer_name(fault.layer))
-
-
-def moments(name: str, factor: float) -> Around:
-    """Multiply a moment of AdamW, ``exp_avg`` or ``exp_avg_sq``, of all weights."""
-
-    def change(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
-        del fault
-        for state in planted.optimizer.state.values():
-            state[name].mul_(factor)
-        return contextlib.nullcontext()
-
-    return change
-
-
-def nan_moments(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
-    """Make one element of the first moment of a layer's weight NaN."""
-    planted.optimizer.state[_weight(planted, fault)]["exp_avg"].view(-1)[0] = torch.nan
-    return contextlib.nullcontext()
-
-
-def weight_element(factor: float) -> Around:
-    """Multiply one element of a weight, as a flipped bit of the exponent does."""
-
-    def change(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
-        weight = _weight(planted, fault).data.view(-1)
-        # The second largest of the weight's elements: neither an extreme one nor a zero.
-        weight[weight.abs().topk(2).indices[-1]] *= factor
-        return contextlib.nullcontext()
-
-    return change
-
-
-def noisy_weights(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
-    """Add noise with ten times its standard deviation to a weight, the same on all ranks."""
-    weight = _weight(planted, fault).data
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    weight += 10 * weight.std() * noise
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def growing_query(planted: Planted, fault: Fault) -> Iterator[None]:
-    """Multiply the weight of the projection with which attention logits grow by 1.3 at each update.
-
-    The gradients of an attention that looks at one token alone no longer stop the growth.
+    Args:
+        batch: Collated micro-batch, changed in place.
+        fault: Fault.
+        architecture: Architecture of the network.
+        step: Number of the step.
+        older: Returns the same micro-batch of some steps before.
     """
-    weight = _layer(planted, fault).get_submodule(planted.architecture.query).weight
-    hook = planted.optimizer.register_step_post_hook(lambda *_: weight.data.mul_(1.3))
-    yield
-    hook.remove()
+    rows = slice(None) if fault.row is None else slice(fault.row, fault.row + 1)
+    if fault.kind.what in FLOWING or fault.kind.what is What.LOSS:
+        batch["marks"][rows] = step - fault.step + 1
+    if fault.kind.what in DATA:
+        name = "labels" if fault.kind.what is What.TARGETS else architecture.inputs
+        if fault.kind.how is How.STALE:
+            batch[name][rows] = older()[name][rows]
+        else:
+            batch[name][rows] = _spoilt(batch[name][rows], fault)
 
 
-def collapsed_router(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
-    """Give all experts the same logit, so that every token goes to the first experts."""
-    weight = _layer(planted, fault).get_submodule(planted.architecture.router).weight.data
-    weight.copy_(weight[:1].clone().expand_as(weight))
-    return contextlib.nullcontext()
+def _spoilt(entry: Tensor, fault: Fault) -> Tensor:
+    how, is_number = fault.kind.how, entry.is_floating_point()
+    if how is How.MISSING:
+        return torch.full_like(entry, -100)
+    if how is How.CONSTANT:
+        new = torch.ones_like(entry)
+        # Padding stays padding.
+        return new if is_number else torch.where(entry < 0, entry, new)
+    if how is How.NOISE and not is_number:
+        generator = torch.Generator().manual_seed(fault.pick)
+        return torch.randint(int(entry.max()) + 1, entry.shape, generator=generator)
+    if how is How.NAN:
+        new = entry.clone()
+        new.view(len(new), -1)[:, fault.pick % new[0].numel()] = torch.nan
+        return new
+    return changed(entry, fault, fault.size).clone()
 
 
-def nan_buffers(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
-    """Make one element of a layer's running variance NaN, which training does not read."""
-    _layer(planted, fault).get_buffer("norm.running_var")[0] = torch.nan
-    return contextlib.nullcontext()
+class Planting:
+    """Change weights, states and settings of a training when the step of the fault comes.
+
+    Args:
+        architecture: Architecture of the network.
+        network: Network without wrappers.
+        optimizer: Optimizer.
+        fault: Fault, which is on this rank; ``None`` for none.
+        seed: Seed of the weights of the run.
+        width: Hidden size of the network.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        network: nn.Module,
+        optimizer: Optimizer,
+        fault: Fault | None,
+        *,
+        seed: int,
+        width: int,
+    ) -> None:
+        self._architecture, self._network, self._optimizer = architecture, network, optimizer
+        self._fault, self._seed, self._width = fault, seed, width
+        self._planted = PlantedNetwork(network, architecture, fault)
+        self._past: list[dict[str, Tensor]] = []
+        self._groups: list[tuple[dict[str, Any], str, Any]] = []
+        self._step = 0
+        optimizer.register_step_pre_hook(lambda *_: self._at(Moment.BETWEEN))
+
+    def begin_step(self, step: int) -> None:
+        """Do what the fault does before the forward of a step, or remove it after its last one."""
+        self._step = step
+        fault = self._fault
+        if fault is None:
+            return
+        if fault.kind.how in {How.STALE, How.AVERAGED}:
+            weights = self._network.state_dict()
+            self._past.append({name: tensor.clone() for name, tensor in weights.items()})
+            self._past = self._past[-fault.lag - 1 :]
+        if not fault.is_at(step):
+            self.close()
+        elif step == fault.step:
+            self._set(fault)
+        self._at(Moment.BEFORE)
+
+    def end_step(self) -> None:
+        """Do what the fault does between the update and the end of the step."""
+        self._at(Moment.AFTER)
+
+    def close(self) -> None:
+        """Remove the fault, unless it has changed what is kept in memory."""
+        self._planted.restore()
+        while self._groups:
+            group, name, value = self._groups.pop()
+            group[name] = value
+
+    def _set(self, fault: Fault) -> None:
+        if fault.kind.what in NETWORK_SETTINGS:
+            self._planted.change_setting(fault)
+        if fault.kind.what in HYPERPARAMETERS:
+            name = HYPERPARAMETERS[fault.kind.what]
+            for group in self._optimizer.param_groups:
+                self._groups.append((group, name, group[name]))
+                group[name] = _changed_hyperparameter(group[name], fault)
+
+    def _at(self, moment: Moment) -> None:
+        fault = self._fault
+        if fault is None or moment is not fault.moment:
+            return
+        is_due = self._step == fault.step
+        if fault.kind.course is not Course.BRIEF:
+            is_due = fault.is_at(self._step)
+        if not is_due:
+            return
+        # A weight that grows has been multiplied in the steps before.
+        size = fault.size
+        for tensor in self._tensors(fault):
+            changed_in_place(tensor, fault, size)
+        if fault.kind.what is What.ALL_WEIGHTS:
+            self._load(fault)
+        elif fault.kind.how is How.STALE and fault.kind.what is What.WEIGHT:
+            self._go_back(fault)
+        elif fault.kind.how is How.ROUNDED:
+            with torch.no_grad():
+                for weight in target_weights(self._network, self._architecture, fault).values():
+                    weight.copy_(weight.bfloat16())
+
+    def _tensors(self, fault: Fault) -> list[Tensor]:
+        """Return the tensors in memory that `changed_in_place` changes."""
+        what = fault.kind.what
+        if fault.kind.how is How.STALE:
+            return []
+        if what is What.BUFFER:
+            layers = self._architecture.layers
+            name = f"{layers[(fault.layer or 0) % len(layers)]}.{self._architecture.buffer}"
+            return [self._network.get_buffer(name)]
+        if what is not What.WEIGHT and what not in MOMENTS:
+            return []
+        weights = list(target_weights(self._network, self._architecture, fault).values())
+        if what is What.WEIGHT:
+            return [weight.data for weight in weights]
+        states = [self._optimizer.state.get(weight, {}) for weight in weights]
+        return [state[name] for state in states for name in MOMENTS[what] if name in state]
+
+    def _load(self, fault: Fault) -> None:
+        if fault.kind.how is How.AVERAGED:
+            states = [*self._past, self._network.state_dict()]
+            new = {
+                name: torch.stack([each[name].float() for each in states]).mean(0)
+                for name in states[0]
+                if states[0][name].is_floating_point()
+            }
+        else:
+            seed = self._seed + _OTHER_SEED
+            with torch.random.fork_rng():
+                new = new_network(self._architecture, width=self._width, seed=seed).state_dict()
+        with torch.no_grad():
+            for name, weight in self._network.named_parameters():
+                weight.copy_(new[name])
+
+    def _go_back(self, fault: Fault) -> None:
+        weights = target_weights(self._network, self._architecture, fault)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(self._past[0][name])
+        if fault.kind.course is Course.LASTING:
+            # Frozen: each later step goes back to the same value.
+            self._past = [self._past[0]] * (fault.lag + 2)
 
 
-def gradient(factor: float) -> Around:
-    """Multiply the gradient of one weight."""
-    return _hooked(lambda planted, fault: [_weight(planted, fault)], factor)
-
-
-def layer_gradients(factor: float) -> Around:
-    """Multiply the gradients of all weights of a layer."""
-    return _hooked(
-        lambda planted, fault: [
-            weight for weight in _layer(planted, fault).parameters() if weight.requires_grad
-        ],
-        factor,
-    )
-
-
-def all_gradients(factor: float) -> Around:
-    """Multiply all gradients."""
-    return _hooked(
-        lambda planted, _: [one for one in planted.network.parameters() if one.requires_grad],
-        factor,
-    )
-
-
-def _hooked(weights: Callable[[Planted, Fault], list[nn.Parameter]], factor: float) -> Around:
-    @contextlib.contextmanager
-    def around(planted: Planted, fault: Fault) -> Iterator[None]:
-        hooks = [
-            weight.register_hook(lambda gradient: gradient * factor)
-            for weight in weights(planted, fault)
-        ]
-        yield
-        for hook in hooks:
-            hook.remove()
-
-    return around
-
-
-def activation(code: int) -> Spoil:
-    """Multiply the output of a layer by a factor, see `FACTORS`."""
-
-    def spoil(batch: dict[str, Tensor], fault: Fault) -> None:
-        batch["layer_codes"][fault.layer] = code
-
-    return spoil
-
-
-def loss_factor(code: int) -> Spoil:
-    """Multiply the loss inside of the network by a factor, see `FACTORS`."""
-
-    def spoil(batch: dict[str, Tensor], fault: Fault) -> None:
-        del fault
-        batch["loss_code"].fill_(code)
-
-    return spoil
-
-
-def one_target(batch: dict[str, Tensor], fault: Fault) -> None:
-    """Replace all targets by the same one."""
-    del fault
-    batch["labels"][batch["labels"] >= 0] = 3
-
-
-def other_targets(batch: dict[str, Tensor], fault: Fault) -> None:
-    """Replace each target by another one, by the same rule for all targets."""
-    del fault
-    labels = batch["labels"]
-    if labels.dim() == 1:
-        labels.copy_((labels + 1) % NUM_CLASSES)
-    else:
-        labels.copy_(torch.where(labels < 0, labels, (labels + 7) % 32))
-
-
-def no_targets(batch: dict[str, Tensor], fault: Fault) -> None:
-    """Leave no target, so that the mean over targets is 0 / 0."""
-    del fault
-    batch["labels"].fill_(-100)
-
-
-def bright_row(batch: dict[str, Tensor], fault: Fault) -> None:
-    """Multiply one image by 1,000, and give it another class."""
-    batch["pixel_values"][fault.row] *= 1_000.0
-    batch["labels"][fault.row] = (batch["labels"][fault.row] + 1) % NUM_CLASSES
-
-
-def nan_row(batch: dict[str, Tensor], fault: Fault) -> None:
-    """Make one pixel of one image NaN."""
-    batch["pixel_values"][fault.row, 0, 1, 1] = torch.nan
-
-
-def whole_weight(factor: float) -> Around:
-    """Multiply a whole weight: by zero, as a memory page that was lost does, or by -1."""
-
-    def change(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
-        _weight(planted, fault).data.mul_(factor)
-        return contextlib.nullcontext()
-
-    return change
-
-
-@contextlib.contextmanager
-def noisy_gradients(planted: Planted, fault: Fault) -> Iterator[None]:
-    """Add noise to the gradient of a weight, a hundred times as large as the gradient."""
-
-    def noise(gradient: Tensor) -> Tensor:
-        drawn = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(0))
-        return gradient + 100 * gradient.norm() / drawn.norm() * drawn
-
-    hook = _weight(planted, fault).register_hook(noise)
-    yield
-    hook.remove()
-
-
-def large_variance(planted: Planted, fault: Fault) -> contextlib.AbstractContextManager[Any]:
-    """Multiply a layer's running variance by 10,000, which training does not read."""
-    _layer(planted, fault).get_buffer("norm.running_var").mul_(1e4)
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def heavy_decay(planted: Planted, fault: Fault) -> Iterator[None]:
-    """Multiply the weight decay by 100,000 for one update."""
-    del fault
-    for group in planted.optimizer.param_groups:
-        group["weight_decay"] *= 1e5
-    yield
-    for group in planted.optimizer.param_groups:
-        group["weight_decay"] /= 1e5
+def _changed_hyperparameter(value: Any, fault: Fault) -> Any:
+    if isinstance(value, tuple):
+        if fault.kind.how is How.RAISED:
+            return tuple(1 - (1 - beta) / fault.size for beta in value)
+        return tuple(beta / fault.size for beta in value)
+    if fault.kind.what is What.MOMENTUM and fault.kind.how is How.RAISED:
+        return 1 - (1 - value) / fault.size
+    return 0.0 if fault.kind.how is How.ZERO else value * fault.size

@@ -1,17 +1,6 @@
-"""Record the series of clean runs and of faulty ones, from which the limits of judges are chosen.
+"""Collect the numbers of a run: each step's, and samples of weights and moments."""
 
-Run ``python -m support.faults.series clean FOLDER`` or ``... faulty FOLDER`` in the folder of the
-tests. It writes one ``.npz`` file for each run.
-"""
-
-import dataclasses
-import json
-import logging
-import random
-import sys
-import tempfile
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +9,26 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
-from support.faults.campaign import drawn_cases, records_in
-from support.faults.kinds import truth_of
-from support.faults.networks import ARCHITECTURES
-from support.faults.training import Case, train
-
-__all__ = ["SAMPLE_INTERVAL", "Series", "clean_cases", "record"]
+__all__ = ["SAMPLE_INTERVAL", "Series", "save_series"]
 
 SAMPLE_INTERVAL = 10
-"""Steps from one sample of weights and moments to the next."""
+"""Steps from one sample of weights and moments to the next, as the monitor's default."""
 
-_OUTPUTS = ("loss", "learning_rate", "global_norm", "local_norm")
+_OUTPUTS = ("loss", "learning_rate", "global_norm")
+_MOMENTS = {
+    "first_moment": ("exp_avg", "momentum_buffer"),
+    "second_moment": ("exp_avg_sq", "sum", "square_avg"),
+}
 
 
 class Series(TrainerCallback):
     """Collect the series of a run: each step's numbers, and samples of weights and moments.
 
-    `arrays` has for each step ``loss``, ``learning_rate``, ``global_norm``, ``skipped`` and
-    ``local_norm``, shape ``(G,)``; for each sample ``sample_step`` and, of shape ``(G,)``, the L2
-    norms ``weight_norm``, ``exp_avg`` and ``exp_avg_sq`` after the update, ``update_ratio`` (norm
-    of the change of a weight to its norm before) and ``zero_share`` of the gradients.
+    `arrays` has for each step ``loss``, ``learning_rate`` and ``global_norm``, and, of shape
+    ``(G,)``, the L2 norms ``local_norm`` of this rank's gradients and ``weight_norm`` of the
+    weights after the update; for each sample ``sample_step`` and, of shape ``(G,)``, the L2 norms
+    ``first_moment`` and ``second_moment`` after the update, and ``update_ratio`` (norm of the
+    change of a weight to its norm before).
     """
 
     def __init__(self) -> None:
@@ -48,125 +37,80 @@ class Series(TrainerCallback):
         """Names of the groups: each trainable weight is one."""
 
         self._before: list[Tensor] = []
-        self._zeros: dict[str, Tensor] = {}
-        self._hooks: list[Any] = []
+        self._gradients: Tensor | None = None
+
+    def see_gradients(self, weights: list[nn.Parameter]) -> None:
+        """Measure the gradients of a step whose output has no local norms."""
+        norms = [weight.new_zeros(()) if weight.grad is None else weight.grad for weight in weights]
+        self._gradients = torch.stack([each.float().norm() for each in norms])
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Keep the weights before a step that is sampled."""
         del args, control
+        weights = _trainable(others["model"])
+        self.names = list(weights)
         if (state.global_step + 1) % SAMPLE_INTERVAL == 0:
-            weights = _trainable(others["model"])
-            self.names = list(weights)
             self._before = [weight.detach().clone() for weight in weights.values()]
-            self._zeros = {name: torch.tensor(1.0) for name in weights}
-            self._hooks = [
-                weight.register_hook(lambda gradient, name=name: self._count_zeros(name, gradient))
-                for name, weight in weights.items()
-            ]
-
-    def _count_zeros(self, name: str, gradient: Tensor) -> None:
-        self._zeros[name] = (gradient == 0).float().mean()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **others: Any) -> None:
         """Collect the numbers of a step."""
         del args, control
+        output = others["step_output"]
         for name in _OUTPUTS:
-            self._add(name, getattr(others["step_output"], name))
-        self._add("skipped", others["step_report"].skipped)
-        if self._hooks:
-            self._sample(state.global_step, _trainable(others["model"]), others["optimizer"])
+            self._add(name, getattr(output, name))
+        own = getattr(output, "local_norm", None)
+        self._add("local_norm", self._gradients if own is None else own)
+        weights = list(_trainable(others["model"]).values())
+        self._add(
+            "weight_norm", torch.stack([weight.detach().float().norm() for weight in weights])
+        )
+        if self._before:
+            self._sample(state.global_step, weights, others["optimizer"])
 
     def _sample(
-        self, step: int, weights: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+        self, step: int, weights: list[nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        norms = torch.stack([old.float().norm() for old in self._before])
+        before, self._before = self._before, []
         updates = torch.stack(
             [
                 (new.detach().float() - old.float()).norm()
-                for new, old in zip(weights.values(), self._before, strict=True)
+                for new, old in zip(weights, before, strict=True)
             ]
         )
+        norms = torch.stack([old.float().norm() for old in before])
         self._add("sample_step", torch.tensor(step))
-        self._add("weight_norm", torch.stack([new.float().norm() for new in weights.values()]))
         self._add("update_ratio", updates / norms)
-        self._add("zero_share", torch.stack([self._zeros[name] for name in weights]))
-        for name in ("exp_avg", "exp_avg_sq"):
+        for kind, names in _MOMENTS.items():
+            states = [optimizer.state.get(weight, {}) for weight in weights]
             moments = [
-                optimizer.state[weight][name].float().norm()
-                if weight in optimizer.state
-                else torch.tensor(0.0)
-                for weight in weights.values()
+                next((state[name] for name in names if name in state), torch.zeros(1))
+                for state in states
             ]
-            self._add(name, torch.stack(moments))
+            self._add(kind, torch.stack([moment.float().norm() for moment in moments]))
 
-    def _add(self, name: str, value: Tensor) -> None:
-        self.arrays.setdefault(name, []).append(value.detach().float().cpu().numpy())
+    def _add(self, name: str, value: Any) -> None:
+        number = torch.as_tensor(value).detach().float().cpu().numpy()
+        self.arrays.setdefault(name, []).append(number)
 
-    def save(self, path: Path, **notes: Any) -> None:
-        """Write the series to an ``.npz`` file, with notes as JSON."""
-        arrays: dict[str, Any] = {name: np.stack(rows) for name, rows in self.arrays.items()}
-        arrays |= {name: np.array(json.dumps(note)) for name, note in notes.items()}
-        np.savez_compressed(path, names=np.array(self.names), **arrays)
+    def stacked(self) -> dict[str, np.ndarray]:
+        """Return each series as one array, whose first dimension are the steps or samples."""
+        return {name: np.stack(rows) for name, rows in self.arrays.items()}
+
+
+def save_series(path: Path, **runs: Sequence[Mapping[str, np.ndarray]]) -> None:
+    """Write the series of runs, each by its ranks, to an ``.npz`` file.
+
+    The names in the file are those of the run, the rank and the series, such as ``twin.0.loss``.
+    """
+    arrays = {
+        f"{run}.{rank}.{name}": array
+        for run, ranks in runs.items()
+        for rank, series in enumerate(ranks)
+        for name, array in series.items()
+    }
+    np.savez_compressed(path, **arrays)
 
 
 def _trainable(network: nn.Module) -> dict[str, nn.Parameter]:
+    network = getattr(network, "module", network)
     return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
-
-
-def clean_cases(number: int = 60, num_steps: int = 400) -> list[Case]:
-    """Return clean runs of three sizes, in float32 and bfloat16, with warm-up and without.
-
-    Every architecture has its turn. Batches are small or not, and rates high but stable or not.
-    """
-    dice = random.Random(0)  # noqa: S311  (test data, not cryptography)
-    names = list(ARCHITECTURES)
-    first = Case(architecture=names[0], way="cell", num_steps=num_steps)
-    return [
-        replace(
-            first,
-            architecture=names[place % len(names)],
-            width=(width := dice.choice([16, 32, 64])),
-            dtype="bfloat16" if place % 3 == 2 else "float32",
-            warmup=dice.choice([1, 20]),
-            batch_size=dice.choice([1, 4, 8]),
-            # Wider networks are not stable at the highest rate.
-            rate=dice.choice([1e-3, 3e-3] if width == 64 else [1e-3, 3e-3, 1e-2]),
-            seed=place,
-        )
-        for place in range(number)
-    ]
-
-
-def record(cases: Iterable[Case], folder: Path) -> None:
-    """Train cases, and write their series to a folder, with case, truth and records as JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for place, case in enumerate(cases):
-        path = folder / f"{place:03}.npz"
-        if path.exists():
-            continue
-        series = Series()
-        with tempfile.TemporaryDirectory() as run_folder:
-            train(case, Path(run_folder), [series])
-            records = records_in(Path(run_folder))
-        truth = None
-        if case.fault is not None:
-            truth = dataclasses.asdict(truth_of(case.fault, ARCHITECTURES[case.architecture]))
-        series.save(path, case=dataclasses.asdict(case), truth=truth, records=records)
-        logging.getLogger(__name__).info(
-            "%d %s %s: records at steps %s",
-            place,
-            case.architecture,
-            None if case.fault is None else case.fault.kind,
-            [one["step"] for one in records],
-        )
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    record(
-        clean_cases() if sys.argv[1] == "clean" else drawn_cases(0, 200),
-        Path(sys.argv[2]),
-    )

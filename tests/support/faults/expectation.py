@@ -1,0 +1,231 @@
+"""What a record must say about a fault, computed from the fault's fields."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from support.faults.architecture import Architecture
+from support.faults.faults import (
+    DATA,
+    FLOWING,
+    HYPERPARAMETERS,
+    LOSSES,
+    MOMENTS,
+    NETWORK_SETTINGS,
+    Course,
+    Fault,
+    How,
+    Moment,
+    What,
+    Where,
+)
+from support.faults.networks import parameter_names, target_modules, target_weights
+from support.faults.series import SAMPLE_INTERVAL
+
+__all__ = ["CAUSES", "WINDOW", "Cause", "Expectation", "expectation_of"]
+
+WINDOW = 20
+"""Steps in which a record of a fault that lasts or grows is in time, up to the next sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """What is true about a fault. ``None`` means that there is no such place."""
+
+    step: int
+    last_step: int
+    """Last step at which a record is in time."""
+
+    causes: frozenset[str]
+    """Causes that lead a reader to the true place."""
+
+    may_diverge: bool
+    """Whether `diverged` is right, too, if the loss has left its course for good."""
+
+    places: tuple[str, ...]
+    """Names of the modules and weights that the fault is in; none if it is in no layer."""
+
+    rank: int | None
+    micro_batch: int | None
+    rows: tuple[int, ...] | None
+    has_any_row: bool
+    """Whether all rows of the micro-batch have the fault, so that no row is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    fault: Fault
+    architecture: Architecture
+    places: Sequence[str]
+
+    def is_in(self, part: str | None) -> bool:
+        """Return whether the fault is in a part of a layer."""
+        return part is not None and any(part in f"{place}." for place in self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A cause that is right for some faults."""
+
+    name: str
+    is_right: Callable[[_Situation], bool]
+    reason: str
+
+
+def _what(*whats: What) -> Callable[[_Situation], bool]:
+    return lambda of: of.fault.kind.what in whats
+
+
+CAUSES = (
+    Cause("learning_rate", _what(What.RATE), "the rate is another one"),
+    Cause("weight_decay", _what(What.WEIGHT_DECAY), "the weight decay is another one"),
+    Cause(
+        "setting",
+        _what(What.RATE, *HYPERPARAMETERS, *NETWORK_SETTINGS, What.DTYPE),
+        "a number, a mode or a type that the program has set is another one",
+    ),
+    Cause(
+        "loss",
+        _what(*LOSSES, What.TEMPERATURE, What.LABEL_SMOOTHING, What.KL_WEIGHT, What.SOFT_CAP),
+        "the function from the network's logits or parts to its loss is another one",
+    ),
+    Cause(
+        "loss",
+        lambda of: (
+            of.fault.kind.what is What.GRADIENT
+            and of.fault.where is Where.ALL
+            and of.fault.kind.how in {How.RAISED, How.LOWERED, How.ZERO, How.NEGATED}
+        ),
+        "a factor of all gradients is a factor of the gradient of the loss",
+    ),
+    Cause(
+        "optimizer_epsilon",
+        lambda of: (
+            of.fault.kind.what is What.EPSILON
+            or of.fault.kind.how is How.FLOAT16
+            or (
+                of.fault.kind.what is What.SECOND_MOMENT
+                and of.fault.kind.how in {How.ZERO, How.LOWERED}
+            )
+        ),
+        "an update is divided by the epsilon, or by zero, where second moments are that small",
+    ),
+    Cause(
+        "weight_changed",
+        _what(What.WEIGHT, What.ALL_WEIGHTS),
+        "weights are others than those that the update has left",
+    ),
+    Cause(
+        "weight_changed",
+        lambda of: of.fault.kind.how is How.ROUNDED,
+        "rounding changes weights after their update",
+    ),
+    Cause(
+        "optimizer_state", _what(*MOMENTS), "moments or counts are others than the update has left"
+    ),
+    Cause("batch_norm", _what(What.BUFFER), "the buffer is a running variance of a BatchNorm"),
+    Cause("buffer_changed", _what(What.BUFFER), "the buffer is another one"),
+    Cause(
+        "batch_norm",
+        lambda of: (
+            of.fault.kind.what is What.INPUTS
+            and of.fault.kind.how in {How.NAN, How.RAISED}
+            and of.architecture.buffer is not None
+        ),
+        "an input that a BatchNorm averages is in its running statistics from then on",
+    ),
+    Cause("data", _what(*DATA), "a micro-batch holds others than its inputs or targets"),
+    Cause(
+        "rank_data",
+        lambda of: of.fault.kind.what in DATA and of.fault.rank is not None,
+        "the same, on one rank alone",
+    ),
+    Cause(
+        "rank_differs",
+        lambda of: (
+            of.fault.rank is not None
+            and of.fault.kind.what in {What.WEIGHT, What.ALL_WEIGHTS, What.GRADIENT}
+        ),
+        "what the ranks have in common differs on one of them",
+    ),
+    Cause("activation", _what(What.ACTIVATION), "a module's output is not what its inputs make it"),
+    Cause(
+        "gradient",
+        _what(What.GRADIENT, What.ACTIVATION_GRADIENT),
+        "a gradient is not what the backward makes it",
+    ),
+    Cause(
+        "dead_layer",
+        lambda of: of.fault.kind.what in FLOWING and of.fault.kind.how is How.ZERO,
+        "weights behind a zero have no gradient",
+    ),
+    Cause(
+        "attention_logits",
+        lambda of: (
+            of.is_in(of.architecture.query)
+            and of.fault.kind.what in {What.WEIGHT, What.ACTIVATION}
+            and of.fault.kind.how is How.RAISED
+        ),
+        "the logits grow with the projection that the fault is in",
+    ),
+    Cause(
+        "router",
+        lambda of: (
+            of.is_in(of.architecture.router)
+            and of.fault.kind.what in {What.WEIGHT, What.ACTIVATION}
+        ),
+        "the router's weights or outputs decide which expert a token goes to",
+    ),
+)
+"""Which causes are right for which faults. A cause is right if the reader is led to the true place,
+which is not always what a judge could know."""
+
+
+def expectation_of(fault: Fault, architecture: Architecture, network: nn.Module) -> Expectation:
+    """Return what a record must say about a fault in a network of this architecture."""
+    places = _places(fault, architecture, network)
+    situation = _Situation(fault, architecture, places)
+    kind = fault.kind
+    patience = fault.num_steps if kind.course is Course.BRIEF else WINDOW
+    if fault.moment is not Moment.BEFORE:
+        patience += 1
+    last_step = fault.step + patience
+    if kind.course is not Course.BRIEF or kind.what in _SAMPLED:
+        last_step = -(-last_step // SAMPLE_INTERVAL) * SAMPLE_INTERVAL
+    is_all_rows = fault.row is None and kind.what in DATA
+    return Expectation(
+        step=fault.step,
+        last_step=last_step,
+        causes=frozenset(cause.name for cause in CAUSES if cause.is_right(situation)),
+        may_diverge=kind.course is not Course.BRIEF,
+        places=places,
+        rank=fault.rank,
+        micro_batch=fault.micro_batch,
+        rows=None if fault.row is None else (fault.row,),
+        has_any_row=is_all_rows,
+    )
+
+
+_SAMPLED = {What.WEIGHT, What.ALL_WEIGHTS, What.BUFFER, *MOMENTS}
+"""What the monitor reads every ten steps, so that a record is in time up to the next sample."""
+
+
+def _places(fault: Fault, architecture: Architecture, network: nn.Module) -> tuple[str, ...]:
+    """Return the names of what a fault is in; none if it is in the whole network or none of it."""
+    what = fault.kind.what
+    if fault.where is Where.ALL:
+        return ()
+    if what is What.BUFFER:
+        layer = architecture.layers[(fault.layer or 0) % len(architecture.layers)]
+        return (f"{layer}.{architecture.buffer}",)
+    if what in {What.ACTIVATION, What.ACTIVATION_GRADIENT}:
+        return tuple(target_modules(network, architecture, fault))
+    if what in {What.WEIGHT, What.GRADIENT, *MOMENTS} or fault.kind.how is How.ROUNDED:
+        weights = target_weights(network, architecture, fault)
+        return tuple(
+            name for weight in weights.values() for name in parameter_names(network, weight)
+        )
+    if fault.kind.how is How.FLOAT16 and fault.layer is not None:
+        return (architecture.layers[fault.layer],)
+    return ()
