@@ -113,7 +113,8 @@ class PlantedNetwork:
     """Let a network take the marks of a micro-batch, and plant a fault in its passes.
 
     The fault is in the rows that are marked. A replay calls the network with the inputs that it has
-    recorded, marks included, so it finds the fault again.
+    recorded, marks included, so it finds the fault again. A fault of the program that lasts is in
+    all rows, also in those of older steps that are run again.
 
     Args:
         network: Network, from `new_network`.
@@ -124,6 +125,8 @@ class PlantedNetwork:
     def __init__(self, network: nn.Module, architecture: Architecture, fault: Fault | None) -> None:
         self._network, self._architecture = network, architecture
         self._marks = torch.zeros(1)
+        self.step_of_program = 0
+        """Number of the step of a fault that is in all rows, from 1; 0 for none."""
         self._in_evaluation = False
         self._undo: list[Callable[[], None]] = []
         self._fault = fault
@@ -132,11 +135,12 @@ class PlantedNetwork:
         @functools.wraps(forward)
         def with_marks(*inputs: Any, marks: Tensor, indices: Tensor, **batch: Any) -> Any:
             del indices
-            self._marks = marks
+            number = self.step_of_program
+            self._marks = torch.full_like(marks, number) if number else marks
             if self._in_evaluation:
                 network.eval()
             output = forward(*inputs, **batch)
-            if fault is not None and fault.kind.what is What.LOSS and bool(marks.any()):
+            if fault is not None and fault.kind.what is What.LOSS and bool(self._marks.any()):
                 output.loss = self._changed_loss(output.loss)
             return output
 

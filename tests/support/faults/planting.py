@@ -114,6 +114,9 @@ class Planting:
             weights = self._network.state_dict()
             self._past.append({name: tensor.clone() for name, tensor in weights.items()})
             self._past = self._past[-fault.lag - 1 :]
+        is_everywhere = fault.micro_batch is None and fault.row is None
+        if is_everywhere and fault.kind.course is not Course.BRIEF and fault.is_at(step):
+            self._planted.step_of_program = step - fault.step + 1
         if not fault.is_at(step):
             self.close()
         elif step == fault.step:
