@@ -145,8 +145,10 @@ class EpochRows:
     def _slots_with_skipped_rows(self) -> list[int]:
         dealing = self.dealing
         slots = {position // dealing.rows_per_slot for position in self._skipped}
-        if self._skipped and dealing.num_slots * dealing.rows_per_slot > dealing.num_rows:
-            slots.add(dealing.num_slots - 1)  # the first rows may fill it up
+        # Rows that fill up the last slot are the first ones of the pass.
+        num_filling = dealing.num_slots * dealing.rows_per_slot - dealing.num_rows
+        if dealing.fills_up and any(position < num_filling for position in self._skipped):
+            slots.add(dealing.num_slots - 1)
         return sorted(slot for slot in slots if slot < dealing.num_slots)
 
     def _kept(self, slot: int, rank: int) -> list[int]:

@@ -63,7 +63,13 @@ def test_rows_are_where_accelerate_deals_them(of_ranks, steps, data):
     full = [n < steps_before or not skipped >= {*rows} for n, rows in enumerate(own)]
     updates = range(dealing.num_updates)
     empty = [n for n in updates if not any(full[slot] for slot in dealing.slots(n))]
+    lacking = {
+        slot // steps
+        for slot in range(steps_before, dealing.num_slots)
+        if any(skipped & {*batches[slot]} for batches in dealt)
+    }
     for epoch, batches in zip(epochs, dealt, strict=True):
+        assert {n for n in updates if epoch.lacks_rows(n)} == lacking
         found = dict(epoch.batches(batches))
         assert list(found) == [slot for slot, is_full in enumerate(full) if is_full]
         assert epoch.empty_updates == empty
@@ -72,6 +78,8 @@ def test_rows_are_where_accelerate_deals_them(of_ranks, steps, data):
         for slot, batch in found.items():
             kept = [row for row in batches[slot] if row not in skipped or slot < steps_before]
             assert epoch.is_filled_here(slot) == bool(kept)
+            if slot >= steps_before:
+                assert epoch.num_filled(slot) == sum(bool({*b[slot]} - skipped) for b in dealt)
             # A rank without rows has one row of another slot.
             update = slot // steps
             number = [each for each in found if each // steps == update].index(slot)
