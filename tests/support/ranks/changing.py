@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,16 @@ from support.attached_runs import new_accelerator
 from support.recipe_texts import parsed
 from support.resumed_training import StopAfter
 
-__all__ = ["NUM_ROWS", "NUM_STEPS", "loop_until", "recipe_until", "resume_only", "train_until"]
+__all__ = [
+    "NUM_ROWS",
+    "NUM_STEPS",
+    "loop_until",
+    "recipe_until",
+    "resume_only",
+    "train_until",
+    "trainer_of",
+    "warnings_of_resume",
+]
 
 NUM_ROWS, NUM_STEPS = 60, 20
 
@@ -190,6 +200,16 @@ def resume_only(rank: int, folder: str, settings: Mapping[str, Any] | None = Non
     with batch.resuming(Path(folder)):
         batch.check_epoch(NUM_STEPS, has_length=False)
         batch.begin_epoch(trainer.get_train_dataloader(), DataStart(0, 0))
+
+
+def warnings_of_resume(
+    rank: int, folder: str, settings: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return what this rank warns of in `resume_only`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resume_only(rank, folder, settings)
+    return [str(each.message) for each in caught]
 
 
 def loop_until(rank: int, folder: str, stop: int, length: str, steps: int = 6) -> dict[str, Any]:

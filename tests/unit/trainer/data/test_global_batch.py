@@ -4,12 +4,23 @@ import json
 import warnings
 
 import pytest
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from mfwrap import StepConfig
 from mfwrap.records import read_json_lines
+from mfwrap.trainer import MFTrainer
+from mfwrap.trainer.data.global_batch import TrainerBatch
 from support.fsdp.accelerated import train_with_trainer
 from support.ranks.chains import CHAIN, assert_a_chain_is_exact
-from support.ranks.changing import recipe_until, resume_only, train_until
+from support.ranks.changing import (
+    recipe_until,
+    resume_only,
+    train_until,
+    trainer_of,
+    warnings_of_resume,
+)
 from support.ranks.pool import RankPool
+from support.trainer_runs import Counting, new_trainer, padded
 
 SETTINGS = {
     "random": {},
@@ -173,6 +184,14 @@ def test_another_number_of_updates_that_is_wanted(
     assert len(told) == num_warnings
 
 
+def test_a_resumed_run_that_is_resumed_again(two_ranks, tmp_path):
+    """The second resume is not taken for one with another accumulation in the settings."""
+    two_ranks.run(train_until, str(tmp_path), 1)
+
+    for stop in (2, 3):
+        assert train_until(0, str(tmp_path), stop)["global_batches"] == [12]
+
+
 def test_a_rank_that_cannot_read_its_position(two_ranks, tmp_path):
     """If one rank cannot read the file with the global batch, all ranks raise its error."""
     two_ranks.run(train_until, str(tmp_path), 1)
@@ -264,12 +283,94 @@ def test_workers_that_take_turns(one_row_each, tmp_path, settings, num_ranks, ba
     content["num_ranks"] = batch["num_ranks"] = batch["sizes"]["num_ranks"] = num_ranks
     (tmp_path / "mfwrap_position.json").write_text(json.dumps(content), encoding="utf-8")
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        resume_only(0, str(tmp_path), settings | {"per_device_train_batch_size": batch_size})
+    settings = settings | {"per_device_train_batch_size": batch_size}
+    found = warnings_of_resume(0, str(tmp_path), settings)
 
-    told = [str(each.message) for each in caught if "may be repeated" in str(each.message)]
+    told = [message for message in found if "may be repeated" in message]
     assert len(told) == (former is not None)
     for message in told:
         assert message.startswith(f"{READ_BY_WORKERS} rows of updates after {tmp_path} differ")
         assert f" with the same {former} as before: " in message
+
+
+def test_one_rank_says_it(two_ranks, one_row_each):
+    """Rank 0 warns for all ranks."""
+    found = two_ranks.run(warnings_of_resume, str(one_row_each), WORKERS)
+
+    told = [[message for message in each if "may be repeated" in message] for each in found]
+    assert [len(messages) for messages in told] == [1, 0]
+
+
+def test_rows_stay_grouped_by_length(one_row_each, tmp_path):
+    """The groups have the size of the checkpoint's, which had another batch size per rank."""
+    content = json.loads((one_row_each / "mfwrap_position.json").read_text(encoding="utf-8"))
+    content["global_batch"]["group_size"] = 18
+    (tmp_path / "mfwrap_position.json").write_text(json.dumps(content), encoding="utf-8")
+    trainer = trainer_of(str(tmp_path / "run"), {"train_sampling_strategy": "group_by_length"})
+    batch = TrainerBatch(trainer, StepConfig())
+    with batch.resuming(tmp_path):
+        loader = trainer.get_train_dataloader()
+        assert loader.batch_sampler.sampler.batch_size == 6
+        batch.begin_epoch(loader, None)
+
+    assert loader.batch_sampler.sampler.batch_size == 18
+    assert batch.state_dict()["group_size"] == 18
+
+
+class Rotated(Sampler):
+    """Rows in an order that depends on the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self):
+        return iter([(row + 5 * self.epoch) % 24 for row in range(24)])
+
+    def set_epoch(self, epoch) -> None:
+        """Begin an epoch."""
+        self.epoch = epoch
+
+
+class Reversed(Sampler):
+    """A batch sampler of the user's own, which yields the batches of another one reversed."""
+
+    def __init__(self, batches) -> None:
+        self.batch_sampler = batches
+        self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self):
+        return reversed(list(self.batch_sampler))
+
+
+class InReverse(MFTrainer):
+    """Train on the batches of `Reversed`, and note the rows."""
+
+    def get_train_dataloader(self):
+        """Return a prepared loader."""
+        self.seen = []
+        batches = Reversed(BatchSampler(Rotated(), 2, drop_last=False))
+        loader = DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=padded)
+        return self.accelerator.prepare(loader)
+
+    def training_step(self, model, inputs, *rest):
+        """Note the rows."""
+        self.seen += inputs["input_ids"].tolist()
+        return super().training_step(model, inputs, *rest)
+
+
+def test_a_sampler_learns_the_epoch_within_which_a_run_resumes(tmp_path):
+    """A sampler within a batch sampler of the user's own goes on with the rows of the epoch."""
+    seen = []
+    for checkpoint in (None, tmp_path / "checkpoint-4"):
+        settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 5}
+        trainer = new_trainer(InReverse, tmp_path, data=Counting(24, length=6), **settings)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        seen.append(trainer.seen)
+
+    assert seen[1] == seen[0][8 * 4 :]
