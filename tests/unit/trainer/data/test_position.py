@@ -21,7 +21,11 @@ from torch.utils.data import (
     Sampler,
     WeightedRandomSampler,
 )
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+from transformers import (
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 
 from mfwrap.checkpoints.global_batch import GlobalBatch
 from mfwrap.checkpoints.held_generators import held_generators
@@ -574,3 +578,45 @@ def test_workers_that_persist_draw_their_seed_once(tmp_path):
     whole = drawn(1)
     for step in (2, 3, 4):
         assert drawn(8, tmp_path / f"checkpoint-{step}") == whole[4 * step :], step
+
+
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+
+
+def test_a_trainer_that_resumes_twice(tmp_path):
+    """A resume within an epoch leaves nothing behind for a later resume between epochs."""
+    whole, again = (new_trainer(Throwing, tmp_path, data=Counting(24), **SAVING) for _ in range(2))
+    whole.train()
+    for step in (1, 3):
+        again.drawn = []
+        again.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
+        assert again.drawn == whole.drawn[4 * step :], step
+
+
+class AtTheBeginning(TrainerCallback):
+    """Call a function when a training begins."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def on_train_begin(self, *_, **__):
+        """Call the function."""
+        self.function()
+
+
+@pytest.mark.parametrize("make", [None, lambda: WeightedRandomSampler([1.0] * 24, 24)])
+def test_the_order_of_an_epoch_is_the_checkpoints(make, tmp_path):
+    """Neither another seed nor what a callback draws at the beginning changes it."""
+    kind = type("Own", (Noting,), {"make_sampler": make})
+    seen = []
+    for checkpoint in (None, tmp_path / "checkpoint-1"):
+        draw = AtTheBeginning(lambda: torch.rand(()))
+        trainer = new_trainer(
+            kind, tmp_path, data=Counting(24), callbacks=[draw], **SAVING | {"max_steps": 2}
+        )
+        if checkpoint is not None:
+            torch.manual_seed(5)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        seen.append(trainer.seen)
+
+    assert seen[1] == seen[0][8:]
