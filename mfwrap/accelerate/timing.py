@@ -68,9 +68,6 @@ class LoopSections:
         """Remove the hooks from the models."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
-        self._untimed.clear()
-        self._timed.clear()
 
 
 @final

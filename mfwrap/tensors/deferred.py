@@ -129,9 +129,6 @@ class DeferredReads:
 
     def discard(self) -> None:
         """Drop all pending values without passing them on, and without waiting for them."""
-        for mailbox, _ in self._pending:
-            if mailbox.arrived is None:
-                self._free[mailbox.tensor.numel()].append(mailbox)
         self._pending.clear()
 
 

@@ -114,7 +114,7 @@ class NormReader:
         self, tensors: Sequence[Tensor | None], finish: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        if dtypes != self._dtypes or not self._kinds:
+        if dtypes != self._dtypes:
             self._arrange(tensors)
             self._dtypes = dtypes
         parts = []

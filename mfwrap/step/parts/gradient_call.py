@@ -341,16 +341,15 @@ def _differentiate_shards(
     path to a shard and return zeros.
     """
     own = fn.parameters() if isinstance(fn, nn.Module) else leaves_of(roots)
-    written = list(dict.fromkeys([*leaves, *own]))
-    before = [leaf.grad for leaf in written]
+    before = {leaf: leaf.grad for leaf in [*leaves, *own]}
     try:
-        for leaf in written:
+        for leaf in before:
             leaf.grad = None
         if roots:
             torch.autograd.backward(roots, cotangents)
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
     finally:
-        for leaf, gradient in zip(written, before, strict=True):
+        for leaf, gradient in before.items():
             leaf.grad = gradient
 
 
