@@ -81,18 +81,20 @@ def place(rank: int) -> dict[str, Any]:
 
 
 def norms_of_partial_sums(rank: int) -> dict[str, Any]:
-    """Compute norms of a tensor of partial sums, of which rank 0 holds everything."""
+    """Compute norms of a tensor of partial sums, and of one whose ranks hold parts of a mean."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     value = torch.arange(1.0, 5.0)
     tensor = DTensor.from_local(value * (rank + 1), mesh, [Partial()], run_check=False)
     spoilt = DTensor.from_local(value / rank, mesh, [Partial()], run_check=False)
     cpu = torch.device("cpu")
+    mean = DTensor.from_local(value * (rank + 1), mesh, [Partial("avg")], run_check=False)
     [clipped] = clip_by_global_norm([tensor], 0.5)
     plain = torch.ones(2)
     return {
         "square": square_of_all([tensor], cpu).item(),
         "norm": tensor_norms([tensor]).item(),
         "expected": tensor.full_tensor().norm().item(),
+        "norm of means": (tensor_norms([mean]).item(), mean.full_tensor().norm().item()),
         "clipped": clipped.full_tensor().norm().item(),
         "non-finite": (has_non_finite([tensor], cpu).item(), has_non_finite([spoilt], cpu).item()),
         "plain is unchanged": without_partial_sums([plain])[0] is plain,

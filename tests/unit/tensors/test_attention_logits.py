@@ -92,6 +92,26 @@ def test_one_head_and_no_batch():
     assert watch.end() == {}
 
 
+class Normalizing(nn.Module):
+    """Softmaxes of which only the last one has the form of an attention."""
+
+    def forward(self, inputs):
+        """Normalize channels, classes of a batch of sequences, and keys."""
+        torch.softmax(inputs, dim=1)
+        functional.softmax(inputs[0], dim=-1)
+        return (inputs / 2).softmax(-1)
+
+
+def test_other_softmaxes_are_ignored():
+    """A softmax over another dimension, or of a tensor of three dimensions, has no logits."""
+    inputs = torch.randn(2, 3, 4, 5)
+    watch = AttentionLogits(Normalizing())
+    watch.begin()
+    watch._network(inputs)
+
+    assert torch.equal(watch.end()[""], inputs.amax(dim=(0, 2, 3)) / 2)
+
+
 def llama(implementation: str) -> LlamaForCausalLM:
     """Return a small Llama without dropout, with two key heads for four."""
     torch.manual_seed(0)

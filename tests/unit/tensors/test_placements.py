@@ -25,10 +25,11 @@ def test_a_gradient_gets_the_placements_of_its_parameter(two_ranks):
 
 
 def test_norms_of_partial_sums_are_those_of_the_sums(two_ranks):
-    """The square of a sum is not the sum of the squares of its summands."""
+    """The square of a sum, or of a mean, is not the sum of the squares of its parts."""
     for rank in two_ranks.run(norms_of_partial_sums):
         assert rank["square"] == pytest.approx(rank["expected"] ** 2)
         assert rank["norm"] == pytest.approx(rank["expected"])
+        assert rank["norm of means"][0] == pytest.approx(rank["norm of means"][1])
         assert rank["clipped"] == pytest.approx(0.5)
         assert rank["non-finite"] == (False, True)
         assert rank["plain is unchanged"]
