@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.optim import SGD, Adam, AdamW
 
 from mfwrap import (
@@ -17,6 +19,8 @@ from mfwrap import (
 from mfwrap.callbacks import RankClock
 from mfwrap.collectives import section_clock
 from mfwrap.optimizers import Muon
+from mfwrap.step.captured import _capturable
+from mfwrap.step.pipeline import pipeline_stages
 from support.captured_training import numbers, train, training
 from support.optimizer_runs import muon_with_adamw
 from support.small_networks import Classifier, TokenClassifier, labelled_batches
@@ -302,6 +306,30 @@ def test_a_step_of_ones_own_is_refused():
         Loop(network, optimizer, capture=True)
     with pytest.raises(TypeError, match="`capture` must be a bool"):
         MFTrainOneStepCell(network, optimizer, capture="yes")
+
+
+def test_a_stage_of_a_pipeline_is_refused():
+    """The messages between stages are not captured."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
+    try:
+        stage = PipelineStage(nn.Linear(2, 1), 0, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss())
+        optimizer = AdamW(pipeline_stages(schedule).parameters(), fused=True)
+        with pytest.raises(ValueError, match="must be False for a network on several ranks"):
+            MFTrainOneStepCell(schedule, optimizer, capture=True)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_capture_leaves_the_settings_of_the_optimizer():
+    """Only within a capture, all groups are ``capturable``."""
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = AdamW([{"params": [first]}, {"params": [second], "capturable": True}], fused=True)
+
+    with _capturable(optimizer):
+        assert [group["capturable"] for group in optimizer.param_groups] == [True, True]
+
+    assert [group["capturable"] for group in optimizer.param_groups] == [False, True]
 
 
 def test_hooks_of_the_optimizer_are_refused():

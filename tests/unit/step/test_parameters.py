@@ -244,6 +244,11 @@ def test_a_sparse_gradient_is_refused_by_name():
 
     with pytest.raises(TypeError, match=r"`embedding.weight` must be dense.*sparse=False"):
         ours.collect_gradients()
+    after_dense = nn.Sequential(nn.Linear(4, 1), nn.Embedding(6, 4, sparse=True))
+    ours, _ = trained(after_dense)
+    after_dense[0](after_dense[1](IDS)).sum().backward()
+    with pytest.raises(TypeError, match=r"`1.weight` must be dense"):
+        ours.collect_gradients()
 
 
 def test_names_are_those_without_torch_compile():

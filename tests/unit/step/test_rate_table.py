@@ -81,6 +81,20 @@ def test_a_rate_on_another_device_is_refused():
         RateTable(elsewhere, None, torch.device("cpu"))
 
 
+def test_applied_updates_use_up_the_table():
+    """While the schedule sets the rates, the host need not fill the table anew."""
+    stepped = optimizer()
+    table = RateTable(stepped, SCHEDULES["lambda"](stepped), torch.device("cpu"))
+    stepped.step()
+    table.restart(torch.tensor(0))
+    for _ in range(3):
+        assert not table.is_outdated
+        table.step()
+
+    stepped.param_groups[0]["lr"] = 7.0
+    assert table.is_outdated
+
+
 def test_a_run_may_be_longer_than_the_table():
     """The table is filled anew while the run goes on, whatever updates are skipped."""
     generator = torch.Generator().manual_seed(0)

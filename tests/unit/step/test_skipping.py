@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from mfwrap.step.rates import learning_rates
@@ -310,6 +311,26 @@ def test_a_scheduler_does_not_hide_the_step():
     assert SkippableOptimizer(run.optimizer).skips_on_device
     run.skipped()
     assert_same(run.weights(), parameters_of())
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_fused_kernels_run_on_local_shards(is_fused):
+    """The update of distributed weights is that of plain ones; only kernels get the shards."""
+    mesh = init_device_mesh("cpu", (1,))
+    plain = nn.Parameter(torch.arange(6.0).view(3, 2))
+    split = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
+    seen = []
+    for weight in (plain, split):
+        weight.grad = torch.ones_like(weight)
+        optimizer = AdamW([weight], lr=0.1, fused=is_fused)
+        optimizer.register_step_pre_hook(
+            lambda opt, *_: seen.append(isinstance(opt.param_groups[0]["params"][0], DTensor))
+        )
+        SkippableOptimizer(optimizer).step(torch.tensor(4.0), torch.tensor(data=False))
+
+    assert torch.equal(split.full_tensor(), plain)
+    assert seen == [False, not is_fused]
 
 
 def test_lbfgs_is_refused():

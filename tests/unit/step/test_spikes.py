@@ -161,6 +161,21 @@ def test_a_clipped_spike_moves_the_weights_by_little_more_than_usual(clips):
         assert moves[2] < 1.05
 
 
+def test_a_clip_of_the_loop_counts_for_the_clip_of_a_spike():
+    """The smaller of both factors is used; a loop that has clipped by more gets nothing back."""
+    policy = SpikePolicy("clip", 6.0, CPU)
+    for norm in USUAL:
+        policy.count(policy.judge(torch.tensor(norm)), torch.tensor(data=True))
+    verdict = policy.judge(torch.tensor(5.0))
+    own = verdict.coefficient
+    assert 0 < own < 0.3
+
+    assert verdict.clipped(None, None) == own
+    assert verdict.clipped(None, 2 * own).item() == pytest.approx(0.5)
+    assert verdict.clipped(None, own / 1.5) == 1
+    assert verdict.clipped(torch.tensor(0.25), 2 * own) == 0.25
+
+
 def test_a_norm_that_stays_high_is_no_longer_clipped():
     """After twelve clipped updates, the new level is the usual one."""
     cell = probe_cell("clip")

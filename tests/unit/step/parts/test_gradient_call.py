@@ -111,6 +111,15 @@ def test_aux_outputs_are_cut_off():
     assert grad(outer)(x) == 1.0
 
 
+@pytest.mark.parametrize(
+    "fn", [lambda x: x, lambda x: (x,), lambda x: torch.stack((x, x))], ids=["one", "tuple", "two"]
+)
+def test_aux_outputs_are_needed(fn):
+    """With ``has_aux``, a function must return a tuple of several outputs, not a tensor of them."""
+    with pytest.raises(ValueError, match="a function with at least two outputs, got 1"):
+        grad(fn, has_aux=True)(torch.tensor(2.0))
+
+
 def test_the_value_inside_another_function_is_differentiable():
     """``value_and_grad`` inside a function differentiates both the value and the gradient."""
 
