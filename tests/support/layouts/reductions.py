@@ -28,6 +28,7 @@ def accumulate(rank: int) -> dict[str, Any]:
         split(batch).square().sum().backward()
         gradients.append(split[0].weight.grad.clone())
     own_hooks = list(calls)
+    num_hooks = len(split[0]._forward_hooks)
     # A copy has weights of its own, and trains as the network does.
     copied = copy.deepcopy(split)
     copied.zero_grad()
@@ -38,6 +39,7 @@ def accumulate(rank: int) -> dict[str, Any]:
         "of a copy": copied[0].weight.grad,
         "expected": whole.weight.grad,
         "own hooks": own_hooks,
+        "number of forward hooks": num_hooks,
     }
 
 

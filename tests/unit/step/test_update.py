@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfwrap import StepConfig
+from mfwrap.compatibility.gradient_dtypes import set_gradient_dtype
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.step.losses import Accumulated, Normalizer
 from mfwrap.step.parameters import TrainedParameters, network_parameters
+from mfwrap.step.ranks.agreement import StageTotals
 from mfwrap.step.update import StepUpdate
 from support.host_reads import HostReads
+from support.versions import needs
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -328,3 +331,32 @@ def test_a_divisor_beyond_float32_is_an_overflow():
 
     assert measured([torch.ones(3)], 2.0**120, normalizer=normalizer).overflow
     assert not measured([torch.ones(3)], 2.0**100, normalizer=normalizer).overflow
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_stage_of_a_pipeline_may_have_no_gradient():
+    """Its rank takes part in the sum of the squares, instead of raising an error alone."""
+    run = Run()
+    run.update.replace_parameters(run.parameters(), None, StageTotals(None))
+
+    measured = run.update.measure(loss=torch.tensor(2.0))
+
+    assert (measured.global_norm, measured.totals.loss) == (0, 2)
+
+
+@needs("torch", "2.10", "Tensor.grad_dtype")
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_a_sum_that_float16_cannot_hold_is_an_overflow(in_float32):
+    """A float32 gradient that becomes infinite when it is rounded skips the update."""
+    network = nn.Linear(2, 1, bias=False).half()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    update = StepUpdate(
+        TrainedParameters(network_parameters(network), optimizer, None),
+        optimizer,
+        StepConfig(accumulate_allreduce_grads_in_fp32=in_float32),
+        LossScale(1.0, CPU),
+    )
+    set_gradient_dtype(network.weight, torch.float32)
+    network.weight.grad = torch.full((1, 2), 70000.0)
+
+    assert update.measure().overflow == in_float32

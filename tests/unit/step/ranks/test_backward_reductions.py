@@ -17,6 +17,7 @@ def test_each_backward_is_reduced_once(two_ranks):
         if rank["of a copy"] is not None:
             torch.testing.assert_close(rank["of a copy"], rank["expected"])
         assert rank["own hooks"] == ["own hook"] * 3
+        assert rank["number of forward hooks"] == 1
 
 
 def test_a_parameter_that_returns_is_reduced_once():

@@ -6,10 +6,12 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from mfwrap import MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
+from mfwrap.step.ranks.float32_gradients import squares_after_rounding
 from support.float32_gradients import (
     NUM_STEPS,
     Products,
@@ -206,6 +208,30 @@ def test_a_sum_of_a_loop_that_float16_cannot_hold_is_an_overflow():
         optimizer.step()
         optimizer.zero_grad()
         assert attached.last_output.overflow == overflows
+
+
+def test_an_empty_shard_overflows_nothing():
+    """A rank may hold no element of a float16 weight."""
+    gradients = [torch.empty(0), torch.full((2,), 70000.0), torch.ones(2)]
+    weights = [torch.empty_like(each, dtype=torch.float16) for each in gradients]
+    squares = torch.tensor([0.0, 1e10, 2.0])
+
+    found = squares_after_rounding(squares, gradients, weights, 1, None)
+
+    assert found.tolist() == [0.0, float("inf"), 2.0]
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_float32_weights_beside_others_are_replicated_as_usual():
+    """DistributedDataParallel itself adds up and reduces the gradients of float32 weights."""
+    network = Products()
+    network.second = torch.nn.Parameter(network.second.detach().float())
+    optimizer = SGD(network.parameters(), lr=1.0)
+    cell = cell_of(DistributedDataParallel(network), optimizer)
+
+    cell.step([(torch.full((6,), value).bfloat16(), torch.full((6,), value)) for value in (1, 2.0)])
+
+    assert network.second.tolist() == network.first.tolist() == [-1.5] * 6
 
 
 def test_no_host_reads():

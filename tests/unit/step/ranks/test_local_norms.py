@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from mfwrap import MFTrainOneStepCell
+from mfwrap.compatibility.torch import communication_hooks
 from mfwrap.step.ranks.agreement import agreement_of
 from mfwrap.step.ranks.local_norms import replicated_squares_of, tap
 from support.host_reads import HostReads
@@ -59,6 +61,14 @@ def test_a_tap_sees_what_is_reduced(part):
 
     reduced = torch.full((4,), -1.0)
     torch.testing.assert_close(local.squares(reduced), squares_of_gradients(part))
+
+
+def test_a_step_without_local_norms_registers_no_hook(part, monkeypatch):
+    """The network of a step that needs no hook stays free for a hook of the user's."""
+    monkeypatch.setattr(part, "process_group", SimpleNamespace(size=lambda: 2))
+
+    assert replicated_squares_of([part], list(part.parameters()), are_asked_for=False) is None
+    assert not communication_hooks(part)
 
 
 def test_a_backward_reads_nothing_on_the_host(part):

@@ -27,6 +27,15 @@ def test_copies_are_warned_about(announced):
 
 
 @pytest.mark.filterwarnings("ignore:no wrapper reduces")
+def test_frozen_parameters_are_not_compared(announced):
+    """Ranks that train the same parameters may have different frozen ones beside them."""
+    frozen = nn.Linear(1, 1).requires_grad_(requires_grad=False)
+    assert not others(announced[0], nn.Sequential(nn.Linear(2, 1))).compare(ends=True)
+
+    assert others(announced[1], nn.Sequential(nn.Linear(2, 1), frozen)).compare(ends=True)
+
+
+@pytest.mark.filterwarnings("ignore:no wrapper reduces")
 def test_stages_are_refused(announced):
     """The later rank refuses its first update, and the earlier rank its second one."""
     first = others(announced[0], nn.Linear(2, 3))
