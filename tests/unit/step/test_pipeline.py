@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
@@ -13,8 +13,9 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mfwrap import MFTrainOneStepCell, WithLossCell
+from mfwrap import MFTrainOneStepCell, StepConfig, WithLossCell
 from mfwrap.compatibility.foreign import is_installed
+from mfwrap.step import pipeline
 from mfwrap.step.pipeline import PipelineAccumulation, pipeline_stages
 from support.attached_runs import new_accelerator
 from support.one_rank import one_rank
@@ -234,10 +235,13 @@ def one_stage(module=None, kind=ScheduleGPipe, loss_fn=mean_square):
     return kind(stage, n_microbatches=2, loss_fn=loss_fn)
 
 
-def two_stages(module, kind):
+def two_stages(module, kind, group=None):
     """Return a schedule of two micro-batches, whose two stages are both on this rank."""
-    modules = [nn.Linear(2, 2), module]
-    stages = [PipelineStage(each, i, 2, torch.device("cpu")) for i, each in enumerate(modules)]
+    cpu = torch.device("cpu")
+    stages = [
+        PipelineStage(nn.Linear(2, 2), 0, 2, cpu),
+        PipelineStage(module, 1, 2, cpu, group=group),
+    ]
     return kind(stages, n_microbatches=2, loss_fn=mean_square)
 
 
@@ -410,6 +414,14 @@ class TestOneRank:
                 ValueError,
                 "stages of ScheduleInterleavedZeroBubble must not be wrapped",
             ),
+            (
+                lambda: two_stages(
+                    nn.Linear(2, 1), ScheduleInterleaved1F1B, distributed.new_group([0])
+                ),
+                {},
+                ValueError,
+                "whose stages have the same process group, got several",
+            ),
         ],
     )
     def test_refused_by_name(self, make, settings, error, message):
@@ -438,6 +450,32 @@ class TestOneRank:
 
         assert output.global_norm == (512.5 if in_float32 else 512.0) * torch.tensor(2.0).sqrt()
         assert network.weight.grad_dtype == torch.bfloat16
+
+    def test_a_schedule_without_an_order_of_its_own(self):
+        """A schedule of the user's may define its step alone; its stage may be replicated."""
+
+        class Own(ScheduleGPipe):
+            def _get_pipeline_order(self):
+                return None
+
+        schedule = one_stage(DistributedDataParallel(nn.Linear(2, 1)), Own)
+        cell = MFTrainOneStepCell(schedule, sgd(schedule))
+
+        assert cell(torch.ones(4, 2), target=torch.ones(4, 1)).loss > 0
+
+    def test_different_numbers_of_replicas(self, monkeypatch):
+        """They are named with their ranks; a rank whose stages are frozen averages nothing."""
+        accumulation = PipelineAccumulation(one_stage(), StepConfig())
+        of_others = ["1", ""]
+        monkeypatch.setattr(pipeline, "ranks_of", lambda _: [0, 1, 2])
+        monkeypatch.setattr(pipeline, "gather_objects", lambda own, _: [own, *of_others])
+        assert accumulation._unequal_replicas() is None
+
+        of_others[0] = "2"
+        assert accumulation._unequal_replicas() == (
+            "pipeline: number of ranks that average a stage's gradients is 1 on rank 0 but 2 on "
+            "rank 1; wrap all stages or none"
+        )
 
     def test_an_accelerator_is_refused(self):
         """The library accelerate does not know pipelines."""
