@@ -183,8 +183,8 @@ class GradientAccumulation:
             if not reduces:
                 for part in self.distributed_parts:
                     stack.enter_context(part.no_sync())
-                is_parallel = self.distributed_parts or self.sharded_parts.units
-                if self._accelerator is not None and not is_parallel:
+                # With FSDP2, the accelerator's `no_sync` takes no module around the sharded one.
+                if self._accelerator is not None and not self.sharded_parts.units:
                     stack.enter_context(self._accelerator.no_sync(self.network))
             yield
 

@@ -7,10 +7,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell
+from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, WithLossCell
+from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.run_files import open_records, records_of_training
+from support.attached_runs import new_accelerator
 from support.small_llama import byte_batch, small_llama
 from support.small_networks import Classifier, TokenClassifier, labelled_batches
 
@@ -162,6 +167,27 @@ def test_gradients_are_said_to_be_synchronized_on_the_last_micro_batch(num_micro
     assert accelerator.sync_gradients
 
 
+@pytest.mark.usefixtures("_one_rank")
+def test_a_module_around_a_sharded_network(monkeypatch):
+    """With FSDP2, ``accelerator.no_sync`` needs a sharded module, which the loss cell is not."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    monkeypatch.setattr(type(accelerator.state), "is_fsdp2", property(lambda _: True))
+    network = torch.nn.Linear(2, 1)
+    fully_shard(network, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = SGD(network.parameters(), lr=0.1)
+    cell = MFTrainOneStepCell(
+        WithLossCell(network, torch.nn.MSELoss()),
+        optimizer,
+        accelerator=accelerator,
+        gradient_accumulation_steps=2,
+    )
+
+    output = cell(torch.ones(4, 2), torch.ones(4, 1))
+
+    assert output.loss > 0
+    assert not output.overflow
+
+
 def test_the_accelerators_autocast_is_used():
     """The cell runs the forward in the accelerator's autocast, even for an unprepared network."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -295,6 +321,16 @@ def test_a_disabled_grad_scaler_has_no_numbers_to_take_over():
     assert cell.scale_sense.item() == 1.0
 
 
+def test_fp16_on_a_cpu_has_no_grad_scaler():
+    """On a CPU, accelerate makes no gradient scaler: the loss scale is the default of 1."""
+    accelerator = new_accelerator("fp16")
+    accelerator.scaler = None
+
+    _, _, _, cell = prepared_training(accelerator)
+
+    assert cell.scale_sense.item() == 1.0
+
+
 def test_a_refused_construction_leaves_the_grad_scaler():
     """A cell that raises at construction does not change the accelerator."""
     accelerator = Accelerator(cpu=True)
@@ -322,6 +358,24 @@ def test_a_saved_state_holds_the_schedule_of_the_last_update(tmp_path):
     assert schedule.get_last_lr() == rate == [0.1 * inverse(3)]
     assert schedule.state_dict()["last_epoch"] == 3
     assert cell.state_dict()["applied_updates"] == 3
+
+
+def test_records_are_saved_and_resumed_with_the_cell(tmp_path):
+    """``load_state`` cuts off what a monitor has recorded after ``save_state``."""
+    accelerator = Accelerator(cpu=True)
+    _, _, _, cell = prepared_training(accelerator)
+    cell(*labelled_batches(1)[0])
+    with records_of_training():
+        lines = open_records(tmp_path / "metrics.jsonl", 0)
+        lines.append({"step": 1})
+        accelerator.save_state(tmp_path / "state")
+        lines.append({"step": 2})
+        accelerator.load_state(tmp_path / "state")
+        # Without the list in the checkpoint, records of steps up to 2 would be kept.
+        open_records(tmp_path / "metrics.jsonl", 2).append({"step": 3})
+
+    records = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 3]
 
 
 @pytest.mark.parametrize("ends", ["freed", "saved"])
