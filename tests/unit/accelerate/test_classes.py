@@ -1,5 +1,7 @@
 """Attached accelerators, optimizers and schedules keep their identity and accelerate's methods."""
 
+import contextlib
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,6 +16,7 @@ from mfwrap.accelerate import attach
 from mfwrap.accelerate.classes import AttachedOptimizer, StepScaler
 from mfwrap.accelerate.schedules import AttachedScheduler
 from support.attached_runs import new_accelerator
+from support.deferral import late_results
 from support.small_llama import needs_stages, small_llama, split_for_generation
 
 SCALE = 2.0**10
@@ -118,6 +121,20 @@ def test_the_scaler_takes_accelerates_wrapper():
     assert scaler.get_scale() == 4
     scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0})
     assert scaler.get_scale() == 8
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_an_answer_that_may_come_late(is_late):
+    """For the Trainer, a skip that only the device knows is not answered by a wait."""
+    prepared = Prepared()
+    prepared.inner.param_groups[0]["fused"] = True
+    prepared.attached.attachment.answers_late = True
+    prepared.backward()
+    prepared.network.weight.grad.fill_(torch.nan)
+    with late_results() if is_late else contextlib.nullcontext():
+        prepared.optimizer.step()
+
+        assert prepared.optimizer.step_was_skipped is not is_late
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -313,11 +330,14 @@ def test_observers_are_told_before_the_loop_logs():
     prepared.accelerator.trackers = [Tracker(observer.calls)]
     for is_last in (False, True):
         prepared.accelerator.gradient_state._set_sync_gradients(is_last)
+        observer.calls.append(("backward", is_last))
         prepared.backward()
     prepared.accelerator.log({"loss": 1.0}, step=3, log_kwargs={"kept": {"tags": ["a"]}})
     prepared.accelerator.log(values={"loss": 2.0})
 
     assert observer.calls == [
+        ("backward", False),
+        ("backward", True),
         ("after_backward",),
         ("before_log", 3),
         ({"loss": 1.0}, 3, {"tags": ["a"]}),

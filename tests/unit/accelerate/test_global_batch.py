@@ -247,6 +247,17 @@ def test_other_steps_begin_a_new_update(tmp_path, by_hand):
     assert ends == [False, False, False, True] * 2
 
 
+def test_steps_that_a_loop_sets_later_are_saved_as_its_own(tmp_path):
+    """A resume must not take the loop's own change for one that kept the global batch."""
+    parts = loop(gradient_accumulation_steps=2)
+    parts[0].gradient_accumulation_steps = 4
+    parts[0].save_state(str(tmp_path))
+
+    content = json.loads((tmp_path / "mfwrap_loop.json").read_text(encoding="utf-8"))
+    assert content["global_batch"]["accumulation_steps"] == 4
+    assert content["global_batch"]["configured_steps"] == 4
+
+
 def test_local_norms_of_reduced_micro_batches(tmp_path):
     """More micro-batches per update than `attach` allows are not allowed on fewer ranks either."""
     plugin = GradientAccumulationPlugin(num_steps=1, sync_each_batch=True)

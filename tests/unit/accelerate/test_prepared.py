@@ -13,6 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.accelerate import attach
+from mfwrap.accelerate.schedules import AttachedScheduler
 from support.attached_runs import new_accelerator
 from support.pickled_training import MyAccelerator, average, load_in_a_new_process, prepare
 
@@ -178,6 +179,7 @@ def test_a_pickled_step_goes_on_with_what_is_pickled_with_it(num_updates, way):
         loaded.update(factor)
 
     assert loaded.accelerator.attachment is loaded_step.attachment
+    assert isinstance(loaded.schedule, AttachedScheduler)
     assert loaded.accelerator.optimizer_step_was_skipped is False
     assert torch.equal(loaded.network.weight, prepared.network.weight)
     assert loaded.schedule.get_last_lr() == prepared.schedule.get_last_lr()

@@ -55,6 +55,19 @@ def test_an_interrupted_save_into_the_same_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
+def test_a_file_of_an_interrupted_save(tmp_path):
+    """What a run with another optimizer left half-saved does not come into the checkpoint."""
+    rest = staging_folder(tmp_path / "a") / "a" / "optimizer_1.bin"
+    rest.parent.mkdir(parents=True)
+    rest.write_bytes(b"")
+    run = AttachedRun()
+
+    run.accelerator.save_state(tmp_path / "a")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert not (tmp_path / "a" / rest.name).exists()
+
+
 def test_an_interrupted_save_with_a_limit(tmp_path):
     """Checkpoints beyond `total_limit` are deleted after the new one is complete."""
     project = ProjectConfiguration(

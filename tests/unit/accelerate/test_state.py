@@ -96,6 +96,22 @@ def test_nothing_of_ours_is_a_pickle(tmp_path, monkeypatch):
         assert len(file.keys()) == len(own_state(run))
 
 
+def test_the_optimizer_of_an_unprepared_model_is_restored(tmp_path):
+    """Its counts are loaded although the step sees its parameters in the first backward only."""
+    for is_resumed in (False, True):
+        accelerator = new_accelerator()
+        step = attach(accelerator)
+        network = torch.nn.Linear(2, 1)
+        optimizer = accelerator.prepare(torch.optim.SGD(network.parameters(), lr=0.1))
+        if is_resumed:
+            accelerator.load_state(tmp_path)
+        accelerator.backward(network(torch.ones(1, 2)).sum())
+        optimizer.step()
+        accelerator.save_state(tmp_path)
+
+    assert step.last_report.applied_updates == 2
+
+
 @pytest.mark.parametrize("stop", [AFTER_APPLIED, AFTER_SKIPPED], ids=["applied", "skipped"])
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 def test_loading_brings_everything_back(tmp_path, loss_scale, stop):
