@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import json
 import math
 
@@ -15,11 +16,13 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 
 from mfwrap import DynamicLossScaleUpdateCell, StepConfig
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer.log import StepLog
+from mfwrap.trainer.log import StepLog, with_outputs
 from support.deferral import late_results
 from support.trainer_runs import (
     Counting,
     Run,
+    assert_same_log,
+    assert_same_weights,
     counted_labels,
     new_trainer,
     padded,
@@ -436,3 +439,84 @@ def test_the_share_is_that_of_the_labels_before_the_step(arrives_late, tmp_path)
 
     expected = [losses.mean(0, 2, 3), losses.mean(4, 5, 6, 7)]
     assert values(run, "loss")[:2] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False, None])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_call_that_returns_the_output_too(is_named, is_asked_for):
+    """`compute_loss` is called with the same arguments, but returns the model's output, too."""
+    args, keywords = ("network", "inputs"), {"num_items_in_batch": 7}
+    if is_asked_for is not None and is_named:
+        keywords["return_outputs"] = is_asked_for
+    elif is_asked_for is not None:
+        args, keywords = (*args, is_asked_for, 7), {}
+    args, keywords, was_asked_for = with_outputs(args, keywords)
+    call = inspect.signature(Trainer.compute_loss).bind("trainer", *args, **keywords)
+
+    assert list(call.arguments.values()) == ["trainer", "network", "inputs", True, 7]
+    assert was_asked_for is bool(is_asked_for)
+
+
+def own_step(base, factors=()):
+    """Return a trainer whose ``training_step`` does not call that of its base.
+
+    Args:
+        base: Class of the trainer.
+        factors: Factors of the losses that the first micro-batches return.
+    """
+    left = iter(factors)
+
+    class Own(base):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            inputs = self._prepare_inputs(inputs)
+            loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+            self.accelerator.backward(loss)
+            return loss.detach() * next(left, 1)
+
+    return Own
+
+
+@pytest.mark.parametrize("factors", [(), (1, 1, 1, 1, 1, math.nan)], ids=["finite", "one NaN"])
+@pytest.mark.parametrize("logging_nan_inf_filter", [True, False])
+def test_a_training_step_of_the_users_own_is_logged(factors, logging_nan_inf_filter, tmp_path):
+    """Losses and ``train_loss`` are those of the stock Trainer, whose filter they pass."""
+    logs, metrics = [], []
+    for kind in (Trainer, MFTrainer):
+        trainer = new_trainer(
+            own_step(kind, factors),
+            tmp_path,
+            max_grad_norm=0.0,
+            logging_nan_inf_filter=logging_nan_inf_filter,
+        )
+        run = train(trainer)
+        logs.append(values(run, "loss"))
+        metrics.append(run.result.training_loss)
+        assert trainer.args.logging_nan_inf_filter is logging_nan_inf_filter
+
+    assert len(logs[0]) == len(logs[1]) == 4
+    if not factors or logging_nan_inf_filter:
+        assert logs[1] == pytest.approx(logs[0])
+        assert metrics[1] == pytest.approx(metrics[0])
+    else:
+        assert [math.isnan(loss) for loss in logs[1]] == [math.isnan(loss) for loss in logs[0]]
+
+
+def test_a_step_that_sometimes_calls_super(tmp_path):
+    """Losses of micro-batches with and without a call of ``super`` are in one mean."""
+    runs = []
+    for kind in (Trainer, MFTrainer):
+        own = own_step(kind)
+
+        class Sometimes(own):
+            calls = 0
+
+            def training_step(self, *args, **keywords):
+                self.calls += 1
+                method = super() if self.calls % 2 else super(type(self).__mro__[1], self)
+                return method.training_step(*args, **keywords)
+
+        runs.append(train(new_trainer(Sometimes, tmp_path, max_grad_norm=0.0)))
+
+    assert_same_log(*runs)
+    assert_same_weights(*runs)

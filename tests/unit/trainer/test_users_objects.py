@@ -2,7 +2,6 @@
 
 import copy
 import io
-import math
 import operator
 from typing import Any
 
@@ -18,13 +17,9 @@ from mfwrap.callbacks import EMACallback, MFLossMonitor, TrainingStateMonitor
 from mfwrap.trainer import MFTrainer
 from support.trainer_runs import (
     Counting,
-    assert_same_log,
-    assert_same_weights,
     new_trainer,
     padded,
     tiny_llama,
-    train,
-    values,
 )
 
 KINDS = [Trainer, MFTrainer]
@@ -343,94 +338,6 @@ def test_a_callback_gets_the_keywords_that_it_takes(kind, tmp_path):
         ("named", 2, is_ours),
         True,
     ]
-
-
-def own_step(base, factors=()):
-    """Return a trainer whose ``training_step`` does not call that of its base.
-
-    Args:
-        base: Class of the trainer.
-        factors: Factors of the losses that the first micro-batches return.
-    """
-    left = iter(factors)
-
-    class Own(base):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            model.train()
-            inputs = self._prepare_inputs(inputs)
-            loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
-            self.accelerator.backward(loss)
-            return loss.detach() * next(left, 1)
-
-    return Own
-
-
-@pytest.mark.parametrize("factors", [(), (1, 1, 1, 1, 1, math.nan)], ids=["finite", "one NaN"])
-@pytest.mark.parametrize("logging_nan_inf_filter", [True, False])
-def test_a_training_step_of_the_users_own_is_logged(factors, logging_nan_inf_filter, tmp_path):
-    """Losses and ``train_loss`` are those of the stock Trainer, whose filter they pass."""
-    logs, metrics = [], []
-    for kind in KINDS:
-        trainer = new_trainer(
-            own_step(kind, factors),
-            tmp_path,
-            max_grad_norm=0.0,
-            logging_nan_inf_filter=logging_nan_inf_filter,
-        )
-        run = train(trainer)
-        logs.append(values(run, "loss"))
-        metrics.append(run.result.training_loss)
-        assert trainer.args.logging_nan_inf_filter is logging_nan_inf_filter
-
-    assert len(logs[0]) == len(logs[1]) == 4
-    if not factors or logging_nan_inf_filter:
-        assert logs[1] == pytest.approx(logs[0])
-        assert metrics[1] == pytest.approx(metrics[0])
-    else:
-        assert [math.isnan(loss) for loss in logs[1]] == [math.isnan(loss) for loss in logs[0]]
-
-
-def test_a_step_that_sometimes_calls_super(tmp_path):
-    """Losses of micro-batches with and without a call of ``super`` are in one mean."""
-    runs = []
-    for kind in KINDS:
-        own = own_step(kind)
-
-        class Sometimes(own):
-            calls = 0
-
-            def training_step(self, *args, **keywords):
-                self.calls += 1
-                method = super() if self.calls % 2 else super(type(self).__mro__[1], self)
-                return method.training_step(*args, **keywords)
-
-        runs.append(train(new_trainer(Sometimes, tmp_path, max_grad_norm=0.0)))
-
-    assert_same_log(*runs)
-    assert_same_weights(*runs)
-
-
-def without_super(name):
-    """Return a trainer that has a method of its own which does not call that of `MFTrainer`."""
-
-    def own(self, *args, **keywords):
-        return getattr(Trainer, name)(self, *args, **keywords)
-
-    return type("Own", (MFTrainer,), {name: own})
-
-
-@pytest.mark.parametrize("name", ["training_step", "get_batch_samples"])
-def test_rows_are_not_left_out_without_the_methods(name, tmp_path):
-    """An error names the method before the first update that needs it."""
-    trainer = new_trainer(
-        without_super(name), tmp_path, extras={"skip_rows": [(0, 1)]}, learning_rate=0.1
-    )
-    before = copy.deepcopy(trainer.model.state_dict())
-
-    with pytest.raises(RuntimeError, match=rf"`{name}`, got that of Own, .* `super\(\).{name}`"):
-        trainer.train()
-    after = trainer.model.state_dict()
-    assert all(torch.equal(after[key], before[key]) for key in before)
 
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]

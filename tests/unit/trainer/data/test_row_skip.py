@@ -1,15 +1,21 @@
 """`skip_rows` leaves rows out of their micro-batches, and nothing else changes."""
 
+import copy
+import functools
+
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from transformers import Trainer
 
 from mfwrap.trainer import MFTrainer
+from mfwrap.trainer.data.row_skip import RowSkip
 from support.ranks.changing import train_until
-from support.trainer_runs import EndlessCounting, new_trainer
+from support.trainer_runs import Counting, EndlessCounting, new_trainer
 
 NUM_ROWS, SEED, RATE = 22, 42, 1e-2
 ROWS = [
@@ -255,6 +261,45 @@ def test_what_is_refused(tmp_path, skip_rows, settings, says):
         trained(tmp_path, skip_rows, **settings)
 
 
+def test_the_tokens_of_rows_that_are_left_out_do_not_count(tmp_path):
+    """The Trainer counts tokens, and floating-point operations, of the rows that are left."""
+    settings = {"data": Counting(16, length=5), "max_steps": 2}
+    settings |= {"gradient_accumulation_steps": 4, "include_num_input_tokens_seen": "all"}
+    states = []
+    for skip_rows in (None, [(0, 2), (0, 3), (0, 9)]):  # a micro-batch of two rows, and one row
+        extras = {"skip_rows": skip_rows}
+        trainer = new_trainer(MFTrainer, tmp_path, extras=extras, **settings)
+        trainer.train()
+        states.append(trainer.state)
+    whole, left = states
+
+    assert (whole.num_input_tokens_seen, left.num_input_tokens_seen) == (16 * 5, 13 * 5)
+    assert left.total_flos / whole.total_flos == pytest.approx(13 / 16)
+
+
+def without_super(name):
+    """Return a trainer that has a method of its own which does not call that of `MFTrainer`."""
+
+    def own(self, *args, **keywords):
+        return getattr(Trainer, name)(self, *args, **keywords)
+
+    return type("Own", (MFTrainer,), {name: own})
+
+
+@pytest.mark.parametrize("name", ["training_step", "get_batch_samples"])
+def test_rows_are_not_left_out_without_the_methods(name, tmp_path):
+    """An error names the method before the first update that needs it."""
+    trainer = new_trainer(
+        without_super(name), tmp_path, extras={"skip_rows": [(0, 1)]}, learning_rate=0.1
+    )
+    before = copy.deepcopy(trainer.model.state_dict())
+
+    with pytest.raises(RuntimeError, match=rf"`{name}`, got that of Own, .* `super\(\).{name}`"):
+        trainer.train()
+    after = trainer.model.state_dict()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
 # Micro-batches of one row: with two ranks and accumulation 6, update 0 lacks a micro-batch on both
 # ranks and one on one rank, update 1 has rows on rank 1 alone, and update 2 has none.
 OF_TWO_RANKS = [(0, 0), (0, 1), (0, 5), *((0, row) for row in range(12, 24, 2))]
@@ -276,6 +321,31 @@ def test_two_ranks(two_ranks, tmp_path):
     resumed["losses"] |= results[0]["losses"]
     assert resumed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     torch.testing.assert_close(resumed["weights"], alone["weights"])
+
+
+@pytest.mark.parametrize(("across", "number"), [(True, 0), (False, 1)])
+def test_the_targets_of_a_row_that_stands_in(tmp_path, across, number):
+    """They do not count among those of all ranks; a rank that counts alone does not divide by 0."""
+    trainer = new_trainer(
+        MFTrainer,
+        tmp_path,
+        model=Noisy(per_token=True),
+        data=ROWS,
+        gradient_accumulation_steps=1,
+        average_tokens_across_devices=across,
+    )
+    # Rank 0 of two has rows 0 and 2. Without row 2, row 0 stands in for it in the second update.
+    sampler = BatchSamplerShard(BatchSampler(range(4), 1, drop_last=False), 2, 0)
+    loader = DataLoader(ROWS, batch_sampler=sampler)
+    rows = RowSkip(trainer, [(0, 2)], always_follows=False)
+    rows.note_loader(loader)
+    rows.begin(None, updates_per_epoch=2)
+    rows.begin_epoch(loader, epoch=0, first_update=0)
+    batches = (default_collate([ROWS[row]]) for _, [row] in rows.batches(sampler))
+    read = functools.partial(Trainer.get_batch_samples, trainer)
+    numbers = [rows.read(read, batches, 1, trainer.args.device)[1] for _ in range(2)]
+
+    assert numbers == [1, number]
 
 
 def test_two_ranks_with_a_dispatcher(two_ranks, tmp_path):
