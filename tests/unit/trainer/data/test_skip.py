@@ -29,7 +29,7 @@ class Recording(nn.Module):
         return {"loss": (self.weight * (inputs + noise)).square().mean()}
 
 
-def trained(folder, *, resume=None, skip=None, data=ROWS, **settings) -> MFTrainer:
+def trained(folder, *, resume=None, skip=None, rows=None, data=ROWS, **settings) -> MFTrainer:
     """Train with updates of four rows, and return the trainer."""
     torch.manual_seed(1)
     trainer = new_trainer(
@@ -37,7 +37,7 @@ def trained(folder, *, resume=None, skip=None, data=ROWS, **settings) -> MFTrain
         folder,
         model=Recording(),
         data=data,
-        extras={"data_collator": None, "data_skip_steps": skip},
+        extras={"data_collator": None, "data_skip_steps": skip, "skip_rows": rows},
         **{"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1} | settings,
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -113,6 +113,28 @@ def test_a_resume_with_another_number_begins_there(every_row, tmp_path, skip):
 
     assert rows_of(resumed) == every_row[skip : skip + 2]
     assert rows_of(again) == every_row[skip + 1 : skip + 2]
+
+
+@pytest.mark.parametrize("is_seedable", [True, False])
+def test_a_resume_leaves_the_rest_of_a_pass_out(every_row, tmp_path, is_seedable):
+    """Without the rows of its last update, a pass ends at the checkpoint, and the next one begins.
+
+    In the next pass, the third update has no rows. Without accelerate's seedable sampler, the order
+    of that pass depends on the random state of the checkpoint.
+    """
+    rows = [*((0, row) for row in range(12, 16)), *((1, row) for row in range(8, 12))]
+    settings = {"max_steps": 6, "accelerator_config": {"use_seedable_sampler": is_seedable}}
+    trained(tmp_path / "with", **settings)
+    checkpoint = tmp_path / "with" / "checkpoint-3"
+    expected = trained(tmp_path / "from the start", rows=rows, **settings)
+    resumed = trained(tmp_path / "resumed", resume=checkpoint, rows=rows, **settings)
+
+    if is_seedable:
+        assert rows_of(resumed) == [every_row[update] for update in (4, 5, 7)]
+    assert rows_of(resumed) == rows_of(expected)[3:]
+    # The weights depend on random numbers, too.
+    assert torch.equal(resumed.model.weight, expected.model.weight)
+    assert resumed.state.epoch == expected.state.epoch == 2
 
 
 def test_ignore_data_skip_wins(every_row, tmp_path):
