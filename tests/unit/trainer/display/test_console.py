@@ -9,11 +9,14 @@ import sys
 
 import pytest
 from tqdm.auto import tqdm
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from mfwrap.callbacks import EMACallback, MFLossMonitor
+from mfwrap.termination import RankTermination
 from mfwrap.trainer import MFTrainer
+from mfwrap.trainer.display.console import StepProgressCallback
 from support.recipe_texts import PERCEPTRON, recipe_text
 from support.terminal import COLUMNS, command_in_terminal, screen, written_in_terminal
 from support.trainer_runs import Counting, new_trainer, tiny_llama
@@ -80,6 +83,8 @@ def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
         "non-finite output is that of model.layers.2.mlp"
     )
 
+    fitting = f"fitting; see {'file':->{COLUMNS - 1 - len('fitting; see ')}}"
+
     class Warns(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             file = tmp_path / "anomalies.jsonl"
@@ -87,6 +92,7 @@ def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
                 f"{anomaly}; update skipped; see {file}",
                 f"{anomaly}; see {file}",
                 "short",
+                fitting,
             ):
                 logging.getLogger("mfwrap.callbacks").warning(line)
 
@@ -94,10 +100,39 @@ def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
     options = {"max_steps": 1, "disable_tqdm": False, "callbacks": [Warns()]}
     new_trainer(MFTrainer, tmp_path, **options).train()
 
-    skipped, other, short = [line for line in lines if line.startswith(("step 2", "short"))]
+    said = [line for line in lines if line.startswith(("step 2", "short", "fitting"))]
+    skipped, other, short, whole = said
     assert skipped == f"{anomaly[: COLUMNS - 1 - 19]}...; update skipped"
     assert other == f"{anomaly[: COLUMNS - 1 - 3]}..."
     assert short == "short"
+    assert whole == fitting
+
+
+def test_the_bar_is_drawn_when_tqdm_draws_it(tmp_path, monkeypatch, capfd):
+    """The numbers of a step are in the bar, and do not draw it in every step."""
+
+    class Rarely(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            for bar in tqdm._instances:
+                bar.mininterval = 1e9
+
+    settings = {"callbacks": [Rarely()], "save_strategy": "no", "eval_strategy": "no"}
+    _, err = displayed(tmp_path, monkeypatch, capfd, is_terminal=True, **settings)
+
+    assert re.findall(r"\d/4 \[", err) == ["0/4 [", "4/4 ["]
+    assert re.search(r"4/4 \[.*loss [\d.]+, norm [\d.]+, lr", err)
+
+
+def test_a_step_without_a_report(tmp_path, monkeypatch):
+    """The bar of a loop of the user's own counts a step that has no report."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    bar = StepProgressCallback(CallbackHandler([], None, None, None, None), RankTermination())
+    args, state = TrainingArguments(str(tmp_path)), TrainerState(max_steps=4, global_step=1)
+    bar.on_train_begin(args, state, None)
+    bar.on_step_end(args, state, None)
+
+    assert bar.training_bar.n == 1
+    bar.end_with_error()
 
 
 @pytest.mark.slow
