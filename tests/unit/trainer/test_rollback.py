@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from mfwrap.callbacks import TrainingStateMonitor
-from mfwrap.trainer import MFTrainer, Rollback
+from mfwrap.trainer import BadSteps, MFTrainer, MonitorCallback, Rollback
 from support.ranks.rollbacks import NUM_ROWS as NUM_ROWS_OF_RANKS
 from support.ranks.rollbacks import going_back
 from support.trainer_runs import new_trainer
@@ -183,6 +183,70 @@ def test_at_most(tmp_path, caplog):
     with pytest.warns(UserWarning, match="has records of an earlier run"):
         trained(tmp_path, {}, rollback=rollback)
     assert not (tmp_path / "rollbacks.json").exists()
+
+
+class Reports(MonitorCallback):
+    """Report bad steps of the user's own kind, each once, at an event of a step.
+
+    Args:
+        planned: Bad steps by the event and the step at which they are found.
+    """
+
+    bad_kinds = ("own",)
+
+    def __init__(self, planned) -> None:
+        self._planned, self._found = planned, []
+
+    def bad_steps(self):
+        found, self._found = self._found, []
+        return found
+
+    def _look(self, event, step):
+        self._found += self._planned.pop((event, step), [])
+
+    def on_step_end(self, args, state, control, **_):
+        self._look("step", state.global_step)
+
+    def on_epoch_end(self, args, state, control, **_):
+        self._look("epoch", state.global_step)
+
+    def on_train_end(self, args, state, control, **_):
+        self._look("training", state.global_step)
+
+
+def train_with_reports(folder, planned):
+    """Train for six steps, with a checkpoint every two steps; see `Reports`."""
+    trainer = made(folder, {}, rollback=Rollback(kinds=("own",)), max_steps=6)
+    trainer.add_callback(Reports(planned))
+    trainer.train()
+    assert trainer.state.global_step == 6
+
+
+def test_what_one_rank_finds_at_the_end(tmp_path):
+    """What other ranks do not know of is told to them at the latest at the end of the training."""
+    bad = BadSteps("own", 6, 6, is_shared=False)
+    train_with_reports(tmp_path, {("training", 6): [bad]})
+    (done,) = record_of(tmp_path)["rollbacks"]
+
+    assert (done["first_step"], done["checkpoint"]) == (6, "checkpoint-4")
+
+
+def test_a_checkpoint_of_the_bad_step(tmp_path, caplog):
+    """A checkpoint that was written after the bad step is too late, so the training goes on."""
+    bad = BadSteps("own", 2, 2, is_shared=True)
+    train_with_reports(tmp_path, {("step", 3): [bad]})
+
+    assert "no rollback after own: there is no checkpoint before step 2" in caplog.text
+    assert not (tmp_path / "rollbacks.json").exists()
+
+
+def test_what_is_found_while_the_training_stops(tmp_path):
+    """It does not take the place of the bad step for which the training goes back."""
+    late, early = (BadSteps("own", step, step, is_shared=True) for step in (5, 1))
+    train_with_reports(tmp_path, {("step", 5): [late], ("epoch", 5): [early]})
+    (done,) = record_of(tmp_path)["rollbacks"]
+
+    assert (done["first_step"], done["checkpoint"]) == (5, "checkpoint-4")
 
 
 def killed(folder, bad, number):
