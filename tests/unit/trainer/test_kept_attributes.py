@@ -60,6 +60,13 @@ def test_counts_and_metrics_continue(tmp_path, name, settings):
 
     assert logged(resumed, after=3) == logged(whole, after=3)
     assert_same_weights(whole, resumed)
+    assert kept_rewards(resumed) == kept_rewards(whole)
+
+
+def kept_rewards(run):
+    """Return the rewards of the last completions, and how many of them TRL keeps."""
+    rewards = vars(run.trainer).get("_logs", {}).get("rewards", {})
+    return {name: (list(values), values.maxlen) for name, values in rewards.items()}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,23 @@ def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
 
     assert_same_state(*weights)
     assert [each.folders for each in monitors] == [[], [tmp_path / "checkpoint-2"]]
+
+
+def test_an_error_after_a_resume(tmp_path):
+    """An error of a resumed training does not blame the checkpoint, which may be gone by then."""
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            shutil.rmtree(tmp_path / "checkpoint-2")
+            msg = "no more"
+            raise OSError(msg)
+
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    train(new_trainer(MFTrainer, tmp_path, max_steps=2, **settings))
+    trainer = new_trainer(MFTrainer, tmp_path, callbacks=[Failing()], **settings)
+
+    with pytest.raises(OSError, match="no more"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 class Unprepared(MFTrainer):

@@ -99,6 +99,19 @@ def test_a_signal(tmp_path, number, error):
     assert read_facts(tmp_path)["state"] == "finished"
 
 
+def test_another_process_writes_no_facts(tmp_path):
+    """A process that is not the main one may write records, but the facts are the main one's."""
+
+    class Other(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            state.is_world_process_zero = False
+
+    callbacks = [TrainingStateMonitor(**MONITOR), Other()]
+    new_trainer(MFTrainer, tmp_path, max_steps=2, callbacks=callbacks).train()
+
+    assert read_facts(tmp_path) == {}
+
+
 def test_without_records_there_are_no_facts(tmp_path):
     """A training whose callbacks write no records writes no file."""
     new_trainer(MFTrainer, tmp_path, max_steps=2).train()

@@ -1,12 +1,13 @@
-"""A SIGTERM after another rank has died, as torchrun sends it, saves nothing and hangs nowhere."""
+"""A stopped training says how to continue, hangs nowhere, and stays ended if it has ended."""
 
 import signal
+import sys
 
 import pytest
 from transformers import EarlyStoppingCallback
 
 from mfwrap.trainer import MFTrainer
-from mfwrap.trainer.stops import had_ended, program_words
+from mfwrap.trainer.stops import had_ended, program_words, stop
 from support.ranks.processes import run_ranks
 from support.ranks.stops import train_until_one_dies
 from support.trainer_runs import new_trainer
@@ -48,6 +49,21 @@ def test_the_words_of_the_program(monkeypatch, num_machines, words):
             monkeypatch.setenv(name, value)
 
     assert " ".join(program_words()) == words
+
+
+def test_the_end_by_ctrl_c_has_no_traceback(tmp_path, monkeypatch, capsys):
+    """The line about the stop is all that the process prints; other errors are printed."""
+    printed = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: printed.append(error))
+    trainer = new_trainer(MFTrainer, tmp_path)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        stop(trainer, None, is_interrupted=True)
+    errors = [stopped.value, KeyboardInterrupt(), OSError("no more")]
+    for error in errors:
+        sys.excepthook(type(error), error, None)
+
+    assert [error for _, error, _ in printed] == errors[1:]
+    assert capsys.readouterr().err.startswith("mfwrap: stopped by Ctrl-C after step 0")
 
 
 def early_stopped(folder, patience=1, **arguments):
