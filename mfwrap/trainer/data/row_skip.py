@@ -75,7 +75,6 @@ class RowSkip:
         self._added: frozenset[SkippedRow] = frozenset()
         self._always_follows = always_follows
         self._loader: Any = None
-        self._dealing = _NO_DEALING
         self._epochs: dict[int, EpochRows] = {}
         self._empty: list[int] = []
         # Of the present epoch, and of its update that is being trained on.
@@ -147,7 +146,7 @@ class RowSkip:
                 f"has, got {updates_per_epoch}; do not use sequence parallelism"
             )
             raise ValueError(msg)
-        self._dealing = dealing
+        self._epoch = EpochRows(dealing)
         for epoch in sorted({row.epoch for row in self.present}):
             rows = self._rows_of(epoch)
             rows.check(epoch)
@@ -157,11 +156,11 @@ class RowSkip:
 
     def _rows_of(self, epoch: int, first_update: int = 0) -> EpochRows:
         skipped = frozenset(row.position for row in self.present if row.epoch == epoch)
-        return EpochRows(self._dealing, skipped, first_update)
+        return EpochRows(self._epoch.dealing, skipped, first_update)
 
     def positions(self, update: int) -> frozenset[SkippedRow]:
         """Return all rows of an update, counted from the start of the data."""
-        dealing = self._dealing
+        dealing = self._epoch.dealing
         epoch, of_epoch = divmod(update, dealing.num_updates)
         slots, size = dealing.slots(of_epoch), dealing.rows_per_slot
         last = min(slots.stop * size, dealing.num_rows)
@@ -176,7 +175,7 @@ class RowSkip:
             micro_batch: Number of the micro-batch among those of the rank that have been trained.
             row: Number of the row in the micro-batch.
         """
-        epoch, of_epoch = divmod(update, self._dealing.num_updates)
+        epoch, of_epoch = divmod(update, self._epoch.dealing.num_updates)
         position = self._rows_of(epoch).position(of_epoch, rank, micro_batch, row)
         return None if position is None else SkippedRow(epoch, position)
 
@@ -186,7 +185,7 @@ class RowSkip:
         Args:
             update: Number of the update from the start of the data, with all rows.
         """
-        per_epoch = self._dealing.num_updates
+        per_epoch = self._epoch.dealing.num_updates
         while self.end(update, 1) > (update // per_epoch + 1) * per_epoch:
             update = (update // per_epoch + 1) * per_epoch
         return update
@@ -207,8 +206,9 @@ class RowSkip:
 
     def progress(self, update: int) -> float:
         """Return the number of epochs before an update, as in the Trainer's ``state.epoch``."""
-        epoch, update = divmod(update, self._dealing.num_updates)
-        return epoch + update * self._dealing.accumulation_steps / self._dealing.num_slots
+        dealing = self._epoch.dealing
+        epoch, update = divmod(update, dealing.num_updates)
+        return epoch + update * dealing.accumulation_steps / dealing.num_slots
 
     def begin_epoch(self, loader: Any, epoch: int, first_update: int) -> EpochRows:
         """Leave out rows of an epoch, and return the rows that are left out.

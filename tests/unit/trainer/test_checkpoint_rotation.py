@@ -225,15 +225,24 @@ def test_a_checkpoint_that_a_callback_saves_at_the_end(event, greater_is_better,
     assert found[1] == found[0]
 
 
-def test_a_log_of_the_users_own_finds_the_output_folder(tmp_path):
-    """A log method may ask for the output folder, also for the last entry."""
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_method_and_a_callback_find_the_output_folder(tmp_path, limit):
+    """They may ask for it at any log, and at the end of the training."""
     folders = []
 
     class Logging(MFTrainer):
         def log(self, logs, *args, **keywords):
             folders.append(self._get_output_dir(None))
             super().log(logs, *args, **keywords)
+            if limit > 1:  # else, the Trainer would look for checkpoints to delete next
+                folders.append(self._get_output_dir(None))
 
-    trained(tmp_path, PLAIN, kind=Logging, **BEST | {"save_total_limit": 1})
+    class AtTheEnd(TrainerCallback):
+        def on_train_end(self, *_, **__):
+            folders.append(trainer._get_output_dir(None))
+
+    arguments = BEST | {"save_total_limit": limit, "max_steps": 4}
+    trainer = new_trainer(tmp_path, PLAIN, kind=Logging, callbacks=[AtTheEnd()], **arguments)
+    trainer.train()
 
     assert set(folders) == {str(tmp_path)}

@@ -9,6 +9,7 @@ from transformers.trainer_utils import HPSearchBackend
 
 from mfwrap.callbacks import MetricsRecorder
 from mfwrap.checkpoints.manifest import MANIFEST
+from mfwrap.checkpoints.verification import verify
 from mfwrap.checkpoints.whole import staging_folder
 from mfwrap.trainer import MFTrainer
 from support.programs import Program
@@ -198,6 +199,22 @@ def test_a_training_that_writes_nothing_needs_no_folder(tmp_path):
     trainer.train()
 
     assert (tmp_path / "run").read_text() == "no folder"
+
+
+class OwnSave(MFTrainer):
+    """A trainer that writes its checkpoints to the run folder itself."""
+
+    def _save_checkpoint(self, model, trial):
+        Trainer._save_checkpoint(self, model, trial)
+
+
+def test_a_save_of_the_users_own(tmp_path):
+    """A checkpoint that a method of the user's own writes has a manifest of all files, too."""
+    trained(tmp_path, EVERY_OTHER, kind=OwnSave, callbacks=[StopAfter(2)])
+
+    checkpoint = tmp_path / "checkpoint-2"
+    assert verify(checkpoint).num_files == len(files(checkpoint)) - 1
+    assert verify(checkpoint).caveat is None
 
 
 class OwnTrain(MFTrainer):

@@ -97,6 +97,8 @@ def test_auto_leaves_an_early_stopped_training_alone(tmp_path, restores):
     assert first.state.global_step == again.state.global_step == 4
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     assert again.state.best_metric == first.state.best_metric
+    again.train()  # from the start
+    assert again.state.global_step == 4
 
 
 def test_more_patience_or_another_word_trains_on(tmp_path):

@@ -8,7 +8,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import TrainerCallback
 
 from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.records.skipped_rows import RowPlace, SkippedRow
 from mfwrap.trainer import MFTrainer
+from mfwrap.trainer.data.places import NotedRows
 from support.ranks.named_rows import (
     NUM_ROWS,
     Numbered,
@@ -247,6 +249,33 @@ def test_a_callback_that_reads_the_loader_shifts_no_place(tmp_path):
     trained(tmp_path, 5, train_sampling_strategy="sequential", callbacks=[Iterates()])
 
     assert places(samples_of(tmp_path)) == expected_places(5, shuffles=False)
+
+
+def test_workers_that_are_far_ahead(tmp_path):
+    """The rows of a step are known although workers make batches of much later steps already."""
+    trainer = new_trainer(
+        MFTrainer,
+        tmp_path,
+        data=NumberedRows(0),
+        callbacks=[TrainingStateMonitor(replay=True, check_for_nan_in_loss_and_grad=False)],
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=3,
+        dataloader_num_workers=1,
+        dataloader_prefetch_factor=8,
+    )
+    noted = NotedRows(trainer)
+    with noted.of_training():
+        noted.begin()
+        loader = trainer.get_train_dataloader()
+        noted.begin_epoch(loader, 0, 0, 9, None)
+        batches = noted.noting(enumerate(loader.batch_sampler))
+        # Two updates of three batches, as a step is judged in the next one, and those ahead.
+        for _ in range(2 * 3 + 8):
+            next(batches)
+        found = noted.places(1, [1, 1, 1])
+
+    assert found == [[RowPlace(row, SkippedRow(0, row))] for row in range(3)]
 
 
 # On two ranks, an update of an epoch has positions 12 n to 12 n + 11; in each of its micro-batches

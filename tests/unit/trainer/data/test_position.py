@@ -24,6 +24,7 @@ from torch.utils.data import (
 from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
+    Trainer,
     TrainerCallback,
 )
 
@@ -620,3 +621,29 @@ def test_the_order_of_an_epoch_is_the_checkpoints(make, tmp_path):
         seen.append(trainer.seen)
 
     assert seen[1] == seen[0][8:]
+
+
+def test_a_resumed_training_that_saves_before_its_first_batch(tmp_path):
+    """A callback may save when a training begins that goes on in another folder."""
+    settings = SAVING | {"max_steps": 2}
+    whole = new_trainer(Noting, tmp_path, data=Counting(24), **settings)
+    whole.train()
+    other = tmp_path / "other"
+    save = AtTheBeginning(lambda: again._save_checkpoint(again.model, None))
+    again = new_trainer(Noting, other, data=Counting(24), callbacks=[save], **settings)
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+
+    assert (other / "checkpoint-1" / "mfwrap_position.json").is_file()
+    assert again.seen == whole.seen[8:]
+
+
+def test_a_training_loop_of_the_users_own(tmp_path):
+    """A subclass may have a training loop that is not that of `MFTrainer`."""
+    own = {"_inner_training_loop": Trainer._inner_training_loop}
+    seen = []
+    for kind in (Noting, type("Own", (Noting,), own)):
+        trainer = new_trainer(kind, tmp_path, data=Counting(24), max_steps=1)
+        trainer.train()
+        seen.append(trainer.seen)
+
+    assert seen[0] == seen[1] != []
