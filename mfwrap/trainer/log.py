@@ -38,6 +38,7 @@ class Losses:
         self.step_log = StepLog(trainer.accelerator.device)
         """Counts since the last log."""
         self._training_loss: float | None = None
+        self._is_filter_off = False
         self._may_report = False
         self.are_reported = False
         """Whether the losses beside the ``loss`` of a model's output are reported now.
@@ -69,6 +70,7 @@ class Losses:
         self.are_reported = False
         if self.step_log.filters:
             self._trainer.args.logging_nan_inf_filter = False
+            self._is_filter_off = True
         return self.step_log.filtered(loss, share)
 
     def end_micro_batch(self) -> None:
@@ -77,8 +79,9 @@ class Losses:
         Call it before each event, which ends a micro-batch also if an error has.
         """
         self.are_reported = False
-        if self.step_log.filters:
+        if self._is_filter_off:
             self._trainer.args.logging_nan_inf_filter = True
+            self._is_filter_off = False
 
     def begin_micro_batch(
         self, inputs: dict[str, Any], num_items: Any

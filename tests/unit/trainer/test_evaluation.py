@@ -8,6 +8,7 @@ from torch import nn
 from transformers import default_data_collator
 
 from mfwrap.trainer import MFTrainer
+from mfwrap.trainer.evaluation import _first
 from support.ranks.evaluations import (
     BATCH,
     evaluate,
@@ -128,9 +129,14 @@ KINDS = ["model", "own loss", "own function"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_target_counts_the_same(kind):
-    """On one process, `eval_per_token_loss` gives the mean over the targets of each data set."""
-    found = evaluate_texts(0, kind, (5, 9), PER_TOKEN, {})
+@pytest.mark.parametrize("filters", [True, False])
+def test_each_target_counts_the_same(kind, filters):
+    """On one process, `eval_per_token_loss` gives the mean over the targets of each data set.
+
+    The first batch has no targets, so its own mean is NaN.
+    """
+    settings = {"logging_nan_inf_filter": filters}
+    found = evaluate_texts(0, kind, (5, 9), PER_TOKEN, settings)
 
     assert found == pytest.approx([mean_over_targets(kind, number) for number in (5, 9)], rel=1e-5)
 
@@ -144,6 +150,16 @@ def test_each_target_counts_the_same_on_two_ranks(two_ranks, kind, across):
     settings = {"average_tokens_across_devices": across}
     for found in two_ranks.run(evaluate_texts, kind, numbers, PER_TOKEN, settings):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_logits_are_not_kept_if_only_the_loss_is_needed(tmp_path):
+    """A batch then has no logits and labels, which would fill the memory."""
+    trainer = trainer_of(tmp_path, model=language_model("model"))
+    batch = default_data_collator(texts(3))
+    loss, *others = trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
+
+    assert float(loss) == pytest.approx(mean_over_targets("model", 3), rel=1e-5)
+    assert others == [None, None]
 
 
 @pytest.mark.parametrize("kind", ["model", "own loss"])
@@ -207,6 +223,24 @@ def test_two_ranks_give_the_loss_of_the_stock_trainer(two_ranks, kind):
     expected = two_ranks.run(evaluate_kind, kind, 13, with_metrics, STOCK)
     found = two_ranks.run(evaluate_kind, kind, 13, with_metrics, not STOCK)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "has_rows"),
+    [
+        ((3, 3, 5), torch.int64, False),  # may be three positions of each token of three rows
+        ((3, 3, 5), torch.float32, True),
+        ((3, 2, 5), torch.int64, True),
+        ((4, 3, 5), torch.int64, False),
+    ],
+)
+def test_tensors_of_three_dimensions(shape, dtype, has_rows):
+    """Of three rows, the first two are known, unless integers may be positions of rows."""
+    value = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    found = _first({"values": value}, own=2, dealt=3, labels=[])
+
+    assert (found is not None) == has_rows
+    assert not has_rows or torch.equal(found["values"], value[:2])
 
 
 def test_a_loss_per_token_with_a_prediction_step_of_the_users_own(tmp_path):
