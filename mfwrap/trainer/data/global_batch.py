@@ -87,7 +87,9 @@ class TrainerBatch:
         """Warn if another number of ranks wrote a checkpoint that has no global batch."""
         args = self._trainer.args
         # The Trainer writes `rng_state.pth`, or with several ranks a file for each.
-        written_by = len(list(checkpoint.glob("rng_state*.pth")))
+        written_by = len(list(checkpoint.glob("rng_state_*.pth")))
+        if written_by == 0 and (checkpoint / "rng_state.pth").exists():
+            written_by = 1
         if written_by not in {0, args.world_size} and args.process_index == 0:
             warnings.warn(
                 f"{checkpoint} was written by {written_by} rank(s), is resumed by "
