@@ -56,9 +56,12 @@ class Device:
         tensor = torch.tensor
 
         @functools.wraps(tensor)
-        def copied(data: Any, *, device: Any = None, **keywords: Any) -> Tensor:
+        def copied(
+            data: Any, *, device: Any = None, pin_memory: bool = False, **keywords: Any
+        ) -> Tensor:
             # Inside `torch.tensor`, torch hides the operators from tensors in Python.
             made = tensor(data, **keywords)
+            made = pinned(made, timeline) if pin_memory else made
             return made if device is None else made.to(device)
 
         substitutes.tensor = copied
