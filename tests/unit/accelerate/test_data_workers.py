@@ -66,7 +66,7 @@ def test_a_signal_of_a_launcher(name):
 def test_a_handler_of_other_code(tmp_path):
     """A handler that the training process has for SIGUSR1 still works in a worker."""
     with (tmp_path / "stacks.txt").open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=False)
         try:
             for number, row in enumerate(prepared()):
                 if number == 0:
