@@ -157,7 +157,7 @@ class Anomaly:
     """Ranks on which the fault arose; ``()`` if it is the same on all ranks."""
 
     layer: str | None
-    """Layer in which the fault arose."""
+    """Layer in which the fault arose; empty for the code of the network between its modules."""
 
     cause: str = UNKNOWN_CAUSE
     """Cause, see `Cause`."""
@@ -340,6 +340,8 @@ class Anomaly:
             "targets": f"the micro-batch has no targets, all of `{self.name}` is ignored",
             "loss": "the outputs of all modules are finite, the loss is not",
         }
+        if self.where == "activation" and self.explanation is not None:
+            whole["activation"] = self.explanation
         if self.where in whole:
             return whole[self.where]
         if self.where == "input":

@@ -320,8 +320,9 @@ class CulpritFinder:
         self, evidence: RankEvidence, origin: Origin | None, *, loss_is_finite: bool
     ) -> str | None:
         if origin is not None:
-            is_of_batch = origin.where in {"input", "targets"}
-            return self._layers.of(origin.name) if origin.name and not is_of_batch else None
+            if origin.where in {"input", "targets"} or not (origin.name or origin.beside):
+                return None
+            return self._layers.of(origin.name) if origin.name else ""
         if evidence.weights:
             return self._layers.of(evidence.weights[0].name)
         bad = evidence.bad_groups

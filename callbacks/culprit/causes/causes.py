@@ -203,18 +203,31 @@ def _non_finite(evidence: CauseEvidence) -> Cause | None:
         ),
         "activation": Cause(
             "activation",
-            f"{name} made a non-finite output from finite inputs and weights",
+            f"{name} made a non-finite output from finite inputs and weights"
+            if not origin.beside
+            else f"the forward of {name or 'the network'} made a non-finite value from finite "
+            f"inputs and weights, and gave it to {origin.beside}",
             "look at the operations in this module, and at its dtype",
             is_in_layer=True,
         ),
         "gradient": Cause(
             "gradient",
-            f"the backward of {name} made a non-finite gradient from finite values",
-            "look at the operations in this module: a square root or a norm at zero",
+            _of_gradient(origin),
+            "look at hooks and custom backwards, and for a square root or a norm at zero",
             is_in_layer=True,
         ),
     }
     return causes.get(origin.where)
+
+
+def _of_gradient(origin: Origin) -> str:
+    if origin.by_hook:
+        return f"a hook on the output of {origin.name} made its gradient non-finite"
+    made = "made a non-finite gradient from finite values"
+    if not origin.beside:
+        return f"the backward of {origin.name} {made}"
+    where = f"the forward of {origin.name}" if origin.name else "the network's own forward"
+    return f"the backward of the code in {where} behind {origin.beside} {made}"
 
 
 def _replay(evidence: CauseEvidence) -> Cause | None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -38,6 +40,14 @@ class Origin(NamedTuple):
 
     indices: tuple[int, ...] = ()
     """Indices of the micro-batch's samples in the data set, if the batch contains indices."""
+
+    beside: str = ""
+    """Module that the forward of the module `name` called next, if the value arises in the code
+    between its modules; for a gradient, the module that was called before this code. Empty if the
+    module `name` itself is at fault."""
+
+    by_hook: bool = False
+    """Whether a hook on the output of the module `name` has changed its gradient."""
 
 
 def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
@@ -138,9 +148,38 @@ def gradients_aside(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             hook.update(content)
 
 
+class _Running(NamedTuple):
+    """A module whose forward runs."""
+
+    name: str
+    module: nn.Module
+    has_nan: bool
+    """Whether its inputs hold NaN or +inf."""
+
+    has_minus_inf: bool
+
+    @property
+    def has_finite_inputs(self) -> bool:
+        return not (self.has_nan or self.has_minus_inf)
+
+
+@dataclass(slots=True)
+class _Flow:
+    """A tensor between modules."""
+
+    returned_by: str | None = None
+    """Outermost module that has returned it; ``None`` if none has."""
+
+    caller: str = ""
+    """Module whose forward has received it from there."""
+
+
 @final
 class _Watch:
     """Find the first module with a non-finite output, or a non-finite gradient of its output.
+
+    A module that receives a non-finite value and returns one is not at fault: the forward that
+    called it is, between its modules. So it is with gradients, in the order of the backward.
 
     NaN and +inf are faults. -inf alone may be a mask, as in attention scores before a softmax. It
     is a fault only if it goes on: a module that receives the -inf, or contains the module at fault,
@@ -154,44 +193,99 @@ class _Watch:
         self._masks: dict[str, nn.Module] = {}
         """Modules whose output holds -inf that has not yet turned out to be a mask."""
 
-        self._received: list[tuple[bool, bool]] = []
-        """For each running module: whether its inputs hold NaN or +inf, and whether -inf."""
+        self._running: list[_Running] = []
+        """Modules whose forward runs, the innermost last."""
+
+        self._flows: dict[int, tuple[weakref.ref[Tensor], _Flow]] = {}
+        """Tensors that modules have received and returned, by identity. They are not kept alive."""
 
     def __enter__(self) -> "_Watch":
         for name, module in self._network.named_modules():
-            before = module.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True)
-            self._handles.callback(before.remove)
-            # Hooks run in the order of their registration. This hook is registered last, so it
-            # sees the output after any change by the other hooks: one of them may be at fault.
-            handle = module.register_forward_hook(self._watch_output(name))
-            self._handles.callback(handle.remove)
-            keep_out_of_copies(module, before, handle)
+            # Hooks run in the order of their registration. The first sees the gradient of an output
+            # before other hooks, the last sees output and inputs after any change by them: one of
+            # them may be at fault.
+            first = module.register_forward_hook(self._watch_gradient(name), prepend=True)
+            before = module.register_forward_pre_hook(self._watch_inputs(name), with_kwargs=True)
+            last = module.register_forward_hook(self._watch_output(name))
+            for handle in (first, before, last):
+                self._handles.callback(handle.remove)
+            keep_out_of_copies(module, first, before, last)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._handles.close()
 
-    def _look_at_inputs(
-        self, _: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        # Before the call: an operation in place may overwrite the input with its output.
-        self._received.append(_non_finite((positional, keywords)))
-
-    def _watch_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(module: nn.Module, _: Any, output: Any) -> None:
-            received = self._received.pop()
-            if self.origin is None:
-                self._judge(module, name, output, received)
-            for _, tensor in tensors_in(output):
-                if tensor.requires_grad and name:
-                    handle = tensor.register_hook(lambda gradient: self._look_at(name, gradient))
-                    self._handles.callback(handle.remove)
+    def _watch_inputs(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        def look(module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            # Before the call: an operation in place may overwrite the input with its output.
+            found = _non_finite((positional, keywords))
+            self._running.append(_Running(name, module, *found))
+            if not name:
+                return None
+            # The gradient of an alias is what the backward of this module makes. That of the tensor
+            # also has the shares of others who use it.
+            return _with_aliases((positional, keywords), lambda one: self._follow_input(name, one))
 
         return look
 
-    def _judge(
-        self, module: nn.Module, name: str, output: Any, received: tuple[bool, bool]
-    ) -> None:
+    def _watch_gradient(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            for _, tensor in tensors_in(output) if name else ():
+                if tensor.requires_grad and self._flow_of(tensor).returned_by is None:
+                    self._follow(tensor, self._notice_between(self._flow_of(tensor)))
+
+        return look
+
+    def _watch_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        by_hook = Origin("gradient", name, 0, by_hook=True)
+
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            ended = self._running.pop()
+            if self.origin is None:
+                self._judge(ended, output)
+            for _, tensor in tensors_in(output) if name else ():
+                if tensor.requires_grad:
+                    flow = self._flow_of(tensor)
+                    flow.returned_by = name
+                    flow.caller = self._running[-1].name if self._running else ""
+                    self._follow(tensor, self._notice(lambda: by_hook))
+
+        return look
+
+    def _flow_of(self, tensor: Tensor) -> _Flow:
+        reference, flow = self._flows.get(id(tensor), (None, None))
+        if reference is None or flow is None or reference() is not tensor:
+            flow = _Flow()
+            self._flows[id(tensor)] = (weakref.ref(tensor), flow)
+        return flow
+
+    def _follow(self, tensor: Tensor, look: Callable[[Tensor], None]) -> None:
+        self._handles.callback(tensor.register_hook(look).remove)
+
+    def _notice(self, origin: Callable[[], Origin | None]) -> Callable[[Tensor], None]:
+        """Return a hook that asks for the origin of the first non-finite gradient."""
+
+        def look(gradient: Tensor) -> None:
+            if self.origin is None and not gradient.isfinite().all():
+                self.origin = origin()
+
+        return look
+
+    def _follow_input(self, name: str, alias: Tensor) -> None:
+        """Blame the module `name` for a non-finite gradient of an alias that it receives."""
+        flow = self._flow_of(alias)
+        # A module such as an identity may return the alias: then others use it.
+        blamed = Origin("gradient", name, 0)
+        self._follow(alias, self._notice(lambda: blamed if flow.returned_by is None else None))
+
+    def _notice_between(self, flow: _Flow) -> Callable[[Tensor], None]:
+        """Return a hook that blames the code behind a module for a non-finite gradient."""
+        return self._notice(
+            lambda: Origin("gradient", flow.caller, 0, beside=flow.returned_by or "")
+        )
+
+    def _judge(self, ended: _Running, output: Any) -> None:
+        name = ended.name
         has_nan, has_minus_inf = _non_finite(output)
         if not name:
             # The loss decides: a network may return logits that are masked with -inf.
@@ -199,17 +293,29 @@ class _Watch:
             has_nan = has_nan or (loss is not None and not loss.isfinite())
         inside = [mask for mask in self._masks if not name or mask.startswith(f"{name}.")]
         if has_nan:
-            if inside or (self._masks and any(received)):
-                self._blame_mask(name, sure=received == (False, True))
+            if inside or (self._masks and not ended.has_finite_inputs):
+                sure = ended.has_minus_inf and not ended.has_nan
+                self._blame_mask(name, sure=sure)
+            elif ended.has_finite_inputs or not self._running:
+                self.origin = _origin_in(self._network, ended.module, name)
             else:
-                self.origin = _origin_in(self._network, module, name)
+                self._blame_caller(name)
         elif has_minus_inf and name:
-            self._masks[name] = module
-        elif received[1]:
+            self._masks[name] = ended.module
+        elif ended.has_minus_inf:
             self._masks.clear()
         else:
             for mask in inside:
                 del self._masks[mask]
+
+    def _blame_caller(self, name: str) -> None:
+        """Blame the innermost running module that received finite values itself."""
+        finite = [each for each in self._running if each.has_finite_inputs]
+        caller = finite[-1] if finite else self._running[0]
+        origin = _origin_in(self._network, caller.module, caller.name)
+        if origin.where in {"activation", "loss"}:
+            origin = Origin("activation", caller.name, 0, beside=name)
+        self.origin = origin
 
     def _blame_mask(self, name: str, *, sure: bool) -> None:
         """Blame the module that returned -inf, or what contains it and the module `name`.
@@ -225,9 +331,27 @@ class _Watch:
             module = self._network.get_submodule(mask)
         self.origin = _origin_in(self._network, module, mask)
 
-    def _look_at(self, name: str, gradient: Tensor) -> None:
-        if self.origin is None and not gradient.isfinite().all():
-            self.origin = Origin("gradient", name, 0)
+
+def _with_aliases(value: Any, follow: Callable[[Tensor], None]) -> Any:
+    """Return arguments in which an alias takes the place of each tensor that has a gradient.
+
+    Args:
+        value: Tensors in tuples, lists and dictionaries; anything else stays as it is.
+        follow: Called with each alias.
+    """
+    aliases: dict[int, Tensor] = {}
+
+    def alias(one: Any) -> Any:
+        if isinstance(one, Tensor) and one.requires_grad and one.layout is torch.strided:
+            if id(one) not in aliases:
+                aliases[id(one)] = one.view_as(one)
+                follow(aliases[id(one)])
+            return aliases[id(one)]
+        if type(one) in {tuple, list}:
+            return type(one)(map(alias, one))
+        return {key: alias(each) for key, each in one.items()} if type(one) is dict else one
+
+    return alias(value)
 
 
 def _common_module(first: str, second: str) -> str:
@@ -238,7 +362,7 @@ def _common_module(first: str, second: str) -> str:
 
 def _origin_in(network: nn.Module, module: nn.Module, name: str) -> Origin:
     """Return a non-finite weight of the module as the origin; without one, the module's output."""
-    for weight_name, weight in module.named_parameters(recurse=False):
+    for weight_name, weight in module.named_parameters():
         if not weight.isfinite().all():
             weights = list(network.parameters())
             num_bad = sum(not bool(each.isfinite().all()) for each in weights)

@@ -139,7 +139,108 @@ def test_the_gradient_nearest_to_the_loss_comes_first():
             lambda _, __, output: output.register_hook(lambda gradient: gradient * NAN) and None
         )
 
-    assert replay_step(recorded(call(), network=network), 1.0) == Origin("gradient", "norm", 0)
+    assert replay_step(recorded(call(), network=network), 1.0) == Origin(
+        "gradient", "norm", 0, by_hook=True
+    )
+
+
+class Pair(nn.Module):
+    """Two linear layers in a block, with code between them and behind them; returns the loss.
+
+    Args:
+        place: Where the code is applied: ``"between"``, ``"inside"`` (in a module between the two),
+            ``"behind"`` (in the network's forward) or nowhere.
+        code: Takes a tensor and returns one of the same shape.
+    """
+
+    class Block(nn.Module):
+        """A linear layer, code, and another linear layer."""
+
+        def __init__(self, place, code) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.inner = Applied(code) if place == "inside" else nn.Identity()
+            self.between = code if place == "between" else None
+
+        def forward(self, inputs):
+            """Return the output of the second layer."""
+            hidden = self.inner(self.first(inputs))
+            return self.last(hidden if self.between is None else self.between(hidden))
+
+    def __init__(self, place, code) -> None:
+        super().__init__()
+        self.block = self.Block(place, code)
+        self.head = nn.Linear(4, 1)
+        self.behind = code if place == "behind" else None
+
+    def forward(self, inputs):
+        """Return the mean of the squared outputs."""
+        hidden = self.block(inputs)
+        return self.head(hidden if self.behind is None else self.behind(hidden)).square().mean()
+
+
+class Applied(nn.Module):
+    """A module that applies a function."""
+
+    def __init__(self, code) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, inputs):
+        """Return what the function returns."""
+        return self.code(inputs)
+
+
+PLACES = {
+    "between": ("block", "block.last", "block.inner"),
+    "behind": ("", "head", "block"),
+    "inside": ("block.inner", "", ""),
+}
+"""Module at fault; if the code is between modules, the next module and the one before it."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_code_that_makes_a_value_non_finite(place, value):
+    """The module whose forward has the code is named, and not the next one that received it."""
+    name, following, _ = PLACES[place]
+    network = Pair(place, lambda hidden: hidden.abs() * value)
+    found = replay_step(recorded(((torch.randn(3, 4),), {}), network=network), 1.0)
+
+    assert found == Origin("activation", name, 0, beside=following)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_code_that_makes_a_gradient_non_finite(place):
+    """The module whose forward has the code is named, and not the one whose output it took."""
+    name, _, before = PLACES[place]
+    # The root of zero is zero, and its gradient is infinite.
+    network = Pair(place, lambda hidden: hidden + (hidden * 0).sqrt())
+    found = replay_step(recorded(((torch.randn(3, 4),), {}), network=network), 1.0)
+
+    assert found == Origin("gradient", name, 0, beside=before)
+
+
+def test_a_healthy_network_with_code_between_modules():
+    """Modules may write to their inputs in place, take one tensor twice, or pass it on."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.cut = nn.Linear(4, 4), nn.ReLU(inplace=True)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, inputs):
+            hidden = self.cut(self.linear(inputs))
+            return self.attention(hidden, hidden, hidden)[0].square().mean()
+
+    network = Twice()
+    inputs = torch.randn(2, 3, 4)
+    expected = network(inputs)
+    recorder = recorded(((inputs,), {}), network=network)
+
+    assert replay_step(recorder, 1.0) is None
+    assert torch.equal(network(inputs), expected)
 
 
 def test_a_loss_outside_of_the_network():
