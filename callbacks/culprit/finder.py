@@ -15,7 +15,6 @@ from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.judges.kinds import StepKinds
-from mfwrap.callbacks.culprit.judges.state import no_denominator
 from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
 from mfwrap.callbacks.culprit.rank_evidence import (
@@ -283,7 +282,6 @@ class CulpritFinder:
                 growth=self._kinds.growth,
                 since=found.since,
                 global_norm=numbers.global_norm,
-                no_denominator=no_denominator(optimizer),
             )
         )
         if cause.tensors:

@@ -57,6 +57,8 @@ class EvidenceGatherer:
         factors = factors_of(calls)
         earlier_factors = () if recorder is None else factors_of(recorder.earlier_step)
         risen = [] if states is None else states.risen(numbers.step, judgement.optimizer)
+        moved = judged.moved()
+        odd = {*moved, *(one.name for one in risen if one.kind == "weight")}
         earlier_loss = None
         if recorder is not None and is_first and math.isfinite(numbers.loss):
             earlier_loss = loss_again(recorder)
@@ -73,7 +75,8 @@ class EvidenceGatherer:
             dead=judged.dead(),
             loss_score=scores.loss,
             usual_loss=scores.usual_loss,
-            moved=judged.moved(),
+            moved=moved,
+            undivided={} if states is None else states.undivided(judgement.optimizer, odd),
             driven=() if states is None else states.driven(risen, judged.travelled()),
             changed=judged.changed(),
             states=tuple(risen),

@@ -1,8 +1,8 @@
 """Evidence of each rank about a bad step, and whether the loss scale explains the step."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
@@ -50,6 +50,10 @@ class RankEvidence:
     driven: tuple[str, ...] = ()
     """Weights whose updates since the last sample explain that they have grown."""
 
+    undivided: Mapping[str, str] = field(default_factory=dict)
+    """Those of the weights that have moved, risen or become non-finite whose update Adam divides by
+    zero, each with the reason."""
+
     forward: tuple[ForwardRise, ...] = ()
     """Attention logits and loads of experts that were an anomaly when they were last watched, the
     module that has risen most first."""
@@ -94,6 +98,11 @@ class RankEvidence:
     @property
     def _risen_weights(self) -> tuple[StateNorm, ...]:
         return tuple(each for each in self.states if each.kind == "weight")
+
+    @property
+    def odd_weights(self) -> set[str]:
+        """Names of all weights that have moved, risen or become non-finite."""
+        return {*(each.name for each in self._risen_weights), *self.moved}
 
     @property
     def bad_groups(self) -> list[int]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm
+from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE, StateNorm
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, has_moved_far, outlier
 from mfwrap.callbacks.culprit.causes.forward import forward_cause, forward_finding
 from mfwrap.callbacks.culprit.causes.loss import (
@@ -44,16 +44,20 @@ def cause_of(evidence: CauseEvidence) -> Cause:
 
 
 def _epsilon(evidence: CauseEvidence) -> Cause | None:
-    moved = evidence.blamed.has_moved or any(each.scores.num_moved > 0 for each in evidence.before)
-    if evidence.no_denominator is None or not (moved or evidence.kind == "update_spike"):
+    undivided = evidence.blamed.undivided
+    # Most of the odd weights: what they have ruined may have moved others.
+    if not undivided or len(undivided) < len(evidence.blamed.odd_weights) / 2:
         return None
+    why = next(iter(undivided.values()))
+    is_now = evidence.kind == "update_spike"
     return Cause(
         "optimizer_epsilon",
-        f"an update before step {evidence.now.step} divided by zero: {evidence.no_denominator}"
-        if evidence.kind in NON_FINITE
-        else f"the update divided by zero: {evidence.no_denominator}",
+        f"the update divided by zero: {why}"
+        if is_now
+        else f"an update before step {evidence.now.step} divided by zero: {why}",
         "keep weights and optimizer state in float32, or raise the optimizer's eps, and go back to "
         "a checkpoint from before that update",
+        tensors=tuple(undivided),
     )
 
 

@@ -84,8 +84,6 @@ class CauseEvidence:
     """First step in which the fault may have begun, if it was looked for in some steps only."""
 
     global_norm: float | None = None
-    no_denominator: str | None = None
-    """Why Adam divides by zero, in a clause; ``None`` if it does not."""
 
     @property
     def now(self) -> StepTrace:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -193,6 +193,35 @@ class StateJudge:
             and _growth(one, sizes.get(one.name, 0)) <= _FAR * travelled[one.name]
         )
 
+    def undivided(self, optimizer: Any, names: Collection[str]) -> dict[str, str]:
+        """Tell which of these weights an optimizer of Adam's kind updates without a denominator.
+
+        Args:
+            optimizer: Optimizer with or without wrappers; ``None`` if unknown.
+            names: Names of weights. Their state is read, which synchronizes with the device.
+
+        Returns:
+            Why the update of a weight is divided by zero, in a clause, by the weight's name.
+        """
+        inner = unwrapped_optimizer(optimizer)
+        if not isinstance(inner, Optimizer):
+            return {}
+        epsilons = {
+            id(weight): group.get("eps")
+            for group in inner.param_groups
+            for weight in group["params"]
+        }
+        found = {}
+        for name, weight in trainable(self._network).items():
+            epsilon, moments = epsilons.get(id(weight)), inner.state.get(weight, {})
+            if name not in names or not isinstance(epsilon, float):
+                continue
+            if isinstance(moments.get("exp_avg_sq"), Tensor) and "exp_avg" in moments:
+                why = _why_undivided(moments, epsilon)
+                if why is not None:
+                    found[name] = why
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is usual, and the last samples, ready for JSON; synchronizes."""
         samples = [
@@ -315,32 +344,13 @@ def _growth(weight: StateNorm, size: int) -> float:
     return math.inf if math.isnan(growth) else growth / math.sqrt(max(size, 1))
 
 
-def no_denominator(optimizer: Any) -> str | None:
-    """Tell why an optimizer of Adam's kind divides by zero; synchronizes with the device.
-
-    Args:
-        optimizer: Optimizer with or without wrappers; ``None`` if unknown.
-
-    Returns:
-        A clause; ``None`` if it does not divide by zero.
-    """
-    inner = unwrapped_optimizer(optimizer)
-    if not isinstance(inner, Optimizer):
-        return None
-    for group in inner.param_groups:
-        states = [inner.state.get(weight, {}) for weight in group["params"]]
-        second = [state["exp_avg_sq"] for state in states if "exp_avg_sq" in state]
-        epsilon = group.get("eps")
-        if not second or not isinstance(epsilon, float):
-            continue
-        dtype = second[0].dtype
-        if torch.tensor(epsilon, dtype=dtype).item() == 0:
-            return f"eps={epsilon:g} is zero in {str(dtype).removeprefix('torch.')}"
-        first = [state["exp_avg"] for state in states if "exp_avg" in state]
-        if _has_content(first) and not _has_content(second):
-            return f"all second moments are zero, and eps is {epsilon:g}"
+def _why_undivided(moments: Mapping[str, Tensor], epsilon: float) -> str | None:
+    """Tell why Adam divides the update of a weight by zero, in a clause; synchronizes."""
+    second = moments["exp_avg_sq"]
+    if torch.tensor(epsilon, dtype=second.dtype).item() == 0:
+        return f"eps={epsilon:g} is zero in {str(second.dtype).removeprefix('torch.')}"
+    shards = local_tensors([moments["exp_avg"], second])
+    has_first, has_second = (bool(shard.any()) for shard in shards)
+    if has_first and not has_second:
+        return f"all second moments are zero, and eps is {epsilon:g}"
     return None
-
-
-def _has_content(tensors: list[Tensor]) -> bool:
-    return any(bool(each.any()) for each in local_tensors(tensors))

@@ -12,12 +12,16 @@ from support.cause_evidence import HIGH_LOSS, NAMES, NAN, RANK, cause, state, tr
 
 
 def test_an_epsilon_that_is_zero():
-    """Adam divides by zero only if its weights have moved."""
-    moved = {"states": tuple(state("weight", str(n), math.inf) for n in range(6))}
-    found = cause("loss_not_finite", rank=moved, no_denominator="eps=1e-08 is zero in float16")
+    """Adam divides by zero where weights have moved: in all layers, or in one."""
+    why = "eps=1e-08 is zero in float16"
+    names = [f"h.0.{number}" for number in range(6)]
+    moved = {"states": tuple(state("weight", name, math.inf) for name in names)}
+    found = cause("loss_not_finite", rank={**moved, "undivided": dict.fromkeys(names, why)})
     assert found.name == "optimizer_epsilon"
-    assert "eps=1e-08 is zero in float16" in found.explanation
-    assert cause(no_denominator="eps=1e-08 is zero in float16").name == "data"
+    assert why in found.explanation
+    assert found.tensors == tuple(names)
+    other = cause("loss_not_finite", rank={**moved, "undivided": {names[0]: why}})
+    assert other.name != "optimizer_epsilon"
 
 
 def test_weights_that_change_between_steps():

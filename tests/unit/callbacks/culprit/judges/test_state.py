@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.judges.state import LIMIT, StateJudge, StateScores, no_denominator
+from mfwrap.callbacks.culprit.judges.state import LIMIT, StateJudge, StateScores
 from support.host_reads import HostReads
 
 NAN, INF = math.nan, math.inf
@@ -205,26 +205,42 @@ def test_a_sample_reads_nothing_on_the_host():
     assert reads.reads == []
 
 
-def adam(dtype: torch.dtype, **settings: float) -> torch.optim.Optimizer:
-    """Return an optimizer of one weight after an update."""
-    weight = nn.Parameter(torch.ones(4, dtype=dtype))
-    optimizer = torch.optim.AdamW([weight], **settings)
-    weight.grad = torch.full((4,), 1e-5, dtype=dtype)
+def mixed_adam() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a network of weights of three dtypes, and its optimizer after an update."""
+    network = nn.ParameterDict(
+        {
+            name: nn.Parameter(torch.ones(4, dtype=dtype))
+            for name, dtype in {
+                "single": torch.float32,
+                "of_16_bits": torch.float16,
+                "brain": torch.bfloat16,
+            }.items()
+        }
+    )
+    optimizer = torch.optim.AdamW(network.parameters(), foreach=False)
+    for weight in network.parameters():
+        weight.grad = torch.full_like(weight, 1e-5)
     optimizer.step()
-    return optimizer
+    return network, optimizer
 
 
 def test_an_epsilon_that_is_zero_in_the_dtype():
-    """Adam's default epsilon rounds to zero in float16, and not in bfloat16."""
-    assert no_denominator(adam(torch.float16)) == "eps=1e-08 is zero in float16"
-    assert no_denominator(adam(torch.bfloat16)) is None
-    assert no_denominator(adam(torch.float32)) is None
-    assert no_denominator(None) is None
+    """Adam's default epsilon rounds to zero in float16, and neither in bfloat16 nor in float32."""
+    network, optimizer = mixed_adam()
+    judge = StateJudge(network)
+
+    assert judge.undivided(optimizer, set(network)) == {
+        "of_16_bits": "eps=1e-08 is zero in float16"
+    }
+    assert judge.undivided(optimizer, {"single"}) == {}
+    assert judge.undivided(None, set(network)) == {}
 
 
 def test_second_moments_that_are_zero():
-    """Zeros in place of second moments leave the first moments undivided."""
-    optimizer = adam(torch.float32)
-    (state,) = optimizer.state.values()
-    state["exp_avg_sq"].zero_()
-    assert "all second moments are zero" in no_denominator(optimizer)
+    """Zeros in place of the second moments of a weight leave its first moments undivided."""
+    network, optimizer = mixed_adam()
+    optimizer.state[network["single"]]["exp_avg_sq"].zero_()
+
+    found = StateJudge(network).undivided(optimizer, {"single", "brain"})
+
+    assert found == {"single": "all second moments are zero, and eps is 1e-08"}
