@@ -123,6 +123,11 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         if self._run is not None:
             self._run.before_update(state.global_step + 1, known.get("model"))
 
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Measure the update that the optimizer has just done."""
+        if self._run is not None:
+            self._run.after_update()
+
     def write(self, *, waits: bool) -> None:
         """Write the metrics of the previous step early; it is judged where it always is.
 

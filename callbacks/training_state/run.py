@@ -199,8 +199,15 @@ class TrainingStateRun:
         if self._fingerprints is not None:
             self._fingerprints.end_forward()
         self.flush()
+        if self.finder is not None:
+            self.finder.judges.before_update()
         if self._fingerprints is not None:
             self._fingerprints.before_update(global_step, model)
+
+    def after_update(self) -> None:
+        """Measure the update, before the loop changes the weights in other ways."""
+        if self.finder is not None:
+            self.finder.judges.after_update()
 
     def end_step(
         self,

@@ -2,11 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from mfwrap.compatibility.foreign import ForeignName
+
+_IS_CAPTURING: ContextVar[bool] = ContextVar("is_capturing", default=False)
 
 NAMES = (ForeignName("torch.accelerator", "Graph", since="2.12"),)
 
@@ -31,11 +34,20 @@ def capturing(graph: Any, device: torch.device) -> Iterator[None]:
         graph: Graph from `new_graph`.
         device: Device of the graph.
     """
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        # Other threads, such as those of a data loader, may use the device during the capture.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            yield
-    else:
-        with graph:
-            yield
+    before = _IS_CAPTURING.set(True)
+    try:
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            # Other threads, such as those of a data loader, may use the device during the capture.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                yield
+        else:
+            with graph:
+                yield
+    finally:
+        _IS_CAPTURING.reset(before)
+
+
+def is_capturing() -> bool:
+    """Return whether this thread is within the block of `capturing`."""
+    return _IS_CAPTURING.get()

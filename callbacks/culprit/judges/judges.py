@@ -11,7 +11,7 @@ from mfwrap import StepReport
 from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores, JudgedForward
 from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
-from mfwrap.callbacks.culprit.judges.updates import UpdateSample
+from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import trainable
@@ -65,15 +65,31 @@ class Judges:
         self._steps: StepJudge | None = None
         self._names: tuple[str, ...] = ()
         self._updates: UpdateSample | None = None
+        self._change: Change | None = None
+        self._hears_updates = False
         self._saved: Mapping[str, Any] | None = None
         self._is_first = True
         self._of_ranks: list[dict[str, Any]] | None = None
         self._sample_updates()
 
     def begin_step(self) -> None:
-        """Tell changes of the weights before the step from its update."""
+        """Tell changes of the weights before the step from its update.
+
+        Does nothing if `before_update` is called, which can tell more.
+        """
+        if self._updates is not None and not self._hears_updates:
+            self._updates.begin()
+
+    def before_update(self) -> None:
+        """Tell changes of the weights up to here from the update that follows."""
+        self._hears_updates = True
         if self._updates is not None:
             self._updates.begin()
+
+    def after_update(self) -> None:
+        """Measure the update; what changes the weights from here to the next one is none."""
+        if self._updates is not None:
+            self._change = self._updates.measure()
 
     def end_step(
         self,
@@ -104,8 +120,8 @@ class Judges:
         if applied is None:
             applied = torch.ones((), dtype=torch.bool, device=loss.device)
         judge = self._judge_of(names, loss.device)
-        change = None
-        if self._updates is not None and measures_updates:
+        change, self._change = self._change, None
+        if change is None and self._updates is not None and measures_updates:
             change = self._updates.measure()
         judged = judge.judge(
             loss,
@@ -140,7 +156,7 @@ class Judges:
             return
         weights = trainable(self._network)
         if self._updates is None or not self._updates.is_of(list(weights.values())):
-            self._updates = UpdateSample(list(weights.values()))
+            self._updates, self._change = UpdateSample(list(weights.values())), None
             self._names = tuple(weights)
 
     def _judge_of(self, names: tuple[str, ...], device: torch.device) -> StepJudge:

@@ -116,6 +116,25 @@ def test_a_change_before_the_step_is_no_update():
     assert judged.changed() == ("weight",)
 
 
+def test_what_a_loop_does_around_the_update_is_no_update():
+    """The update is what happens between `before_update` and `after_update`."""
+    network = nn.Linear(2, 2)
+    judges = Judges(network, 10)
+
+    def step(number, before, update, after):
+        judges.begin_step()
+        network.weight.data.add_(before)
+        judges.before_update()
+        network.weight.data.add_(update)
+        judges.after_update()
+        network.weight.data.add_(after)
+        change = judges.end_step(number, torch.ones(()), None, None).step.change
+        return change.update[0].item(), change.outside[0].item()
+
+    assert step(1, 0.25, 1.0, 2.0) == pytest.approx((1.0, 0.25))
+    assert step(2, 0.5, 1.0, 0.0) == pytest.approx((1.0, 2.5))
+
+
 def test_weights_that_are_added_later_are_measured():
     """After the next sample, the judges follow what is trained."""
     network = nn.Sequential(nn.Linear(2, 2))
