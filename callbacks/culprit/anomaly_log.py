@@ -46,7 +46,7 @@ KINDS: Mapping[str, str] = {
     "zero_gradient": "gradient of zero",
     "vanishing_gradient": "vanishing gradient",
     "update_spike": "update too large",
-    "learning_rate_spike": "learning rate spike",
+    "learning_rate_spike": "unusual learning rate",
     "state_spike": "training state changed",
     "attention_logits": "large attention logits",
     "expert_load": "uneven load of experts",

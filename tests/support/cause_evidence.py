@@ -26,6 +26,7 @@ ORDINARY = StepScores(
     num_moved=0,
     num_changed=0,
     learning_rate=1e-3,
+    lowest_rate=1e-3,
     rate_rise=1.0,
     update_ratio=1e-3,
 )

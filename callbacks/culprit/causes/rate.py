@@ -28,9 +28,16 @@ _JUMP = 10.0
 
 
 def rate_jump(evidence: CauseEvidence) -> Cause | None:
-    """Find a jump of the learning rate, in this step or shortly before."""
+    """Find a jump of the learning rate, or a negative rate, in this step or shortly before."""
     steps = [evidence.now] if evidence.kind == "learning_rate_spike" else evidence.before
     for each in steps:
+        if each.scores.lowest_rate < 0:
+            return Cause(
+                "learning_rate",
+                f"the learning rate of step {each.step} was {each.scores.lowest_rate:.3g}: with a "
+                "negative rate an update raises the loss",
+                f"correct the schedule, and go back to a checkpoint from before step {each.step}",
+            )
         if RATE_RISE <= each.scores.rate_rise < math.inf:
             return Cause(
                 "learning_rate",

@@ -128,7 +128,7 @@ class Judges:
             getattr(output, "global_norm", None),
             norms if names else None,
             change,
-            None if rates is None or not rates.numel() else rates.max(),
+            None if rates is None or not rates.numel() else rates,
             applied,
             rate_factor=1.0 if report is None else report.learning_rate_factor,
         )

@@ -81,7 +81,7 @@ class StepKinds:
         has_changed = step.num_changed > 0 or state.highest > STATE_LIMIT or state.num_bad > 0
         kinds: dict[Kind, bool] = {
             # Each rank has a schedule of its own.
-            "learning_rate_spike": has_jumped,
+            "learning_rate_spike": has_jumped or step.lowest_rate < 0,
             "state_spike": has_changed,
             "loss_spike": step.loss > LIMITS["loss"],
             "local_norm_spike": step.num_risen > 0,

@@ -131,6 +131,9 @@ class StepScores(NamedTuple):
     learning_rate: float
     """Largest learning rate of the step."""
 
+    lowest_rate: float
+    """Smallest learning rate of the step."""
+
     rate_rise: float
     """Ratio of this rate to the highest rate of the steps before."""
 
@@ -179,7 +182,7 @@ class StepJudge:
         global_norm: Tensor | None,
         local_norm: Tensor | None,
         change: Change | None,
-        learning_rate: Tensor | None,
+        learning_rates: Tensor | None,
         applied: Tensor,
         *,
         rate_factor: float = 1.0,
@@ -191,7 +194,7 @@ class StepJudge:
             global_norm: Shape ``()``; ``None`` if unknown.
             local_norm: Shape ``(G,)``; ``None`` only if there are no groups.
             change: Sampled changes of the weights; ``None`` if unknown.
-            learning_rate: Largest learning rate of the step, shape ``()``; ``None`` if unknown.
+            learning_rates: Learning rates of the parameter groups; ``None`` if unknown.
             applied: Whether the update was applied, shape ``()``, bool. A skipped step is scored,
                 but changes nothing of what is usual.
             rate_factor: Factor that lowers the learning rate of the step for a while. The return to
@@ -205,8 +208,10 @@ class StepJudge:
         norm = unknown if global_norm is None else global_norm.detach().float().reshape(1)
         norms = unknown.expand(self._split[2]) if local_norm is None else local_norm.float()
         changes = unknown.expand(self._split[3]) if change is None else change.update
-        rate = unknown if learning_rate is None else learning_rate.float().reshape(1)
-        per_rate = changes if learning_rate is None else changes / rate
+        rate, lowest, per_rate = unknown, unknown, changes
+        if learning_rates is not None:
+            rate, lowest = learning_rates.float().max()[None], learning_rates.float().min()[None]
+            per_rate = changes / rate.abs()
         logs = torch.cat([norm, norms, per_rate]).log()
         values = torch.cat([(loss / self._first_loss).reshape(1), logs])
         scores, expected = window.scores(values), window.expected
@@ -235,6 +240,7 @@ class StepJudge:
                 ((update_scores > LIMITS["update"]) | is_ruined).sum(dim=0, keepdim=True),
                 unknown if change is None else self._num_changed(change.outside, unknown),
                 rate,
+                lowest,
                 rate / self._highest_rate,
                 _median_ratio(change, unknown),
             ]

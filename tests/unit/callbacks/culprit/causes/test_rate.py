@@ -19,6 +19,15 @@ def test_a_rate_far_above_the_rates_before():
     assert cause(steps=trace({"rate_rise": math.inf}, HIGH_LOSS)).name != "learning_rate"
 
 
+def test_a_negative_rate():
+    """The sign is said, at the step itself and of what follows."""
+    found = cause("learning_rate_spike", trace({"lowest_rate": -1e-4}))
+
+    assert found.name == "learning_rate"
+    assert "the learning rate of step 13 was -0.0001: with a negative rate" in found.explanation
+    assert cause(steps=trace({"lowest_rate": -1e-4}, HIGH_LOSS)).name == "learning_rate"
+
+
 def test_updates_as_large_as_the_weights():
     """Without a jump of the rate, updates that are too large mean a rate that is too high."""
     large = {"update_ratio": 0.9}

@@ -45,6 +45,7 @@ def kinds_after(num_steps: int) -> StepKinds:
         (scores(loss=20.0, num_logits=1), "loss_spike"),
         (scores(num_risen=2), "local_norm_spike"),
         (scores(num_moved=2), "update_spike"),
+        (scores(lowest_rate=-1e-6), "learning_rate_spike"),
         (scores(num_dead=1), "zero_gradient"),
         (scores(num_logits=1), "attention_logits"),
     ],

@@ -3,6 +3,7 @@
 import json
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,19 +29,19 @@ def judged(
     loss: float = 3.0,
     factors: Tensor | float = 1.0,
     update: Tensor | float = 1.0,
-    rate: float = 1e-3,
+    rate: Tensor | float = 1e-3,
     outside: Tensor | None = None,
     applied: Tensor = APPLIED,
 ) -> JudgedStep:
     """Judge an ordinary step, changed by factors."""
     norms = noisy(USUAL, step) * factors
-    updates = noisy(torch.full((4,), 0.2), 1000 + step) * update * rate
+    updates = noisy(torch.full((4,), 0.2), 1000 + step) * update * torch.as_tensor(rate).abs().max()
     return judge.judge(
         noisy(torch.tensor(loss), 2000 + step),
         norms.norm(),
         norms,
         Change(updates, torch.ones(4), outside),
-        torch.tensor(rate),
+        torch.as_tensor(rate),
         applied,
     )
 
@@ -48,6 +49,16 @@ def judged(
 def scores(step: JudgedStep) -> StepScores:
     """Return the summary as the host reads it."""
     return StepScores(*step.summary.tolist())
+
+
+def test_rates_of_several_groups():
+    """The highest and the lowest are told, and a negative rate leaves the updates their scores."""
+    rates = torch.tensor([1e-3, -2e-3, 5e-4])
+    judge = judge_after(10)
+    found = scores(judged(judge, 10, rate=rates))
+
+    assert (found.learning_rate, found.lowest_rate) == pytest.approx((1e-3, -2e-3))
+    assert not math.isnan(scores(judged(judge_after(10), 10, rate=torch.tensor(-1e-3))).update)
 
 
 def judge_after(num_steps: int) -> StepJudge:
