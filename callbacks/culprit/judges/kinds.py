@@ -61,8 +61,11 @@ class StepKinds:
         norm, step = numbers.global_norm, scores.step
         usual, score = step.usual_global_norm, step.global_norm
         self._since_fall += 1
-        # A norm of zero has no score.
-        if norm is not None and norm < usual / _FALL and not score >= -LIMITS["global_norm"]:
+        # A norm of zero has no score. With a loss of zero, as is usual for this run, there was
+        # nothing to learn.
+        is_empty = norm == 0 == numbers.loss and not step.loss < -LIMITS["loss"]
+        has_fallen = norm is not None and norm < usual / _FALL
+        if has_fallen and not is_empty and not score >= -LIMITS["global_norm"]:
             is_first, self._since_fall = self._since_fall > _QUIET_STEPS, 0
             if is_first:
                 return "vanishing_gradient"

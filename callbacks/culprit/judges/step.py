@@ -51,9 +51,9 @@ class JudgedStep(NamedTuple):
     local_norm_scores: Tensor
     """Shape ``(G,)``, float32."""
 
-    zero_steps: Tensor
-    """Number of steps in a row in which a group's norm is zero, shape ``(G,)``, int32; 0 for a
-    group that has never had a norm."""
+    is_dead: Tensor
+    """Whether a group's norm has been zero for more steps than usual, although others had one.
+    Shape ``(G,)``, bool; false for a group that has never had a norm."""
 
     weights: tuple[str, ...]
     """Names of the weights whose updates are measured."""
@@ -81,8 +81,8 @@ class JudgedStep(NamedTuple):
         return {} if self.change is None else _named(self.weights, self.travel)
 
     def dead(self) -> tuple[str, ...]:
-        """Return the groups whose norm has been zero for at least two steps; synchronizes."""
-        return tuple(name for name, n in _named(self.names, self.zero_steps).items() if n >= 2)
+        """Return the groups whose norm has been zero for more steps than usual; synchronizes."""
+        return tuple(name for name, is_dead in _named(self.names, self.is_dead).items() if is_dead)
 
     def moved(self) -> tuple[str, ...]:
         """Return the weights whose update is an anomaly, the worst first; synchronizes."""
@@ -117,7 +117,7 @@ class StepScores(NamedTuple):
     """Number of groups whose norm is an anomaly."""
 
     num_dead: float
-    """Number of groups whose norm has now been zero for exactly two steps."""
+    """Number of groups whose norm has been zero for more steps than usual only since this step."""
 
     update: float
     """Highest score of a weight's update."""
@@ -172,6 +172,7 @@ class StepJudge:
         self._quiet_steps = torch.zeros(len(weights), dtype=torch.int32, device=device)
         self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
+        self._longest_zeros = torch.zeros_like(self._zero_steps)
         watched = [_EXPERT.search(name) is None for name in names]
         self._is_watched = torch.tensor(watched, dtype=torch.bool).to(device)
 
@@ -223,10 +224,16 @@ class StepJudge:
         # Below the floor in this step and usually, a norm is but rounding.
         is_judged = torch.maximum(norms, usual_norms) >= _FLOOR * torch.minimum(norm, usual_norm)
         group_scores = torch.where(is_judged | norm.isnan(), group_scores, torch.nan)
-        before = self._zero_steps
+        # Without a gradient anywhere, there was nothing to learn, or the loss is at fault.
+        has_others = ~(norms == 0).all()
         is_zero = (norms == 0) & usual_norms.isfinite() & self._is_watched
+        before, limit = self._zero_steps, _zero_limit(self._longest_zeros)
         counted = torch.where(is_zero, before + 1, 0)
-        self._zero_steps = torch.where(applied, counted, before)
+        self._zero_steps = torch.where(applied & has_others, counted, before)
+        # What ends by itself is usual, such as the head of another task, which waits for its turn.
+        ended = torch.where(self._zero_steps == 0, before, 0)
+        self._longest_zeros = torch.maximum(self._longest_zeros, ended)
+        is_dead = self._zero_steps >= limit
         summary = torch.cat(
             [
                 scores[:1],
@@ -235,7 +242,7 @@ class StepJudge:
                 usual_norm,
                 highest(group_scores),
                 (group_scores > LIMITS["local_norm"]).sum(dim=0, keepdim=True),
-                ((self._zero_steps == 2) & (before == 1)).sum(dim=0, keepdim=True),
+                (is_dead & (before < limit)).sum(dim=0, keepdim=True),
                 highest(update_scores),
                 ((update_scores > LIMITS["update"]) | is_ruined).sum(dim=0, keepdim=True),
                 unknown if change is None else self._num_changed(change.outside, unknown),
@@ -258,7 +265,7 @@ class StepJudge:
             local_norm=norms,
             usual_norm=usual_norms,
             local_norm_scores=group_scores,
-            zero_steps=self._zero_steps,
+            is_dead=is_dead,
             weights=self.weights,
             change=change,
             update_scores=update_scores,
@@ -289,6 +296,7 @@ class StepJudge:
             "first_loss": self._first_loss.item(),
             "highest_rate": self._highest_rate.item(),
             "zero_steps": _named(self.names, self._zero_steps),
+            "longest_zeros": _named(self.names, self._longest_zeros),
             "travel": _named(self.weights, self._travel),
         }
 
@@ -299,11 +307,21 @@ class StepJudge:
         self._window = self._windows.use(self._series, self._priors, device)
         self._first_loss.fill_(state["first_loss"])
         self._highest_rate.fill_(state["highest_rate"])
-        counts = [state["zero_steps"].get(name, 0) for name in self.names]
-        self._zero_steps.copy_(torch.tensor(counts, dtype=torch.int32))
+        for key, counts in (
+            ("zero_steps", self._zero_steps),
+            ("longest_zeros", self._longest_zeros),
+        ):
+            known = state.get(key, {})
+            saved = [known.get(name, 0) for name in self.names]
+            counts.copy_(torch.tensor(saved, dtype=torch.int32))
         # Changes of weights between steps are not counted at first: a loop may load them only now.
         travel = [state["travel"].get(name, 0.0) for name in self.weights]
         self._travel.copy_(torch.tensor(travel))
+
+
+def _zero_limit(longest: Tensor) -> Tensor:
+    """Return from how many steps in a row on a norm of zero is an anomaly, shape ``(G,)``."""
+    return 2 * longest + 2
 
 
 def _named(names: Sequence[str], values: Tensor) -> dict[str, float]:

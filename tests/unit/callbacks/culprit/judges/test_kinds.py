@@ -105,6 +105,14 @@ def test_a_vanishing_gradient_is_far_below_the_usual_norm_in_two_ways(norm, scor
     assert found == ("vanishing_gradient" if is_found else None)
 
 
+@pytest.mark.parametrize(("score", "is_found"), [(-2.0, False), (math.nan, False), (-9.0, True)])
+def test_a_loss_of_zero_leaves_nothing_to_learn(score, is_found):
+    """Then a gradient of zero is an anomaly only if such a loss is."""
+    empty = numbers_of(1, StepValues(loss=0.0, global_norm=0.0))
+    found = StepKinds(2.0).shared(empty, scores(global_norm=math.nan, loss=score))
+    assert found == ("vanishing_gradient" if is_found else None)
+
+
 def test_batches_from_which_nothing_is_learned_are_found_once():
     """If they come again and again, they are the nature of the training, also across a resume."""
     kinds, found = StepKinds(2.0), []

@@ -168,6 +168,25 @@ def test_a_zero_norm_is_found_at_its_second_step():
     assert found == [set()] * 3, "an expert without tokens is not dead"
 
 
+def test_gradients_that_are_zero_at_times_are_usual():
+    """A group is dead only after more than twice as many steps as it has ever waited, and alone."""
+    resting = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    judge = judge_after(10)
+    judged(judge, 10, factors=resting)
+    judged(judge, 11)
+    again = StepJudge(NAMES, NAMES, "cpu")
+    again.load_state_dict(json.loads(json.dumps(judge.state_dict())))
+    for one in (judge, again):
+        found = [anomalies(scores(judged(one, 5000 + n, factors=resting))) for n in range(5)]
+        assert found == [set()] * 3 + [{"dead"}, set()]
+
+    judge = judge_after(10)
+    assert all(
+        "dead" not in anomalies(scores(judged(judge, n, factors=0.0 if n % 10 else 1.0)))
+        for n in range(100)
+    )
+
+
 def test_a_group_that_never_had_a_gradient_is_not_dead():
     """Weights may begin at zero, and their gradients with them."""
     zero = torch.tensor([1.0, 0.0, 1.0, 1.0])
