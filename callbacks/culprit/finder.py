@@ -124,12 +124,12 @@ class CulpritFinder:
         if kind is not None:
             # The state of this rank may differ, so that it finds the anomaly alone.
             self.is_shared = all_ranks_meet(f"{kind} {numbers.step}")
-            return self._finite(kind, step)
-        kind = self._kinds.own(scores)
+            return self._finite([kind], step)
+        kinds = self._kinds.own(scores)
         # A rate that has jumped is the cause of the loss.
-        if not math.isfinite(numbers.loss) and kind != "learning_rate_spike":
+        if not math.isfinite(numbers.loss) and "learning_rate_spike" not in kinds:
             return self._lone_loss(step)
-        return None if kind is None else self._finite(kind, step)
+        return self._finite(kinds, step) if kinds else None
 
     def _overflow(self, step: _HostStep, *, weights_have_moved: bool) -> Anomaly | None:
         numbers = step.numbers
@@ -215,13 +215,19 @@ class CulpritFinder:
                 found = dataclasses.replace(found, where=origin.where, name=origin.name)
         return self._completed(found, step, [own], origin=origin)
 
-    def _finite(self, kind: Kind, step: _HostStep) -> Anomaly | None:
+    def _finite(self, kinds: Sequence[Kind], step: _HostStep) -> Anomaly | None:
         """Return the anomaly of a step with finite gradients.
 
         Starts a collective only if all ranks have found the anomaly.
+
+        Args:
+            kinds: Its kinds, the most telling one first.
+            step: The step.
         """
-        own = self._own_evidence(kind, step)
-        if kind == "state_spike" and not (own.states or own.buffers or own.changed):
+        own = self._own_evidence(kinds[0], step)
+        has_state = own.states or own.buffers or own.changed
+        kind = next((each for each in kinds if each != "state_spike" or has_state), None)
+        if kind is None:
             return None
         # Whether an episode goes on may differ between ranks, so they always exchange evidence.
         ranks = gather_objects(own) if self.is_shared else [own]
@@ -275,6 +281,7 @@ class CulpritFinder:
                 trace=tuple(self._trace),
                 ranks=ranks,
                 blamed=first,
+                is_first=self._is_first(found.kind, step),
                 knows_optimizer=optimizer is not None,
                 layer=found.layer,
                 origin=origin,

@@ -36,9 +36,11 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     """Return the cause that the first matching rule finds; ``unknown`` if none does.
 
     Causes that explain more come first: a rate that was too high also moves the weights, and a
-    weight that has changed also raises the loss.
+    weight that has changed also raises the loss. A later step of an episode is explained only by
+    what was measured, or by a sample of the state: anything else may be a consequence.
     """
-    found = (rule(evidence) for rule in _RULES)
+    asks_all = evidence.is_first or evidence.kind == "state_spike"
+    found = (rule(evidence) for rule in _RULES if asks_all or rule not in _INFERRED)
     unknown = Cause(UNKNOWN_CAUSE, forward_finding(evidence), "")
     return next((cause for cause in found if cause is not None), unknown)
 
@@ -66,7 +68,7 @@ def _changed_outside(evidence: CauseEvidence) -> Cause | None:
     if not changed or not evidence.now.scores.num_changed > 0:
         return None
     what = f"{_counted(changed, 'weights')} changed between two steps"
-    return _weight_changed(evidence.first_bad_step, what, changed)
+    return _weight_changed(evidence.first_bad_step, what, changed, by_an_update=False)
 
 
 def _grown_weight(evidence: CauseEvidence) -> Cause | None:
@@ -81,24 +83,57 @@ def _grown_weight(evidence: CauseEvidence) -> Cause | None:
     if not changed and has_moved_far(evidence.updates, limit):
         return None
     weights = changed or weights
-    what = f"{_change(weights[0])}, although no update explains it"
+    what = f"{_change(weights[0])}, more than the updates of its sampled elements explain"
     return _weight_changed(evidence.first_bad_step, what, [weights[0].name])
 
 
-def _weight_changed(step: int, what: str, names: Sequence[str]) -> Cause:
+def _weight_changed(
+    step: int, what: str, names: Sequence[str], *, by_an_update: bool = True
+) -> Cause:
+    """Return the cause of a weight that has changed.
+
+    Args:
+        step: First step that may have the fault.
+        what: What has happened.
+        names: Names of the weights.
+        by_an_update: Whether an update may have done it. Otherwise code of the loop has, or the
+            memory is at fault.
+    """
+    where = "look at what writes this weight"
     return Cause(
         "weight_changed",
         what,
-        f"go back to a checkpoint from before step {step}; if no code of yours changes weights, "
-        "suspect the memory",
+        f"go back to a checkpoint from before step {step}; "
+        + (where if by_an_update else "if no code of yours changes weights, suspect the memory"),
         tensors=tuple(names),
         where="weight",
     )
 
 
+def _ruined_state(evidence: CauseEvidence) -> Cause | None:
+    # Of a weight that is non-finite itself, the state may be ruined by its gradients.
+    weights = {one.name for one in evidence.blamed.states if one.kind == "weight"}
+    ruined = [
+        one
+        for one in _states(evidence.blamed)
+        if not math.isfinite(one.norm) and one.name not in weights
+    ]
+    if not ruined:
+        return None
+    # A few states do not explain that most weights have moved.
+    is_local = evidence.now.scores.num_moved < evidence.blamed.num_weights / 2
+    names = [one.name for one in ruined] if is_local else []
+    return _of_optimizer(_change(ruined[0]), names)
+
+
+def _states(blamed: RankEvidence) -> list[StateNorm]:
+    """Return the optimizer states that are non-finite, have risen or have fallen."""
+    return [one for one in blamed.states if one.kind not in {"weight", "buffer"}]
+
+
 def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
     blamed = evidence.blamed
-    states = [one for one in blamed.states if one.kind not in {"weight", "buffer"}]
+    states = _states(blamed)
     fallen = [one for one in states if one.rise < 1]
     if fallen:
         return _of_optimizer(_change(fallen[0]), [])
@@ -110,6 +145,9 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
         if not has_moved or scores.global_norm > LIMITS["global_norm"]:
             continue
         moved = blamed.moved if each is evidence.now else ()
+        if moved:
+            # The state of other weights does not explain that these have moved.
+            states = [one for one in states if one.name in moved]
         is_local = scores.num_moved < blamed.num_weights / 2
         number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
         size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"
@@ -139,8 +177,8 @@ def _of_optimizer(what: str, names: Sequence[str]) -> Cause:
     return Cause(
         "optimizer_state",
         what,
-        "the optimizer's state has changed by itself: go back to a checkpoint from before this "
-        "step",
+        "go back to a checkpoint from before this step, and look at what writes the optimizer's "
+        "state",
         tensors=tuple(names),
     )
 
@@ -323,6 +361,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _changed_outside,
     large_from_the_start,
     forward_cause,
+    _ruined_state,
     _optimizer_state,
     _grown_weight,
     scaled_outside,
@@ -337,6 +376,17 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     growing_updates,
     large_updates,
 )
+
+
+_INFERRED = (
+    _optimizer_state,
+    _grown_weight,
+    vanished,
+    scaled_loss,
+    _gradient,
+    _data,
+)
+"""Rules that compare a step with the steps before, which must have been good."""
 
 
 def _has_higher_loss(rank: RankEvidence) -> bool:

@@ -65,6 +65,10 @@ class CauseEvidence:
     blamed: RankEvidence
     """The rank with the best evidence."""
 
+    is_first: bool = True
+    """Whether the step begins an episode. Later steps may show its consequences, and not ask again
+    what speaks against a cause."""
+
     knows_optimizer: bool = False
     """Whether the optimizer's state could be read."""
 

@@ -74,8 +74,8 @@ class StepKinds:
             return "spike"
         return None
 
-    def own(self, scores: Scores) -> Kind | None:
-        """Return the kind of an anomaly that other ranks may not have found.
+    def own(self, scores: Scores) -> list[Kind]:
+        """Return the kinds of anomalies that other ranks may not have found.
 
         Early warnings come last, because what they warn of may be in the same step.
         """
@@ -94,7 +94,7 @@ class StepKinds:
             "expert_load": forward.num_loads > 0,
             "update_growth": self.growth is not None,
         }
-        return next((kind for kind, is_found in kinds.items() if is_found), None)
+        return [kind for kind, is_found in kinds.items() if is_found]
 
     def _moves_too_far(self) -> bool:
         """Tell whether the last updates were as large as the weights, from the first step on."""

@@ -65,6 +65,39 @@ def test_an_optimizer_state_that_has_changed(kind, rises, tensors):
     assert f"norm of {kind} of h.0.weight" in found.explanation
 
 
+def test_a_state_that_is_not_finite_is_the_cause_alone():
+    """Also without a large update; not if the weight is non-finite itself."""
+    ruined = (state("exp_avg_sq", "h.0.weight", math.inf),)
+    found = cause("loss_spike", rank={"states": ruined})
+    assert (found.name, found.tensors) == ("optimizer_state", ("h.0.weight",))
+    both = (*ruined, state("weight", "h.0.weight", math.inf))
+    assert cause("loss_spike", rank={"states": both}).name != "optimizer_state"
+
+
+def test_a_weight_that_has_moved_is_not_explained_by_the_state_of_another():
+    """What is listed of other weights may be a consequence."""
+    other = {"states": (state("exp_avg", "h.1.weight", 50.0),), "moved": ("h.0.weight",)}
+    found = cause("update_spike", trace({"num_moved": 1}), rank=other, knows_optimizer=True)
+    assert (found.name, found.tensors) == ("weight_changed", ("h.0.weight",))
+
+
+def test_a_later_step_of_an_episode_is_explained_by_what_was_measured():
+    """What speaks against bad data is asked at the first step alone."""
+    assert cause().name == "data"
+    assert cause(is_first=False).name == "unknown"
+    jump = trace({"rate_rise": 9.0}, HIGH_LOSS)
+    assert cause(steps=jump, is_first=False).name == "learning_rate"
+
+
+def test_only_a_change_outside_of_the_updates_may_be_the_memory():
+    """An update may write any number that is finite or not."""
+    grown = cause(rank={"states": (state("weight", "h.0.weight", 900.0),)})
+    outside = cause(steps=trace({"num_changed": 1}), rank={"changed": NAMES[1:2]})
+    assert grown.name == outside.name == "weight_changed"
+    assert "memory" not in grown.suggestion
+    assert "memory" in outside.suggestion
+
+
 def test_all_updates_that_are_far_above_the_usual_are_the_optimizers():
     """Also if no single weight's update is an anomaly yet, early in a training."""
     large = {"update_ratio": 0.02}
