@@ -86,7 +86,7 @@ class CulpritFinder:
         """Whether all ranks have judged the last step together."""
         self.judges = Judges(network, state_interval, step)
         """Look at each step, on the device."""
-        self._gatherer = EvidenceGatherer(network, self.judges.states, recorder)
+        self._gatherer = EvidenceGatherer(network, self.judges, recorder)
         self._layers = LayerNames(network)
         self._spike_factor = spike_factor
         self._limit = limit

@@ -5,8 +5,7 @@ from typing import final
 
 from torch import nn
 
-from mfwrap.callbacks.culprit.judges.judges import Judgement
-from mfwrap.callbacks.culprit.judges.state import StateJudge
+from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges
 from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, number_or_none
 from mfwrap.callbacks.culprit.replay.micro_batches import (
@@ -30,15 +29,15 @@ class EvidenceGatherer:
 
     Args:
         network: Network whose buffers are watched; ``None`` if unknown.
-        states: Judge of weights and optimizer state; ``None`` without a network.
+        judges: Judges of the steps.
         recorder: Recorder of the network's calls; ``None`` without a replay.
     """
 
     def __init__(
-        self, network: nn.Module | None, states: StateJudge | None, recorder: StepRecorder | None
+        self, network: nn.Module | None, judges: Judges, recorder: StepRecorder | None
     ) -> None:
         self._buffers = None if network is None else BufferWatch(network)
-        self._states = states
+        self._states, self._settings = judges.states, judges.settings
         self._recorder = recorder
 
     def gather(
@@ -78,6 +77,7 @@ class EvidenceGatherer:
             moved=moved,
             undivided={} if states is None else states.undivided(judgement.optimizer, odd),
             driven=() if states is None else states.driven(risen, judged.travelled()),
+            settings=self._settings.changes(numbers.step),
             changed=judged.changed(),
             states=tuple(risen),
             num_weights=0 if states is None else states.num_weights,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
+from mfwrap.callbacks.culprit.judges.settings import SettingChange
 
 _HEADROOM = 64.0
 """Largest plausible ratio of a gradient's element to the usual norm of its group. The ratio also
@@ -57,6 +58,9 @@ class RankEvidence:
     forward: tuple[ForwardRise, ...] = ()
     """Attention logits and loads of experts that were an anomaly when they were last watched, the
     module that has risen most first."""
+
+    settings: tuple[SettingChange, ...] = ()
+    """Settings that have changed for the first time in the last steps."""
 
     changed: tuple[str, ...] = ()
     """Weights that have changed between the step before and this one."""

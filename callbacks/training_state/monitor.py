@@ -121,7 +121,9 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         known |= self._known | _not_none(known)
         del args
         if self._run is not None:
-            self._run.before_update(state.global_step + 1, known.get("model"))
+            self._run.before_update(
+                state.global_step + 1, known.get("model"), known.get("optimizer")
+            )
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Measure the update that the optimizer has just done."""

@@ -189,18 +189,19 @@ class TrainingStateRun:
         if self._fingerprints is not None:
             self._fingerprints.begin_step(global_step, optimizer)
 
-    def before_update(self, global_step: int, model: nn.Module | None) -> None:
+    def before_update(self, global_step: int, model: nn.Module | None, optimizer: Any) -> None:
         """Write and judge the previous step, before this step's update changes the weights.
 
         Args:
             global_step: Number of this step: the finished steps plus one.
             model: Network, with or without wrappers; ``None`` if unknown.
+            optimizer: Optimizer, with or without wrappers; ``None`` if unknown.
         """
         if self._fingerprints is not None:
             self._fingerprints.end_forward()
         self.flush()
         if self.finder is not None:
-            self.finder.judges.before_update()
+            self.finder.judges.before_update(global_step, optimizer)
         if self._fingerprints is not None:
             self._fingerprints.before_update(global_step, model)
 

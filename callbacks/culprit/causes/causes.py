@@ -297,6 +297,18 @@ def _replay(evidence: CauseEvidence) -> Cause | None:
     return None
 
 
+def _setting(evidence: CauseEvidence) -> Cause | None:
+    changes = evidence.blamed.settings
+    if not changes:
+        return None
+    others = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
+    return Cause(
+        "setting",
+        f"{changes[0]}{others}",
+        "look at what sets it, and whether it was meant",
+    )
+
+
 def _dead_layer(evidence: CauseEvidence) -> Cause | None:
     has_vanished = evidence.kind == "vanishing_gradient" and evidence.global_norm == 0
     if evidence.kind != "zero_gradient" and not has_vanished:
@@ -360,6 +372,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _epsilon,
     _changed_outside,
     large_from_the_start,
+    _setting,
     forward_cause,
     _ruined_state,
     _optimizer_state,

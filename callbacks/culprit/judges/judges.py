@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mfwrap import StepReport
 from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores, JudgedForward
+from mfwrap.callbacks.culprit.judges.settings import SettingWatch
 from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
 from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample
@@ -60,6 +61,7 @@ class Judges:
     def __init__(self, network: nn.Module | None, state_interval: int, step: int = 0) -> None:
         self.states = None if network is None else StateJudge(network, step)
         self.forward = ForwardJudge()
+        self.settings = SettingWatch(network)
         self._network = network
         self._interval = state_interval
         self._steps: StepJudge | None = None
@@ -80,9 +82,15 @@ class Judges:
         if self._updates is not None and not self._hears_updates:
             self._updates.begin()
 
-    def before_update(self) -> None:
-        """Tell changes of the weights up to here from the update that follows."""
+    def before_update(self, step: int, optimizer: Any) -> None:
+        """Tell changes of the weights up to here from the update that follows.
+
+        Args:
+            step: Number of this step: the finished steps plus one.
+            optimizer: Optimizer with or without wrappers; ``None`` if unknown.
+        """
         self._hears_updates = True
+        self.settings.look(step, optimizer)
         if self._updates is not None:
             self._updates.begin()
 
@@ -111,6 +119,8 @@ class Judges:
             optimizer: Optimizer with or without wrappers; ``None`` if unknown.
             measures_updates: Whether the weights have changed by one update since the last call.
         """
+        if not self._hears_updates:
+            self.settings.look(step, optimizer)
         loss = output if isinstance(output, Tensor) else output.loss
         norms = getattr(output, "local_norm", None)
         names = () if report is None or norms is None else tuple(report.local_norm_names)

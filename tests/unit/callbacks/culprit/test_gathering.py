@@ -30,7 +30,7 @@ def gathered(*, is_first: bool = True, loss: float = 1.0, records: bool = True):
     network = Network()
     recorder = StepRecorder(network) if records else None
     judges = Judges(network, 10)
-    gatherer = EvidenceGatherer(network, judges.states, recorder)
+    gatherer = EvidenceGatherer(network, judges, recorder)
     for step in (1, 2, 3):
         if step == 3:
             network.linear.weight.data += 100

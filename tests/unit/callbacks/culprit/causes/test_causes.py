@@ -6,6 +6,7 @@ import math
 import pytest
 
 from mfwrap.callbacks.culprit.causes.evidence import Cause
+from mfwrap.callbacks.culprit.judges.settings import SettingChange
 from mfwrap.callbacks.culprit.replay.replay import Origin
 from mfwrap.callbacks.culprit.replay.verdict import Verdict
 from support.cause_evidence import HIGH_LOSS, NAMES, NAN, RANK, cause, state, trace
@@ -96,6 +97,14 @@ def test_only_a_change_outside_of_the_updates_may_be_the_memory():
     assert grown.name == outside.name == "weight_changed"
     assert "memory" not in grown.suggestion
     assert "memory" in outside.suggestion
+
+
+def test_a_setting_that_has_changed():
+    """It explains what a comparison of steps would explain otherwise."""
+    changes = tuple(SettingChange(f"`{name}` of drop", 0.1, 0.9, 12) for name in ("p", "q"))
+    found = cause(rank={"settings": changes})
+    assert found.name == "setting"
+    assert "`p` of drop changed from 0.1 to 0.9 in step 12, and 1 more" in found.explanation
 
 
 def test_all_updates_that_are_far_above_the_usual_are_the_optimizers():

@@ -124,7 +124,7 @@ def test_what_a_loop_does_around_the_update_is_no_update():
     def step(number, before, update, after):
         judges.begin_step()
         network.weight.data.add_(before)
-        judges.before_update()
+        judges.before_update(number, None)
         network.weight.data.add_(update)
         judges.after_update()
         network.weight.data.add_(after)

@@ -1,0 +1,130 @@
+"""Notice when a setting of the program changes: of the optimizer, of a module, or a mode."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
+
+_QUIET = 3
+"""Number of steps without a change after which one is unusual: a schedule changes a setting from
+the start on."""
+
+_RECENT = 20
+"""Number of steps for which a change may explain an anomaly."""
+
+_OF_STEPS = frozenset({"params", "lr", "initial_lr", "step"})
+"""Entries of a parameter group that are no settings, or judged elsewhere."""
+
+_MODE = "training"
+
+
+class SettingChange(NamedTuple):
+    """A setting that has changed for the first time."""
+
+    name: str
+    before: Any
+    now: Any
+    step: int
+    """First step with the new value."""
+
+    def __str__(self) -> str:
+        """Say what has changed, in a clause."""
+        return f"{self.name} changed from {self.before} to {self.now} in step {self.step}"
+
+
+@final
+class SettingWatch:
+    """Compare the settings of each step with those of the step before, on the host.
+
+    Settings are the numbers in the parameter groups but for the learning rate, and the mode and all
+    attributes of type float of each module, such as the probability of a dropout, also those in a
+    dictionary or a configuration that it holds. Reads no tensor.
+
+    Args:
+        network: Network; ``None`` if unknown.
+    """
+
+    def __init__(self, network: nn.Module | None) -> None:
+        self._places = [] if network is None else list(_places(unwrapped_network(network)))
+        self._of_modules: list[Any] | None = None
+        self._of_optimizer: dict[str, Any] = {}
+        self._first_step = 0
+        self._known: set[str] = set()
+        self._recent: list[SettingChange] = []
+
+    def look(self, step: int, optimizer: Any) -> None:
+        """Compare the settings of a step with those before.
+
+        Args:
+            step: Number of the step.
+            optimizer: Optimizer with or without wrappers; ``None`` if unknown.
+        """
+        before, now = self._of_modules, [owner.get(name) for _, owner, name in self._places]
+        self._of_modules = now
+        groups_before, groups = self._of_optimizer, _of_groups(optimizer)
+        self._of_optimizer = groups
+        if before is None:
+            self._first_step = step
+            return
+        if now != before:
+            for (module, _, name), old, new in zip(self._places, before, now, strict=True):
+                if new != old:
+                    self._note(SettingChange(f"`{name}` of {module}", old, new, step))
+        if groups != groups_before:
+            for name, new in groups.items():
+                old = groups_before.get(name, new)
+                if new != old:
+                    self._note(SettingChange(name, old, new, step))
+
+    def _note(self, change: SettingChange) -> None:
+        if change.name in self._known:
+            return
+        self._known.add(change.name)
+        if change.step - self._first_step >= _QUIET:
+            self._recent = [one for one in self._recent if change.step - one.step < _RECENT]
+            self._recent.append(change)
+
+    def changes(self, step: int) -> tuple[SettingChange, ...]:
+        """Return the changes that may explain an anomaly of a step, the first one first."""
+        return tuple(one for one in self._recent if 0 <= step - one.step < _RECENT)
+
+
+def _places(network: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield name of a module, the dictionary that holds a setting, and the setting's name."""
+    seen = set()
+    for name, module in network.named_modules():
+        where = name or "the network"
+        yield where, vars(module), _MODE
+        for owner in (vars(module), *filter(None, map(_settings_in, vars(module).values()))):
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for key, value in owner.items():
+                if type(key) is str and type(value) is float:
+                    yield where, owner, key
+
+
+def _settings_in(value: Any) -> dict[str, Any] | None:
+    """Return the entries of a dictionary, or the attributes of a configuration."""
+    if isinstance(value, dict):
+        return value
+    is_other = isinstance(value, (nn.Module, Tensor)) or callable(value)
+    return None if is_other else getattr(value, "__dict__", None)
+
+
+def _of_groups(optimizer: Any) -> dict[str, Any]:
+    """Return the numbers in the parameter groups of an optimizer, by a name that can be shown."""
+    inner = unwrapped_optimizer(optimizer)
+    if not isinstance(inner, Optimizer):
+        return {}
+    found = {}
+    for number, group in enumerate(inner.param_groups):
+        of = "the optimizer" if len(inner.param_groups) == 1 else f"parameter group {number}"
+        for key, value in group.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            if key not in _OF_STEPS and all(type(each) in {float, int, bool} for each in numbers):
+                found[f"`{key}` of {of}"] = value
+    return found
