@@ -20,6 +20,7 @@ from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
 from mfwrap.callbacks.culprit.rank_evidence import (
     RankEvidence,
     is_explained_by_scale,
+    is_scale_alone,
     number_or_none,
 )
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, indices_of
@@ -140,6 +141,9 @@ class CulpritFinder:
             return None
         is_exact = not weights_have_moved
         verdicts = self._replayed_on_all(step, own, is_exact=is_exact)
+        if is_scale_alone(ranks, [each and each.unscaled_norm for each in verdicts]):
+            self.num_scale_overflows += 1
+            return None
         blamed = blamed_ranks(ranks, verdicts)
         first = ranks[blamed[0]] if blamed else own
         verdict = verdicts[first.rank]

@@ -164,6 +164,26 @@ def is_explained_by_scale(evidence: Sequence[RankEvidence], limit: float) -> boo
     return max(expected) * loss_scale >= limit
 
 
+def is_scale_alone(
+    evidence: Sequence[RankEvidence], unscaled_norms: Sequence[float | None]
+) -> bool:
+    """Tell whether replays without the loss scale have shown that it alone is at fault.
+
+    This is true if the gradients were finite there, and no larger than usual, on each rank at
+    fault.
+
+    Args:
+        evidence: Evidence of all ranks.
+        unscaled_norms: Norm of each rank's gradients without the loss scale, ``None`` if unknown.
+    """
+    if any(not math.isfinite(each.loss) or each.weights or each.buffers for each in evidence):
+        return False
+    norms = [norm for each, norm in zip(evidence, unscaled_norms, strict=True) if each.has_fault]
+    known = [norm for norm in norms if norm is not None and math.isfinite(norm)]
+    limit = _with_headroom(evidence[0].usual_global_norm)
+    return bool(norms) and len(known) == len(norms) and max(known) <= limit
+
+
 def _largest_plausible(
     evidence: RankEvidence, number: int, usual_global_norm: float | None
 ) -> float:

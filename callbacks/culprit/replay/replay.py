@@ -22,6 +22,8 @@ from mfwrap.callbacks.culprit.replay.recorder import (
 )
 from mfwrap.compatibility.torch import post_accumulate_hooks
 from mfwrap.tensors.module_hooks import keep_out_of_copies
+from mfwrap.tensors.norms import norms_of_each
+from mfwrap.tensors.shards import local_tensors
 
 
 class Origin(NamedTuple):
@@ -73,6 +75,32 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
             if origin is not None:
                 return origin._replace(micro_batch=number, indices=indices_of(network, inputs))
     return None
+
+
+def unscaled_norm(recorder: StepRecorder, loss_scale: float) -> float:
+    """Run the last step again without its loss scale, and return a bound of its gradients' norm.
+
+    The bound is the sum of the norms of the micro-batches: NaN or infinite if a gradient is, 0
+    without a loss. Otherwise as `replay_step`.
+
+    Args:
+        recorder: Recorder that holds the inputs.
+        loss_scale: Loss scale of the step.
+    """
+    total = 0.0
+    with undisturbed(recorder):
+        for call in recorder.last_step:
+            call.random.restore(recorder.device)
+            with gradients_aside(recorder.network) as weights, torch.enable_grad():
+                with call.autocast():
+                    loss = loss_of(recorder.network(*call.positional, **call.keywords))
+                if loss is None or not loss.requires_grad:
+                    continue
+                seed = call.loss_gradient
+                loss.backward(torch.ones_like(loss) if seed is None else seed / loss_scale)
+                gradients = [weight.grad for weight in weights.values() if weight.grad is not None]
+                total += norms_of_each(local_tensors(gradients), loss.device).norm().item()
+    return total
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
-from mfwrap.callbacks.culprit.replay.replay import Origin, replay_step
+from mfwrap.callbacks.culprit.replay.replay import Origin, replay_step, unscaled_norm
 
 
 class Verdict(NamedTuple):
@@ -24,6 +24,10 @@ class Verdict(NamedTuple):
 
     num_clean: int = 0
     """Number of replays in which all values were finite."""
+
+    unscaled_norm: float | None = None
+    """Bound of the norm of this rank's gradients in a replay without the loss scale, if only the
+    gradients were non-finite; ``None`` without such a replay."""
 
 
 def verdict_of(
@@ -44,7 +48,9 @@ def verdict_of(
     try:
         origin = replay_step(recorder, loss_scale)
         if origin is not None:
-            return Verdict("reproduced", "", origin)
+            asks_scale = origin.where == "gradient" and loss_is_finite and loss_scale > 1
+            norm = unscaled_norm(recorder, loss_scale) if asks_scale else None
+            return Verdict("reproduced", "", origin, unscaled_norm=norm)
         outside = outside_of_replay(recorder, loss_is_finite=loss_is_finite)
         if outside is not None:
             return Verdict("not_covered", outside, num_clean=1)

@@ -5,7 +5,11 @@ import math
 import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm
-from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, is_explained_by_scale
+from mfwrap.callbacks.culprit.rank_evidence import (
+    RankEvidence,
+    is_explained_by_scale,
+    is_scale_alone,
+)
 
 INF, NAN = math.inf, math.nan
 FLOAT16 = 65504.0
@@ -82,6 +86,31 @@ def test_without_any_usual_norm_every_scale_explains_an_overflow():
     unknown = evidence(names=(), norms=(), usual_norms=(), loss_scale=2.0)
 
     assert is_explained_by_scale([unknown], FLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("norms", "is_alone"),
+    [((2.0, None), True), ((63.0, 9e9), True), ((65.0, None), False), ((NAN, None), False)],
+)
+def test_a_replay_without_the_scale(norms, is_alone):
+    """The scale is at fault if the gradients of the rank at fault are ordinary without it."""
+    ranks = [
+        evidence(usual_global_norm=1.0),
+        evidence(rank=1, norms=(2.0, 3.0), usual_global_norm=1.0),
+    ]
+
+    assert is_scale_alone(ranks, norms) is is_alone
+
+
+def test_ranks_without_a_replay():
+    """Each rank at fault must have run the step again; a weight that has grown is a fault."""
+    both = [evidence(), evidence(rank=1)]
+
+    assert is_scale_alone(both, (2.0, 2.0))
+    assert not is_scale_alone(both, (2.0, None))
+    assert not is_scale_alone([evidence(norms=(2.0, 3.0))], (None,))
+    grown = evidence(states=(risen("b"),), num_weights=8)
+    assert not is_scale_alone([grown], (2.0,))
 
 
 def risen(name: str, kind: str = "weight") -> StateNorm:

@@ -99,6 +99,38 @@ def test_a_factor_that_only_spoils_the_gradient():
     assert "got a non-finite gradient" in found.detail
 
 
+class Half(nn.Module):
+    """A network that computes in float16 by itself; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, inputs):
+        """Return the mean square of outputs in float16."""
+        return self.linear(inputs).half().square().mean(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_a_scale_that_is_too_high_for_a_part_of_the_network(is_spoilt):
+    """A replay without the loss scale has the gradients that the step would have had."""
+    network, scale = Half(), 2.0**40
+    inputs = torch.randn(3, 2)
+    network(inputs).backward()
+    norm = torch.stack([p.grad.norm() for p in network.parameters()]).norm()
+    if is_spoilt:
+        network.linear.weight.register_hook(lambda gradient: gradient * math.nan)
+    recorder = StepRecorder(network)
+    (network(inputs) * scale).backward()
+    recorder.end_step()
+
+    found = verdict_of(recorder, scale, loss_is_finite=True, is_exact=True)
+
+    assert (found.result, found.origin.where) == ("reproduced", "gradient")
+    expected = math.nan if is_spoilt else norm.item()
+    assert found.unscaled_norm == pytest.approx(expected, rel=1e-3, nan_ok=True)
+
+
 @pytest.mark.parametrize(
     ("error", "detail"),
     [
