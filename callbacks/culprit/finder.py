@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 from torch import nn
 
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, Kind
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, Anomaly, Kind
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.episodes import Episodes
@@ -25,6 +25,8 @@ from mfwrap.callbacks.culprit.rank_evidence import (
 )
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, indices_of
 from mfwrap.callbacks.culprit.replay.replay import Origin, origin_of_loss
+from mfwrap.callbacks.culprit.replay.rows import RowSearch
+from mfwrap.callbacks.culprit.replay.samples import SampleSearch, may_be_in_rows, with_samples
 from mfwrap.callbacks.culprit.replay.verdict import Verdict, verdict_of
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import all_ranks_meet, gather_objects, num_ranks
@@ -34,6 +36,9 @@ _MOST_GROUPS = 8
 
 _TRACE = 10
 """Number of steps whose scores are kept, at least."""
+
+_NOT_IN_ROWS = frozenset({"weight", "weights", "targets"})
+"""Places of a fault for which all rows are alike."""
 
 _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
 """Places at which a weight that has grown may show; ``None`` without a replay."""
@@ -45,6 +50,8 @@ class _HostStep(NamedTuple):
     numbers: StepNumbers
     judgement: Judgement
     scores: StepScores
+    weights_have_moved: bool
+    """Whether a later update has already changed the weights."""
 
 
 @final
@@ -67,6 +74,7 @@ class CulpritFinder:
         state_interval: Steps from one sample of weights, optimizer state and buffers to the next.
         step: Finished steps.
         recorder: Records the inputs of steps for a replay; ``None`` turns the replay off.
+        samples: Searches the rows of the recorder; ``None`` turns the search off.
     """
 
     def __init__(
@@ -78,8 +86,10 @@ class CulpritFinder:
         state_interval: int = 10,
         step: int = 0,
         recorder: StepRecorder | None = None,
+        samples: SampleSearch | None = None,
     ) -> None:
         self.recorder = recorder
+        self._samples = samples
         self.episodes = Episodes(state_interval)
         self.num_scale_overflows = 0
         """Number of overflows so far that happened only because the loss scale was too high."""
@@ -87,7 +97,7 @@ class CulpritFinder:
         """Whether all ranks have judged the last step together."""
         self.judges = Judges(network, state_interval, step)
         """Look at each step, on the device."""
-        self._gatherer = EvidenceGatherer(network, self.judges, recorder)
+        self._gatherer = EvidenceGatherer(network, self.judges, recorder, samples)
         self._layers = LayerNames(network)
         self._spike_factor = spike_factor
         self._limit = limit
@@ -114,13 +124,13 @@ class CulpritFinder:
             scores: Its summary, on the host.
             weights_have_moved: Whether a later update has already changed the weights.
         """
-        step = _HostStep(numbers, judgement, scores.step)
+        step = _HostStep(numbers, judgement, scores.step, weights_have_moved)
         applied = not (numbers.overflow or numbers.skipped)
         self._trace.append(StepTrace(numbers.step, applied, scores.step))
         self._kinds.follow(scores.step, applied=applied)
         self.is_shared = numbers.overflow
         if numbers.overflow:
-            return self._overflow(step, weights_have_moved=weights_have_moved)
+            return self._overflow(step)
         kind = self._kinds.shared(numbers, scores)
         if kind is not None:
             # The state of this rank may differ, so that it finds the anomaly alone.
@@ -132,14 +142,14 @@ class CulpritFinder:
             return self._lone_loss(step)
         return self._finite(kinds, step) if kinds else None
 
-    def _overflow(self, step: _HostStep, *, weights_have_moved: bool) -> Anomaly | None:
+    def _overflow(self, step: _HostStep) -> Anomaly | None:
         numbers = step.numbers
         own = self._own_evidence("gradient_not_finite", step)
         ranks = gather_objects(own)
         if is_explained_by_scale(ranks, self._limit):
             self.num_scale_overflows += 1
             return None
-        is_exact = not weights_have_moved
+        is_exact = not step.weights_have_moved
         verdicts = self._replayed_on_all(step, own, is_exact=is_exact)
         if is_scale_alone(ranks, [each and each.unscaled_norm for each in verdicts]):
             self.num_scale_overflows += 1
@@ -168,7 +178,19 @@ class CulpritFinder:
         )
         if verdict is not None:
             found = _with_replay(found, verdict, is_exact=is_exact)
-        return self._completed(found, step, ranks, origin=shown, verdict=verdict)
+        found = self._completed(found, step, ranks, origin=shown, verdict=verdict)
+        may_be_in_rows = where not in _NOT_IN_ROWS and found.replay in {None, "reproduced"}
+        search = self._searched(found.kind, step) if may_be_in_rows else None
+        # A rank may have had an anomaly of its own, so that this step is not its first.
+        return with_samples(found, gather_objects(search))
+
+    def _searched(self, kind: Kind, step: _HostStep) -> RowSearch | None:
+        """Return the rows of this rank that stand out in a step that is not finite."""
+        if self._samples is None or not self._is_first(kind, step):
+            return None
+        return self._samples.search(
+            step.numbers, is_finite=False, weights_have_moved=step.weights_have_moved
+        )
 
     def _is_first(self, kind: Kind, step: _HostStep) -> bool:
         """Tell whether a step begins an episode.
@@ -179,7 +201,14 @@ class CulpritFinder:
         return not self.episodes.goes_on(step.numbers.step, kind, is_shared=self.is_shared)
 
     def _own_evidence(self, kind: Kind, step: _HostStep) -> RankEvidence:
-        return self._gatherer.gather(*step, is_first=self._is_first(kind, step))
+        return self._gatherer.gather(
+            step.numbers,
+            step.judgement,
+            step.scores,
+            is_first=self._is_first(kind, step),
+            is_in_rows=kind not in NON_FINITE and may_be_in_rows(kind),
+            weights_have_moved=step.weights_have_moved,
+        )
 
     def _replayed_on_all(
         self, step: _HostStep, own: RankEvidence, *, is_exact: bool
@@ -217,7 +246,9 @@ class CulpritFinder:
             found = dataclasses.replace(found, micro_batch=number, indices=indices)
             if origin.where == "targets":
                 found = dataclasses.replace(found, where=origin.where, name=origin.name)
-        return self._completed(found, step, [own], origin=origin)
+        found = self._completed(found, step, [own], origin=origin)
+        search = None if found.where in _NOT_IN_ROWS else self._searched(found.kind, step)
+        return with_samples(found, [search])
 
     def _finite(self, kinds: Sequence[Kind], step: _HostStep) -> Anomaly | None:
         """Return the anomaly of a step with finite gradients.
@@ -265,7 +296,8 @@ class CulpritFinder:
             num_groups=sum(rise >= self._spike_factor for rise, _, _ in rises),
             since=sample_before + 1 if by_sample else None,
         )
-        return self._completed(found, step, ranks)
+        found = self._completed(found, step, ranks)
+        return with_samples(found, [each.search for each in ranks])
 
     def _completed(
         self,

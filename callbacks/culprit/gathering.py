@@ -11,10 +11,11 @@ from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, number_or_none
 from mfwrap.callbacks.culprit.replay.micro_batches import (
     factor_change,
     factors_of,
-    loss_again,
+    losses_again,
     losses_of,
 )
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.non_finite import BufferWatch
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
@@ -31,17 +32,30 @@ class EvidenceGatherer:
         network: Network whose buffers are watched; ``None`` if unknown.
         judges: Judges of the steps.
         recorder: Recorder of the network's calls; ``None`` without a replay.
+        samples: Searches rows of finite steps; ``None`` without a replay.
     """
 
     def __init__(
-        self, network: nn.Module | None, judges: Judges, recorder: StepRecorder | None
+        self,
+        network: nn.Module | None,
+        judges: Judges,
+        recorder: StepRecorder | None,
+        samples: SampleSearch | None = None,
     ) -> None:
         self._buffers = None if network is None else BufferWatch(network)
         self._states, self._settings = judges.states, judges.settings
         self._recorder = recorder
+        self._samples = samples
 
     def gather(
-        self, numbers: StepNumbers, judgement: Judgement, scores: StepScores, *, is_first: bool
+        self,
+        numbers: StepNumbers,
+        judgement: Judgement,
+        scores: StepScores,
+        *,
+        is_first: bool,
+        is_in_rows: bool,
+        weights_have_moved: bool,
     ) -> RankEvidence:
         """Return this rank's evidence. Synchronizes with the device; starts no collective.
 
@@ -49,7 +63,10 @@ class EvidenceGatherer:
             numbers: Loss, norm and other numbers of the step.
             judgement: What the judges found in the step.
             scores: Its scores, on the host.
-            is_first: Whether the step before was good. Only then is its loss computed again.
+            is_first: Whether the step begins an episode. Only then is the loss of the step before
+                computed again.
+            is_in_rows: Whether rows of a finite step may be at fault, and are searched.
+            weights_have_moved: Whether a later update has already changed the weights.
         """
         judged, states, recorder = judgement.step, self._states, self._recorder
         calls = [] if recorder is None else recorder.last_step
@@ -58,10 +75,16 @@ class EvidenceGatherer:
         risen = [] if states is None else states.risen(numbers.step, judgement.optimizer)
         moved = judged.moved()
         odd = {*moved, *(one.name for one in risen if one.kind == "weight")}
-        earlier_loss = None
+        earlier_losses: tuple[tuple[float, float], ...] = ()
         if recorder is not None and is_first and math.isfinite(numbers.loss):
-            earlier_loss = loss_again(recorder)
+            earlier_losses = losses_again(recorder)
+        search = None
+        if self._samples is not None and is_first and is_in_rows:
+            search = self._samples.search(
+                numbers, is_finite=True, weights_have_moved=weights_have_moved
+            )
         return RankEvidence(
+            search=search,
             forward=() if judgement.forward is None else judgement.forward.rises(),
             rank=this_rank(),
             loss=numbers.loss,
@@ -84,7 +107,7 @@ class EvidenceGatherer:
             micro_losses=losses_of(calls),
             factors=factors,
             factor_change=factor_change(factors, earlier_factors),
-            earlier_loss=earlier_loss,
+            earlier_losses=earlier_losses,
             buffers=()
             if self._buffers is None
             else tuple(self._buffers.newly_bad()[:_MOST_BUFFERS]),

@@ -1,12 +1,14 @@
 """Evidence of each rank about a bad step, and whether the loss scale explains the step."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
 from mfwrap.callbacks.culprit.judges.settings import SettingChange
+from mfwrap.callbacks.culprit.replay.rows import RowSearch
 
 _HEADROOM = 64.0
 """Largest plausible ratio of a gradient's element to the usual norm of its group. The ratio also
@@ -80,8 +82,12 @@ class RankEvidence:
     factor_change: float | None = None
     """Ratio of these gradients to those of the step before; ``None`` if unknown."""
 
-    earlier_loss: tuple[float, float] | None = None
-    """Loss of the step before, then and with the present weights; ``None`` if unknown."""
+    earlier_losses: tuple[tuple[float, float], ...] = ()
+    """Loss of each micro-batch of the step before, then and with the present weights; empty if
+    unknown."""
+
+    search: RowSearch | None = None
+    """Rows that stand out; ``None`` if they were not searched."""
 
     buffers: tuple[str, ...] = ()
     """Names of the buffers that have become non-finite since the previous bad step."""
@@ -107,6 +113,14 @@ class RankEvidence:
     def odd_weights(self) -> set[str]:
         """Names of all weights that have moved, risen or become non-finite."""
         return {*(each.name for each in self._risen_weights), *self.moved}
+
+    @property
+    def earlier_loss(self) -> tuple[float, float] | None:
+        """Mean loss of the step before, then and with the present weights; ``None`` if unknown."""
+        if not self.earlier_losses:
+            return None
+        then, again = (statistics.fmean(each) for each in zip(*self.earlier_losses, strict=True))
+        return then, again
 
     @property
     def bad_groups(self) -> list[int]:

@@ -1,15 +1,19 @@
 """Make the finder that the settings of the training state monitor request."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import TrainingArguments
 
 from mfwrap.callbacks.culprit.finder import CulpritFinder
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.compatibility.accelerate import computes_in_autocast
 from mfwrap.compatibility.torch import COMPILED_MODULE
+from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import unwrapped_network
 
 _LARGEST_FLOAT16 = 65504.0
@@ -22,6 +26,9 @@ def new_finder(
     args: TrainingArguments | None,
     model: nn.Module | None,
     global_step: int,
+    *,
+    tokenizer: Any = None,
+    row_places: RowPlaces | None = None,
 ) -> CulpritFinder:
     """Return the finder of a run.
 
@@ -32,14 +39,26 @@ def new_finder(
         args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         model: Network, with its wrappers; ``None`` if unknown.
         global_step: Finished steps.
+        tokenizer: Decodes the texts of samples; ``None`` if unknown.
+        row_places: Tells where rows are in the training data; ``None`` if that is unknown.
     """
+    recorder = _recorder(model, args) if settings.replay else None
+    samples = None
+    if recorder is not None:
+        samples = SampleSearch(
+            recorder,
+            shows_texts=settings.show_samples,
+            tokenizer=tokenizer,
+            row_places=row_places,
+        )
     return CulpritFinder(
         None if model is None else unwrapped_network(model),
         spike_factor=settings.spike_factor,
         limit=_largest_gradient(model, args),
         state_interval=settings.state_interval,
         step=global_step,
-        recorder=_recorder(model, args) if settings.replay else None,
+        recorder=recorder,
+        samples=samples,
     )
 
 

@@ -18,7 +18,6 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Scores
-from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.step_values import (
@@ -103,7 +102,11 @@ class TrainingStateRun:
         threshold = settings.global_norm_spike_threshold
         self.clock = StepClock(settings.clock)
         self.finder = (
-            new_finder(settings, args, model, global_step) if settings.find_culprit else None
+            new_finder(
+                settings, args, model, global_step, tokenizer=tokenizer, row_places=row_places
+            )
+            if settings.find_culprit
+            else None
         )
         self.last_step = global_step
         self.bad_steps: deque[BadSteps] = deque(maxlen=_MOST_BAD_STEPS)
@@ -127,14 +130,6 @@ class TrainingStateRun:
         )
         self._is_watched = False
         self._recorder = None if self.finder is None else self.finder.recorder
-        self._samples: SampleSearch | None = None
-        if self._recorder is not None:
-            self._samples = SampleSearch(
-                self._recorder,
-                shows_texts=settings.show_samples,
-                tokenizer=tokenizer,
-                row_places=row_places,
-            )
         self._fingerprints: FingerprintRecorder | None = None
         if settings.fingerprints and folder is not None:
             self._fingerprints = FingerprintRecorder(
@@ -455,10 +450,6 @@ class TrainingStateRun:
                 weights_have_moved=weights_have_moved,
             )
             is_shared = self.finder.is_shared
-            if anomaly is not None and self._samples is not None:
-                anomaly = self._samples.added_to(
-                    anomaly, numbers, is_shared=is_shared, weights_have_moved=weights_have_moved
-                )
             episode = self.finder.episodes.last
             if anomaly is not None or (episode is not None and not episode.is_over):
                 self._log.add(anomaly, numbers, is_shared=is_shared)

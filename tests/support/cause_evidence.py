@@ -39,6 +39,7 @@ RANK = RankEvidence(
     scores=(0.0, 0.0, 0.0),
     usual_loss=3.0,
     num_weights=8,
+    earlier_losses=((3.0, 3.0),),
 )
 HIGH_LOSS: dict[str, Any] = {"loss": 20.0, "global_norm": 4.0}
 

@@ -4,12 +4,19 @@ import math
 from collections.abc import Callable, Sequence
 
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE, StateNorm
-from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, has_moved_far, outlier
+from mfwrap.callbacks.culprit.causes.data import bad_data
+from mfwrap.callbacks.culprit.causes.evidence import (
+    LARGE_UPDATE,
+    Cause,
+    CauseEvidence,
+    has_higher_loss,
+    has_moved_far,
+    outlier,
+)
 from mfwrap.callbacks.culprit.causes.forward import forward_cause, forward_finding
 from mfwrap.callbacks.culprit.causes.loss import (
     scaled_loss,
     scaled_outside,
-    shifted_loss,
     vanished,
 )
 from mfwrap.callbacks.culprit.causes.rate import (
@@ -24,12 +31,6 @@ from mfwrap.callbacks.culprit.replay.replay import Origin
 
 _UPDATE_RISE = 5.0
 """Smallest ratio of the middle weight's update to those of the steps before that is unusual."""
-
-_LARGE_UPDATE = 2.5
-"""Smallest such ratio that may have spoilt the weights."""
-
-_ORDINARY_RATIO = 0.05
-"""Largest ratio of an update to its weights that does not explain a rise of the loss."""
 
 
 def cause_of(evidence: CauseEvidence) -> Cause:
@@ -161,7 +162,7 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
             names = [one.name for one in ruined or states]
             # A few states that have risen do not explain that most weights have moved.
             return _of_optimizer(f"{what}: {_change(states[0])}", names if is_local else ())
-        is_alone = is_local and rise < _LARGE_UPDATE
+        is_alone = is_local and rise < LARGE_UPDATE
         if moved and evidence.knows_optimizer and is_alone:
             return _weight_changed(
                 each.step,
@@ -169,7 +170,7 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
                 "although gradients, learning rate and the optimizer's state were ordinary",
                 moved,
             )
-        return _of_optimizer(what, moved if rise < _LARGE_UPDATE else ())
+        return _of_optimizer(what, moved if rise < LARGE_UPDATE else ())
     return None
 
 
@@ -324,7 +325,7 @@ def _dead_layer(evidence: CauseEvidence) -> Cause | None:
 
 
 def _gradient(evidence: CauseEvidence) -> Cause | None:
-    loss_has_risen = any(map(_has_higher_loss, evidence.ranks))
+    loss_has_risen = any(map(has_higher_loss, evidence.ranks))
     if evidence.layer is None or loss_has_risen or evidence.kind not in _OF_GRADIENTS:
         return None
     return Cause(
@@ -332,35 +333,6 @@ def _gradient(evidence: CauseEvidence) -> Cause | None:
         f"only the gradients of {evidence.layer} have risen, the loss has not",
         "look at hooks and custom backwards of this layer",
         is_in_layer=True,
-    )
-
-
-def _data(evidence: CauseEvidence) -> Cause | None:
-    blamed = evidence.blamed
-    if not _has_higher_loss(blamed) or _weights_are_worse(evidence):
-        return None
-    if blamed.earlier_loss is None and not _is_ordinary(evidence):
-        return None
-    if any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before):
-        return None
-    if (shifted := shifted_loss(evidence)) is not None:
-        return shifted
-    others = [each for each in evidence.ranks if each.rank != blamed.rank]
-    number = outlier(blamed.micro_losses)
-    if others and not any(map(_has_higher_loss, others)):
-        return Cause(
-            "rank_data",
-            f"only the loss of rank {blamed.rank} has risen, to {blamed.loss:.4g}",
-            "look at the data of this rank",
-            micro_batch=number,
-        )
-    where = "this step" if number is None else f"micro-batch {number}"
-    return Cause(
-        "data",
-        f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g}) on the data of "
-        f"{where}, while weights and updates were ordinary",
-        "look at the samples of these steps",
-        micro_batch=number,
     )
 
 
@@ -385,7 +357,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     scaled_loss,
     _dead_layer,
     _gradient,
-    _data,
+    bad_data,
     growing_updates,
     large_updates,
 )
@@ -397,29 +369,9 @@ _INFERRED = (
     vanished,
     scaled_loss,
     _gradient,
-    _data,
+    bad_data,
 )
 """Rules that compare a step with the steps before, which must have been good."""
-
-
-def _has_higher_loss(rank: RankEvidence) -> bool:
-    return rank.loss_score > LIMITS["loss"] / 2
-
-
-def _weights_are_worse(evidence: CauseEvidence) -> bool:
-    """Tell whether the present weights raise the loss of the step before as much as this step's."""
-    blamed = evidence.blamed
-    if blamed.earlier_loss is None:
-        return False
-    # As ratios: the loop may divide the losses of the micro-batches by another number.
-    then, again = blamed.earlier_loss
-    return not (again - then) / abs(then) < 0.4 * (blamed.loss / blamed.usual_loss - 1)
-
-
-def _is_ordinary(evidence: CauseEvidence) -> bool:
-    """Tell whether the updates before were small, so that the weights cannot explain a rise."""
-    ratios = [each.scores.update_ratio for each in evidence.before]
-    return bool(ratios) and all(ratio < _ORDINARY_RATIO for ratio in ratios)
 
 
 def _change(state: StateNorm) -> str:

@@ -16,6 +16,10 @@ _FEW_STEPS = 3
 """Number of steps before an anomaly among which an update may be its cause."""
 
 
+LARGE_UPDATE = 2.5
+"""Smallest such ratio that may have spoilt the weights."""
+
+
 class Cause(NamedTuple):
     """Cause of an anomaly in words."""
 
@@ -154,3 +158,8 @@ def outlier(values: Sequence[float]) -> int | None:
         if others and abs(value) > 5 * others[len(others) // 2]:
             return number
     return None
+
+
+def has_higher_loss(rank: RankEvidence) -> bool:
+    """Tell whether the loss of a rank has clearly risen."""
+    return rank.loss_score > LIMITS["loss"] / 2

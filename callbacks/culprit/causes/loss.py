@@ -61,24 +61,13 @@ def scaled_loss(evidence: CauseEvidence) -> Cause | None:
     )
 
 
-def shifted_loss(evidence: CauseEvidence) -> Cause | None:
-    """Find a summand of the loss: the loss has risen, and no gradient has.
-
-    Ask only if weights and updates do not explain that the loss has risen.
-    """
+def has_ordinary_gradients(evidence: CauseEvidence) -> bool:
+    """Tell whether the loss has risen, and no gradient has."""
     blamed = evidence.blamed
     scores = [*blamed.scores, evidence.now.scores.global_norm]
     judged = [score for score in scores if not math.isnan(score)]
     is_calm = bool(judged) and max(map(abs, judged)) < _CALM
-    if evidence.kind != "loss_spike" or not is_calm or len(blamed.scores) < _FEWEST_GROUPS:
-        return None
-    return Cause(
-        "loss",
-        f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g}), and the gradients "
-        "of all layers are ordinary",
-        "look for a term of the loss that does not depend on the weights",
-        micro_batch=outlier(blamed.micro_losses),
-    )
+    return evidence.kind == "loss_spike" and is_calm and len(blamed.scores) >= _FEWEST_GROUPS
 
 
 def vanished(evidence: CauseEvidence) -> Cause | None:

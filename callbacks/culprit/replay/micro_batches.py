@@ -45,31 +45,31 @@ def factors_of(calls: Sequence[RecordedCall]) -> tuple[float, ...]:
     return tuple(known) if len(known) == len(found) else ()
 
 
-def loss_again(recorder: StepRecorder) -> tuple[float, float] | None:
-    """Compute the loss of the step before the last one again, with the present weights.
+def losses_again(recorder: StepRecorder) -> tuple[tuple[float, float], ...]:
+    """Compute the losses of the step before the last one again, with the present weights.
 
-    If the last step went wrong and this loss is as before, then the weights are good and the data
-    of the last step is not. Inputs and random numbers are those of that step; random states and
-    buffers are restored. Synchronizes with the device.
+    If the last step went wrong and these losses are as before, then weights and program are good
+    and the data of the last step is not. Inputs and random numbers are those of that step; random
+    states and buffers are restored. Synchronizes with the device.
 
     Returns:
-        Mean loss of the micro-batches then and with the present weights; ``None`` if the network
-        returned no loss, or if a call raises an error, such as out of memory.
+        Loss of each micro-batch then and with the present weights; empty if the network returned no
+        loss, or if a call raises an error, such as out of memory.
     """
     calls = recorder.earlier_step
-    if not calls or any(call.loss is None for call in calls):
-        return None
-    then = sum(call.loss.item() for call in calls if call.loss is not None)
-    again = 0.0
+    if any(call.loss is None for call in calls):
+        return ()
+    then = losses_of(calls)
+    again = []
     try:
         with undisturbed(recorder), torch.no_grad():
             for call in calls:
                 call.random.restore(recorder.device)
                 with call.autocast():
                     loss = loss_of(recorder.network(*call.positional, **call.keywords))
-                again += math.nan if loss is None else loss.item()
+                again.append(math.nan if loss is None else loss.item())
     # The call runs code of the network and of its hooks, which may raise any error. The error must
     # not end the training, nor leave the other ranks in a collective.
     except Exception:  # noqa: BLE001  (see above)
-        return None
-    return then / len(calls), again / len(calls)
+        return ()
+    return tuple(zip(then, again, strict=True))

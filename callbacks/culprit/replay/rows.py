@@ -70,6 +70,9 @@ class RowSearch(NamedTuple):
     """Whether the weights and the random numbers were those of the step; ``None`` without a
     search."""
 
+    span: str = ""
+    """Where the rows of the step are in the data, if that is known and none is named."""
+
 
 def find_rows(
     recorder: StepRecorder,

@@ -10,14 +10,10 @@ from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.rows import RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
-from mfwrap.collectives import gather_objects
 from mfwrap.records.skipped_rows import RowPlace, RowPlaces
 
 _OF_DATA: frozenset[Kind] = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
 """Kinds of anomalies that a sample may have caused."""
-
-_NOT_OF_DATA = frozenset({"weight", "weights", "targets"})
-"""Places of a fault for which all rows are alike."""
 
 _CAUSES_IN_DATA = frozenset({"data", "rank_data"})
 
@@ -30,10 +26,7 @@ _SIMILAR = 5.0
 
 @final
 class SampleSearch:
-    """Search the samples of bad steps, and add those that stand out to the anomalies.
-
-    Only the first of several bad steps in a row is searched: a diverged run would otherwise search
-    every step.
+    """Search the rows of the batches of a bad step for those that stand out.
 
     Args:
         recorder: Recorder of the steps.
@@ -55,55 +48,28 @@ class SampleSearch:
         self._shows_texts = shows_texts
         self._tokenizer = tokenizer
         self._row_places = row_places
-        self._last_bad: int | None = None
 
-    def added_to(
-        self, anomaly: Anomaly, numbers: StepNumbers, *, is_shared: bool, weights_have_moved: bool
-    ) -> Anomaly:
-        """Return the anomaly with the samples that stand out.
-
-        Synchronizes with the device.
+    def search(
+        self, numbers: StepNumbers, *, is_finite: bool, weights_have_moved: bool
+    ) -> RowSearch:
+        """Return the rows of this rank that stand out. Synchronizes with the device.
 
         Args:
-            anomaly: Anomaly of the last step.
             numbers: Numbers of the step.
-            is_shared: Whether all ranks have found the anomaly. All of them must then call this.
+            is_finite: Whether loss and gradients of the step were finite on all ranks.
             weights_have_moved: Whether a later update has already changed the weights.
         """
-        is_first = self._last_bad is None or self._last_bad < numbers.step - 1
-        self._last_bad = numbers.step
-        may_be_sample = (
-            anomaly.kind in _OF_DATA
-            and anomaly.where not in _NOT_OF_DATA
-            and anomaly.replay in {None, "reproduced"}
+        found = find_rows(
+            self._recorder,
+            1.0 if numbers.loss_scale is None else numbers.loss_scale,
+            loss_is_finite=math.isfinite(numbers.loss),
+            is_finite=is_finite,
+            is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
         )
-        search: RowSearch | None = None
-        if is_first and may_be_sample:
-            search = find_rows(
-                self._recorder,
-                1.0 if numbers.loss_scale is None else numbers.loss_scale,
-                loss_is_finite=math.isfinite(numbers.loss),
-                is_finite=anomaly.kind not in NON_FINITE,
-                is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
-            )
-            if not search.rows and anomaly.cause in _CAUSES_IN_DATA:
-                search = search._replace(detail=search.detail + self._span(numbers.step))
-            search = search._replace(rows=self._with_places(search.rows, numbers.step))
-            if self._shows_texts:
-                search = search._replace(rows=tuple(map(self._with_text, search.rows)))
-        # `is_first` may differ between ranks, because a rank may have had an anomaly of its own.
-        searches = gather_objects(search) if is_shared else [search]
-        done = [each for each in searches if each is not None]
-        if not done:
-            return anomaly
-        named = [each for each in done if each.rows]
-        rows = sorted((row for each in named for row in each.rows), key=_order)
-        return dataclasses.replace(
-            anomaly,
-            samples=tuple(row for row in rows if _order(row) <= _order(rows[0]) / _SIMILAR),
-            samples_detail=(named or done)[0].detail,
-            are_samples_exact=all(each.is_exact for each in named) if named else None,
-        )
+        if not found.rows:
+            return found._replace(span=self._span(numbers.step))
+        rows = self._with_places(found.rows, numbers.step)
+        return found._replace(rows=tuple(map(self._with_text, rows)) if self._shows_texts else rows)
 
     def _with_places(self, rows: tuple[BadRow, ...], step: int) -> tuple[BadRow, ...]:
         """Return rows of this rank with their places in the training data."""
@@ -142,6 +108,34 @@ def _placed(row: BadRow, place: RowPlace | None) -> BadRow:
     # If the batch has indices, they are those that the data set itself gave.
     index = place.index if row.index is None else row.index
     return dataclasses.replace(row, index=index, epoch=place.row.epoch, position=place.row.position)
+
+
+def may_be_in_rows(kind: Kind) -> bool:
+    """Return whether a row may have caused an anomaly of this kind."""
+    return kind in _OF_DATA
+
+
+def with_samples(anomaly: Anomaly, searches: Sequence[RowSearch | None]) -> Anomaly:
+    """Return an anomaly with the samples that stand out.
+
+    Args:
+        anomaly: Anomaly of a step.
+        searches: Result of each rank that is known; ``None`` if it has not searched.
+    """
+    done = [each for each in searches if each is not None]
+    if not done:
+        return anomaly
+    named = [each for each in done if each.rows]
+    rows = sorted((row for each in named for row in each.rows), key=_order)
+    detail = (named or done)[0].detail
+    if not named and anomaly.cause in _CAUSES_IN_DATA:
+        detail += done[0].span
+    return dataclasses.replace(
+        anomaly,
+        samples=tuple(row for row in rows if _order(row) <= _order(rows[0]) / _SIMILAR),
+        samples_detail=detail,
+        are_samples_exact=all(each.is_exact for each in named) if named else None,
+    )
 
 
 def _order(row: BadRow) -> float:

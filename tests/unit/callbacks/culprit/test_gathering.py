@@ -8,6 +8,7 @@ from torch import nn
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
 from mfwrap.callbacks.culprit.judges.judges import Judges, Scores
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
 
@@ -30,7 +31,8 @@ def gathered(*, is_first: bool = True, loss: float = 1.0, records: bool = True):
     network = Network()
     recorder = StepRecorder(network) if records else None
     judges = Judges(network, 10)
-    gatherer = EvidenceGatherer(network, judges, recorder)
+    samples = None if recorder is None else SampleSearch(recorder)
+    gatherer = EvidenceGatherer(network, judges, recorder, samples)
     for step in (1, 2, 3):
         if step == 3:
             network.linear.weight.data += 100
@@ -50,24 +52,33 @@ def gathered(*, is_first: bool = True, loss: float = 1.0, records: bool = True):
         consecutive_skips=0,
     )
     scores = Scores.of(judgement.summary.tolist()).step
-    return gatherer.gather(numbers, judgement, scores, is_first=is_first)
+    return gatherer.gather(
+        numbers,
+        judgement,
+        scores,
+        is_first=is_first,
+        is_in_rows=True,
+        weights_have_moved=False,
+    )
 
 
 def test_all_evidence_of_a_step():
     """Weights, buffers, the losses of micro-batches, and the loss of the step before, again."""
     found = gathered()
-    then, again = found.earlier_loss
+    [(then, again)] = found.earlier_losses
 
     assert found.changed == ("linear.weight",)
     assert [one.name for one in found.weights] == ["linear.weight"]
     assert found.buffers == ("mean",)
     assert (found.num_weights, len(found.micro_losses), found.factors) == (2, 1, (1.0,))
     assert again > 1000 * then
+    assert found.search is not None
 
 
 def test_a_loss_is_computed_again_only_where_it_says_something():
     """Not in a later step of an episode, for a loss that is not finite, or without a recorder."""
-    assert gathered(is_first=False).earlier_loss is None
-    assert gathered(loss=math.nan).earlier_loss is None
+    later = gathered(is_first=False)
+    assert (later.earlier_losses, later.search) == ((), None)
+    assert gathered(loss=math.nan).earlier_losses == ()
     without = gathered(records=False)
-    assert (without.earlier_loss, without.micro_losses, without.factors) == (None, (), ())
+    assert (without.earlier_losses, without.micro_losses, without.factors) == ((), (), ())

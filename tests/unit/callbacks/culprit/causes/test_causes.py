@@ -232,11 +232,11 @@ def test_bad_data():
 
 def test_worse_weights_are_no_bad_data():
     """If the data of the step before have a high loss, too, the weights have become worse."""
-    assert cause(rank={"earlier_loss": (3.0, 3.1)}).name == "data"
-    assert cause(rank={"earlier_loss": (3.0, 5.9)}).name == "unknown"
-    assert cause(rank={"earlier_loss": (3.0, NAN)}).name == "unknown"
+    assert cause(rank={"earlier_losses": ((3.0, 3.1),)}).name == "data"
+    assert cause(rank={"earlier_losses": ((3.0, 5.9),)}).name == "unknown"
+    assert cause(rank={"earlier_losses": ((3.0, NAN),)}).name == "unknown"
     # The network's loss is a mean, and the loop's a sum.
-    assert cause(rank={"earlier_loss": (0.3, 0.59)}).name == "unknown"
+    assert cause(rank={"earlier_losses": ((0.3, 0.59),)}).name == "unknown"
 
 
 def test_after_a_large_update_no_data_are_blamed():
@@ -259,4 +259,5 @@ def test_without_enough_evidence_the_cause_is_unknown():
     """A spike of all gradients with an ordinary loss, and updates that may explain a high loss."""
     unknown = cause("spike", trace({"global_norm": 20.0}))
     assert unknown == Cause("unknown", "", "")
-    assert cause(steps=trace({"update_ratio": 0.2}, HIGH_LOSS)).name == "unknown"
+    large = trace({"update_ratio": 0.2}, HIGH_LOSS)
+    assert cause(steps=large, rank={"earlier_losses": ()}).name == "unknown"

@@ -37,21 +37,6 @@ def test_a_factor_of_all_micro_batches_shows_against_the_step_before():
     assert cause("spike", rank={"factors": (2.0,), "factor_change": 2.0}).name == "data"
 
 
-def test_a_constant_in_the_loss():
-    """The loss rises, and the gradients of all layers are ordinary."""
-    calm = trace({"loss": 20.0})
-    found = cause(steps=calm, rank={"loss": 9.0})
-    assert found.name == "loss"
-    assert found.explanation == (
-        "the loss rose to 9 (usually 3), and the gradients of all layers are ordinary"
-    )
-    assert cause(steps=calm, rank={"scores": (0.0, 4.0, 0.0)}).name == "data"
-    assert cause(steps=calm, rank={"scores": ()}).name == "data"
-    # Weights that are worse raise the loss as well.
-    worse = cause(steps=calm, rank={"loss": 9.0, "earlier_loss": (3.0, 9.0)})
-    assert worse.name == "unknown"
-
-
 @pytest.mark.parametrize(
     ("norm", "rank", "name", "said"),
     [

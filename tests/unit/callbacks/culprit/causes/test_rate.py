@@ -36,7 +36,9 @@ def test_updates_as_large_as_the_weights():
     assert "the update of step 12, at learning rate 0.001, changed the weights by 0.9 times" in (
         found.explanation
     )
-    assert cause(steps=trace(large, HIGH_LOSS)).name == "learning_rate"
+    later = trace(large, HIGH_LOSS)
+    assert cause(steps=later, rank={"earlier_losses": ()}).name == "learning_rate"
+    assert cause(steps=later).name == "data", "the weights have the loss of the step before again"
 
 
 def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():

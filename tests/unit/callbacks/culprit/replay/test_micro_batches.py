@@ -9,7 +9,7 @@ from torch import nn
 from mfwrap.callbacks.culprit.replay.micro_batches import (
     factor_change,
     factors_of,
-    loss_again,
+    losses_again,
     losses_of,
 )
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
@@ -73,10 +73,12 @@ def test_without_a_backward_factors_are_unknown():
 def test_the_same_weights_have_the_same_loss_again():
     """Random numbers are those of that step, and nothing is left changed."""
     recorder = trained(3)
-    then = sum(call.loss.item() for call in recorder.earlier_step) / 2
+    then = [call.loss.item() for call in recorder.earlier_step]
     random, mean = torch.get_rng_state(), recorder.network.norm.running_mean.clone()
 
-    assert loss_again(recorder) == (pytest.approx(then), pytest.approx(then))
+    found = losses_again(recorder)
+    assert [each[0] for each in found] == then
+    assert [each[1] for each in found] == pytest.approx(then)
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(recorder.network.norm.running_mean, mean)
     assert len(recorder.last_step) == 2
@@ -86,17 +88,16 @@ def test_worse_weights_have_another_loss():
     """The loss of the step before tells whether the weights have become worse."""
     recorder = trained(3)
     recorder.network.norm.weight.data.mul_(10)
-    then, again = loss_again(recorder)
-    assert again > 50 * then
+    assert all(again > 50 * then for then, again in losses_again(recorder))
 
 
 def test_what_is_unknown():
     """There may be no step before, and a call may fail."""
-    assert loss_again(trained(1)) is None
+    assert losses_again(trained(1)) == ()
     recorder = trained(3)
     recorder.network.fails = True
-    assert loss_again(recorder) is None
+    assert losses_again(recorder) == ()
     recorder.earlier_step[0].loss = None
-    assert loss_again(recorder) is None
+    assert losses_again(recorder) == ()
     recorder.last_step[0].loss = None
     assert math.isnan(losses_of(recorder.last_step)[0])

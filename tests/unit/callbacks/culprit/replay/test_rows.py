@@ -108,7 +108,7 @@ def test_the_loss_of_a_row_is_not_its_share_of_the_step():
 def test_a_good_step_names_no_row():
     """If all rows are alike, none stands out; so too if all of them are non-finite."""
     step = planted("tokens", None, 0)
-    rows, detail, is_exact = search(step.recorder)
+    rows, detail, is_exact, _ = search(step.recorder)
     losses = re.fullmatch(
         r"rows were run one by one: none of 16 stands out, with losses from (.*) to (.*)", detail
     )

@@ -7,7 +7,7 @@ import re
 import torch
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
-from mfwrap.callbacks.culprit.replay.samples import SampleSearch
+from mfwrap.callbacks.culprit.replay.samples import SampleSearch, may_be_in_rows, with_samples
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow
 from support.spoilt.rows import planted
@@ -31,7 +31,8 @@ def searched(search, number, *, kind="loss_not_finite", skipped=True, moved=Fals
     anomaly = Anomaly(step=number, kind=kind, ranks=(0,), layer=None, **known)
     loss = 1.0 if kind == "spike" else math.nan
     numbers = numbers_of(number, loss=loss, overflow=skipped and kind != "spike", skipped=skipped)
-    return search.added_to(anomaly, numbers, is_shared=True, weights_have_moved=moved)
+    found = search.search(numbers, is_finite=kind == "spike", weights_have_moved=moved)
+    return with_samples(anomaly, [None, found])
 
 
 def test_a_sample_is_added():
@@ -49,13 +50,12 @@ def test_a_sample_is_added():
 
 
 def test_when_nothing_is_searched():
-    """A step after a bad step, a fault in a weight and a clean replay are not searched."""
-    search = SampleSearch(planted("GroupNorm", "nan", 0).recorder)
-    assert searched(search, 7, where="weight").samples_detail is None
-    assert searched(search, 8).samples_detail is None
-    assert searched(search, 10).samples
-    assert searched(search, 12, replay="not_reproduced").samples_detail is None
-    assert searched(search, 14, kind="replicas_differ").samples_detail is None
+    """An anomaly stays as it is without a search, and rows do not explain every kind."""
+    anomaly = Anomaly(step=7, kind="spike", ranks=(0,), layer=None)
+
+    assert with_samples(anomaly, [None, None]) is anomaly
+    assert may_be_in_rows("loss_spike")
+    assert not may_be_in_rows("replicas_differ")
 
 
 def test_why_no_sample_is_named():

@@ -1,0 +1,115 @@
+"""Rules for a loss that has risen: on the data of a step, or by what is computed with them."""
+
+import statistics
+from collections.abc import Sequence
+
+from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
+from mfwrap.callbacks.culprit.causes.evidence import (
+    LARGE_UPDATE,
+    Cause,
+    CauseEvidence,
+    has_higher_loss,
+    outlier,
+)
+from mfwrap.callbacks.culprit.causes.loss import has_ordinary_gradients
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
+
+_TOLERANCE = 0.05
+"""Largest relative difference of changes of losses that are the same."""
+
+_ORDINARY_RATIO = 0.05
+"""Largest ratio of an update to its weights that does not explain a rise of the loss."""
+
+
+def bad_data(evidence: CauseEvidence) -> Cause | None:
+    """Find what has raised the loss: the data, or what the program computes with them.
+
+    Data are named only where something speaks for them: one rank or micro-batch or a few rows have
+    the rise, or the data of the step before have their loss again.
+    """
+    blamed = evidence.blamed
+    if not has_higher_loss(blamed):
+        return None
+    if any(evidence.rise_of_updates(each) >= LARGE_UPDATE for each in evidence.before):
+        return None
+    if not _earlier_data_are_fine(blamed):
+        return _changed_program(evidence)
+    others = [each for each in evidence.ranks if each.rank != blamed.rank]
+    number = outlier(blamed.micro_losses)
+    rose = f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g})"
+    if others and not any(map(has_higher_loss, others)):
+        return Cause(
+            "rank_data",
+            f"only the loss of rank {blamed.rank} has risen, to {blamed.loss:.4g}",
+            "look at the data of this rank",
+            micro_batch=number,
+        )
+    has_rows = blamed.search is not None and bool(blamed.search.rows)
+    if number is None and not has_rows:
+        is_calm = has_ordinary_gradients(evidence)
+        if is_calm or not blamed.earlier_losses:
+            return _either(rose, evidence, is_calm=is_calm)
+    where = "this step" if number is None else f"micro-batch {number}"
+    return Cause(
+        "data",
+        f"{rose} on the data of {where}, while weights and updates were ordinary",
+        "look at the samples of these steps",
+        micro_batch=number,
+    )
+
+
+def _either(rose: str, evidence: CauseEvidence, *, is_calm: bool) -> Cause | None:
+    if not is_calm and not _is_ordinary(evidence):
+        return None
+    what = "the gradients of all layers are" if is_calm else "the updates were"
+    return Cause(
+        UNKNOWN_CAUSE,
+        f"{rose}, and {what} ordinary: either the data of this step are at fault, or the "
+        "computation of the loss",
+        "look at the samples of this step, and at what has changed in the program",
+    )
+
+
+def _changed_program(evidence: CauseEvidence) -> Cause | None:
+    """Tell what has changed if the data of the step before have another loss now."""
+    if not _is_ordinary(evidence) or evidence.blamed.earlier_loss is None:
+        return None
+    then, again = evidence.blamed.earlier_loss
+    pairs = evidence.blamed.earlier_losses
+    what = f"the data of the step before have a loss of {again:.4g} now, and had {then:.4g} then"
+    if len(pairs) > 1 and (
+        _are_alike([now / before for before, now in pairs])
+        or _are_alike([now - before for before, now in pairs])
+    ):
+        return Cause(
+            "loss",
+            f"{what}, all micro-batches by the same factor or amount, although the update between "
+            "was ordinary",
+            "look for a factor or a term of the loss that has changed",
+        )
+    return Cause(
+        UNKNOWN_CAUSE,
+        f"{what}, although the update between was ordinary: not the data have changed, but the "
+        "weights or what is computed with them",
+        "look for a setting, a mode or a branch that has changed in the program",
+    )
+
+
+def _are_alike(changes: Sequence[float]) -> bool:
+    """Tell whether changes of losses are the same but for the update between."""
+    return max(changes) - min(changes) < _TOLERANCE * abs(statistics.fmean(changes))
+
+
+def _earlier_data_are_fine(blamed: RankEvidence) -> bool:
+    """Tell whether the data of the step before have their loss again, as far as is known."""
+    if blamed.earlier_loss is None:
+        return True
+    # As ratios: the loop may divide the losses of the micro-batches by another number.
+    then, again = blamed.earlier_loss
+    return (again - then) / abs(then) <= 0.4 * (blamed.loss / blamed.usual_loss - 1)
+
+
+def _is_ordinary(evidence: CauseEvidence) -> bool:
+    """Tell whether the updates before were small, so that the weights cannot explain a rise."""
+    ratios = [each.scores.update_ratio for each in evidence.before]
+    return bool(ratios) and all(ratio < _ORDINARY_RATIO for ratio in ratios)

@@ -1,0 +1,84 @@
+"""A higher loss is that of the data only if something speaks for them."""
+
+import dataclasses
+
+import pytest
+
+from mfwrap.callbacks.culprit.anomaly_log import BadRow
+from mfwrap.callbacks.culprit.replay.rows import RowSearch
+from support.cause_evidence import NAN, RANK, cause, trace
+
+UNKNOWN = {"earlier_losses": ()}
+ROWS = {"search": RowSearch((BadRow(rank=0, micro_batch=0, row=2),), "")}
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        ({}, "data"),
+        (UNKNOWN, "unknown"),
+        ({**UNKNOWN, "search": RowSearch((), "no row stands out")}, "unknown"),
+        ({**UNKNOWN, **ROWS}, "data"),
+        ({**UNKNOWN, "micro_losses": (3.0, 3.1, 60.0)}, "data"),
+    ],
+)
+def test_what_speaks_for_the_data(rank, name):
+    """The data of the step before have their loss again, or a part of the data has the rise."""
+    assert cause(rank=rank).name == name
+
+
+def test_without_anything_that_speaks_for_one_of_them_both_are_named():
+    """The reader learns what was ruled out, and that two causes are left."""
+    said = cause(rank=UNKNOWN).explanation
+
+    assert said == (
+        "the loss rose to 6 (usually 3), and the updates were ordinary: either the data of this "
+        "step are at fault, or the computation of the loss"
+    )
+
+
+def test_one_rank_alone():
+    """With the same weights on all ranks, it is the data of this rank."""
+    calm = dataclasses.replace(RANK, rank=1)
+
+    assert cause(others=(calm,), rank=UNKNOWN).name == "rank_data"
+
+
+def test_a_higher_loss_with_ordinary_gradients():
+    """The data raise gradients, too; rows that have all of the rise decide."""
+    calm = trace({"loss": 20.0})
+
+    assert cause(steps=calm, rank={"loss": 9.0}).name == "unknown"
+    assert "the gradients of all layers are ordinary" in cause(steps=calm).explanation
+    assert cause(steps=calm, rank=ROWS).name == "data"
+    assert cause(steps=calm, rank={"scores": (0.0, 4.0, 0.0)}).name == "data"
+
+
+@pytest.mark.parametrize(
+    ("losses", "name", "said"),
+    [
+        (((3.0, 3.1),), "data", "on the data of this step"),
+        (((3.0, 5.9),), "unknown", "not the data have changed"),
+        (((3.0, NAN),), "unknown", "not the data have changed"),
+        # The network's loss is a mean, and the loop's a sum.
+        (((0.3, 0.59),), "unknown", "a loss of 0.59 now, and had 0.3 then"),
+        (((2.0, 8.0), (4.0, 16.1)), "loss", "by the same factor or amount"),
+        (((2.0, 8.0), (4.0, 10.1)), "loss", "by the same factor or amount"),
+        (((2.0, 8.0), (4.0, 7.0)), "unknown", "not the data have changed"),
+    ],
+)
+def test_the_data_of_the_step_before_have_another_loss(losses, name, said):
+    """The program or the weights have changed; a factor of the loss is that of all."""
+    found = cause(rank={"earlier_losses": losses})
+
+    assert found.name == name
+    assert said in found.explanation
+
+
+def test_after_a_large_update_nothing_is_said():
+    """The weights may have another loss, for the data of the step before, too."""
+    large = trace({"update_ratio": 0.2}, {"loss": 20.0, "global_norm": 4.0})
+
+    for losses in ((), ((3.0, 5.9),)):
+        found = cause(steps=large, rank={"earlier_losses": losses})
+        assert (found.name, found.explanation) == ("unknown", "")
