@@ -8,6 +8,7 @@ from torch import nn
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges
 from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, number_or_none
+from mfwrap.callbacks.culprit.replay.difference import first_difference
 from mfwrap.callbacks.culprit.replay.micro_batches import (
     factor_change,
     factors_of,
@@ -78,13 +79,16 @@ class EvidenceGatherer:
         earlier_losses: tuple[tuple[float, float], ...] = ()
         if recorder is not None and is_first and math.isfinite(numbers.loss):
             earlier_losses = losses_again(recorder)
-        search = None
+        search, difference = None, None
+        if recorder is not None and is_first and is_in_rows:
+            difference = first_difference(recorder)
         if self._samples is not None and is_first and is_in_rows:
             search = self._samples.search(
                 numbers, is_finite=True, weights_have_moved=weights_have_moved
             )
         return RankEvidence(
             search=search,
+            difference=difference,
             forward=() if judgement.forward is None else judgement.forward.rises(),
             rank=this_rank(),
             loss=numbers.loss,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
 from mfwrap.callbacks.culprit.judges.settings import SettingChange
+from mfwrap.callbacks.culprit.replay.difference import Difference
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
 
 _HEADROOM = 64.0
@@ -85,6 +86,9 @@ class RankEvidence:
     earlier_losses: tuple[tuple[float, float], ...] = ()
     """Loss of each micro-batch of the step before, then and with the present weights; empty if
     unknown."""
+
+    difference: Difference | None = None
+    """Where the step first differs from the step before; ``None`` if it is unknown."""
 
     search: RowSearch | None = None
     """Rows that stand out; ``None`` if they were not searched."""

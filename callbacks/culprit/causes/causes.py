@@ -324,6 +324,24 @@ def _dead_layer(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def _difference(evidence: CauseEvidence) -> Cause | None:
+    found = evidence.blamed.difference
+    if found is None:
+        return None
+    times = f"{found.ratio:.3g} times as large as on the data of the step before"
+    if found.where == "input":
+        return Cause("data", f"input `{found.name}` is {times}", "look at the samples of this step")
+    if found.where == "activation":
+        what = f"the output of {found.name} is {times}, and what it has received is ordinary"
+        advice = "look at the operations of this module, at its hooks and at its inputs"
+    else:
+        what = (
+            f"in the order of the backward, a gradient of {found.name} is the first that is {times}"
+        )
+        advice = "look at hooks and custom backwards there"
+    return Cause(found.where, what, advice, tensors=(found.name,), where=found.where)
+
+
 def _gradient(evidence: CauseEvidence) -> Cause | None:
     loss_has_risen = any(map(has_higher_loss, evidence.ranks))
     if evidence.layer is None or loss_has_risen or evidence.kind not in _OF_GRADIENTS:
@@ -356,6 +374,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _replay,
     scaled_loss,
     _dead_layer,
+    _difference,
     _gradient,
     bad_data,
     growing_updates,
@@ -368,6 +387,7 @@ _INFERRED = (
     _grown_weight,
     vanished,
     scaled_loss,
+    _difference,
     _gradient,
     bad_data,
 )

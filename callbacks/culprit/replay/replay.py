@@ -252,7 +252,7 @@ class _Watch:
                 return None
             # The gradient of an alias is what the backward of this module makes. That of the tensor
             # also has the shares of others who use it.
-            return _with_aliases((positional, keywords), lambda one: self._follow_input(name, one))
+            return with_aliases((positional, keywords), lambda one: self._follow_input(name, one))
 
         return look
 
@@ -360,7 +360,7 @@ class _Watch:
         self.origin = _origin_in(self._network, module, mask)
 
 
-def _with_aliases(value: Any, follow: Callable[[Tensor], None]) -> Any:
+def with_aliases(value: Any, follow: Callable[[Tensor], None]) -> Any:
     """Return arguments in which an alias takes the place of each tensor that has a gradient.
 
     Args:

@@ -1,0 +1,215 @@
+"""Find where a finite step first differs from the step before, by running both again."""
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from mfwrap.callbacks.culprit.replay.batch_rows import is_target
+from mfwrap.callbacks.culprit.replay.recorder import (
+    RecordedCall,
+    StepRecorder,
+    arguments_of,
+    loss_of,
+    tensors_in,
+)
+from mfwrap.callbacks.culprit.replay.replay import gradients_aside, undisturbed, with_aliases
+from mfwrap.tensors.module_hooks import keep_out_of_copies
+
+_ODD = 4.0
+"""Smallest ratio of the sizes of a value in the two steps that is no ordinary difference."""
+
+_ODD_GRADIENT = 8.0
+"""As `_ODD`, for gradients, which vary more."""
+
+
+class Difference(NamedTuple):
+    """First value, in the order of the step, whose size differs between the two steps.
+
+    What came before it in the step is ordinary.
+    """
+
+    where: Literal["input", "activation", "gradient"]
+    name: str
+    """Input of the network, module, or weight."""
+
+    ratio: float
+    """Ratio of the root mean square in the step to that in the step before."""
+
+
+def first_difference(recorder: StepRecorder) -> Difference | None:
+    """Run the last step and the step before again, and compare the sizes of their values.
+
+    Both have the present weights. Root mean squares are compared of the inputs, of what each module
+    receives and returns, of the gradients of both, and of the weights' gradients. Synchronizes with
+    the device, starts no collective, and never raises an error of the network.
+
+    Returns:
+        ``None`` if nothing differs, if the first gradient of all does, which is that of the loss,
+        or if a step cannot be run again.
+    """
+    try:
+        with undisturbed(recorder):
+            now = _sizes_of(recorder, recorder.last_step)
+            before = _sizes_of(recorder, recorder.earlier_step)
+    # The calls run code of the network and of its hooks, which may raise any error. The error must
+    # not end the training, nor leave the other ranks in a collective.
+    except Exception:  # noqa: BLE001  (see above)
+        return None
+    return _compared(now, before)
+
+
+def _compared(now: "_Sizes", before: "_Sizes") -> Difference | None:
+    ratios = {key: _ratio(sizes, before[key]) for key, sizes in now.items() if key in before}
+    for key, ratio in ratios.items():
+        if key.what == "input" and _is_odd(ratio, _ODD):
+            return Difference("input", key.name, ratio)
+    for key, ratio in ratios.items():
+        # An embedding receives numbers of tokens, which have no size: its output is that of them.
+        received = ratios.get(key._replace(what="received"))
+        if key.what == "returned" and _is_odd(ratio, _ODD):
+            if received is None or _is_odd(received, _ODD / 2):
+                return None
+            return Difference("activation", key.name, ratio)
+    is_first = True
+    for key, ratio in ratios.items():
+        if key.what == "gradient of input":
+            behind = ratios.get(key._replace(what="gradient of output"))
+            if _is_odd(ratio, _ODD_GRADIENT) and behind is not None:
+                is_made_here = not _is_odd(behind, _ODD_GRADIENT / 2)
+                return Difference("gradient", key.name, ratio) if is_made_here else None
+        elif key.what == "gradient of output" and _is_odd(ratio, _ODD_GRADIENT):
+            # Between two modules, or on the output, if gradients behind it were ordinary.
+            return None if is_first else Difference("gradient", key.name, ratio)
+        is_first = is_first and not key.what.startswith("gradient")
+    odd = [
+        key
+        for key, ratio in ratios.items()
+        if key.what == "weight" and _is_odd(ratio, _ODD_GRADIENT)
+    ]
+    return Difference("gradient", odd[0].name, ratios[odd[0]]) if len(odd) == 1 else None
+
+
+def _ratio(now: Sequence[float], before: Sequence[float]) -> float:
+    """Return the ratio of a micro-batch to the mean of the step before: the one farthest from 1."""
+    usual = statistics.fmean(before)
+    # What is infinite may be a mask.
+    known = [size / usual for size in now if 0 < size < math.inf and 0 < usual < math.inf]
+    return max(known, key=lambda ratio: abs(math.log(ratio)), default=1.0)
+
+
+def _is_odd(ratio: float, limit: float) -> bool:
+    return not 1 / limit <= ratio <= limit
+
+
+class _Key(NamedTuple):
+    """A value of a step."""
+
+    what: str
+    name: str
+    number: int
+    """Number of the call of the module."""
+
+
+_Sizes = dict[_Key, list[float]]
+"""Root mean square in each micro-batch, in the order of the step."""
+
+
+def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
+    found: _Sizes = {}
+    network = recorder.network
+    for call in calls:
+        call.random.restore(recorder.device)
+        sizes: dict[_Key, Tensor] = {}
+        inputs = arguments_of(network, call.positional, call.keywords)
+        for name, tensor in tensors_in(inputs):
+            if tensor.is_floating_point() and not is_target(name, tensor):
+                sizes[_Key("input", name, 0)] = _size([tensor])
+        with (
+            _Meter(network, sizes),
+            gradients_aside(network) as weights,
+            torch.enable_grad(),
+        ):
+            with call.autocast():
+                output = network(*call.positional, **call.keywords)
+            loss = loss_of(output)
+            if loss is not None and loss.requires_grad:
+                seed = call.loss_gradient
+                loss.backward(torch.ones_like(loss) if seed is None else seed)
+            for name, weight in weights.items():
+                if weight.grad is not None:
+                    sizes[_Key("weight", name, 0)] = _size([weight.grad])
+        numbers = torch.stack([size.to(recorder.device) for size in sizes.values()]).tolist()
+        for key, number in zip(sizes, numbers, strict=True):
+            found.setdefault(key, []).append(number)
+    return found
+
+
+def _size(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the root mean square of tensors, shape ``()``, float32."""
+    squares = [tensor.detach().float().square().mean() for tensor in tensors if tensor.numel()]
+    return torch.stack(squares).mean().sqrt() if squares else torch.zeros(())
+
+
+@final
+class _Meter:
+    """Measure what each module receives and returns, and the gradients of both.
+
+    Args:
+        network: Network that is called within the block.
+        sizes: Gets the root mean squares, in the order of the step.
+    """
+
+    def __init__(self, network: nn.Module, sizes: dict[_Key, Tensor]) -> None:
+        self._network, self._sizes = network, sizes
+        self._handles = contextlib.ExitStack()
+        self._numbers: dict[str, int] = {}
+
+    def __enter__(self) -> "_Meter":
+        for name, module in self._network.named_modules():
+            if name:
+                before = module.register_forward_pre_hook(self._received(name), with_kwargs=True)
+                after = module.register_forward_hook(self._returned(name))
+                self._handles.callback(before.remove)
+                self._handles.callback(after.remove)
+                keep_out_of_copies(module, before, after)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.close()
+
+    def _received(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        def measure(_: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            number = self._numbers[name] = self._numbers.get(name, -1) + 1
+            self._measure(_Key("received", name, number), (positional, keywords))
+            key = _Key("gradient of input", name, number)
+            return with_aliases((positional, keywords), lambda one: self._follow(one, key))
+
+        return measure
+
+    def _returned(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            number = self._numbers[name]
+            self._measure(_Key("returned", name, number), output)
+            for _, tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    self._follow(tensor, _Key("gradient of output", name, number))
+
+        return measure
+
+    def _measure(self, key: _Key, value: Any) -> None:
+        tensors = [one for _, one in tensors_in(value) if one.is_floating_point()]
+        if tensors:
+            self._sizes[key] = _size(tensors)
+
+    def _follow(self, tensor: Tensor, key: _Key) -> None:
+        def measure(gradient: Tensor) -> None:
+            size = _size([gradient])
+            known = self._sizes.get(key)
+            self._sizes[key] = size if known is None else torch.maximum(known, size)
+
+        self._handles.callback(tensor.register_hook(measure).remove)

@@ -1,0 +1,145 @@
+"""Where a finite step first differs from the step before is found by running both again."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mfwrap.callbacks.culprit.replay.difference import first_difference
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
+
+
+class Network(nn.Module):
+    """Three layers with a LayerNorm; returns the loss. A step is odd if `is_odd` was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+        self.is_odd = False
+        self.fails = False
+
+    def forward(self, inputs, *, is_odd=False):
+        """Return the mean squared error of the sum of the inputs."""
+        self.is_odd = is_odd
+        if self.fails:
+            raise ValueError
+        outputs = self.last(self.norm(self.first(inputs)).tanh())
+        return (outputs.squeeze(1) - inputs[:, 0]).square().mean()
+
+
+def changed(network, factor, of):
+    """Return a hook that multiplies by a factor in an odd step: an output, or its gradient."""
+
+    def change(_module, _inputs, output):
+        if not network.is_odd:
+            return None
+        if of == "output":
+            return output * factor
+        output.register_hook(lambda gradient: gradient * factor)
+        return None
+
+    return change
+
+
+def found(network, *, size=1.0, num_micro_batches=2):
+    """Return what is found after an ordinary and an odd step; None as often as it is called."""
+    recorder = StepRecorder(network)
+    generator = torch.Generator().manual_seed(1)
+    for is_odd in (False, True):
+        for number in range(num_micro_batches):
+            inputs = torch.randn(16, 8, generator=generator)
+            last_is_odd = is_odd and number == num_micro_batches - 1
+            factor = size if last_is_odd else 1.0
+            network(inputs * factor, is_odd=last_is_odd).backward()
+        recorder.end_step()
+    return first_difference(recorder)
+
+
+def test_two_ordinary_steps():
+    """Batches differ by less than the limits."""
+    assert found(Network()) is None
+
+
+@pytest.mark.parametrize("factor", [20.0, 0.05])
+def test_the_output_of_a_module(factor):
+    """The first module is named whose output differs and whose input does not."""
+    network = Network()
+    network.first.register_forward_hook(changed(network, factor, "output"))
+
+    difference = found(network)
+
+    assert difference[:2] == ("activation", "first")
+    assert difference.ratio == pytest.approx(factor, rel=0.3)
+
+
+@pytest.mark.parametrize("place", ["first", "norm"])
+def test_the_gradient_behind_a_module(place):
+    """The order is that of the backward."""
+    network = Network()
+    network.get_submodule(place).register_forward_hook(changed(network, 100.0, "gradient"))
+
+    assert found(network)[:2] == ("gradient", place)
+
+
+def test_the_gradient_of_a_weight_alone():
+    """No gradient of an activation differs."""
+    network = Network()
+    network.first.weight.register_hook(
+        lambda gradient: gradient * (100.0 if network.is_odd else 1.0)
+    )
+
+    assert found(network)[:2] == ("gradient", "first.weight")
+
+
+def test_an_input():
+    """What follows from it is not named."""
+    assert found(Network(), size=50.0)[:2] == ("input", "inputs")
+
+
+def test_a_factor_in_the_loss():
+    """Then all gradients differ, the first one as well."""
+    network = Network()
+    network.register_forward_hook(changed(network, 1000.0, "output"))
+
+    assert found(network) is None
+
+
+def test_masks_do_not_differ():
+    """An infinite value is compared with nothing."""
+    network = Network()
+    network.first.register_forward_hook(
+        lambda _module, _inputs, output: output.masked_fill(torch.eye(8)[0].bool(), -math.inf)
+    )
+    network.norm.register_forward_pre_hook(lambda _, inputs: inputs[0].nan_to_num(neginf=0.0))
+
+    assert found(network) is None
+
+
+def test_a_step_that_cannot_be_run_again():
+    """An error of the network is no finding."""
+    network = Network()
+    recorder = StepRecorder(network)
+    for _ in range(2):
+        network(torch.randn(4, 8)).backward()
+        recorder.end_step()
+    network.fails = True
+
+    assert first_difference(recorder) is None
+
+
+def test_nothing_is_left_behind():
+    """Gradients and hooks are as before."""
+    network = Network()
+    hooks = [len(module._forward_hooks) for module in network.modules()]
+    network.zero_grad()
+    found(network)
+    gradients = [weight.grad.clone() for weight in network.parameters()]
+    recorder_free = [len(module._forward_hooks) for module in network.modules()]
+
+    assert recorder_free[1:] == hooks[1:]
+    assert all(
+        torch.equal(one, weight.grad)
+        for one, weight in zip(gradients, network.parameters(), strict=True)
+    )
