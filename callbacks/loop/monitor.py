@@ -316,7 +316,6 @@ class LoopMonitor:
             global_batch_size=self._global_batch_size,
         )
         self._last_report = self._source.report()
-        self._ends.append(self._source.call_after_update(lambda: self._send("on_optimizer_step")))
         with owning_record_folders(self._owned):
             self._send("on_train_begin", train_dataloader=self._source.loader)
         if self._state.is_world_process_zero:

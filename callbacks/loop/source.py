@@ -13,7 +13,6 @@ from mfwrap import MFTrainOneStepCell, StepConfig, StepReport
 from mfwrap.accelerate import AttachedStep
 from mfwrap.arguments import described
 from mfwrap.compatibility.accelerate import data_loaders_of, models_of, optimizers_of
-from mfwrap.compatibility.graphs import is_capturing
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 
@@ -76,22 +75,6 @@ class UpdateSource:
         """Have a function called before the weights change; return a function that ends this."""
         self.calls.append(call)
         return lambda: self.calls.remove(call)
-
-    def call_after_update(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Have a function called after each ``optimizer.step``; return one that ends this.
-
-        A captured update does not call it.
-        """
-
-        def unless_captured(*_: Any) -> None:
-            if not is_capturing():  # the graph would hold what the function does
-                call()
-
-        optimizer = unwrapped_optimizer(self.optimizer)
-        if not isinstance(optimizer, Optimizer):
-            return lambda: None
-        remove: Callable[[], None] = optimizer.register_step_post_hook(unless_captured).remove
-        return remove
 
     def report(self) -> StepReport | None:
         """Return the report of the last update; ``None`` if there is none."""

@@ -121,14 +121,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         known |= self._known | _not_none(known)
         del args
         if self._run is not None:
-            self._run.before_update(
-                state.global_step + 1, known.get("model"), known.get("optimizer")
-            )
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Measure the update that the optimizer has just done."""
-        if self._run is not None:
-            self._run.after_update()
+            self._run.before_update(state.global_step + 1, known.get("model"))
 
     def write(self, *, waits: bool) -> None:
         """Write the metrics of the previous step early; it is judged where it always is.

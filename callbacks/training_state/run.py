@@ -180,30 +180,22 @@ class TrainingStateRun:
         if self._watches is not None and self._is_watched:
             self._watches.begin()
         if self.finder is not None:
-            self.finder.judges.begin_step()
+            self.finder.judges.begin_step(global_step, optimizer)
         if self._fingerprints is not None:
             self._fingerprints.begin_step(global_step, optimizer)
 
-    def before_update(self, global_step: int, model: nn.Module | None, optimizer: Any) -> None:
+    def before_update(self, global_step: int, model: nn.Module | None) -> None:
         """Write and judge the previous step, before this step's update changes the weights.
 
         Args:
             global_step: Number of this step: the finished steps plus one.
             model: Network, with or without wrappers; ``None`` if unknown.
-            optimizer: Optimizer, with or without wrappers; ``None`` if unknown.
         """
         if self._fingerprints is not None:
             self._fingerprints.end_forward()
         self.flush()
-        if self.finder is not None:
-            self.finder.judges.before_update(global_step, optimizer)
         if self._fingerprints is not None:
             self._fingerprints.before_update(global_step, model)
-
-    def after_update(self) -> None:
-        """Measure the update, before the loop changes the weights in other ways."""
-        if self.finder is not None:
-            self.finder.judges.after_update()
 
     def end_step(
         self,
@@ -374,7 +366,9 @@ class TrainingStateRun:
                 part.load_state_dict(state[name])
 
     def close(self) -> None:
-        """Close all files, and remove all hooks from the network."""
+        """Close all files, and remove all hooks from network and optimizer."""
+        if self.finder is not None:
+            self.finder.judges.close()
         self._log.close()
         self.writers.close()
         if self._fingerprints is not None:

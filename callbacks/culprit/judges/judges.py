@@ -1,11 +1,14 @@
 """Judge each step on the device, and some steps' weights, optimizer state and buffers."""
 
+import contextlib
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mfwrap import StepReport
 from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores, JudgedForward
@@ -14,8 +17,9 @@ from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
 from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
+from mfwrap.compatibility.graphs import is_capturing
 from mfwrap.tensors.shards import on_device
-from mfwrap.tensors.wrappers import trainable
+from mfwrap.tensors.wrappers import trainable, unwrapped_optimizer
 
 
 class Scores(NamedTuple):
@@ -69,28 +73,59 @@ class Judges:
         self._updates: UpdateSample | None = None
         self._change: Change | None = None
         self._hears_updates = False
+        self._step = step + 1
+        self._optimizer: Optimizer | None = None
+        self._hooks = contextlib.ExitStack()
         self._saved: Mapping[str, Any] | None = None
         self._is_first = True
         self._of_ranks: list[dict[str, Any]] | None = None
         self._sample_updates()
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int, optimizer: Any = None) -> None:
         """Tell changes of the weights before the step from its update.
 
-        Does nothing if `before_update` is called, which can tell more.
-        """
-        if self._updates is not None and not self._hears_updates:
-            self._updates.begin()
-
-    def before_update(self, step: int, optimizer: Any) -> None:
-        """Tell changes of the weights up to here from the update that follows.
+        From now on, the update is measured right before and after each ``optimizer.step``, with
+        hooks on the optimizer: what a loop does with the weights at any other time is no update.
 
         Args:
             step: Number of this step: the finished steps plus one.
             optimizer: Optimizer with or without wrappers; ``None`` if unknown.
         """
+        self._step = step
+        self._follow(unwrapped_optimizer(optimizer))
+        if self._updates is not None and not self._hears_updates:
+            self._updates.begin()
+
+    def _follow(self, optimizer: Any) -> None:
+        if self._optimizer is optimizer or not isinstance(optimizer, Optimizer):
+            return
+        self.close()
+        self._optimizer = optimizer
+        # An optimizer outlives a monitor that nobody has closed.
+        itself = weakref.ref(self)
+
+        def before(*_: Any) -> None:
+            judges = itself()
+            if judges is not None and not is_capturing():
+                judges.before_update()
+
+        def after(*_: Any) -> None:
+            judges = itself()
+            if judges is not None and not is_capturing():
+                judges.after_update()
+
+        self._hooks.callback(optimizer.register_step_pre_hook(before).remove)
+        self._hooks.callback(optimizer.register_step_post_hook(after).remove)
+
+    def close(self) -> None:
+        """Remove the hooks from the optimizer."""
+        self._hooks.close()
+        self._optimizer = None
+
+    def before_update(self) -> None:
+        """Tell changes of the weights up to here from the update that follows."""
         self._hears_updates = True
-        self.settings.look(step, optimizer)
+        self.settings.look(self._step, self._optimizer)
         if self._updates is not None:
             self._updates.begin()
 

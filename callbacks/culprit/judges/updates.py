@@ -63,7 +63,9 @@ class UpdateSample:
         end = self._read()
         parts = [(end - start).square(), start.square()]
         if self._start is not None:
-            parts.append((start - self._end).square())
+            # What was non-finite and stays so has not changed.
+            same = (start == self._end) | (start.isnan() & self._end.isnan())
+            parts.append(torch.where(same, 0.0, start - self._end).square())
         self._end, self._start = end, None
         squares = torch.stack(parts, dim=1)
         if not len(self._sizes):

@@ -73,7 +73,7 @@ class _Judged:
 
     def judge(self, scores: Scores, **values: Any) -> Anomaly | None:
         self._step += 1
-        self.finder.judges.begin_step()
+        self.finder.judges.begin_step(self._step)
         known = {"loss": 1.0, "overflow": False, "global_norm": 1.0, "skipped": False, **values}
         known = {"loss_scale": None, "consecutive_skips": 0, **known}
         output = SimpleNamespace(loss=torch.tensor(1.0), global_norm=torch.tensor(1.0))

@@ -341,7 +341,7 @@ def test_a_rate_that_is_too_high_from_the_first_update_on(rate, is_found):
     optimizer = torch.optim.AdamW(network.parameters(), rate)
     found = []
     for step in (1, 2):
-        finder.judges.begin_step()
+        finder.judges.begin_step(step)
         network(torch.randn(16, 64)).square().mean().backward()
         optimizer.step()
         found.append(judged(finder, step))

@@ -37,7 +37,7 @@ def gathered(*, is_first: bool = True, loss: float = 1.0, records: bool = True):
         if step == 3:
             network.linear.weight.data += 100
             network.mean.fill_(math.nan)
-        judges.begin_step()
+        judges.begin_step(step)
         network(torch.ones(1, 2)).backward()
         judgement = judges.end_step(step, torch.tensor(loss), None, None)
         if recorder is not None:

@@ -1,7 +1,5 @@
 """Each kind of loop has its network, its optimizer and a call before the weights change."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,6 @@ from torch import nn
 from mfwrap import MFTrainOneStepCell, WithLossCell
 from mfwrap.accelerate import attach
 from mfwrap.callbacks.loop.source import source_of
-from mfwrap.compatibility.graphs import capturing
 from support.attached_runs import new_accelerator
 
 
@@ -46,28 +43,6 @@ def plain_loop():
         optimizer.step()
 
     return optimizer, network, update
-
-
-@pytest.mark.parametrize("make", [attached_loop, cell_loop, plain_loop])
-def test_the_call_comes_right_after_the_update(make):
-    """The function sees the new weights, until it is removed; a capture does not call it."""
-    step, network, update = make()
-    source = source_of(step, network if make is plain_loop else None)
-    seen = []
-    end = source.call_after_update(
-        lambda: seen.append([p.detach().clone() for p in network.parameters()])
-    )
-    before = [p.detach().clone() for p in network.parameters()]
-    update()
-
-    [after] = seen
-    assert all(map(torch.equal, after, network.parameters()))
-    assert not all(map(torch.equal, after, before))
-    with capturing(contextlib.nullcontext(), torch.device("cpu")):
-        update()
-    end()
-    update()
-    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("make", [attached_loop, cell_loop, plain_loop])

@@ -1,13 +1,17 @@
 """Judges of a run go on after a resume, on one rank and on several."""
 
+import contextlib
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from mfwrap.callbacks.culprit.judges.judges import Judges, Scores
+from mfwrap.compatibility.graphs import capturing
 from support.ranks.monitors import judged_norms, save_usual_norms
 
 
@@ -89,7 +93,7 @@ def test_evidence_is_the_same_after_a_resume():
                 saved = json.dumps(judges.state_dict())
                 judges = Judges(network, 5, step - 1)
                 judges.load_state_dict(json.loads(saved))
-            judges.begin_step()
+            judges.begin_step(step)
             network(torch.ones(1, 2)).square().sum().backward()
             optimizer.step()
             if step == 7:
@@ -110,29 +114,61 @@ def test_a_change_before_the_step_is_no_update():
     network = nn.Linear(2, 2)
     judges = Judges(network, 10)
     network.weight.data.add_(1.0)
-    judges.begin_step()
+    judges.begin_step(1)
     judged = judges.end_step(1, torch.ones(()), None, None).step
     assert (judged.change.update.tolist(), judged.change.outside.tolist()) == ([0, 0], [1, 0])
     assert judged.changed() == ("weight",)
 
 
 def test_what_a_loop_does_around_the_update_is_no_update():
-    """The update is what happens between `before_update` and `after_update`."""
+    """The update is what ``optimizer.step`` does, until the judges are closed."""
     network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     judges = Judges(network, 10)
 
     def step(number, before, update, after):
-        judges.begin_step()
+        judges.begin_step(number, optimizer)
         network.weight.data.add_(before)
-        judges.before_update(number, None)
-        network.weight.data.add_(update)
-        judges.after_update()
+        network.weight.grad = torch.full((2, 2), -update)
+        optimizer.step()
         network.weight.data.add_(after)
         change = judges.end_step(number, torch.ones(()), None, None).step.change
         return change.update[0].item(), change.outside[0].item()
 
     assert step(1, 0.25, 1.0, 2.0) == pytest.approx((1.0, 0.25))
     assert step(2, 0.5, 1.0, 0.0) == pytest.approx((1.0, 2.5))
+    judges.close()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_captured_update_measures_nothing():
+    """The graph would hold it."""
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    judges = Judges(network, 10)
+    judges.begin_step(1, optimizer)
+    network.weight.grad = torch.ones(2, 2)
+    with capturing(contextlib.nullcontext(), torch.device("cpu")):
+        optimizer.step()
+    network.weight.data.add_(1.0)
+
+    change = judges.end_step(1, torch.ones(()), None, None).step.change
+    assert change.update[0].item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_optimizer_does_not_keep_the_judges_alive():
+    """A monitor that nobody has closed measures nothing any more."""
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    judges = Judges(network, 10)
+    judges.begin_step(1, optimizer)
+    reference = weakref.ref(judges)
+    del judges
+    gc.collect()
+
+    assert reference() is None
+    optimizer.step()
 
 
 def test_weights_that_are_added_later_are_measured():

@@ -106,3 +106,17 @@ def test_measuring_reads_nothing_on_the_host():
     with HostReads() as reads:
         sample.measure()
     assert reads.reads == []
+
+
+def test_a_weight_that_stays_non_finite_has_not_changed():
+    """One that becomes non-finite between two updates has."""
+    stays, turns, infinite = (nn.Parameter(torch.ones(4)) for _ in range(3))
+    stays.data.fill_(torch.nan)
+    infinite.data.fill_(torch.inf)
+    sample = UpdateSample([stays, turns, infinite])
+    turns.data.fill_(torch.nan)
+    sample.begin()
+
+    outside = sample.measure().outside
+    assert outside is not None
+    assert [size == 0 for size in outside.tolist()] == [True, False, True]
