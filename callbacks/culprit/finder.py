@@ -127,7 +127,7 @@ class CulpritFinder:
         step = _HostStep(numbers, judgement, scores.step, weights_have_moved)
         applied = not (numbers.overflow or numbers.skipped)
         self._trace.append(StepTrace(numbers.step, applied, scores.step))
-        self._kinds.follow(scores.step, applied=applied)
+        self._kinds.follow(numbers.loss, scores.step, applied=applied)
         self.is_shared = numbers.overflow
         if numbers.overflow:
             return self._overflow(step)
@@ -287,6 +287,10 @@ class CulpritFinder:
         # Step of the last sample of weights and optimizer state before this step.
         sample_before = (step.numbers.step - 1) // self._state_interval * self._state_interval
         groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
+        since = sample_before + 1 if by_sample else None
+        shift = self._kinds.course.shift if kind == "loss_shift" else None
+        if shift is not None:
+            since = step.numbers.step - shift.num_steps + 1
         found = Anomaly(
             step=step.numbers.step,
             kind=kind,
@@ -294,7 +298,7 @@ class CulpritFinder:
             layer=self._layers.common(first.dead) or layer_of_rise(self._layers, first),
             gradients=groups,
             num_groups=sum(rise >= self._spike_factor for rise, _, _ in rises),
-            since=sample_before + 1 if by_sample else None,
+            since=since,
         )
         found = self._completed(found, step, ranks)
         return with_samples(found, [each.search for each in ranks])
@@ -317,7 +321,9 @@ class CulpritFinder:
                 trace=tuple(self._trace),
                 ranks=ranks,
                 blamed=first,
-                is_first=self._is_first(found.kind, step),
+                # The step before a shift was bad, too.
+                is_first=self._is_first(found.kind, step) and found.kind != "loss_shift",
+                shift=self._kinds.course.shift,
                 knows_optimizer=optimizer is not None,
                 layer=found.layer,
                 origin=origin,

@@ -42,7 +42,9 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     """
     asks_all = evidence.is_first or evidence.kind == "state_spike"
     found = (rule(evidence) for rule in _RULES if asks_all or rule not in _INFERRED)
-    unknown = Cause(UNKNOWN_CAUSE, forward_finding(evidence), "")
+    is_shift = evidence.kind == "loss_shift" and evidence.shift is not None
+    finding = str(evidence.shift) if is_shift else forward_finding(evidence)
+    unknown = Cause(UNKNOWN_CAUSE, finding, "")
     return next((cause for cause in found if cause is not None), unknown)
 
 

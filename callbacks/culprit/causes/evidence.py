@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
+from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
@@ -87,6 +88,9 @@ class CauseEvidence:
 
     growth: Growth | None = None
     """Growth of the updates in the last steps; ``None`` if they have not grown."""
+
+    shift: Shift | None = None
+    """Shift of the loss; ``None`` if it has not shifted."""
 
     since: int | None = None
     """First step in which the fault may have begun, if it was looked for in some steps only."""

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.causes.rate import LARGE_RATIO, RATE_RISE
+from mfwrap.callbacks.culprit.judges.course import CourseKind, LossCourse
 from mfwrap.callbacks.culprit.judges.growth import Growth, UpdateGrowth
 from mfwrap.callbacks.culprit.judges.judges import Scores
 from mfwrap.callbacks.culprit.judges.state import LIMIT as STATE_LIMIT
@@ -44,9 +45,13 @@ class StepKinds:
         self._ratios: deque[float] = deque(maxlen=_FEW_UPDATES)
         self._updates = UpdateGrowth()
         self._since_fall = _QUIET_STEPS
+        self.course = LossCourse()
+        """Course of this rank's loss."""
+        self._of_course: CourseKind | None = None
 
-    def follow(self, scores: StepScores, *, applied: bool) -> None:
+    def follow(self, loss: float, scores: StepScores, *, applied: bool) -> None:
         """Include a step. Call this once for each step, before `shared` and `own`."""
+        self._of_course = self.course.add(loss, counts=applied)
         self._num_steps += applied
         self._ratios.append(scores.update_ratio)
         if applied:
@@ -86,10 +91,11 @@ class StepKinds:
             # Each rank has a schedule of its own.
             "learning_rate_spike": has_jumped or step.lowest_rate < 0,
             "state_spike": has_changed,
-            "loss_spike": step.loss > LIMITS["loss"],
+            "loss_spike": self._of_course == "loss_spike",
             "local_norm_spike": step.num_risen > 0,
             "update_spike": step.num_moved > 0 or self._moves_too_far(),
             "zero_gradient": step.num_dead > 0,
+            "loss_shift": self._of_course == "loss_shift",
             "attention_logits": forward.num_logits > 0,
             "expert_load": forward.num_loads > 0,
             "update_growth": self.growth is not None,
@@ -109,6 +115,7 @@ class StepKinds:
             "num_steps": self._num_steps,
             "updates": self._updates.state_dict(),
             "since_fall": self._since_fall,
+            "course": self.course.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,3 +123,5 @@ class StepKinds:
         self._num_steps = state["num_steps"]
         self._updates.load_state_dict(state["updates"])
         self._since_fall = state["since_fall"]
+        if "course" in state:  # missing in checkpoints of 0.1.0
+            self.course.load_state_dict(state["course"])

@@ -44,7 +44,8 @@ LONE: dict[str, tuple[Scores, float]] = {
     "vanishing_gradient": (_step(usual_global_norm=1e4, global_norm=-20.0), 1.0),
     "learning_rate_spike": (_step(rate_rise=100.0), 1.0),
     "loss_not_finite": (_QUIET, NAN),
-    "loss_spike": (_step(loss=20.0), 1.0),
+    "loss_spike": (_step(loss=20.0), 50.0),
+    "loss_shift": (_QUIET, 1.0),
     "local_norm_spike": (_step(num_risen=1), 1.0),
     "update_spike": (_step(num_moved=1), 1.0),
     "zero_gradient": (_step(num_dead=1), 1.0),
@@ -93,6 +94,9 @@ def find_alone(rank: int, kind: str) -> list[Any]:
         if kind == "update_growth" and rank == 1:
             with _alone():
                 anomaly = judged.judge(_step(update_ratio=0.004 * 1.05**step))
+        elif kind == "loss_shift" and rank == 1 and step > 50:
+            with _alone():
+                anomaly = judged.judge(_QUIET, loss=1.2)
         elif step == 11 and rank == 1:
             with torch.no_grad():
                 judged.network.weight += float(kind == "state_spike")

@@ -31,7 +31,7 @@ def kinds_after(num_steps: int) -> StepKinds:
     """Return kinds that have followed ordinary steps."""
     kinds = StepKinds(2.0)
     for _ in range(num_steps):
-        kinds.follow(ORDINARY, applied=True)
+        kinds.follow(1.0, ORDINARY, applied=True)
     return kinds
 
 
@@ -39,10 +39,10 @@ def kinds_after(num_steps: int) -> StepKinds:
     ("found", "kinds"),
     [
         (scores(), []),
-        (scores(num_changed=1, loss=20.0), ["state_spike", "loss_spike"]),
+        (scores(num_changed=1, num_risen=1), ["state_spike", "local_norm_spike"]),
         (scores(StateScores(highest=20.0, num_bad=0)), ["state_spike"]),
         (scores(StateScores(highest=math.nan, num_bad=1)), ["state_spike"]),
-        (scores(loss=20.0, num_logits=1), ["loss_spike", "attention_logits"]),
+        (scores(num_risen=1, num_logits=1), ["local_norm_spike", "attention_logits"]),
         (scores(num_risen=2), ["local_norm_spike"]),
         (scores(num_moved=2), ["update_spike"]),
         (scores(lowest_rate=-1e-6), ["learning_rate_spike"]),
@@ -62,7 +62,7 @@ def test_a_warm_up_begins_with_rises_of_the_rate():
     for kinds in (kinds_after(4), later):
         found = []
         for _ in range(2):
-            kinds.follow(ORDINARY, applied=True)
+            kinds.follow(1.0, ORDINARY, applied=True)
             found.append(kinds.own(scores(rate_rise=6.0, num_risen=2))[0])
             assert kinds.shared(numbers(1.0), scores(rate_rise=6.0)) is None
         assert found == ["local_norm_spike", "learning_rate_spike"]
@@ -76,7 +76,7 @@ def test_two_updates_as_large_as_the_weights(ratios, is_found):
     """Their geometric mean decides."""
     kinds = StepKinds(2.0)
     for ratio in ratios:
-        kinds.follow(ORDINARY._replace(update_ratio=ratio), applied=True)
+        kinds.follow(1.0, ORDINARY._replace(update_ratio=ratio), applied=True)
     assert kinds.own(scores()) == (["update_spike"] if is_found else [])
 
 
@@ -130,7 +130,20 @@ def test_growth_of_the_updates_is_the_last_kind():
     """It is an early warning."""
     kinds = StepKinds(2.0)
     for number in range(64):
-        kinds.follow(ORDINARY._replace(update_ratio=0.004 * 1.05**number), applied=True)
+        kinds.follow(1.0, ORDINARY._replace(update_ratio=0.004 * 1.05**number), applied=True)
     assert kinds.growth is not None
     assert kinds.own(scores()) == ["update_growth"]
-    assert kinds.own(scores(loss=20.0)) == ["loss_spike", "update_growth"]
+    assert kinds.own(scores(num_dead=1)) == ["zero_gradient", "update_growth"]
+
+
+def test_the_course_of_the_loss():
+    """A loss that leaves its course is an anomaly of its step, also across a resume."""
+    kinds = kinds_after(20)
+    later = StepKinds(2.0)
+    later.load_state_dict(json.loads(json.dumps(kinds.state_dict())))
+
+    for one in (kinds, later):
+        one.follow(5.0, ORDINARY, applied=True)
+        assert one.own(scores()) == ["loss_spike"]
+        one.follow(1.0, ORDINARY, applied=True)
+        assert one.own(scores()) == []

@@ -1,0 +1,174 @@
+"""Judge the loss of each step by its course so far, on the host."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, final
+
+_LENGTH = 64
+"""Number of steps whose distances from what was expected tell how far the loss may move."""
+
+_RECENT = 5
+"""Number of values whose median is expected next."""
+
+_FEWEST = 5
+"""Number of known distances before a shift is looked for; fewer say little about the course."""
+
+_SPIKE, _LOG_SPIKE = 7.5, 5.0
+"""Smallest scores of the loss and of its logarithm that are a spike of a single step."""
+
+_SHIFTS = ((3, 4.0), (6, 2.0))
+"""Numbers of steps in a row, and the smallest score of each of them, that are a lasting shift."""
+
+_SECOND = 0.27
+"""Share of the second largest distance that is the least deviation. One outlier is none, but a
+loss that often jumps does so by its nature."""
+
+_PRIOR, _LOG_PRIOR = 0.2, 0.2
+"""Deviations that are assumed before there are values: as a share of the loss, and of its
+logarithm. They fade with the number of values, to the shares below."""
+
+_LEAST = 0.15
+"""Least share of the prior that is left."""
+
+_EARLY, _EARLY_FACTOR = 8, 3.0
+"""Number of distances up to which a spike must be that many times larger."""
+
+_FADES_AFTER = 3.0
+"""Number of values after which half of the prior is left."""
+
+CourseKind = Literal["loss_spike", "loss_shift"]
+
+
+class Shift(NamedTuple):
+    """A loss that stays too high."""
+
+    before: float
+    """Loss that was expected before."""
+
+    now: float
+    """Middle loss since then."""
+
+    num_steps: int
+
+    def __str__(self) -> str:
+        """Say it in a clause."""
+        return (
+            f"the loss has been about {self.now:.4g} for {self.num_steps} steps, after about "
+            f"{self.before:.4g}"
+        )
+
+
+@final
+class LossCourse:
+    """Tell from the losses of a rank so far whether the next one has left their course.
+
+    A spike is a loss far above what is expected, by its own deviation and by that of its logarithm.
+    A shift is a loss that stays above what was expected before, for three or six steps in a row.
+    What is expected is the median of the last five losses, and the deviation follows from the
+    distances of 64 losses from what was expected of them, so the run's own noise decides.
+    """
+
+    def __init__(self) -> None:
+        self.shift: Shift | None = None
+        """Shift that the last loss has shown; ``None`` without one."""
+        self._plain, self._log = _Series(), _Series()
+
+    def add(self, loss: float, *, counts: bool = True) -> CourseKind | None:
+        """Judge a loss, and include it in the course.
+
+        Args:
+            loss: Loss of a step. One that is not finite is ignored.
+            counts: Whether the update was applied. Otherwise the loss is not included.
+        """
+        self.shift = None
+        if not math.isfinite(loss):
+            return None
+        log = math.log(loss) if loss > 0 else math.nan
+        found: CourseKind | None = None
+        factor = _EARLY_FACTOR if self._plain.num_distances < _EARLY else 1.0
+        if self._plain.score(loss, _PRIOR * abs(self._plain.expected(0))) > factor * _SPIKE:
+            is_positive = not math.isnan(log) and self._log.num_distances > 0
+            if not is_positive or self._log.score(log, _LOG_PRIOR) > factor * _LOG_SPIKE:
+                found = "loss_spike"
+        if counts:
+            self._plain.add(loss)
+            if not math.isnan(log):
+                self._log.add(log)
+            shifts = (self._plain.shift(*each) for each in _SHIFTS)
+            self.shift = next(filter(None, shifts), None)
+        return "loss_shift" if found is None and self.shift is not None else found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the course, ready for JSON."""
+        return {"plain": self._plain.state_dict(), "log": self._log.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned."""
+        self._plain.load_state_dict(state["plain"])
+        self._log.load_state_dict(state["log"])
+
+
+@final
+class _Series:
+    """The last values of a series, and their distances from what was expected of them."""
+
+    def __init__(self) -> None:
+        longest = max(number for number, _ in _SHIFTS)
+        self._values: deque[float] = deque(maxlen=_RECENT + longest)
+        self._distances: deque[float] = deque(maxlen=_LENGTH + longest)
+
+    @property
+    def num_distances(self) -> int:
+        """Number of known distances."""
+        return len(self._distances)
+
+    def expected(self, number: int) -> float:
+        """Return what was expected before the last `number` values; NaN without values."""
+        earlier = list(self._values)[: len(self._values) - number][-_RECENT:]
+        return statistics.median(earlier) if earlier else math.nan
+
+    def score(self, value: float, prior: float) -> float:
+        """Return how many deviations a value is above the expected one; NaN if unknown."""
+        return (value - self.expected(0)) / _deviation(self._distances, prior)
+
+    def shift(self, number: int, limit: float) -> Shift | None:
+        """Return the shift if each of the last values is above what was expected before them."""
+        before = list(self._distances)[: len(self._distances) - number][-_LENGTH:]
+        expected = self.expected(number)
+        if len(before) < _FEWEST or math.isnan(expected):
+            return None
+        least = expected + limit * _deviation(before, _PRIOR * abs(expected))
+        last = list(self._values)[-number:]
+        return Shift(expected, statistics.median(last), number) if min(last) > least else None
+
+    def add(self, value: float) -> None:
+        """Include a value."""
+        if self._values:
+            self._distances.append(abs(value - self.expected(0)))
+        self._values.append(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self._values), "distances": list(self._distances)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._values.clear()
+        self._values.extend(state["values"])
+        self._distances.clear()
+        self._distances.extend(state["distances"])
+
+
+def _deviation(distances: Sequence[float] | deque[float], prior: float) -> float:
+    """Return the deviation of the next value: that of the distances, and a prior that fades."""
+    known = sorted(list(distances)[-_LENGTH:])
+    number = len(known)
+    spread = 0.0
+    if known:
+        middle, high = known[(number - 1) // 2], known[int((number - 1) * 0.95)]
+        spread = max(1.4826 * middle, high / 1.96) * math.sqrt(1 + 4 / number)
+    if number > 1:
+        spread = max(spread, _SECOND * known[-2])
+    left = max(_FADES_AFTER / (_FADES_AFTER + number), _LEAST)
+    # Of a series that has not moved yet, nothing is known.
+    return math.hypot(spread, prior * left) or math.inf

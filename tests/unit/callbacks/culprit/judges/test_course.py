@@ -1,0 +1,107 @@
+"""A loss that leaves its course is told from the noise of the run itself."""
+
+import json
+import math
+import random
+
+import pytest
+
+from mfwrap.callbacks.culprit.judges.course import LossCourse
+
+
+def found(losses, course=None):
+    """Return what is found, by step, counted from 1."""
+    course = LossCourse() if course is None else course
+    kinds = ((step, course.add(loss)) for step, loss in enumerate(losses, 1))
+    return [(step, kind) for step, kind in kinds if kind is not None]
+
+
+def noisy(level, number, *, noise=0.05, seed=0):
+    """Return losses about a level, whose noise is a share of it."""
+    dice = random.Random(seed)  # noqa: S311  (test data, not cryptography)
+    return [level * (1 + noise * dice.gauss(0, 1)) for _ in range(number)]
+
+
+def falling(number):
+    """Return losses that fall from 4 to 2, with noise."""
+    return [2 + 2 * math.exp(-step / 30) + each for step, each in enumerate(noisy(0.1, number))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ordinary_losses(seed):
+    """Neither falling nor level losses leave their course, however noisy they are."""
+    for noise in (0.01, 0.1, 0.3):
+        assert found(noisy(3.0, 300, noise=noise, seed=seed)) == []
+    assert found(falling(300)) == []
+
+
+@pytest.mark.parametrize("level", [1e-6, 0.01, 3.0, 1e4])
+def test_a_single_loss(level):
+    """It is found at any level, once, and what follows is ordinary."""
+    losses = noisy(level, 100)
+    losses[60] = 2 * level
+
+    assert found(losses) == [(61, "loss_spike")]
+
+
+def test_a_small_loss_after_a_large_one():
+    """The first losses of a run do not count for ever."""
+    losses = [25 * math.exp(-step / 10) for step in range(100)] + noisy(0.01, 200)
+
+    assert found([*losses, 2.0]) == [(301, "loss_spike")]
+
+
+def test_a_loss_that_stays_higher():
+    """No step is far off alone. The numbers are those of the steps since then and before."""
+    course = LossCourse()
+    losses = noisy(3.0, 100, noise=0.02) + noisy(3.7, 3, noise=0.02)
+
+    assert found(losses, course) == [(103, "loss_shift")]
+    assert course.shift is not None
+    assert course.shift.num_steps == 3
+    assert (course.shift.before, course.shift.now) == pytest.approx((3.0, 3.7), rel=0.03)
+    assert "for 3 steps, after about 2.9" in str(course.shift)
+
+
+def test_six_losses_that_are_little_higher():
+    """More steps need less."""
+    losses = noisy(3.0, 100, noise=0.02) + noisy(3.4, 6, noise=0.005)
+
+    assert found(losses) == [(106, "loss_shift")]
+
+
+def test_rewards_that_are_sparse():
+    """A loss that is zero in most steps jumps by its nature."""
+    dice = random.Random(0)  # noqa: S311  (test data, not cryptography)
+    losses = [dice.gauss(0, 1) if dice.random() < 0.1 else 0.0 for _ in range(400)]
+
+    assert len(found(losses)) <= 1
+
+
+def test_losses_below_zero():
+    """They have no logarithm, and are judged by their own deviation."""
+    losses = [-each for each in noisy(3.0, 100)]
+
+    assert found(losses) == []
+    assert found([*losses, 3.0]) == [(101, "loss_spike")]
+
+
+def test_what_does_not_count():
+    """A skipped step is judged and forgotten, and a loss that is not finite says nothing."""
+    course = LossCourse()
+    found(noisy(3.0, 50), course)
+
+    assert course.add(9.0, counts=False) == "loss_spike"
+    assert course.add(math.nan) is None
+    assert course.add(9.0) == "loss_spike"
+
+
+def test_a_course_goes_on_after_a_resume():
+    """Its state is ready for JSON."""
+    course, later = LossCourse(), LossCourse()
+    losses = noisy(3.0, 100)
+    losses[70] = 6.0
+    found(losses[:50], course)
+    later.load_state_dict(json.loads(json.dumps(course.state_dict())))
+
+    assert found(losses[50:], course) == found(losses[50:], later) == [(21, "loss_spike")]
