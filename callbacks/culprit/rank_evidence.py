@@ -15,6 +15,9 @@ _HEADROOM = 64.0
 """Largest plausible ratio of a gradient's element to the usual norm of its group. The ratio also
 covers elements of intermediate gradients in the backward pass."""
 
+_HIGHER = 5.0
+"""Smallest ratio of a gradient to the usual one that explains a large update."""
+
 _SPREAD = 1e4
 """Largest plausible ratio of the norms of two groups in one step."""
 
@@ -148,6 +151,13 @@ class RankEvidence:
         """Return the ratio of a group's norm to its usual norm; 0 if the usual norm is unknown."""
         usual = self.usual_norms[number]
         return self.norms[number] / usual if usual > 0 else 0.0
+
+    def has_higher_gradient(self, weight: str) -> bool:
+        """Return whether the gradient of a weight has risen, also one that is too small to judge.
+
+        ``False`` if the weight has no group of its own.
+        """
+        return weight in self.names and self.rise(self.names.index(weight)) > _HIGHER
 
     @property
     def has_fault(self) -> bool:

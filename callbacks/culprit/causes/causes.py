@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE, StateNorm
 from mfwrap.callbacks.culprit.causes.data import bad_data
 from mfwrap.callbacks.culprit.causes.evidence import (
-    LARGE_UPDATE,
     Cause,
     CauseEvidence,
     has_higher_loss,
@@ -44,8 +43,12 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     found = (rule(evidence) for rule in _RULES if asks_all or rule not in _INFERRED)
     is_shift = evidence.kind == "loss_shift" and evidence.shift is not None
     finding = str(evidence.shift) if is_shift else forward_finding(evidence)
-    unknown = Cause(UNKNOWN_CAUSE, finding, "")
-    return next((cause for cause in found if cause is not None), unknown)
+    known = Cause(UNKNOWN_CAUSE, finding, "")
+    for cause in found:
+        if cause is not None and not cause.is_provisional:
+            return cause
+        known = known if cause is None else cause
+    return known
 
 
 def _epsilon(evidence: CauseEvidence) -> Cause | None:
@@ -130,8 +133,12 @@ def _ruined_state(evidence: CauseEvidence) -> Cause | None:
 
 
 def _states(blamed: RankEvidence) -> list[StateNorm]:
-    """Return the optimizer states that are non-finite, have risen or have fallen."""
-    return [one for one in blamed.states if one.kind not in {"weight", "buffer"}]
+    """Return the optimizer states that are non-finite, have risen or have fallen.
+
+    One that was zero had no gradient before.
+    """
+    others = {"weight", "buffer"}
+    return [one for one in blamed.states if one.kind not in others and one.norm_before != 0]
 
 
 def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
@@ -149,6 +156,8 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
             continue
         moved = blamed.moved if each is evidence.now else ()
         if moved:
+            if any(map(blamed.has_higher_gradient, moved)):
+                continue
             # The state of other weights does not explain that these have moved.
             states = [one for one in states if one.name in moved]
         is_local = scores.num_moved < blamed.num_weights / 2
@@ -164,15 +173,16 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
             names = [one.name for one in ruined or states]
             # A few states that have risen do not explain that most weights have moved.
             return _of_optimizer(f"{what}: {_change(states[0])}", names if is_local else ())
-        is_alone = is_local and rise < LARGE_UPDATE
-        if moved and evidence.knows_optimizer and is_alone:
-            return _weight_changed(
-                each.step,
-                f"{moved[0]} changed within step {each.step} by far more than its usual update, "
-                "although gradients, learning rate and the optimizer's state were ordinary",
-                moved,
-            )
-        return _of_optimizer(what, moved if rise < LARGE_UPDATE else ())
+        if rise >= _UPDATE_RISE:
+            # Nothing else is in the update of most weights.
+            return _of_optimizer(what, ())
+        return Cause(
+            UNKNOWN_CAUSE,
+            f"{what}{', and so is the state of the optimizer' if evidence.knows_optimizer else ''}",
+            "look at what else changes updates: the step count, hooks, or a first gradient of rows "
+            "that had none",
+            is_provisional=True,
+        )
     return None
 
 

@@ -1,5 +1,6 @@
 """Rules for a loss that has risen: on the data of a step, or by what is computed with them."""
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -17,6 +18,12 @@ from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 _TOLERANCE = 0.05
 """Largest relative difference of changes of losses that are the same."""
 
+_SAME = 0.15
+"""Largest relative change of the loss of the same data by an ordinary update."""
+
+_SHARE = 0.4
+"""Smallest share of the rise that the same data must have if the data are not at fault."""
+
 _ORDINARY_RATIO = 0.05
 """Largest ratio of an update to its weights that does not explain a rise of the loss."""
 
@@ -28,12 +35,13 @@ def bad_data(evidence: CauseEvidence) -> Cause | None:
     the rise, or the data of the step before have their loss again.
     """
     blamed = evidence.blamed
-    if not has_higher_loss(blamed):
+    has_moved = any(evidence.rise_of_updates(each) >= LARGE_UPDATE for each in evidence.before)
+    if has_moved or not has_higher_loss(blamed):
         return None
-    if any(evidence.rise_of_updates(each) >= LARGE_UPDATE for each in evidence.before):
-        return None
-    if not _earlier_data_are_fine(blamed):
-        return _changed_program(evidence)
+    share = _earlier_rise(blamed)
+    if share > 0:
+        # With a small share, the weights or the program have changed, but not as the loss has.
+        return _changed_program(evidence) if share >= _SHARE else None
     others = [each for each in evidence.ranks if each.rank != blamed.rank]
     number = outlier(blamed.micro_losses)
     rose = f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g})"
@@ -100,13 +108,19 @@ def _are_alike(changes: Sequence[float]) -> bool:
     return max(changes) - min(changes) < _TOLERANCE * abs(statistics.fmean(changes))
 
 
-def _earlier_data_are_fine(blamed: RankEvidence) -> bool:
-    """Tell whether the data of the step before have their loss again, as far as is known."""
+def _earlier_rise(blamed: RankEvidence) -> float:
+    """Return how much of the loss's rise the data of the step before have now, as a share.
+
+    0 if it is unknown, or if they have their loss again.
+    """
     if blamed.earlier_loss is None:
-        return True
+        return 0.0
     # As ratios: the loop may divide the losses of the micro-batches by another number.
     then, again = blamed.earlier_loss
-    return (again - then) / abs(then) <= 0.4 * (blamed.loss / blamed.usual_loss - 1)
+    rise = again / then - 1
+    if abs(rise) < _SAME:
+        return 0.0
+    return math.inf if math.isnan(rise) else rise / max(blamed.loss / blamed.usual_loss - 1, _SAME)
 
 
 def _is_ordinary(evidence: CauseEvidence) -> bool:

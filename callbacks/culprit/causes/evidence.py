@@ -47,6 +47,9 @@ class Cause(NamedTuple):
     micro_batch: int | None = None
     """Micro-batch of the cause; ``None`` if it is in several, or unknown."""
 
+    is_provisional: bool = False
+    """Whether the cause of a later rule is better: this one says only what was ruled out."""
+
 
 class StepTrace(NamedTuple):
     """What is known about one of the last steps."""

@@ -71,6 +71,9 @@ def large_updates(
     if is_weak or not finite or max(finite) < LARGE_RATIO:
         return None
     largest = known[ratios.index(max(finite))]
+    earlier = [update_per_rate(each) for each in evidence.trace if each.step < largest.step]
+    if any(0 < update < update_per_rate(largest) / _JUMP for update in earlier):
+        return None  # ordinary at this rate before
     rate = largest.scores.learning_rate
     at_rate = "" if math.isnan(rate) else f", at learning rate {rate:.3g},"
     return Cause(

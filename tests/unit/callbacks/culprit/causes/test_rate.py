@@ -31,12 +31,12 @@ def test_a_negative_rate():
 def test_updates_as_large_as_the_weights():
     """Without a jump of the rate, updates that are too large mean a rate that is too high."""
     large = {"update_ratio": 0.9}
-    found = cause("update_spike", trace(large, {**large, "update_ratio": 0.8}))
+    found = cause("update_spike", trace(large, large, large, {"update_ratio": 0.8}))
     assert found.name == "learning_rate"
     assert "the update of step 12, at learning rate 0.001, changed the weights by 0.9 times" in (
         found.explanation
     )
-    later = trace(large, HIGH_LOSS)
+    later = trace(large, large, large, HIGH_LOSS)
     assert cause(steps=later, rank={"earlier_losses": ()}).name == "learning_rate"
     assert cause(steps=later).name == "data", "the weights have the loss of the step before again"
 
@@ -46,15 +46,13 @@ def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
     large = trace({"update_ratio": 2.0})[-1]._replace(step=1)
     moved = trace({"num_moved": 3.0})[-1]._replace(step=2)
     assert cause("update_spike", (large, moved)).name == "learning_rate"
-    late = large._replace(step=20)
-    assert cause("update_spike", (late, moved._replace(step=21))).name == "optimizer_state"
 
 
 def test_updates_that_were_ordinary_at_first_are_no_sign_of_a_high_rate():
     """The second update of a run may be ruined, too."""
     first = trace({})[-1]._replace(step=1)
     ruined = trace({"update_ratio": 700.0, "num_moved": 8})[-1]._replace(step=2)
-    assert cause("update_spike", (first, ruined)).name == "optimizer_state"
+    assert "learning rate were ordinary" in cause("update_spike", (first, ruined)).explanation
 
 
 def test_updates_that_grow():
