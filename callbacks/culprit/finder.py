@@ -103,7 +103,7 @@ class CulpritFinder:
         self._limit = limit
         self._state_interval = state_interval
         self._trace: deque[StepTrace] = deque(maxlen=max(_TRACE, state_interval))
-        self._kinds = StepKinds(spike_factor)
+        self._kinds = StepKinds(spike_factor, self.judges.course)
 
     def judge(
         self,
@@ -288,7 +288,7 @@ class CulpritFinder:
         sample_before = (step.numbers.step - 1) // self._state_interval * self._state_interval
         groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
         since = sample_before + 1 if by_sample else None
-        shift = self._kinds.course.shift if kind == "loss_shift" else None
+        shift = self.judges.course.shift if kind == "loss_shift" else None
         if shift is not None:
             since = step.numbers.step - shift.num_steps + 1
         found = Anomaly(
@@ -323,7 +323,7 @@ class CulpritFinder:
                 blamed=first,
                 # The step before a shift was bad, too.
                 is_first=self._is_first(found.kind, step) and found.kind != "loss_shift",
-                shift=self._kinds.course.shift,
+                shift=self.judges.course.shift,
                 knows_optimizer=optimizer is not None,
                 layer=found.layer,
                 origin=origin,

@@ -1,7 +1,9 @@
 """Graphs of a device, which hold recorded kernels: CUDA graphs, for example."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from mfwrap.compatibility.foreign import ForeignName
 
 _IS_CAPTURING: ContextVar[bool] = ContextVar("is_capturing", default=False)
+
+_IDLE: "weakref.WeakSet[Callable[..., None]]" = weakref.WeakSet()
 
 NAMES = (ForeignName("torch.accelerator", "Graph", since="2.12"),)
 
@@ -51,3 +55,20 @@ def capturing(graph: Any, device: torch.device) -> Iterator[None]:
 def is_capturing() -> bool:
     """Return whether this thread is within the block of `capturing`."""
     return _IS_CAPTURING.get()
+
+
+def idle_in_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that does nothing while a graph records, and so may be a hook in one."""
+
+    @functools.wraps(function)
+    def unless_capturing(*arguments: Any) -> None:
+        if not is_capturing():
+            function(*arguments)
+
+    _IDLE.add(unless_capturing)
+    return unless_capturing
+
+
+def is_idle(function: object) -> bool:
+    """Return whether a function is one that `idle_in_graphs` has returned."""
+    return function in _IDLE

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import section_clock
-from mfwrap.compatibility.graphs import capturing, lacks_graphs, new_graph
+from mfwrap.compatibility.graphs import capturing, is_idle, lacks_graphs, new_graph
 from mfwrap.compatibility.torch import step_hooks
 from mfwrap.loss_scale.live import LossScale
 from mfwrap.optimizers.chained import parts_of
@@ -312,7 +312,7 @@ def _obstacle(
 
 def _hooked(optimizer: Optimizer) -> str | None:
     for part in parts_of(optimizer):
-        hooks = step_hooks(part)
+        hooks = [hook for hook in step_hooks(part) if not is_idle(hook)]
         if hooks:
             return (
                 f"for an optimizer with hooks of its steps, which a graph does not call, got "

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap import StepReport
+from mfwrap.callbacks.culprit.judges.course import LossCourse
 from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores, JudgedForward
 from mfwrap.callbacks.culprit.judges.settings import SettingWatch
 from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
 from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
-from mfwrap.compatibility.graphs import is_capturing
+from mfwrap.compatibility.graphs import idle_in_graphs
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import trainable, unwrapped_optimizer
 
@@ -65,6 +66,8 @@ class Judges:
     def __init__(self, network: nn.Module | None, state_interval: int, step: int = 0) -> None:
         self.states = None if network is None else StateJudge(network, step)
         self.forward = ForwardJudge()
+        self.course = LossCourse()
+        """Course of this rank's loss, which the finder follows."""
         self.settings = SettingWatch(network)
         self._network = network
         self._interval = state_interval
@@ -104,14 +107,16 @@ class Judges:
         # An optimizer outlives a monitor that nobody has closed.
         itself = weakref.ref(self)
 
+        @idle_in_graphs
         def before(*_: Any) -> None:
             judges = itself()
-            if judges is not None and not is_capturing():
+            if judges is not None:
                 judges.before_update()
 
+        @idle_in_graphs
         def after(*_: Any) -> None:
             judges = itself()
-            if judges is not None and not is_capturing():
+            if judges is not None:
                 judges.after_update()
 
         self._hooks.callback(optimizer.register_step_pre_hook(before).remove)
@@ -231,6 +236,7 @@ class Judges:
             "steps": self._saved if self._steps is None else self._steps.state_dict(),
             "states": None if self.states is None else self.states.state_dict(),
             "forward": self.forward.state_dict(),
+            "course": self.course.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,3 +255,5 @@ class Judges:
             self._is_first = False
         if own["forward"] is not None:
             self.forward.load_state_dict(own["forward"])
+        if "course" in own:  # missing in checkpoints of 0.1.0
+            self.course.load_state_dict(own["course"])

@@ -35,9 +35,10 @@ class StepKinds:
 
     Args:
         spike_factor: Smallest ratio of a spike of the global norm to what is usual.
+        course: Course of this rank's loss, to which `follow` adds.
     """
 
-    def __init__(self, spike_factor: float) -> None:
+    def __init__(self, spike_factor: float, course: LossCourse) -> None:
         self.growth: Growth | None = None
         """Growth of the updates in the last steps; ``None`` if they have not grown."""
         self._spike_factor = spike_factor
@@ -45,13 +46,12 @@ class StepKinds:
         self._ratios: deque[float] = deque(maxlen=_FEW_UPDATES)
         self._updates = UpdateGrowth()
         self._since_fall = _QUIET_STEPS
-        self.course = LossCourse()
-        """Course of this rank's loss."""
+        self._course = course
         self._of_course: CourseKind | None = None
 
     def follow(self, loss: float, scores: StepScores, *, applied: bool) -> None:
         """Include a step. Call this once for each step, before `shared` and `own`."""
-        self._of_course = self.course.add(loss, counts=applied)
+        self._of_course = self._course.add(loss, counts=applied)
         self._num_steps += applied
         self._ratios.append(scores.update_ratio)
         if applied:
@@ -115,7 +115,6 @@ class StepKinds:
             "num_steps": self._num_steps,
             "updates": self._updates.state_dict(),
             "since_fall": self._since_fall,
-            "course": self.course.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,5 +122,3 @@ class StepKinds:
         self._num_steps = state["num_steps"]
         self._updates.load_state_dict(state["updates"])
         self._since_fall = state["since_fall"]
-        if "course" in state:  # missing in checkpoints of 0.1.0
-            self.course.load_state_dict(state["course"])
