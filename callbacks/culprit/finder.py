@@ -126,8 +126,9 @@ class CulpritFinder:
         """
         step = _HostStep(numbers, judgement, scores.step, weights_have_moved)
         applied = not (numbers.overflow or numbers.skipped)
-        self._trace.append(StepTrace(numbers.step, applied, scores.step))
         self._kinds.follow(numbers.loss, scores.step, applied=applied)
+        trace = StepTrace(numbers.step, applied, scores.step, self._kinds.rate_rise)
+        self._trace.append(trace)
         self.is_shared = numbers.overflow
         if numbers.overflow:
             return self._overflow(step)

@@ -27,7 +27,7 @@ ORDINARY = StepScores(
     num_changed=0,
     learning_rate=1e-3,
     lowest_rate=1e-3,
-    rate_rise=1.0,
+    ordinary_rate=1e-3,
     update_ratio=1e-3,
 )
 RANK = RankEvidence(
@@ -45,10 +45,19 @@ HIGH_LOSS: dict[str, Any] = {"loss": 20.0, "global_norm": 4.0}
 
 
 def trace(*changes: dict[str, Any], applied: bool = True) -> tuple:
-    """Return steps of which the last ones differ from ordinary ones, the present one last."""
-    scores = [ORDINARY] * (4 - len(changes)) + [ORDINARY._replace(**each) for each in changes]
-    last = len(scores) - 1
-    return tuple(StepTrace(13 - last + number, applied, each) for number, each in enumerate(scores))
+    """Return steps of which the last ones differ from ordinary ones, the present one last.
+
+    Args:
+        changes: Scores of the last steps that are not ordinary, or the ``rate_rise`` of a step.
+        applied: Whether the updates were applied.
+    """
+    steps = [StepTrace(step, applied, ORDINARY) for step in range(14 - max(4, len(changes)), 14)]
+    for place, change in enumerate(changes, len(steps) - len(changes)):
+        scores = {name: value for name, value in change.items() if name != "rate_rise"}
+        steps[place] = steps[place]._replace(
+            scores=ORDINARY._replace(**scores), rate_rise=change.get("rate_rise")
+        )
+    return tuple(steps)
 
 
 def cause(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.judges.growth import Growth
+from mfwrap.callbacks.culprit.judges.rates import RateRise
 from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay.replay import Origin
@@ -57,6 +58,8 @@ class StepTrace(NamedTuple):
     step: int
     applied: bool
     scores: StepScores
+    rate_rise: RateRise | None = None
+    """Rise of the learning rate in the step; ``None`` if it is ordinary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

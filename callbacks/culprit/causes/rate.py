@@ -11,9 +11,6 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     update_per_rate,
 )
 
-RATE_RISE = 5.0
-"""Smallest ratio of a learning rate to all earlier ones that may explain an anomaly."""
-
 LARGE_RATIO = 0.7
 """Smallest ratio of an update to its weights that is too large, wherever it comes from."""
 
@@ -38,12 +35,15 @@ def rate_jump(evidence: CauseEvidence) -> Cause | None:
                 "negative rate an update raises the loss",
                 f"correct the schedule, and go back to a checkpoint from before step {each.step}",
             )
-        if RATE_RISE <= each.scores.rate_rise < math.inf:
+        if each.rate_rise is not None:
+            before, now, number = each.rate_rise
+            steps = "in one step" if number == 1 else f"over {number} steps"
             return Cause(
                 "learning_rate",
-                f"the learning rate of step {each.step} was {each.scores.learning_rate:.3g}, "
-                f"{each.scores.rate_rise:.3g} times the highest rate before it",
-                f"correct the schedule, and go back to a checkpoint from before step {each.step}",
+                f"the learning rate of step {each.step} was {now:.3g}: it has risen {steps} to "
+                f"{now / before:.3g} times the highest rate before",
+                "correct the schedule, and go back to a checkpoint from before step "
+                f"{each.step - number + 1}",
             )
     return None
 

@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
-from mfwrap.callbacks.culprit.causes.rate import LARGE_RATIO, RATE_RISE
+from mfwrap.callbacks.culprit.causes.rate import LARGE_RATIO
 from mfwrap.callbacks.culprit.judges.course import CourseKind, LossCourse
 from mfwrap.callbacks.culprit.judges.growth import Growth, UpdateGrowth
 from mfwrap.callbacks.culprit.judges.judges import Scores
+from mfwrap.callbacks.culprit.judges.rates import RateCourse, RateRise
 from mfwrap.callbacks.culprit.judges.state import LIMIT as STATE_LIMIT
 from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
 from mfwrap.callbacks.shared.step_values import StepNumbers
-
-_FEWEST_STEPS = 5
-"""Number of steps before a rise of the learning rate counts as an anomaly by itself: a warm-up may
-begin with a rate of almost zero."""
 
 _FALL = 100.0
 """Smallest ratio of the usual global norm to that of a vanishing gradient."""
@@ -41,8 +38,10 @@ class StepKinds:
     def __init__(self, spike_factor: float, course: LossCourse) -> None:
         self.growth: Growth | None = None
         """Growth of the updates in the last steps; ``None`` if they have not grown."""
+        self.rate_rise: RateRise | None = None
+        """Rise of the learning rate in the last step; ``None`` if it is ordinary."""
         self._spike_factor = spike_factor
-        self._num_steps = 0
+        self._rates = RateCourse()
         self._ratios: deque[float] = deque(maxlen=_FEW_UPDATES)
         self._updates = UpdateGrowth()
         self._since_fall = _QUIET_STEPS
@@ -52,7 +51,9 @@ class StepKinds:
     def follow(self, loss: float, scores: StepScores, *, applied: bool) -> None:
         """Include a step. Call this once for each step, before `shared` and `own`."""
         self._of_course = self._course.add(loss, counts=applied)
-        self._num_steps += applied
+        self.rate_rise = self._rates.add(
+            scores.learning_rate, scores.ordinary_rate, applied=applied
+        )
         self._ratios.append(scores.update_ratio)
         if applied:
             self.growth = self._updates.add(scores.update_ratio, scores.learning_rate)
@@ -85,11 +86,10 @@ class StepKinds:
         Early warnings come last, because what they warn of may be in the same step.
         """
         step, state, forward = scores
-        has_jumped = RATE_RISE <= step.rate_rise < math.inf and self._num_steps > _FEWEST_STEPS
         has_changed = step.num_changed > 0 or state.highest > STATE_LIMIT or state.num_bad > 0
         kinds: dict[Kind, bool] = {
             # Each rank has a schedule of its own.
-            "learning_rate_spike": has_jumped or step.lowest_rate < 0,
+            "learning_rate_spike": self.rate_rise is not None or step.lowest_rate < 0,
             "state_spike": has_changed,
             "loss_spike": self._of_course == "loss_spike",
             "local_norm_spike": step.num_risen > 0,
@@ -112,13 +112,14 @@ class StepKinds:
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps need, ready for JSON."""
         return {
-            "num_steps": self._num_steps,
+            "rates": self._rates.state_dict(),
             "updates": self._updates.state_dict(),
             "since_fall": self._since_fall,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
-        self._num_steps = state["num_steps"]
+        if "rates" in state:  # missing in checkpoints of 0.1.0
+            self._rates.load_state_dict(state["rates"])
         self._updates.load_state_dict(state["updates"])
         self._since_fall = state["since_fall"]

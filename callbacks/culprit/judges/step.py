@@ -134,8 +134,8 @@ class StepScores(NamedTuple):
     lowest_rate: float
     """Smallest learning rate of the step."""
 
-    rate_rise: float
-    """Ratio of this rate to the highest rate of the steps before."""
+    ordinary_rate: float
+    """Largest learning rate that the schedule has for the step, which a rollback may lower."""
 
     update_ratio: float
     """Median over the weights of the ratio of the update to the weight, both as root mean squares.
@@ -168,7 +168,6 @@ class StepJudge:
         self._windows = NamedWindow()
         self._window = self._windows.use(self._series, self._priors, device)
         self._first_loss = torch.full((), torch.nan, device=device)
-        self._highest_rate = torch.zeros((), device=device)
         self._quiet_steps = torch.zeros(len(weights), dtype=torch.int32, device=device)
         self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
@@ -248,13 +247,10 @@ class StepJudge:
                 unknown if change is None else self._num_changed(change.outside, unknown),
                 rate,
                 lowest,
-                rate / self._highest_rate,
+                rate if rate_factor == 1 else rate / rate_factor,
                 _median_ratio(change, unknown),
             ]
         )
-        ordinary_rate = rate if rate_factor == 1 else rate / rate_factor
-        raised = torch.maximum(self._highest_rate, ordinary_rate.nan_to_num().squeeze(0))
-        self._highest_rate = torch.where(applied, raised, self._highest_rate)
         if change is not None:
             # A change in a skipped step is no update, and one that is an anomaly may be none.
             is_update = applied & ~(update_scores > LIMITS["update"])
@@ -294,7 +290,6 @@ class StepJudge:
         return {
             "window": self._windows.state_dict(),
             "first_loss": self._first_loss.item(),
-            "highest_rate": self._highest_rate.item(),
             "zero_steps": _named(self.names, self._zero_steps),
             "longest_zeros": _named(self.names, self._longest_zeros),
             "travel": _named(self.weights, self._travel),
@@ -306,7 +301,6 @@ class StepJudge:
         device = self._first_loss.device
         self._window = self._windows.use(self._series, self._priors, device)
         self._first_loss.fill_(state["first_loss"])
-        self._highest_rate.fill_(state["highest_rate"])
         for key, counts in (
             ("zero_steps", self._zero_steps),
             ("longest_zeros", self._longest_zeros),

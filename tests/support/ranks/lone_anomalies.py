@@ -42,7 +42,7 @@ def _step(**step: float) -> Scores:
 LONE: dict[str, tuple[Scores, float]] = {
     "spike": (_step(usual_global_norm=0.01, global_norm=20.0), 1.0),
     "vanishing_gradient": (_step(usual_global_norm=1e4, global_norm=-20.0), 1.0),
-    "learning_rate_spike": (_step(rate_rise=100.0), 1.0),
+    "learning_rate_spike": (_step(learning_rate=0.1), 1.0),
     "loss_not_finite": (_QUIET, NAN),
     "loss_spike": (_step(loss=20.0), 50.0),
     "loss_shift": (_QUIET, 1.0),

@@ -7,6 +7,7 @@ import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import StateNorm
 from mfwrap.callbacks.culprit.causes.evidence import Cause
+from mfwrap.callbacks.culprit.judges.rates import RateRise
 from mfwrap.callbacks.culprit.judges.settings import SettingChange
 from mfwrap.callbacks.culprit.replay.replay import Origin
 from mfwrap.callbacks.culprit.replay.verdict import Verdict
@@ -91,7 +92,7 @@ def test_a_later_step_of_an_episode_is_explained_by_what_was_measured():
     """What speaks against bad data is asked at the first step alone."""
     assert cause().name == "data"
     assert cause(is_first=False).name == "unknown"
-    jump = trace({"rate_rise": 9.0}, HIGH_LOSS)
+    jump = trace({"rate_rise": RateRise(0.001, 0.009, 1)}, HIGH_LOSS)
     assert cause(steps=jump, is_first=False).name == "learning_rate"
 
 
@@ -158,7 +159,7 @@ def test_running_statistics():
 def test_the_checkpoint_to_return_to_is_older_than_the_fault():
     """The suggestion names the step; if only a sample has shown the fault, the earliest one."""
     one = {"states": (state("weight", "h.0.weight", 900.0),)}
-    jump = trace({"rate_rise": 50.0}, HIGH_LOSS)
+    jump = trace({"rate_rise": RateRise(0.001, 0.05, 1)}, HIGH_LOSS)
     assert "from before step 13;" in cause(rank=one).suggestion
     assert "from before step 11;" in cause("state_spike", rank=one, since=11).suggestion
     assert cause(steps=jump).suggestion.endswith("from before step 12")

@@ -8,10 +8,11 @@ from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.causes.forward import forward_cause
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
+from mfwrap.callbacks.culprit.judges.rates import RateRise
 from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 
-SCORES = StepScores(*[0.0] * len(StepScores._fields))._replace(update_ratio=1e-3, rate_rise=1.0)
+SCORES = StepScores(*[0.0] * len(StepScores._fields))._replace(update_ratio=1e-3)
 GROWTH = ForwardRise("attention_logits", "h.1.attn", 12.0, 480.0, 32, is_alone=True)
 JUMP = GROWTH._replace(num_steps=1)
 LOAD = ForwardRise("expert_load", "h.1.moe", 1.02, 3.9, 1, is_alone=True)
@@ -81,7 +82,7 @@ def test_other_causes() -> None:
     """A rate that jumped, and a non-finite number, have other causes; no rise is no cause."""
     jumped = evidence("attention_logits", GROWTH)
     last = jumped.trace[-2]
-    trace = [*jumped.trace[:-2], last._replace(scores=SCORES._replace(rate_rise=300.0))]
+    trace = [*jumped.trace[:-2], last._replace(rate_rise=RateRise(0.001, 0.3, 1))]
     known = dataclasses.replace(jumped, trace=[*trace, jumped.trace[-1]])
     assert cause_of(known).name == "learning_rate"
     assert found("loss_not_finite", GROWTH) is None

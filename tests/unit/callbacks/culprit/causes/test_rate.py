@@ -1,22 +1,28 @@
 """Causes that lie in the learning rate, or in the size of updates."""
 
-import math
-
 from mfwrap.callbacks.culprit.judges.growth import Growth
+from mfwrap.callbacks.culprit.judges.rates import RateRise
 from support.cause_evidence import HIGH_LOSS, cause, trace
 
 
 def test_a_rate_far_above_the_rates_before():
     """The rate is the cause at its own step, and of what follows in the next few steps."""
-    high = {"rate_rise": 300.0, "learning_rate": 0.3}
+    high = {"rate_rise": RateRise(0.001, 0.3, 1)}
     at_once = cause("learning_rate_spike", trace(high))
     later = cause(steps=trace(high, HIGH_LOSS))
 
     assert at_once.name == later.name == "learning_rate"
-    assert "step 13 was 0.3, 300 times" in at_once.explanation
+    assert "step 13 was 0.3: it has risen in one step to 300 times" in at_once.explanation
     assert "step 12" in later.explanation
     assert cause(steps=trace(high, {}, {}, HIGH_LOSS)).name == "learning_rate"
-    assert cause(steps=trace({"rate_rise": math.inf}, HIGH_LOSS)).name != "learning_rate"
+
+
+def test_a_rate_that_rises_for_several_steps():
+    """The sentence says for how many, and the suggestion names the step before the rise."""
+    found = cause("learning_rate_spike", trace({"rate_rise": RateRise(0.001, 0.006, 4)}))
+    assert found.name == "learning_rate"
+    assert "was 0.006: it has risen over 4 steps to 6 times the highest" in found.explanation
+    assert found.suggestion.endswith("from before step 10")
 
 
 def test_a_negative_rate():

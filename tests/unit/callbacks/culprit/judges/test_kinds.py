@@ -61,11 +61,13 @@ def test_a_warm_up_begins_with_rises_of_the_rate():
     later = StepKinds(2.0, LossCourse())
     later.load_state_dict(json.loads(json.dumps(kinds_after(4).state_dict())))
     for kinds in (kinds_after(4), later):
-        found = []
+        found, rate = [], 1e-3
         for _ in range(2):
-            kinds.follow(1.0, ORDINARY, applied=True)
-            found.append(kinds.own(scores(rate_rise=6.0, num_risen=2))[0])
-            assert kinds.shared(numbers(1.0), scores(rate_rise=6.0)) is None
+            rate *= 6
+            step = scores(learning_rate=rate, ordinary_rate=rate, num_risen=2)
+            kinds.follow(1.0, step.step, applied=True)
+            found.append(kinds.own(step)[0])
+            assert kinds.shared(numbers(1.0), step) is None
         assert found == ["local_norm_spike", "learning_rate_spike"]
 
 

@@ -1,0 +1,79 @@
+"""Follow the learning rate, to tell a rise that no warm-up explains, on the host."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+LEAST_RISE = 5.0
+"""Smallest ratio of a learning rate to all rates before the rise that is an anomaly."""
+
+_FEWEST_UPDATES = 5
+"""Number of applied updates before a rise is an anomaly: a warm-up may begin with a rate of almost
+zero."""
+
+
+class RateRise(NamedTuple):
+    """A learning rate that is far above all rates before it."""
+
+    before: float
+    """Highest rate before the rise."""
+
+    now: float
+    num_steps: int
+    """Number of steps in a row in which the rate has risen; 1 for a jump."""
+
+    @property
+    def ratio(self) -> float:
+        """Ratio of the rate now to the highest one before the rise."""
+        return self.now / self.before
+
+
+@final
+class RateCourse:
+    """Find a jump of the learning rate, or a rise over several steps after one without a rise.
+
+    A warm-up rises from the first step on. A schedule with restarts returns to a rate that it has
+    had. Neither of them is found, unless the rate jumps to five times all rates before.
+    """
+
+    def __init__(self) -> None:
+        self._num_updates = 0
+        self._last = math.inf
+        self._highest = self._before_rise = 0.0
+        self._rising = 0
+
+    def add(self, rate: float, ordinary: float, *, applied: bool) -> RateRise | None:
+        """Include the rate of a step, and return the rise if it is an anomaly.
+
+        Args:
+            rate: Largest learning rate of the step; NaN is ignored.
+            ordinary: The rate that the schedule has for the step, which a rollback may lower.
+            applied: Whether the update was applied. Otherwise the rate is not included.
+        """
+        if math.isnan(rate):
+            return None
+        rising = self._rising + 1 if ordinary > self._last else 0
+        is_long = rising > 1 and self._before_rise > 0
+        before = self._before_rise if is_long else self._highest
+        found = None
+        if self._num_updates >= _FEWEST_UPDATES and 0 < LEAST_RISE * before <= rate:
+            is_jump = rate >= LEAST_RISE * self._highest
+            found = RateRise(before, rate, 1 if is_jump else rising)
+        if applied:
+            if rising == 1:
+                # A rise from the very first rate on is a warm-up.
+                self._before_rise = self._highest if self._num_updates > 1 else 0.0
+            self._num_updates += 1
+            self._last, self._rising = ordinary, rising
+            self._highest = max(ordinary, self._highest)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the course, ready for JSON."""
+        names = ("num_updates", "last", "highest", "before_rise", "rising")
+        return {name: getattr(self, f"_{name}") for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned."""
+        for name, value in state.items():
+            setattr(self, f"_{name}", value)
