@@ -49,6 +49,8 @@ class RobustWindow:
             or shape ``(K,)``.
         length: Number of values in the window.
         device: Device of the values.
+        second: Share of the second largest distance that is the least deviation. One outlier is
+            none, but a series that has two jumps among its last values jumps by its nature.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class RobustWindow:
         prior: float | Tensor,
         length: int = 64,
         device: torch.device | str = "cpu",
+        second: float = 0.0,
     ) -> None:
+        self._second = second
         self._distances = torch.full((num_series, length), torch.nan, device=device)
         self._values = torch.full((num_series, _RECENT), torch.nan, device=device)
         prior = torch.as_tensor(prior, dtype=torch.float32).to(device).expand(num_series)
@@ -104,6 +108,8 @@ class RobustWindow:
             distances.quantile(0.5) * _TO_DEVIATION, distances.quantile(_HIGH) * _HIGH_TO_DEVIATION
         ).nan_to_num()
         number = distances.number.squeeze(1)
+        if self._second:
+            spread = torch.maximum(spread, self._second * distances.second_largest())
         variance = spread.square() * (1 + _FEW / number.clamp(min=1))
         prior = self._prior * (_PRIOR_STEPS / (_PRIOR_STEPS + number)).clamp(min=_LEAST)
         self.deviation = (prior.square() + variance).sqrt()
@@ -153,6 +159,11 @@ class _Sorted:
         """
         place = ((self.number - 1).clamp(min=0) * share).long()
         return self._values.gather(1, place).squeeze(1)
+
+    def second_largest(self) -> Tensor:
+        """Return the second largest value of each row, shape ``(K,)``; 0 for fewer than two."""
+        values = self._values.gather(1, (self.number - 2).clamp(min=0))
+        return torch.where(self.number > 1, values, 0.0).squeeze(1)
 
 
 def _shifted(window: Tensor, newest: Tensor, enters: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
+from mfwrap.callbacks.culprit.judges.windows import SECOND
+
 _LENGTH = 64
 """Number of steps whose distances from what was expected tell how far the loss may move."""
 
@@ -20,10 +22,6 @@ _SPIKE, _LOG_SPIKE = 7.5, 5.0
 
 _SHIFTS = ((3, 4.0), (6, 2.0))
 """Numbers of steps in a row, and the smallest score of each of them, that are a lasting shift."""
-
-_SECOND = 0.27
-"""Share of the second largest distance that is the least deviation. One outlier is none, but a
-loss that often jumps does so by its nature."""
 
 _PRIOR, _LOG_PRIOR = 0.2, 0.2
 """Deviations that are assumed before there are values: as a share of the loss, and of its
@@ -168,7 +166,7 @@ def _deviation(distances: Sequence[float] | deque[float], prior: float) -> float
         middle, high = known[(number - 1) // 2], known[int((number - 1) * 0.95)]
         spread = max(1.4826 * middle, high / 1.96) * math.sqrt(1 + 4 / number)
     if number > 1:
-        spread = max(spread, _SECOND * known[-2])
+        spread = max(spread, SECOND * known[-2])
     left = max(_FADES_AFTER / (_FADES_AFTER + number), _LEAST)
     # Of a series that has not moved yet, nothing is known.
     return math.hypot(spread, prior * left) or math.inf

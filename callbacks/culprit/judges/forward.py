@@ -159,7 +159,8 @@ class ForwardJudge:
         self._is_load = torch.empty(0, dtype=torch.bool)
         self._values = torch.empty(0, _LENGTH)
         self._was_high = torch.empty(0, dtype=torch.bool)
-        self._window = NamedWindow()
+        # An uneven load must last for two steps, the first of which may follow an earlier one.
+        self._window = NamedWindow(second=0.0)
         self.is_new = False
         """Whether forwards have been judged since the last call of `take`."""
 

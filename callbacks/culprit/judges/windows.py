@@ -10,12 +10,20 @@ from torch import Tensor
 
 from mfwrap.tensors.robust_window import RobustWindow
 
+SECOND = 0.27
+"""Share of the second largest distance that is the least deviation, see `RobustWindow`."""
+
 
 @final
 class NamedWindow:
-    """A `RobustWindow` of named series."""
+    """A `RobustWindow` of named series.
 
-    def __init__(self) -> None:
+    Args:
+        second: Share of the second largest distance that is the least deviation.
+    """
+
+    def __init__(self, *, second: float = SECOND) -> None:
+        self._second = second
         self.names: tuple[str, ...] = ()
         self._window = RobustWindow(0, prior=0.0)
         self._saved: Mapping[str, Any] | None = None
@@ -41,7 +49,9 @@ class NamedWindow:
             before = {key: decoded(self._saved[key], len(known_names)) for key in before}
         rows = {name: row for row, name in enumerate(known_names)}
         known = [number for number, name in enumerate(names) if name in rows]
-        self._window = RobustWindow(len(names), prior=torch.tensor(priors), device=device)
+        self._window = RobustWindow(
+            len(names), prior=torch.tensor(priors), device=device, second=self._second
+        )
         state = self._window.state_dict()
         if known:
             taken = torch.tensor([rows[names[number]] for number in known])

@@ -16,8 +16,8 @@ from mfwrap.tensors.robust_window import RobustWindow
 class Reference:
     """One series in float64 with numpy, as the docstring of `RobustWindow` says it."""
 
-    def __init__(self, prior: float, length: int) -> None:
-        self.prior, self.length = prior, length
+    def __init__(self, prior: float, length: int, second: float) -> None:
+        self.prior, self.length, self.second = prior, length, second
         self.values: list[float] = []
         self.distances: list[float] = []
 
@@ -31,6 +31,7 @@ class Reference:
         number = len(last)
         high = np.sort(last)[int(0.95 * (number - 1))] / 1.96 if number else 0.0
         spread = max(1.4826 * _lower_median(list(last)), high) if number else 0.0
+        spread = max(spread, self.second * np.sort(last)[-2]) if number > 1 else spread
         prior = (self.prior * max(3 / (3 + number), 0.15)) ** 2
         return math.sqrt(prior + spread**2 * (1 + 4 / max(number, 1)))
 
@@ -52,15 +53,19 @@ values = st.floats(-100, 100, width=32) | st.sampled_from([math.nan, math.inf, -
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(values, values, st.booleans()), max_size=40), st.integers(1, 12))
-@example([(-1.0, 0.0, True), (0.0, 0.0, True), (0.0, 0.0, True)], 1)  # a window of less than five
+@given(
+    st.lists(st.tuples(values, values, st.booleans()), max_size=40),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 0.3, 2.0]),
+)
+@example([(-1.0, 0.0, True), (0.0, 0.0, True), (0.0, 0.0, True)], 1, 0.0)  # less than five
 def test_scores_are_those_of_medians_over_the_window(
-    steps: list[tuple[float, float, bool]], length: int
+    steps: list[tuple[float, float, bool]], length: int, second: float
 ) -> None:
     """Scores equal those of numpy in float64, whatever is not finite or does not count."""
     priors = (0.5, 2.0)
-    window = RobustWindow(2, prior=torch.tensor(priors), length=length)
-    references = [Reference(prior, length) for prior in priors]
+    window = RobustWindow(2, prior=torch.tensor(priors), length=length, second=second)
+    references = [Reference(prior, length, second) for prior in priors]
     for *row, counts in steps:
         expected = [one.score(value) for one, value in zip(references, row, strict=True)]
         torch.testing.assert_close(
@@ -76,9 +81,9 @@ def test_scores_are_those_of_medians_over_the_window(
                 one.add(value)
 
 
-def scores_of(series: list[float], prior: float = 0.5) -> list[float]:
+def scores_of(series: list[float], prior: float = 0.5, second: float = 0.0) -> list[float]:
     """Return the score of each value of a series, judged by the values before it."""
-    window = RobustWindow(1, prior=prior)
+    window = RobustWindow(1, prior=prior, second=second)
     scores = []
     for value in series:
         scores.append(window.scores(torch.tensor([value])).item())
@@ -131,6 +136,13 @@ def test_a_series_with_many_outliers_is_judged_by_them() -> None:
     """The loss of a network that knows most of its data is zero, and now and then it is not."""
     series = [float(step % 10 == 0) for step in range(200)]
     assert max(scores_of(series, prior=0.15)[30:]) < 3
+
+
+def test_a_second_jump_makes_jumps_ordinary() -> None:
+    """One jump changes nothing; after two, a third one of this size is no outlier."""
+    scores = scores_of([*[0.0] * 30, 10.0, *[0.0] * 10, 10.0, *[0.0] * 10, 10.0], second=0.3)
+    assert scores[30] == scores[41] > 100
+    assert scores[-1] < 4
 
 
 def test_a_new_level_is_expected_after_three_values() -> None:
