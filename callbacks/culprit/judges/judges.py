@@ -16,7 +16,7 @@ from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores,
 from mfwrap.callbacks.culprit.judges.settings import SettingWatch
 from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
-from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample
+from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample, ordinary_update
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
 from mfwrap.compatibility.graphs import idle_in_graphs
 from mfwrap.tensors.shards import on_device
@@ -181,6 +181,7 @@ class Judges:
             None if rates is None or not rates.numel() else rates,
             applied,
             rate_factor=1.0 if report is None else report.learning_rate_factor,
+            ordinary_update=ordinary_update(optimizer),
         )
         unknown = judged.summary.new_full((len(StateScores._fields),), torch.nan)
         is_first, self._is_first = self._is_first, False

@@ -186,6 +186,7 @@ class StepJudge:
         applied: Tensor,
         *,
         rate_factor: float = 1.0,
+        ordinary_update: float = 0.0,
     ) -> JudgedStep:
         """Score the numbers of a step, and then include them in what is usual.
 
@@ -199,6 +200,7 @@ class StepJudge:
                 but changes nothing of what is usual.
             rate_factor: Factor that lowers the learning rate of the step for a while. The return to
                 the ordinary rate does not count as a rise.
+            ordinary_update: Largest update, divided by the rate, that is never an anomaly.
         """
         window, device = self._window, self._first_loss.device
         loss = on_device(loss.detach().float().mean(), device)
@@ -212,11 +214,16 @@ class StepJudge:
         if learning_rates is not None:
             rate, lowest = learning_rates.float().max()[None], learning_rates.float().min()[None]
             per_rate = changes / rate.abs()
+        # Without a gradient, only weight decay and momentum change the weights.
+        per_rate = torch.where(norm == 0, torch.nan, per_rate)
         logs = torch.cat([norm, norms, per_rate]).log()
         values = torch.cat([(loss / self._first_loss).reshape(1), logs])
         scores, expected = window.scores(values), window.expected
         window.add(values, applied)
         _, _, group_scores, update_scores = scores.split(self._split)
+        if ordinary_update:
+            is_ordinary = per_rate.abs() <= ordinary_update
+            update_scores = torch.where(is_ordinary, torch.nan, update_scores)
         usual_updates = expected.split(self._split)[3]
         is_ruined = ~changes.isfinite() & usual_updates.isfinite() & applied
         usual_norm, usual_norms = (each.exp() for each in expected.split(self._split)[1:3])

@@ -1,15 +1,20 @@
 """Measure each weight's updates by a sample of its elements."""
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from mfwrap.tensors.shards import local_tensors, on_device
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 _SAMPLE = 256
 """Largest number of elements that are sampled of each weight."""
+
+_OTHERS = 1.1
+"""Ratio of an update with weight decay to one without, at most."""
 
 
 class Change(NamedTuple):
@@ -82,6 +87,34 @@ class UpdateSample:
             return torch.zeros(0)
         moved = [on_device(view, self._device) for view in self._views]
         return torch.cat(moved).float()
+
+
+def ordinary_update(optimizer: Any) -> float:
+    """Return the largest root mean square of an ordinary update of Adam, divided by the rate.
+
+    A row of an embedding, or an expert, that had no gradient for a while gets an update of up to
+    ``(1 - beta1) / sqrt(1 - beta2)`` times the rate from its next one, and of the rate itself from
+    its first ones. Such an update may be far above the usual ones.
+
+    Args:
+        optimizer: Optimizer with or without wrappers; ``None`` if unknown.
+
+    Returns:
+        0 if it is no optimizer of Adam's kind.
+    """
+    inner = unwrapped_optimizer(optimizer)
+    found = 0.0
+    for group in getattr(inner, "param_groups", ()):
+        betas = group.get("betas")
+        # Betas may be tensors on the device, which must not be read.
+        known = isinstance(betas, tuple) and [each for each in betas if type(each) is float]
+        if "eps" not in group or not known or len(known) != 2:
+            return 0.0
+        first, second = known
+        if not (0 <= first < 1 and 0 <= second < 1):
+            return 0.0
+        found = max(found, 1.0, (1 - first) / math.sqrt(1 - second))
+    return _OTHERS * found
 
 
 def _places(weights: Sequence[Tensor]) -> list[tuple[int, int]]:

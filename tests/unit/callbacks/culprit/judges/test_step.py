@@ -32,6 +32,7 @@ def judged(
     rate: Tensor | float = 1e-3,
     outside: Tensor | None = None,
     applied: Tensor = APPLIED,
+    ordinary_update: float = 0.0,
 ) -> JudgedStep:
     """Judge an ordinary step, changed by factors."""
     norms = noisy(USUAL, step) * factors
@@ -43,6 +44,7 @@ def judged(
         Change(updates, torch.ones(4), outside),
         torch.as_tensor(rate),
         applied,
+        ordinary_update=ordinary_update,
     )
 
 
@@ -67,6 +69,23 @@ def judge_after(num_steps: int) -> StepJudge:
     for step in range(num_steps):
         judged(judge, step)
     return judge
+
+
+def test_updates_without_a_gradient():
+    """What weight decay and momentum do alone is not judged, and is not usual."""
+    judge = StepJudge(NAMES, NAMES, "cpu")
+    for step in range(30):
+        has_gradient = step > 5 and step % 2 == 0
+        size = 1.0 if has_gradient else 10.0 ** (step % 3 - 5)
+        assert scores(judged(judge, step, factors=float(has_gradient), update=size)).num_moved == 0
+    assert scores(judged(judge, 30, update=100.0)).num_moved == 4
+
+
+def test_an_update_that_is_ordinary_for_the_optimizer():
+    """A far larger one than usual is no anomaly up to this size."""
+    judge = judge_after(30)
+    assert scores(judged(judge, 30, update=100.0, ordinary_update=40.0)).num_moved == 0
+    assert scores(judged(judge, 31, update=1000.0, ordinary_update=40.0)).num_moved == 4
 
 
 def anomalies(found: StepScores) -> set[str]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.judges.updates import UpdateSample
+from mfwrap.callbacks.culprit.judges.updates import UpdateSample, ordinary_update
 from support.host_reads import HostReads
 
 
@@ -120,3 +120,32 @@ def test_a_weight_that_stays_non_finite_has_not_changed():
     outside = sample.measure().outside
     assert outside is not None
     assert [size == 0 for size in outside.tolist()] == [True, False, True]
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99)])
+@pytest.mark.parametrize("silent_steps", [1, 30, 1000])
+def test_no_first_gradient_of_adam_is_above_its_ordinary_update(betas, silent_steps):
+    """Whatever the gradients are after steps without one."""
+    weight = nn.Parameter(torch.ones(16))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, betas=betas)
+    generator = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for step in range(silent_steps + 30):
+        before = weight.detach().clone()
+        size = 10.0 ** (step % 3) if step >= silent_steps else 0.0
+        weight.grad = size * torch.rand(16, generator=generator)
+        optimizer.step()
+        largest = max(largest, root_mean_square((weight - before).detach()).item())
+
+    assert largest / 1e-3 < ordinary_update(optimizer)
+    if silent_steps == 1000:
+        assert largest / 1e-3 > 0.3 * ordinary_update(optimizer)
+
+
+def test_other_optimizers_have_no_ordinary_update():
+    """Their updates are as large as the gradients, or have no second moment."""
+    weights = [nn.Parameter(torch.ones(2))]
+    tensors = (torch.tensor(0.9), torch.tensor(0.999))
+    assert ordinary_update(torch.optim.SGD(weights, lr=1.0, momentum=0.9)) == 0
+    assert ordinary_update(torch.optim.AdamW(weights, betas=tensors, foreach=False)) == 0
+    assert ordinary_update(None) == 0
