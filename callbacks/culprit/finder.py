@@ -147,12 +147,14 @@ class CulpritFinder:
         numbers = step.numbers
         own = self._own_evidence("gradient_not_finite", step)
         ranks = gather_objects(own)
-        if is_explained_by_scale(ranks, self._limit):
-            self.num_scale_overflows += 1
-            return None
+        is_explained = is_explained_by_scale(ranks, self._limit)
         is_exact = not step.weights_have_moved
         verdicts = self._replayed_on_all(step, own, is_exact=is_exact)
-        if is_scale_alone(ranks, [each and each.unscaled_norm for each in verdicts]):
+        unscaled = [
+            each and each.norm_without_scale(in_float16=rank.in_float16)
+            for each, rank in zip(verdicts, ranks, strict=True)
+        ]
+        if is_scale_alone(ranks, unscaled, is_explained=is_explained):
             self.num_scale_overflows += 1
             return None
         blamed = blamed_ranks(ranks, verdicts)

@@ -15,6 +15,7 @@ from mfwrap.callbacks.culprit.replay.micro_batches import (
     losses_again,
     losses_of,
 )
+from mfwrap.callbacks.culprit.replay.precision import computes_in_float16
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.non_finite import BufferWatch
@@ -47,6 +48,7 @@ class EvidenceGatherer:
         self._states, self._settings = judges.states, judges.settings
         self._recorder = recorder
         self._samples = samples
+        self._in_float16: bool | None = None
 
     def gather(
         self,
@@ -96,6 +98,7 @@ class EvidenceGatherer:
             norms=tuple(judged.local_norm.tolist()),
             usual_norms=tuple(judged.usual_norm.tolist()),
             loss_scale=numbers.loss_scale,
+            in_float16=self._computes_in_float16(numbers),
             usual_global_norm=number_or_none(scores.usual_global_norm),
             scores=tuple(judged.local_norm_scores.tolist()),
             dead=judged.dead(),
@@ -116,3 +119,10 @@ class EvidenceGatherer:
             if self._buffers is None
             else tuple(self._buffers.newly_bad()[:_MOST_BUFFERS]),
         )
+
+    def _computes_in_float16(self, numbers: StepNumbers) -> bool:
+        """Tell whether an overflow may be one of float16, which a first overflow looks for."""
+        may_be_scale = numbers.overflow and (numbers.loss_scale or 1.0) > 1
+        if self._in_float16 is None and may_be_scale and self._recorder is not None:
+            self._in_float16 = computes_in_float16(self._recorder)
+        return bool(self._in_float16)

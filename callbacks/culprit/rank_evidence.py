@@ -18,6 +18,8 @@ covers elements of intermediate gradients in the backward pass."""
 _HIGHER = 5.0
 """Smallest ratio of a gradient to the usual one that explains a large update."""
 
+LARGEST_FLOAT16 = 65504.0
+
 _SPREAD = 1e4
 """Largest plausible ratio of the norms of two groups in one step."""
 
@@ -39,6 +41,9 @@ class RankEvidence:
 
     loss_scale: float | None = None
     """Loss scale of the step; ``None`` counts as 1."""
+
+    in_float16: bool = False
+    """Whether the network was seen to compute in float16."""
 
     usual_global_norm: float | None = None
     """Global norm that was expected; ``None`` before the first applied update."""
@@ -189,27 +194,35 @@ def is_explained_by_scale(evidence: Sequence[RankEvidence], limit: float) -> boo
     ]
     if not expected:
         expected = [_with_headroom(usual_global_norm)]
+    if any(each.in_float16 for each in evidence):
+        limit = min(limit, LARGEST_FLOAT16)
     return max(expected) * loss_scale >= limit
 
 
 def is_scale_alone(
-    evidence: Sequence[RankEvidence], unscaled_norms: Sequence[float | None]
+    evidence: Sequence[RankEvidence],
+    unscaled_norms: Sequence[float | None],
+    *,
+    is_explained: bool,
 ) -> bool:
-    """Tell whether replays without the loss scale have shown that it alone is at fault.
+    """Tell whether the loss scale alone is at fault, by replays without it.
 
-    This is true if the gradients were finite there, and no larger than usual, on each rank at
-    fault.
+    They show it if the gradients were finite, and no larger than usual, on each rank at fault.
 
     Args:
         evidence: Evidence of all ranks.
         unscaled_norms: Norm of each rank's gradients without the loss scale, ``None`` if unknown.
+        is_explained: Whether the size of the loss scale explains the step, where no replay tells.
     """
     if any(not math.isfinite(each.loss) or each.weights or each.buffers for each in evidence):
         return False
-    norms = [norm for each, norm in zip(evidence, unscaled_norms, strict=True) if each.has_fault]
-    known = [norm for norm in norms if norm is not None and math.isfinite(norm)]
     limit = _with_headroom(evidence[0].usual_global_norm)
-    return bool(norms) and len(known) == len(norms) and max(known) <= limit
+    answers = [
+        is_explained if norm is None else norm <= limit
+        for each, norm in zip(evidence, unscaled_norms, strict=True)
+        if each.has_fault
+    ]
+    return all(answers) if answers else is_explained
 
 
 def _largest_plausible(

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from mfwrap.callbacks.culprit.finder import CulpritFinder
+from mfwrap.callbacks.culprit.rank_evidence import LARGEST_FLOAT16
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, inner_network
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.run_log import run_logger
@@ -16,7 +17,6 @@ from mfwrap.compatibility.torch import COMPILED_MODULE
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import unwrapped_network
 
-_LARGEST_FLOAT16 = 65504.0
 _LARGEST_NORM: float = torch.finfo(torch.float32).max ** 0.5
 """Largest norm whose square float32 can hold. A step with a larger norm overflows."""
 
@@ -86,9 +86,9 @@ def is_compiled(model: nn.Module | None, args: TrainingArguments | None) -> bool
 def _largest_gradient(model: nn.Module | None, args: TrainingArguments | None) -> float:
     """Return the largest number that a gradient can hold; assume float16 if it may be in use."""
     if model is None or (args is not None and args.fp16):
-        return _LARGEST_FLOAT16
+        return LARGEST_FLOAT16
     # If accelerate has wrapped the forward in autocast, the autocast's dtype is unknown here.
     may_be_float16 = computes_in_autocast(model) and not (args is not None and args.bf16)
     if may_be_float16 or any(p.dtype == torch.float16 for p in model.parameters()):
-        return _LARGEST_FLOAT16
+        return LARGEST_FLOAT16
     return _LARGEST_NORM

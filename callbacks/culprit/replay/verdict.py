@@ -1,5 +1,6 @@
 """Replay a bad step as often as needed to say whether it fails again."""
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,6 +29,22 @@ class Verdict(NamedTuple):
     unscaled_norm: float | None = None
     """Bound of the norm of this rank's gradients in a replay without the loss scale, if only the
     gradients were non-finite; ``None`` without such a replay."""
+
+    def norm_without_scale(self, *, in_float16: bool) -> float | None:
+        """Return a bound of the norm of the gradients without the loss scale.
+
+        Args:
+            in_float16: Whether the network computes in float16, so that single elements overflow.
+                In float32 it may be the norm alone, which a replay does not compute.
+
+        Returns:
+            ``None`` if it is unknown. Infinite if the scale is not at fault: exact replays with it
+            were finite, or something else than a gradient was the first non-finite value.
+        """
+        is_transient = in_float16 and self.detail == "transient"
+        if is_transient or (self.result == "reproduced" and self.unscaled_norm is None):
+            return math.inf
+        return self.unscaled_norm
 
 
 def verdict_of(

@@ -104,6 +104,17 @@ def test_a_fault_while_the_scale_is_high_but_not_too_high(step, tmp_path):
     assert monitor.num_scale_overflows == 0
 
 
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_fault_while_the_scale_is_nearly_too_high(replay, tmp_path):
+    """The size of the scale would explain the NaN, but something else was non-finite first."""
+    fault = Fault(25, "gradient", block=2)
+    monitor = TrainingStateMonitor(folder=tmp_path, replay=replay)
+    train_blocks(monitor, [fault], scale=DynamicLossScaleUpdateCell(2.0**61, 2, 1000))
+
+    assert [record["step"] for record in records_of(tmp_path)] == [25] * replay
+    assert monitor.num_scale_overflows == (not replay)
+
+
 def test_a_scale_that_does_not_fall_explains_nothing_in_the_long_run(tmp_path):
     """The steps of a diverged run are one episode, and only the first is replayed."""
     faults = [Fault(step, "activation", block=0) for step in range(22, 27)]

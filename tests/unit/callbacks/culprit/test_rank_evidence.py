@@ -88,29 +88,35 @@ def test_without_any_usual_norm_every_scale_explains_an_overflow():
     assert is_explained_by_scale([unknown], FLOAT16)
 
 
+@pytest.mark.parametrize("is_explained", [False, True])
 @pytest.mark.parametrize(
     ("norms", "is_alone"),
     [((2.0, None), True), ((63.0, 9e9), True), ((65.0, None), False), ((NAN, None), False)],
 )
-def test_a_replay_without_the_scale(norms, is_alone):
-    """The scale is at fault if the gradients of the rank at fault are ordinary without it."""
+def test_a_replay_without_the_scale(norms, is_alone, is_explained):
+    """The scale is at fault if the gradients of the rank at fault are ordinary without it.
+
+    The replay decides, whatever the size of the scale explains.
+    """
     ranks = [
         evidence(usual_global_norm=1.0),
         evidence(rank=1, norms=(2.0, 3.0), usual_global_norm=1.0),
     ]
 
-    assert is_scale_alone(ranks, norms) is is_alone
+    assert is_scale_alone(ranks, norms, is_explained=is_explained) is is_alone
 
 
-def test_ranks_without_a_replay():
-    """Each rank at fault must have run the step again; a weight that has grown is a fault."""
+@pytest.mark.parametrize("is_explained", [False, True])
+def test_ranks_without_a_replay(is_explained):
+    """Where no replay tells, the size of the scale does; a weight that has grown is a fault."""
     both = [evidence(), evidence(rank=1)]
 
-    assert is_scale_alone(both, (2.0, 2.0))
-    assert not is_scale_alone(both, (2.0, None))
-    assert not is_scale_alone([evidence(norms=(2.0, 3.0))], (None,))
+    assert is_scale_alone(both, (2.0, 2.0), is_explained=is_explained)
+    assert is_scale_alone(both, (2.0, None), is_explained=is_explained) is is_explained
+    calm = [evidence(norms=(2.0, 3.0))]
+    assert is_scale_alone(calm, (None,), is_explained=is_explained) is is_explained
     grown = evidence(states=(risen("b"),), num_weights=8)
-    assert not is_scale_alone([grown], (2.0,))
+    assert not is_scale_alone([grown], (2.0,), is_explained=is_explained)
 
 
 def risen(name: str, kind: str = "weight") -> StateNorm:

@@ -145,3 +145,19 @@ def test_a_replay_that_fails(error, detail):
     """An error in the replay is the verdict; it neither ends the training nor blames hardware."""
     found = verdict(Network(), error=error)
     assert (found.result, found.detail) == ("failed", detail)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "in_float32", "in_float16"),
+    [
+        (Verdict("reproduced", unscaled_norm=2.0), 2.0, 2.0),
+        (Verdict("reproduced"), math.inf, math.inf),
+        (Verdict("not_reproduced", "transient"), None, math.inf),
+        (Verdict("not_reproduced", "later weights"), None, None),
+        (Verdict("failed"), None, None),
+    ],
+)
+def test_what_a_verdict_says_about_the_loss_scale(verdict, in_float32, in_float16):
+    """In float16 a finite exact replay clears the scale; in float32 the norm may overflow alone."""
+    assert verdict.norm_without_scale(in_float16=False) == in_float32
+    assert verdict.norm_without_scale(in_float16=True) == in_float16
