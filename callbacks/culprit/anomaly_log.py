@@ -406,9 +406,15 @@ class AnomalyLog:
         if folder is not None:
             self._lines = open_records(rank_file(folder, "anomalies", rank), first_step)
 
-    def write(self, found: Recordable) -> None:
-        """Append an anomaly, or the end of an episode, to the file, and log it in one line."""
+    def write(self, found: Recordable, *, logs: bool = True) -> None:
+        """Append an anomaly, a note, or the end of an episode to the file.
+
+        Args:
+            found: What to write.
+            logs: Whether to log it in one line, too.
+        """
         if self._lines is not None:
             self._lines.append(found.as_record())
-        file = "" if self._lines is None else f"; see {self._lines.path}"
-        run_logger(__package__).warning("%s%s", found, file)
+        if logs:
+            file = "" if self._lines is None else f"; see {self._lines.path}"
+            run_logger(__package__).warning("%s%s", found, file)

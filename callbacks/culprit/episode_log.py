@@ -1,10 +1,12 @@
 """Write the episodes of a run: a record when one begins, and one when it ends."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import final
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
 from mfwrap.callbacks.culprit.episodes import Episodes, OpenEpisode
+from mfwrap.callbacks.culprit.notes import Note
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
 
@@ -54,6 +56,11 @@ class EpisodeLog:
         self._write_end(ended)
         if begins and (self._is_main or not is_shared):
             self._log.write(anomaly)
+
+    def note(self, notes: Iterable[Note]) -> None:
+        """Write notes of this rank. What one rank notes, the others mostly note, too."""
+        for one in notes:
+            self._log.write(one, logs=self._is_main)
 
     def close(self) -> None:
         """Write the end of an episode that goes on."""

@@ -17,6 +17,7 @@ from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.judges.kinds import StepKinds
 from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
+from mfwrap.callbacks.culprit.notes import RunNotes
 from mfwrap.callbacks.culprit.rank_evidence import (
     RankEvidence,
     is_explained_by_scale,
@@ -104,6 +105,8 @@ class CulpritFinder:
         self._state_interval = state_interval
         self._trace: deque[StepTrace] = deque(maxlen=max(_TRACE, state_interval))
         self._kinds = StepKinds(spike_factor, self.judges.course)
+        self.notes = RunNotes(network, self.judges, step)
+        """What should not be so in any run; call `of_step` after `judge`."""
 
     def judge(
         self,

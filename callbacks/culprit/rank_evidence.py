@@ -110,21 +110,22 @@ class RankEvidence:
 
         A change of most weights is a consequence of the fault, not its cause.
         """
-        return () if self.has_moved else self._risen_weights
+        return () if self.has_moved else self.risen_weights
 
     @property
     def has_moved(self) -> bool:
         """Whether most weights are non-finite or have risen."""
-        return len(self._risen_weights) > max(1, self.num_weights // 2)
+        return len(self.risen_weights) > max(1, self.num_weights // 2)
 
     @property
-    def _risen_weights(self) -> tuple[StateNorm, ...]:
+    def risen_weights(self) -> tuple[StateNorm, ...]:
+        """Weights whose norm is non-finite or has risen, worst first, even if most have."""
         return tuple(each for each in self.states if each.kind == "weight")
 
     @property
     def odd_weights(self) -> set[str]:
         """Names of all weights that have moved, risen or become non-finite."""
-        return {*(each.name for each in self._risen_weights), *self.moved}
+        return {*(each.name for each in self.risen_weights), *self.moved}
 
     @property
     def earlier_loss(self) -> tuple[float, float] | None:

@@ -437,16 +437,16 @@ class TrainingStateRun:
     ) -> None:
         anomaly = None
         if self.finder is not None and judgement is not None:
+            scores = Scores.of(host_values)
             anomaly = self.finder.judge(
-                numbers,
-                judgement,
-                Scores.of(host_values),
-                weights_have_moved=weights_have_moved,
+                numbers, judgement, scores, weights_have_moved=weights_have_moved
             )
             is_shared = self.finder.is_shared
             episode = self.finder.episodes.last
             if anomaly is not None or (episode is not None and not episode.is_over):
                 self._log.add(anomaly, numbers, is_shared=is_shared)
+            notes = self.finder.notes.of_step(numbers, judgement, scores)
+            self._log.note(one for one in notes if anomaly is None or one.cause != anomaly.cause)
             if anomaly is not None:
                 self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None

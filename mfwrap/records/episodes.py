@@ -1,8 +1,11 @@
-"""Join the records of anomalies into episodes: bad steps in a row, found by one rank or several."""
+"""Join the records of anomalies into episodes, bad steps in a row, and list the notes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_NOTE = "note"
+"""Kind of a record that says what should not be so in any run, and is no anomaly."""
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ def episodes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> lis
 
     An episode of several steps has two records: one when it begins, and one with ``last_step`` when
     it ends. Episodes of several ranks with the same first step, kind and cause are one episode.
-    Records without a step number are left out.
+    Notes, and records without a step number, are left out.
 
     Args:
         files: Rank and records of each file of anomalies.
@@ -53,8 +56,28 @@ def episodes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> lis
     return sorted(found.values(), key=lambda episode: episode.step)
 
 
+def notes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> list[dict[str, Any]]:
+    """Return the notes of a run, ordered by their steps; what several ranks note is one note.
+
+    Args:
+        files: Rank and records of each file of anomalies.
+    """
+    notes: dict[tuple[int, Any], dict[str, Any]] = {}
+    for _, records in files:
+        for record in records:
+            if record.get("kind") == _NOTE and type(record.get("step")) is int:
+                new = {"ranks": [], **record}
+                known = notes.setdefault((record["step"], record.get("explanation")), new)
+                known["ranks"] = sorted({*known["ranks"], *new["ranks"]})
+    return sorted(notes.values(), key=lambda note: note["step"])
+
+
 def _of_rank(records: Iterable[Mapping[str, Any]], rank: int) -> list[Episode]:
-    numbered = [record for record in records if type(record.get("step")) is int]
+    numbered = [
+        record
+        for record in records
+        if type(record.get("step")) is int and record.get("kind") != _NOTE
+    ]
     found: list[Episode] = []
     for record in sorted(numbered, key=lambda record: int(record["step"])):
         step, kind = record["step"], str(record.get("kind", "anomaly"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mfwrap.records.episodes import Episode, episodes_of
+from mfwrap.records.episodes import Episode, episodes_of, notes_of
 from mfwrap.records.evaluations import AVERAGED, named
 from mfwrap.records.json_lines import rank_files, read_json_lines
 from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
@@ -61,6 +61,10 @@ class RunRecord:
 
     rollbacks: list[RollbackRecord] = field(default_factory=list)
     """Rollbacks in the order in which they happened. Their bad steps are in no episode."""
+
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    """What should not be so in any run, each with ``step``, ``cause``, ``explanation`` and
+    ``suggestion``."""
 
     max_grad_norm: float | None = None
     """Global norm above which gradients were clipped; ``None`` if the run has not recorded it."""
@@ -120,6 +124,7 @@ def read_run(folder: Path) -> RunRecord:
         {rank: groups for rank, groups in norms.items() if groups},
         episodes_of(anomalies),
         read_rollbacks(folder)[0],
+        notes_of(anomalies),
         limits[-1] if limits else None,
         losses if any(losses) else {},
         read_facts(folder),

@@ -108,7 +108,8 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
     events = _events(run, number)
     if not events:
-        return f'<p class="headline">{name}No anomalies were recorded. {_end(run)}</p>'
+        none = f'<p class="headline">{name}No anomalies were recorded. {_end(run)}</p>'
+        return none + _notes(run, number)
     counts = [_counted(len(run.episodes), "episode")] if run.episodes else []
     counts += [_counted(len(run.rollbacks), "rollback")] if run.rollbacks else []
     alike: dict[tuple[str, str], list[_Event]] = {}
@@ -121,8 +122,22 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     rest = f'<p class="note">{left} more of other kinds in the table below.</p>' if left else ""
     return (
         f'<p class="headline"><strong>{name}{" and ".join(counts)} in {run.last_step()} steps.'
-        f"</strong> {_end(run)}</p>{''.join(map(_in_short, chosen))}{rest}"
+        f"</strong> {_end(run)}</p>{''.join(map(_in_short, chosen))}{rest}{_notes(run, number)}"
     )
+
+
+def _notes(run: RunRecord, number: int) -> str:
+    """Return what should not be so in any run, which may be meant."""
+    listed = []
+    for note in run.notes[:_MOST_ROWS]:
+        step = note["step"]
+        link = f'<a href="#loss" data-run="{number}" data-step="{step}" data-last="{step}">'
+        words = "; ".join(_escaped(note.get(name) or "" for name in ("explanation", "suggestion")))
+        listed.append(f"<li>{link}Step {step}</a>: {words}</li>")
+    if not listed:
+        return ""
+    title = "Unusual in any run, though it may be intended:"
+    return f'<div class="note">{title}<ul>{"".join(listed)}</ul></div>'
 
 
 def _in_short(alike: Sequence[_Event]) -> str:

@@ -24,6 +24,7 @@ from mfwrap.callbacks.culprit.causes.rate import (
     large_updates,
     rate_jump,
 )
+from mfwrap.callbacks.culprit.judges.settings import listed
 from mfwrap.callbacks.culprit.judges.step import LIMITS
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay.replay import Origin
@@ -75,6 +76,17 @@ def _changed_outside(evidence: CauseEvidence) -> Cause | None:
         return None
     what = f"{_counted(changed, 'weights')} changed between two steps"
     return _weight_changed(evidence.first_bad_step, what, changed, by_an_update=False)
+
+
+def _ruined_weights(evidence: CauseEvidence) -> Cause | None:
+    """Find weights that have become non-finite together, while all updates were finite."""
+    blamed = evidence.blamed
+    ruined = [one.name for one in blamed.risen_weights if not math.isfinite(one.norm)]
+    if not blamed.has_moved or not ruined or set(ruined) & set(blamed.driven):
+        return None
+    what = f"{_counted(ruined, 'weights')} became non-finite, and the updates were finite"
+    cause = _weight_changed(evidence.first_bad_step, what, ruined, by_an_update=False)
+    return cause._replace(where="weights")
 
 
 def _grown_weight(evidence: CauseEvidence) -> Cause | None:
@@ -314,10 +326,9 @@ def _setting(evidence: CauseEvidence) -> Cause | None:
     changes = evidence.blamed.settings
     if not changes:
         return None
-    others = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
     return Cause(
         "setting",
-        f"{changes[0]}{others}",
+        listed(changes),
         "look at what sets it, and whether it was meant",
     )
 
@@ -377,6 +388,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _setting,
     forward_cause,
     _ruined_state,
+    _ruined_weights,
     _optimizer_state,
     _grown_weight,
     scaled_outside,

@@ -86,7 +86,7 @@ class StepKinds:
         Early warnings come last, because what they warn of may be in the same step.
         """
         step, state, forward = scores
-        has_changed = step.num_changed > 0 or state.highest > STATE_LIMIT or state.num_bad > 0
+        has_changed = state.highest > STATE_LIMIT or state.num_bad > 0
         kinds: dict[Kind, bool] = {
             # Each rank has a schedule of its own.
             "learning_rate_spike": self.rate_rise is not None or step.lowest_rate < 0,

@@ -1,6 +1,6 @@
 """Notice when a setting of the program changes: of the optimizer, of a module, or a mode."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -51,6 +51,8 @@ class SettingWatch:
         self._places = [] if network is None else list(_places(unwrapped_network(network)))
         self._of_modules: list[Any] | None = None
         self._of_optimizer: dict[str, Any] = {}
+        self.began_in_evaluation = False
+        """Whether the network was in evaluation mode in the first step."""
         self._first_step = 0
         self._known: set[str] = set()
         self._recent: list[SettingChange] = []
@@ -68,6 +70,8 @@ class SettingWatch:
         self._of_optimizer = groups
         if before is None:
             self._first_step = step
+            # The first place is the mode of the network itself.
+            self.began_in_evaluation = now[:1] == [False]
             return
         if now != before:
             for (module, _, name), old, new in zip(self._places, before, now, strict=True):
@@ -87,9 +91,20 @@ class SettingWatch:
             self._recent = [one for one in self._recent if change.step - one.step < _RECENT]
             self._recent.append(change)
 
-    def changes(self, step: int) -> tuple[SettingChange, ...]:
-        """Return the changes that may explain an anomaly of a step, the first one first."""
-        return tuple(one for one in self._recent if 0 <= step - one.step < _RECENT)
+    def changes(self, step: int, num_steps: int = _RECENT) -> tuple[SettingChange, ...]:
+        """Return the changes in the last steps, which may explain an anomaly, the first one first.
+
+        Args:
+            step: Last step.
+            num_steps: Number of steps, at most 20.
+        """
+        return tuple(one for one in self._recent if 0 <= step - one.step < num_steps)
+
+
+def listed(changes: Sequence[SettingChange]) -> str:
+    """Say the first of several changes, and how many there are, in a clause."""
+    others = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
+    return f"{changes[0]}{others}"
 
 
 def _places(network: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

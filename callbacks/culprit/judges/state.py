@@ -175,6 +175,8 @@ class StateJudge:
     def driven(self, risen: Iterable[StateNorm], travelled: Mapping[str, float]) -> tuple[str, ...]:
         """Return the weights whose growth is no larger than their updates since the last sample.
 
+        A weight whose updates are unknown is one of them: nothing speaks against its updates.
+
         Args:
             risen: What `risen` returned.
             travelled: Sum of the root mean squares of these updates, of each weight.
@@ -189,8 +191,7 @@ class StateJudge:
             one.name
             for one in risen
             if one.kind == WEIGHT
-            and one.name in travelled
-            and _growth(one, sizes.get(one.name, 0)) <= _FAR * travelled[one.name]
+            and _growth(one, sizes.get(one.name, 0)) <= _FAR * travelled.get(one.name, math.inf)
         )
 
     def undivided(self, optimizer: Any, names: Collection[str]) -> dict[str, str]:
@@ -243,6 +244,12 @@ class StateJudge:
             norms = decoded(one["norms"], 1).reshape(-1).to(self._device)
             tensors = tuple((kind, name) for kind, name in one["tensors"])
             self._samples.append(StateSample(one["step"], tensors, tuple(one["sizes"]), norms))
+
+    def weight_norms(self) -> dict[str, float]:
+        """Return the norm of each weight in the last sample; synchronizes."""
+        last = self._samples[-1]
+        pairs = zip(last.tensors, last.norms.tolist(), strict=True)
+        return {name: norm for (kind, name), norm in pairs if kind == WEIGHT}
 
     @property
     def num_weights(self) -> int:

@@ -21,7 +21,7 @@ from mfwrap.records.json_lines import read_json_lines
 from support.healthy.kinds import NUM_STEPS, train
 from support.healthy.split import DEVELOPMENT, UNSEEN, begin_reading, end_reading
 
-__all__ = ["Case", "Outcome", "cases", "episodes_in", "run_case", "run_cases"]
+__all__ = ["Case", "Outcome", "cases", "episodes_in", "notes_in", "run_case", "run_cases"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Outcome:
     last_loss: float
     seconds: float
     episodes: list[dict[str, Any]]
+    notes: list[dict[str, Any]]
 
 
 def cases(kinds: Sequence[str], steps_in_all: int, seed: int, num_steps: int) -> list[Case]:
@@ -64,6 +65,15 @@ def cases(kinds: Sequence[str], steps_in_all: int, seed: int, num_steps: int) ->
 
 def episodes_in(folder: Path) -> list[dict[str, Any]]:
     """Return the records that begin an episode, of all parts of a training, by their steps."""
+    return [one for one in _records_in(folder) if one["kind"] != "note"]
+
+
+def notes_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the notes of all parts of a training, by their steps."""
+    return [one for one in _records_in(folder) if one["kind"] == "note"]
+
+
+def _records_in(folder: Path) -> list[dict[str, Any]]:
     records = [one for path in folder.rglob("anomalies*.jsonl") for one in read_json_lines(path)]
     begun = [one for one in records if "last_step" not in one]
     return sorted(begun, key=lambda one: one["step"])
@@ -93,6 +103,7 @@ def run_case(case: Case, folder: Path, *, unseen: bool = False) -> Outcome:
         last_loss=losses[-1],
         seconds=time.perf_counter() - start,
         episodes=[{name: one.get(name) for name in _FIELDS} for one in episodes_in(folder)],
+        notes=[{name: one.get(name) for name in _FIELDS} for one in notes_in(folder)],
     )
 
 
@@ -127,11 +138,12 @@ def _log_table(outcomes: Sequence[Outcome]) -> tuple[int, int]:
         _log.info("%s: %d episodes in %d steps", kind, episodes[kind], number)
     total = steps.total(), episodes.total()
     _log.info(
-        "%d runs: %d episodes in %d steps, %.1f in 10,000",
+        "%d runs: %d episodes in %d steps, %.1f in 10,000; notes in %d runs",
         len(outcomes),
         total[1],
         total[0],
         10_000 * total[1] / total[0],
+        sum(bool(one.notes) for one in outcomes),
     )
     return total
 
@@ -147,7 +159,7 @@ def _log_outcome(outcome: Outcome) -> None:
         outcome.seconds,
         len(outcome.episodes),
     )
-    for one in outcome.episodes:
+    for one in [*outcome.episodes, *outcome.notes]:
         _log.info("    step %(step)d: %(kind)s (%(cause)s) %(explanation)s", one)
 
 

@@ -49,7 +49,7 @@ LONE: dict[str, tuple[Scores, float]] = {
     "local_norm_spike": (_step(num_risen=1), 1.0),
     "update_spike": (_step(num_moved=1), 1.0),
     "zero_gradient": (_step(num_dead=1), 1.0),
-    "state_spike": (_step(num_changed=1), 1.0),
+    "state_spike": (_QUIET._replace(state=StateScores(highest=20.0, num_bad=0)), 1.0),
     "attention_logits": (_QUIET._replace(forward=ForwardScores(num_logits=1, num_loads=0)), 1.0),
     "expert_load": (_QUIET._replace(forward=ForwardScores(num_logits=0, num_loads=1)), 1.0),
     "update_growth": (_QUIET, 1.0),

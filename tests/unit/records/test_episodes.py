@@ -2,7 +2,7 @@
 
 import pytest
 
-from mfwrap.records.episodes import episodes_of
+from mfwrap.records.episodes import episodes_of, notes_of
 
 NEW = {"kind": "loss_spike", "cause": "data"}
 
@@ -63,3 +63,16 @@ def test_ranks_with_the_same_episode_are_joined(other, number):
 def test_records_without_a_step_are_left_out():
     """What is not the record of a step is no episode."""
     assert episodes_of([(0, [{}, {"step": "x"}, {"step": True}])]) == []
+
+
+def test_notes_are_no_episodes():
+    """What several ranks note in a step is one note of these ranks."""
+    note = {"step": 7, "kind": "note", "explanation": "`lr` is odd"}
+    other = {**note, "step": 3}
+    files = [
+        (0, [{**note, "ranks": [0]}, {"step": 5, **NEW}]),
+        (2, [{**note, "ranks": [2]}, other]),
+    ]
+
+    assert spans(episodes_of(files)) == [("loss_spike", 5, 5, 1, 0)]
+    assert [(one["step"], one["ranks"]) for one in notes_of(files)] == [(3, []), (7, [0, 2])]

@@ -55,6 +55,17 @@ def words(page):
     return " ".join(html.unescape(re.sub("<.*?>", " ", text)).split())
 
 
+def test_notes(tmp_path):
+    """They are listed below the headline, and are no anomalies."""
+    note = {"step": 3, "kind": "note", "explanation": "`p` of <drop> changed", "suggestion": "look"}
+    page = headline([run := run_of(tmp_path, [note])])
+
+    assert "No anomalies were recorded." in page
+    assert '<a href="#loss" data-run="0" data-step="3" data-last="3">Step 3</a>' in page
+    assert "<code>p</code> of &lt;drop&gt; changed; look" in page
+    assert episode_table([run]) == ""
+
+
 def test_a_run_without_anomalies(tmp_path):
     """The page says so, and has no table."""
     run = run_of(tmp_path, [])

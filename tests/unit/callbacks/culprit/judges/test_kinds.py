@@ -40,7 +40,7 @@ def kinds_after(num_steps: int) -> StepKinds:
     ("found", "kinds"),
     [
         (scores(), []),
-        (scores(num_changed=1, num_risen=1), ["state_spike", "local_norm_spike"]),
+        (scores(num_changed=1, num_risen=1), ["local_norm_spike"]),
         (scores(StateScores(highest=20.0, num_bad=0)), ["state_spike"]),
         (scores(StateScores(highest=math.nan, num_bad=1)), ["state_spike"]),
         (scores(num_risen=1, num_logits=1), ["local_norm_spike", "attention_logits"]),

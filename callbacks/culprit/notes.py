@@ -1,0 +1,214 @@
+"""Note what should not be so in any run, once, beside the anomalies."""
+
+import math
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
+from mfwrap.callbacks.culprit.judges.settings import listed
+from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.collectives import this_rank
+from mfwrap.tensors.wrappers import trainable, unwrapped_network
+
+_FEWEST_ALIKE = 3
+"""Smallest number of weights of the same role and shape that are compared."""
+
+_ODD_SIZE = 8.0
+"""Smallest ratio of the size of a weight to that of the others that is odd. In trained Transformers
+it is below 2, and up to 4 if the initialization depends on the depth."""
+
+_ODD_LOSS = 2.0
+"""Smallest ratio of the first loss, less one, to the loss of guessing that is odd."""
+
+_ZERO_STEPS = 3
+"""Number of updates in a row with a learning rate of zero that are odd: a warm-up begins with one,
+and a schedule may end with another."""
+
+_LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+_CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForTokenClassification")
+"""Ends of the names of transformers' classes whose loss is a cross-entropy over a vocabulary, or
+over classes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Something that should not be so in any run. It may be meant, and need not do any harm."""
+
+    step: int
+    rank: int
+    cause: str
+    """As ``Anomaly.cause``."""
+
+    explanation: str
+    """A clause that says what was seen, with its numbers."""
+
+    suggestion: str
+    """What to look at, one clause."""
+
+    name: str | None = None
+    """Name of the weight, if it is one."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the known fields, ready for JSON; the kind is ``"note"``."""
+        words = {name: getattr(self, name) for name in ("cause", "explanation", "suggestion")}
+        name = {} if self.name is None else {"name": self.name}
+        return {"step": self.step, "kind": "note", "ranks": [self.rank], **words, **name}
+
+    def __str__(self) -> str:
+        """Say the note in one line."""
+        return f"step {self.step}: note: {self.explanation}; {self.suggestion}"
+
+
+@final
+class RunNotes:
+    """Compare a run with what is so in any run, and say once what is not.
+
+    Before the first step, sizes of weights of the same role and shape. In the first step, the mode
+    of the network, and its loss beside that of guessing. In all steps, settings that change,
+    weights that change between two steps, and a learning rate of zero.
+
+    Args:
+        network: Network with or without wrappers; ``None`` if unknown.
+        judges: Judges of the steps.
+        step: Finished steps. What is compared at the start of a run is left out unless it is 0.
+    """
+
+    def __init__(self, network: nn.Module | None, judges: Judges, step: int = 0) -> None:
+        self._judges = judges
+        self._said: set[str] = set()
+        self._num_zero_rates = 0
+        self._is_first = step == 0 and network is not None
+        self._network = None if network is None else unwrapped_network(network)
+        self._odd_weight: tuple[str, str] | None = None
+        if judges.states is not None and self._is_first and self._network is not None:
+            weights, norms = trainable(self._network), judges.states.weight_norms()
+            self._odd_weight = _odd_weight(weights, norms)
+
+    def of_step(self, numbers: StepNumbers, judgement: Judgement, scores: Scores) -> list[Note]:
+        """Return the notes of a step, each of which is returned once in a run.
+
+        Call it once for each step. Synchronizes with the device only if weights have changed
+        between two steps.
+
+        Args:
+            numbers: Numbers of the step, on the host.
+            judgement: What the judges found in the step.
+            scores: Its summary, on the host.
+        """
+        notes = [*self._of_first(numbers), *self._of_any(numbers, judgement, scores)]
+        new = [one for one in notes if one.explanation not in self._said]
+        self._said.update(one.explanation for one in new)
+        return new
+
+    def _of_first(self, numbers: StepNumbers) -> list[Note]:
+        network, is_first, self._is_first = self._network, self._is_first, False
+        if not is_first or network is None:
+            return []
+        notes = []
+        if self._odd_weight is not None:
+            name, said = self._odd_weight
+            look = "look at its initialization, or at what has loaded it"
+            notes.append(_note(numbers, "weight_size", said, look, name))
+        if self._judges.settings.began_in_evaluation and _depends_on_mode(network):
+            said = "the network is in evaluation mode, and it has modules that behave otherwise "
+            said += "in training"
+            notes.append(_note(numbers, "setting", said, "call `train()` before the first step"))
+        number = _num_classes(network)
+        guess = math.log(number) if number > 1 else math.inf
+        if numbers.loss - 1 > _ODD_LOSS * guess:
+            said = f"the first loss is {numbers.loss:.4g}, and {guess:.4g} if all {number} classes "
+            said += "were alike"
+            look = "look at the initialization of the head, and whether the loss is a sum"
+            notes.append(_note(numbers, "first_loss", said, look))
+        return notes
+
+    def _of_any(self, numbers: StepNumbers, judgement: Judgement, scores: Scores) -> list[Note]:
+        notes = []
+        changes = self._judges.settings.changes(numbers.step, num_steps=1)
+        if changes:
+            look = "look at what sets it, and whether it was meant"
+            notes.append(_note(numbers, "setting", listed(changes), look))
+        if scores.step.num_changed > 0:
+            names = judgement.step.changed()
+            more = f" and {len(names) - 1} other weights" if len(names) > 1 else ""
+            said = f"{names[0]}{more} changed between two steps"
+            look = "if no code of yours changes weights, suspect the memory"
+            notes.append(_note(numbers, "weight_changed", said, look, names[0]))
+        if not (numbers.overflow or numbers.skipped):
+            is_zero = scores.step.learning_rate == 0
+            self._num_zero_rates = self._num_zero_rates + 1 if is_zero else 0
+        if self._num_zero_rates == _ZERO_STEPS:
+            said = f"the learning rate of the last {_ZERO_STEPS} updates was zero"
+            look = "look at the schedule: it may have ended before the training"
+            notes.append(_note(numbers, "learning_rate", said, look))
+        return notes
+
+
+def _note(
+    numbers: StepNumbers, cause: str, said: str, suggestion: str, name: str | None = None
+) -> Note:
+    return Note(
+        step=numbers.step,
+        rank=this_rank(),
+        cause=cause,
+        explanation=said,
+        suggestion=suggestion,
+        name=name,
+    )
+
+
+def _odd_weight(
+    weights: Mapping[str, Tensor], norms: Mapping[str, float]
+) -> tuple[str, str] | None:
+    """Return a matrix that is far larger or smaller than those of its role in other layers.
+
+    Returns:
+        Its name, and a clause about it.
+    """
+    roles: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
+    for name, weight in weights.items():
+        norm = norms.get(name, 0.0)
+        # A matrix of zeros is one on purpose.
+        if weight.dim() > 1 and 0 < norm < math.inf:
+            role = (re.sub(r"\d+", "#", name), tuple(weight.shape))
+            roles.setdefault(role, {})[name] = norm
+    ratios = [
+        (norm / statistics.median(others), name)
+        for alike in roles.values()
+        if len(alike) >= _FEWEST_ALIKE
+        for name, norm in alike.items()
+        for others in [[each for other, each in alike.items() if other != name]]
+    ]
+    odd = [each for each in ratios if not 1 / _ODD_SIZE < each[0] < _ODD_SIZE]
+    if not odd:
+        return None
+    ratio, name = max(odd, key=lambda each: abs(math.log(each[0])))
+    more = f", and {len(odd) - 1} more are odd" if len(odd) > 1 else ""
+    said = f"the norm of {name} is {ratio:.3g} times that of the same weight in other layers{more}"
+    return name, said
+
+
+def _depends_on_mode(network: nn.Module) -> bool:
+    return any(
+        (isinstance(module, _DropoutNd) and module.p > 0) or isinstance(module, _BatchNorm)
+        for module in network.modules()
+    )
+
+
+def _num_classes(network: nn.Module) -> int:
+    """Return over how many classes the network's own loss is a cross-entropy; 0 if unknown."""
+    config, name = getattr(network, "config", None), type(network).__name__
+    if name.endswith(_LANGUAGE):
+        found = getattr(config, "vocab_size", 0)
+    elif name.endswith(_CLASSES):
+        found = getattr(config, "num_labels", 0)
+    else:
+        found = 0
+    return found if type(found) is int else 0

@@ -1,0 +1,183 @@
+"""What should not be so in any run is noted once, and a run as usual gets no note."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from mfwrap import MFTrainOneStepCell
+from mfwrap.callbacks import LoopMonitor
+from mfwrap.callbacks.culprit.judges.judges import Judges
+from mfwrap.callbacks.culprit.notes import RunNotes
+from mfwrap.callbacks.shared.step_values import StepValues, numbers_of
+from mfwrap.records.json_lines import read_json_lines
+from support.cause_evidence import ORDINARY
+
+VOCABULARY = 128
+
+
+def language_model(kind=GPT2LMHeadModel, **settings):
+    """Return a small language model with four layers."""
+    torch.manual_seed(0)
+    if kind is BertForMaskedLM:
+        sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+        config = BertConfig(vocab_size=VOCABULARY, num_hidden_layers=4, **sizes)
+        return BertForMaskedLM(config)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_head=2, n_layer=4, n_positions=16, **settings
+    )
+    return GPT2LMHeadModel(config)
+
+
+def tokens(step):
+    """Return the batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randint(VOCABULARY, (4, 16), generator=generator)
+    return {"input_ids": drawn, "labels": drawn}
+
+
+def notes_of(folder, network, change=None, num_steps=12, **settings):
+    """Train a network, and return the notes of the run.
+
+    Args:
+        folder: Run folder.
+        network: Network that takes `tokens`.
+        change: Called before each step, with its number, and the network and the optimizer.
+        num_steps: Number of steps.
+        settings: Settings of AdamW.
+    """
+    optimizer = torch.optim.AdamW(network.parameters(), **{"lr": 1e-3, **settings})
+    loop = SimpleNamespace(network=network, optimizer=optimizer)
+    cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True)
+    with LoopMonitor(cell, folder) as monitor:
+        for step in range(1, num_steps + 1):
+            if change is not None:
+                change(step, loop)
+            cell(**tokens(step))
+            monitor.end_step()
+    path = folder / "anomalies.jsonl"
+    records = read_json_lines(path) if path.exists() else []
+    assert all(one["kind"] == "note" for one in records)
+    return records
+
+
+@pytest.mark.parametrize("kind", [GPT2LMHeadModel, BertForMaskedLM])
+def test_an_ordinary_run(tmp_path, kind):
+    """A network as it is initialized gets no note."""
+    network = language_model(kind).train()
+    assert notes_of(tmp_path, network) == []
+
+
+def test_a_weight_of_another_size(tmp_path):
+    """The note names the weight, and how much larger it is than in the other layers."""
+    network = language_model().train()
+    with torch.no_grad():
+        network.transformer.h[2].attn.c_attn.weight *= 25
+    (note,) = notes_of(tmp_path, network)
+
+    assert (note["step"], note["cause"], note["ranks"]) == (1, "weight_size", [0])
+    assert note["name"] == "transformer.h.2.attn.c_attn.weight"
+    assert "is 25.9 times that of the same weight in other layers" in note["explanation"]
+
+
+def test_weights_of_zero(tmp_path):
+    """A matrix of zeros is one on purpose, as the last one of a residual branch."""
+    network = language_model().train()
+    with torch.no_grad():
+        network.transformer.h[2].mlp.c_proj.weight.zero_()
+    assert notes_of(tmp_path, network) == []
+
+
+def test_a_first_loss_above_that_of_guessing(tmp_path):
+    """It is compared with the logarithm of the number of classes."""
+    network = language_model(tie_word_embeddings=False).train()
+    with torch.no_grad():
+        network.lm_head.weight *= 300
+    (note,) = notes_of(tmp_path, network)
+
+    assert (note["step"], note["cause"]) == (1, "first_loss")
+    assert "and 4.852 if all 128 classes were alike" in note["explanation"]
+
+
+def test_evaluation_mode(tmp_path):
+    """It is noted if modules depend on it."""
+    assert notes_of(tmp_path / "no dropout", plain := language_model(**NO_DROPOUT).eval()) == []
+    assert not plain.training
+    (note,) = notes_of(tmp_path / "dropout", language_model().eval())
+    assert (note["step"], note["cause"]) == (1, "setting")
+    assert "in evaluation mode" in note["explanation"]
+
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def test_a_setting_that_changes(tmp_path):
+    """All changes of a step are one note; a second change of the same setting is none."""
+
+    def change(step, loop):
+        if step in {6, 9}:
+            loop.optimizer.param_groups[0]["betas"] = (0.5 + 0.01 * step, 0.999)
+            loop.optimizer.param_groups[0]["weight_decay"] = 0.1 / step
+
+    (note,) = notes_of(tmp_path, language_model().train(), change)
+    assert (note["step"], note["cause"]) == (6, "setting")
+    assert (
+        "`betas` of the optimizer changed from (0.9, 0.999) to (0.56, 0.999) in step 6, and 1 "
+        in (note["explanation"])
+    )
+
+
+def test_weights_that_change_between_two_steps(tmp_path):
+    """The note names them."""
+
+    def change(step, loop):
+        if step in {6, 7}:
+            with torch.no_grad():
+                loop.network.transformer.h[1].ln_1.bias += 1e-3
+
+    (note,) = notes_of(tmp_path, language_model().train(), change)
+    assert (note["step"], note["cause"]) == (6, "weight_changed")
+    assert note["name"] == "transformer.h.1.ln_1.bias"
+
+
+def test_a_learning_rate_of_zero(tmp_path):
+    """It is noted at the third update in a row, once."""
+
+    def change(step, loop):
+        loop.optimizer.param_groups[0]["lr"] = 0.0 if step in {1, 4, 5} or step > 7 else 1e-3
+
+    (note,) = notes_of(tmp_path, language_model().train(), change, num_steps=14)
+    assert (note["step"], note["cause"]) == (10, "learning_rate")
+
+
+def test_a_run_that_continues():
+    """What is compared at the start of a run is not asked again after a resume."""
+    network = language_model().eval()
+    with torch.no_grad():
+        network.transformer.h[2].attn.c_attn.weight *= 25
+    judged = SimpleNamespace(step=SimpleNamespace(changed=lambda: ()))
+    scores = SimpleNamespace(step=ORDINARY)
+    numbers = numbers_of(1, StepValues(loss=1e6, global_norm=1.0))
+    found = []
+    for step in (0, 50):
+        judges = Judges(network, 10, step)
+        judges.settings.look(step, None)
+        notes = RunNotes(network, judges, step)
+        found.append([one.cause for one in notes.of_step(numbers, judged, scores)])
+        assert notes.of_step(numbers, judged, scores) == []
+    assert found == [["weight_size", "setting", "first_loss"], []]
+
+
+def test_a_network_that_is_unknown():
+    """Only what is seen in the numbers is noted."""
+    notes = RunNotes(None, Judges(None, 10))
+    judged = SimpleNamespace(step=SimpleNamespace(changed=lambda: ()))
+    scores = SimpleNamespace(step=ORDINARY._replace(learning_rate=0.0))
+    numbers = numbers_of(1, StepValues(loss=1e6, global_norm=1.0))
+    found = [notes.of_step(numbers, judged, scores) for _ in range(5)]
+    assert [len(each) for each in found] == [0, 0, 1, 0, 0]
+    (note,) = found[2]
+    assert json.loads(json.dumps(note.as_record()))["kind"] == "note"
+    assert str(note).startswith("step 1: note: the learning rate of the last 3 updates was zero; ")
