@@ -85,8 +85,7 @@ def _ruined_weights(evidence: CauseEvidence) -> Cause | None:
     if not blamed.has_moved or not ruined or set(ruined) & set(blamed.driven):
         return None
     what = f"{_counted(ruined, 'weights')} became non-finite, and the updates were finite"
-    cause = _weight_changed(evidence.first_bad_step, what, ruined, by_an_update=False)
-    return cause._replace(where="weights")
+    return _weight_changed(evidence.first_bad_step, what, ruined, by_an_update=False)
 
 
 def _grown_weight(evidence: CauseEvidence) -> Cause | None:

@@ -156,6 +156,16 @@ def test_running_statistics():
     assert cause("state_spike", rank={"buffers": ("mask",)}).name == "buffer_changed"
 
 
+def test_weights_that_no_update_has_ruined():
+    """If most weights are non-finite after finite updates, something else has changed them."""
+    ruined = tuple(state("weight", name, NAN) for name in NAMES)
+    known = {"states": ruined, "num_weights": 3}
+    found = cause("state_spike", rank=known)
+    assert found.name == "weight_changed"
+    assert "wte.weight and 2 other weights became non-finite, and the updates" in found.explanation
+    assert cause("state_spike", rank={**known, "driven": NAMES[:1]}).name != "weight_changed"
+
+
 def test_the_checkpoint_to_return_to_is_older_than_the_fault():
     """The suggestion names the step; if only a sample has shown the fault, the earliest one."""
     one = {"states": (state("weight", "h.0.weight", 900.0),)}
