@@ -52,7 +52,7 @@ class EpisodeLog:
         if anomaly is None:
             self._write_end(self._episodes.pass_over(numbers))
             return
-        begins, ended = self._episodes.add(anomaly, is_shared=is_shared)
+        begins, ended = self._episodes.add(anomaly, numbers.loss, is_shared=is_shared)
         self._write_end(ended)
         if begins and (self._is_main or not is_shared):
             self._log.write(anomaly)

@@ -23,6 +23,15 @@ _LONGEST_LEVEL = 64
 """Largest number of steps after the last anomaly in which a level that stays high is bad. After as
 many steps, all that the judges know is this level."""
 
+_FEWEST_HIGH = 5
+"""Number of steps in a row, up to the end of the episode, with a loss that has not come back."""
+
+DIVERGED = "diverged"
+_AFTER_DIVERGING = (
+    "go back to a checkpoint from before this step, and look at what has changed there: the data, "
+    "the loss or the rate"
+)
+
 _REFINED = ("cause", "explanation", "suggestion", "layer", "where", "name")
 """Fields of a later anomaly that complete the record of an episode whose cause was unknown."""
 
@@ -51,6 +60,13 @@ class OpenEpisode:
     num_skipped: int = 0
     """Number of these steps whose update was skipped."""
 
+    usual_loss: float | None = None
+    """Loss that was expected before the loss left its course; ``None`` if it has not."""
+
+    last_loss: float | None = None
+    num_high: int = 0
+    """Number of last steps in a row with a loss above `loss_level`."""
+
     loss_level: float | None = None
     """Loss half way between the usual one and that of the first spike of the loss."""
 
@@ -69,8 +85,14 @@ class OpenEpisode:
     is_over: bool = False
     """Whether the end was returned by `Episodes.add` or `Episodes.end`."""
 
-    def follow(self, anomaly: Anomaly, reach: int) -> None:
-        """Note an anomaly of the episode, from whose step the episode lasts for `reach` steps."""
+    def follow(self, anomaly: Anomaly, loss: float, reach: int) -> None:
+        """Note an anomaly of the episode, from whose step the episode lasts for `reach` steps.
+
+        Args:
+            anomaly: Anomaly of the last step.
+            loss: Loss of the step on this rank.
+            reach: Number of good steps after which the episode has ended.
+        """
         self.last_anomaly, self.reach = anomaly.step, reach
         is_later = anomaly.step > self.step
         if is_later and anomaly.kind == "state_spike" != self.kind:
@@ -82,11 +104,24 @@ class OpenEpisode:
         if is_later and anomaly.kind == self.kind in _GROWING:
             self.latest = anomaly.explanation
         usual_loss, usual_norm = anomaly.usual_loss, anomaly.usual_global_norm
-        if anomaly.kind == "loss_spike" and self.loss_level is None and usual_loss is not None:
-            # One rank's own anomaly has the loss of this rank alone.
-            self.loss_level = (usual_loss + anomaly.losses[0]) / 2
+        of_loss = anomaly.kind in {"loss_spike", "loss_shift"}
+        if of_loss and self.loss_level is None and usual_loss is not None:
+            self.usual_loss, self.loss_level = usual_loss, (usual_loss + loss) / 2
+            self.num_high = 0 if anomaly.since is None else anomaly.step - anomaly.since
+        self.look(loss)
         if anomaly.kind == "spike" and self.norm_level is None and usual_norm is not None:
             self.norm_level = math.sqrt(usual_norm * (anomaly.global_norm or math.inf))
+
+    def look(self, loss: float) -> None:
+        """Follow the loss of a step, which may have come back to its level."""
+        if self.loss_level is not None:
+            self.last_loss = loss
+            self.num_high = 0 if loss <= self.loss_level else self.num_high + 1
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the loss has left its course, and has not come back half way since."""
+        return self.num_high >= _FEWEST_HIGH
 
     def has_ended_before(self, step: int) -> bool:
         """Tell whether too many good steps in a row have come before a step."""
@@ -94,7 +129,7 @@ class OpenEpisode:
 
     def has_stayed(self, numbers: StepNumbers) -> bool:
         """Tell whether a step without an anomaly has a loss or norm like the bad steps before."""
-        if self.is_over or self.has_ended_before(numbers.step):
+        if self.has_ended_before(numbers.step):
             return False
         if numbers.overflow or numbers.step - self.last_anomaly > _LONGEST_LEVEL:
             return False
@@ -107,13 +142,22 @@ class OpenEpisode:
         """Return the fields that complete the record of the first anomaly, ready for JSON."""
         names = ("step", "kind", "last_step", "num_steps", "num_skipped")
         latest = {} if self.latest is None else {"latest": self.latest}
-        return {**{name: getattr(self, name) for name in names}, **self.refined, **latest}
+        diverged = {"diverged": self._course()} if self.has_diverged else {}
+        known = {name: getattr(self, name) for name in names}
+        return {**known, **self.refined, **latest, **diverged}
+
+    def _course(self) -> str:
+        """Say how the loss has left its course, in a clause."""
+        return (
+            f"the loss has not come back: {self.last_loss:.4g} at last, after {self.usual_loss:.4g}"
+        )
 
     def __str__(self) -> str:
         """Describe the end of the episode in one line."""
         skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
-        cause = self.refined.get("explanation") or self.latest
-        said = f"; {cause}" if cause else ""
+        course = self._course() if self.has_diverged else ""
+        told = dict.fromkeys([self.refined.get("explanation") or self.latest or "", course])
+        said = "".join(f"; {clause}" for clause in told if clause)
         return (
             f"the episode of step {self.step} ended at step {self.last_step} after "
             f"{self.num_steps} bad steps{skipped}{said}"
@@ -163,11 +207,14 @@ class Episodes:
         reach = 1 if episode.kind in NON_FINITE else _GAP
         return gap <= reach and (is_alike or kind not in NON_FINITE)
 
-    def add(self, anomaly: Anomaly, *, is_shared: bool) -> tuple[bool, OpenEpisode | None]:
+    def add(
+        self, anomaly: Anomaly, loss: float, *, is_shared: bool
+    ) -> tuple[bool, OpenEpisode | None]:
         """Add an anomaly to the last episode, or begin another one with it.
 
         Args:
             anomaly: Anomaly of the last step.
+            loss: Loss of the step on this rank.
             is_shared: Whether all ranks have found the anomaly.
 
         Returns:
@@ -177,7 +224,7 @@ class Episodes:
         goes_on = self.goes_on(anomaly.step, anomaly.kind, is_shared=is_shared)
         if episode is not None and goes_on:
             episode.is_over = False
-            episode.follow(anomaly, self._reach(anomaly.kind))
+            episode.follow(anomaly, loss, self._reach(anomaly.kind))
             if episode.cause == UNKNOWN_CAUSE != anomaly.cause:
                 episode.cause = anomaly.cause
                 known = {name: getattr(anomaly, name) for name in _REFINED}
@@ -192,7 +239,7 @@ class Episodes:
             last_step=anomaly.step,
             num_skipped=int(bool(anomaly.skipped)),
         )
-        self.last.follow(anomaly, self._reach(anomaly.kind))
+        self.last.follow(anomaly, loss, self._reach(anomaly.kind))
         return True, ended
 
     def pass_over(self, numbers: StepNumbers) -> OpenEpisode | None:
@@ -202,8 +249,9 @@ class Episodes:
         example while the data are bad. Such a step still belongs to the episode.
         """
         episode = self.last
-        if episode is None:
+        if episode is None or episode.is_over:
             return None
+        episode.look(numbers.loss)
         if episode.has_stayed(numbers):
             episode.last_step = numbers.step
             episode.num_steps += 1
@@ -220,6 +268,8 @@ class Episodes:
         if episode is None or episode.is_over:
             return None
         episode.is_over = True
+        if episode.has_diverged and episode.cause == UNKNOWN_CAUSE:
+            episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_DIVERGING}
         return episode if episode.num_steps > 1 or episode.refined else None
 
     def state_dict(self) -> dict[str, Any] | None:

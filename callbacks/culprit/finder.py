@@ -321,6 +321,7 @@ class CulpritFinder:
         """Return an anomaly with its cause, and with the fields that all kinds have."""
         numbers, optimizer = step.numbers, step.judgement.optimizer
         first = next((each for each in ranks if each.rank in found.ranks), ranks[0])
+        shift = self.judges.course.shift if found.kind == "loss_shift" else None
         cause = cause_of(
             CauseEvidence(
                 kind=found.kind,
@@ -329,7 +330,7 @@ class CulpritFinder:
                 blamed=first,
                 # The step before a shift was bad, too.
                 is_first=self._is_first(found.kind, step) and found.kind != "loss_shift",
-                shift=self.judges.course.shift,
+                shift=shift,
                 knows_optimizer=optimizer is not None,
                 layer=found.layer,
                 origin=origin,
@@ -360,7 +361,7 @@ class CulpritFinder:
             moved=first.moved[:_MOST_GROUPS],
             buffers=tuple(dict.fromkeys(name for each in ranks for name in each.buffers)),
             losses=tuple(each.loss for each in ranks),
-            usual_loss=number_or_none(first.usual_loss),
+            usual_loss=number_or_none(first.usual_loss) if shift is None else shift.before,
             learning_rate=number_or_none(step.scores.learning_rate),
             global_norm=numbers.global_norm,
             usual_global_norm=number_or_none(step.scores.usual_global_norm),

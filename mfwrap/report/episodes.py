@@ -3,6 +3,7 @@
 import html
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ _CAUSES = {
     "buffer_changed": "a changed buffer",
     "data": "bad data",
     "dead_layer": "dead layer",
+    "diverged": "not known; the loss has diverged",
     "gradient": "an operation in the backward",
     "learning_rate": "learning rate too high",
     "loss": "computation of the loss",
@@ -106,6 +108,9 @@ def headline(runs: Sequence[RunRecord]) -> str:
 
 def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
+    diverged = next((one for one in run.episodes if "diverged" in one.records[0]), None)
+    if diverged is not None:
+        name += f"Diverged at step {diverged.step}. "
     events = _events(run, number)
     if not events:
         none = f'<p class="headline">{name}No anomalies were recorded. {_end(run)}</p>'
@@ -298,9 +303,10 @@ def _of_episode(run: RunRecord, number: int, episode: Episode) -> _Event:
 
 
 def _explanation(record: Mapping[str, Any]) -> str:
-    """Return what happened, and for what grows, how it ended."""
-    first, last = record.get("explanation") or "", record.get("latest")
-    return f"{first}; at last, {last}" if last else first
+    """Return what happened, how it ended for what grows, and whether the loss came back."""
+    last, diverged = record.get("latest"), record.get("diverged")
+    told = (record.get("explanation"), last and f"at last, {last}", diverged)
+    return "; ".join(str(clause) for clause in told if clause)
 
 
 def kind_words(kind: str) -> str:
@@ -353,6 +359,12 @@ def _is_ordinary(group: Mapping[str, Any]) -> bool:
         return False
     return usual / _ORDINARY < norm < usual * _ORDINARY
 
+
+_LEVEL = 5
+"""Number of losses whose median is a level."""
+
+_WELL_ABOVE = 1.2
+"""Smallest ratio of the last level of the loss to the lowest one that is worth telling."""
 
 _ORDINARY = 2.0
 """Largest factor between a group's norm and its usual norm that is not worth telling."""
@@ -447,7 +459,21 @@ def _end(run: RunRecord) -> str:
     losses = run.curves.get("loss", Curve())
     if losses.steps:
         end += f", with loss {losses.values[-1]:{NUMBER}} at step {losses.steps[-1]}"
+        end += _lowest(losses)
     return f"{end}."
+
+
+def _lowest(losses: Curve) -> str:
+    """Say where the loss was lowest, if it ends well above that."""
+    levels = [
+        statistics.median(losses.values[place - _LEVEL : place])
+        for place in range(_LEVEL, len(losses.values) + 1)
+    ]
+    lowest = min(filter(math.isfinite, levels), default=math.inf)
+    if not levels or not 0 < lowest * _WELL_ABOVE < levels[-1]:
+        return ""
+    step = losses.steps[levels.index(lowest) + _LEVEL - 1]
+    return f", above its lowest level of {lowest:{NUMBER}} at step {step}"
 
 
 def _counted(number: int, noun: str) -> str:

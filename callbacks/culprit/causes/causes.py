@@ -42,8 +42,7 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     """
     asks_all = evidence.is_first or evidence.kind == "state_spike"
     found = (rule(evidence) for rule in _RULES if asks_all or rule not in _INFERRED)
-    is_shift = evidence.kind == "loss_shift" and evidence.shift is not None
-    finding = str(evidence.shift) if is_shift else forward_finding(evidence)
+    finding = forward_finding(evidence) if evidence.shift is None else str(evidence.shift)
     known = Cause(UNKNOWN_CAUSE, finding, "")
     for cause in found:
         if cause is not None and not cause.is_provisional:

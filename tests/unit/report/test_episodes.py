@@ -22,13 +22,13 @@ RATE = {
 }
 
 
-def run_of(folder, anomalies, **files):
-    """Return a run of ten steps with these anomalies."""
+def run_of(folder, anomalies, losses=(2.0,) * 10, **files):
+    """Return a run, by default of ten steps, with these anomalies."""
     write_lines(
         folder / "metrics.jsonl",
         [
-            {"step": step, "loss": 2.0, "global_norm": 4.0, "max_grad_norm": 1.0}
-            for step in range(1, 11)
+            {"step": step, "loss": loss, "global_norm": 4.0, "max_grad_norm": 1.0}
+            for step, loss in enumerate(losses, 1)
         ],
     )
     write_lines(folder / "anomalies.jsonl", anomalies)
@@ -53,6 +53,26 @@ def words(page):
     """Return the text of a page, with single spaces."""
     text = re.sub(r"</?(strong|a|code|wbr)\b.*?>", "", page)
     return " ".join(html.unescape(re.sub("<.*?>", " ", text)).split())
+
+
+def test_a_run_that_has_diverged(tmp_path):
+    """The headline says so first, and its cause says that the loss has not come back."""
+    first = {"step": 12, "kind": "loss_shift", "cause": "unknown", "usual_loss": 2.0}
+    end = {"step": 12, "kind": "loss_shift", "last_step": 20, "num_steps": 9, "cause": "diverged"}
+    end |= {"diverged": "the loss has not come back: 43 at last, after 2"}
+    losses = [3.0] * 5 + [2.0] * 6 + [43.0] * 9
+    page = words(headline([run_of(tmp_path, [first, end], losses)]))
+
+    assert page.startswith("Diverged at step 12. 1 episode in 20 steps.")
+    assert "with loss 43 at step 20, above its lowest level of 2 at step" in page
+    assert "Cause not known; the loss has diverged: the loss has not come back: 43" in page
+
+
+@pytest.mark.parametrize("losses", [[], [2.0] * 3, [3.0, 2.0] * 5, ["nan"] * 9, [-1.0] * 9])
+def test_a_last_loss_that_is_no_higher(tmp_path, losses):
+    """Nothing is said about the lowest level."""
+    run = run_of(tmp_path, [], losses or [None] * 9)
+    assert "lowest" not in headline([run])
 
 
 def test_notes(tmp_path):

@@ -22,7 +22,7 @@ def numbers(step: int, loss: float = 1.0, global_norm: float = 1.0) -> StepNumbe
 def begun(*anomalies: Anomaly, is_shared: bool = False) -> list[int]:
     """Return the steps at which episodes begin."""
     episodes = Episodes(10)
-    return [one.step for one in anomalies if episodes.add(one, is_shared=is_shared)[0]]
+    return [one.step for one in anomalies if episodes.add(one, 6.0, is_shared=is_shared)[0]]
 
 
 def test_bad_steps_in_a_row_are_one_episode():
@@ -58,15 +58,15 @@ def test_an_overflow_is_over_after_a_good_step():
 def test_a_lone_loss_does_not_go_on_with_an_overflow_of_all_ranks():
     """The main process writes the overflow, but another rank may have the loss."""
     episodes = Episodes(10)
-    assert episodes.add(anomaly(1, "gradient_not_finite"), is_shared=True)[0]
-    assert episodes.add(anomaly(2, "loss_not_finite"), is_shared=False)[0]
+    assert episodes.add(anomaly(1, "gradient_not_finite"), 6.0, is_shared=True)[0]
+    assert episodes.add(anomaly(2, "loss_not_finite"), 6.0, is_shared=False)[0]
 
 
 def test_the_end_has_the_number_of_steps():
     """A good step some steps later, or another episode, ends an episode of several steps."""
     episodes = Episodes(10)
     for step in (20, 21, 23):
-        episodes.add(anomaly(step, skipped=step != 23), is_shared=False)
+        episodes.add(anomaly(step, skipped=step != 23), 6.0, is_shared=False)
     ends = [episodes.pass_over(numbers(step)) for step in range(24, 30)]
     (end,) = [each for each in ends if each is not None]
 
@@ -87,18 +87,18 @@ def test_the_end_has_the_number_of_steps():
 def test_an_episode_of_one_step_has_no_end():
     """Its record is whole."""
     episodes = Episodes(10)
-    episodes.add(anomaly(20), is_shared=False)
-    assert episodes.add(anomaly(40), is_shared=False) == (True, None)
+    episodes.add(anomaly(20), 6.0, is_shared=False)
+    assert episodes.add(anomaly(40), 6.0, is_shared=False) == (True, None)
     assert episodes.end() is None
 
 
 def test_a_cause_that_is_found_later_completes_the_record():
     """A sample of the weights may name the cause of a rise of the loss."""
     episodes = Episodes(10)
-    episodes.add(anomaly(20), is_shared=False)
+    episodes.add(anomaly(20), 6.0, is_shared=False)
     later = anomaly(30, "state_spike", cause="weight_changed", explanation="it changed", name="w")
-    episodes.add(later, is_shared=False)
-    episodes.add(anomaly(31, cause="data"), is_shared=False)
+    episodes.add(later, 6.0, is_shared=False)
+    episodes.add(anomaly(31, cause="data"), 6.0, is_shared=False)
     end = episodes.end()
 
     assert end.refined == {"cause": "weight_changed", "explanation": "it changed", "name": "w"}
@@ -111,16 +111,16 @@ def test_a_cause_that_is_found_later_completes_the_record():
 def test_a_sample_alone_is_no_bad_step_of_an_episode():
     """It completes the record, and the episode still waits for its consequences."""
     episodes = Episodes(10)
-    episodes.add(anomaly(20), is_shared=False)
+    episodes.add(anomaly(20), 6.0, is_shared=False)
     later = anomaly(30, "state_spike", cause="weight_changed", explanation="it changed")
-    episodes.add(later, is_shared=False)
+    episodes.add(later, 6.0, is_shared=False)
     ends = [episodes.pass_over(numbers(step)) for step in range(31, 50)]
     (end,) = [each for each in ends if each is not None]
     assert (end.last_step, end.num_steps, ends.index(end)) == (20, 1, 10)
     assert end.refined["cause"] == "weight_changed"
     grown = Episodes(10)
     for step in (20, 30, 40):
-        grown.add(anomaly(step, "state_spike"), is_shared=False)
+        grown.add(anomaly(step, "state_spike"), 6.0, is_shared=False)
     assert grown.end().num_steps == 3
 
 
@@ -129,7 +129,7 @@ def test_the_end_tells_how_far_something_has_grown():
     episodes = Episodes(10)
     for step, logit in ((45, 141), (50, 400), (55, 2000)):
         known = {"cause": "attention_logits", "explanation": f"the logit grew to {logit}"}
-        episodes.add(anomaly(step, "attention_logits", **known), is_shared=False)
+        episodes.add(anomaly(step, "attention_logits", **known), 6.0, is_shared=False)
     end = episodes.end()
     assert end.as_record()["latest"] == "the logit grew to 2000"
     assert str(end).endswith("; the logit grew to 2000")
@@ -140,9 +140,9 @@ def test_an_episode_goes_on_after_a_resume():
     first, later = Episodes(10), Episodes(10)
     later.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert not later.goes_on(1, "loss_spike", is_shared=False)
-    first.add(anomaly(20), is_shared=False)
+    first.add(anomaly(20), 6.0, is_shared=False)
     later.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert later.add(anomaly(21), is_shared=False) == (False, None)
+    assert later.add(anomaly(21), 6.0, is_shared=False) == (False, None)
     assert later.end().num_steps == 2
 
 
@@ -152,7 +152,7 @@ def test_an_episode_of_what_is_watched_every_few_steps_waits_for_the_next_look()
     ends = []
     for step in range(20, 60):
         if step in {20, 25, 30}:
-            ends.append(episodes.add(anomaly(step, "attention_logits"), is_shared=False)[1])
+            ends.append(episodes.add(anomaly(step, "attention_logits"), 6.0, is_shared=False)[1])
         else:
             ends.append(episodes.pass_over(numbers(step)))
     (end,) = [each for each in ends if each is not None]
@@ -170,7 +170,7 @@ def test_a_level_that_stays_high_belongs_to_the_episode(kind, is_resumed):
     ends = []
     for step, value in enumerate(levels, start=20):
         if step < 23:
-            episodes.add(anomaly(step, kind, **known), is_shared=False)
+            episodes.add(anomaly(step, kind, **known), 6.0, is_shared=False)
             continue
         if is_resumed:
             saved = json.dumps(episodes.state_dict())
@@ -185,7 +185,7 @@ def test_a_level_that_stays_high_belongs_to_the_episode(kind, is_resumed):
 def test_a_level_that_stays_becomes_usual():
     """An episode does not last for the rest of a run whose loss never comes back."""
     episodes = Episodes(10)
-    episodes.add(anomaly(20, usual_loss=2.0, losses=(6.0,)), is_shared=False)
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     ends = [episodes.pass_over(numbers(step, loss=5.0)) for step in range(21, 200)]
     (end,) = [each for each in ends if each is not None]
     assert (end.last_step, end.num_steps) == (84, 65)
@@ -194,9 +194,62 @@ def test_a_level_that_stays_becomes_usual():
 def test_an_anomaly_at_a_level_that_stays_high_is_an_episode_of_its_own():
     """A fault that comes while the loss has not come back yet must not be hidden."""
     episodes = Episodes(10)
-    episodes.add(anomaly(20, usual_loss=2.0, losses=(6.0,)), is_shared=False)
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     for step in range(21, 30):
         assert episodes.pass_over(numbers(step, loss=5.0)) is None
-    begins, ended = episodes.add(anomaly(30, "loss_not_finite"), is_shared=False)
+    begins, ended = episodes.add(anomaly(30, "loss_not_finite"), 6.0, is_shared=False)
     assert begins
     assert (ended.last_step, ended.num_steps) == (29, 10)
+
+
+def ended(*losses: float, first: Anomaly, is_over: bool = True):
+    """Return the episode of an anomaly at step 20, after steps with these losses."""
+    episodes = Episodes(10)
+    episodes.add(first, 6.0, is_shared=False)
+    ends = [episodes.pass_over(numbers(21 + place, loss)) for place, loss in enumerate(losses)]
+    return next(filter(None, ends), None) or episodes.end()
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_loss_that_does_not_come_back_has_diverged(is_resumed):
+    """From five steps in a row on, up to the end. This is said, and is the cause if none is."""
+    episodes = Episodes(10)
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
+    for step in range(21, 24):
+        assert episodes.pass_over(numbers(step, loss=5.0)) is None
+    if is_resumed:
+        state = json.loads(json.dumps(episodes.state_dict()))
+        episodes = Episodes(10)
+        episodes.load_state_dict(state)
+    assert episodes.pass_over(numbers(24, loss=43.0)) is None
+    end = episodes.end()
+
+    record = end.as_record()
+    assert (record["cause"], record["last_step"], record["num_steps"]) == ("diverged", 24, 5)
+    assert record["diverged"] == "the loss has not come back: 43 at last, after 2"
+    assert record["diverged"] in str(end)
+
+
+@pytest.mark.parametrize(
+    ("losses", "has_diverged"),
+    [([5.0] * 3, False), ([5.0] * 4, True), ([5.0] * 9 + [3.9], False), ([3.0, *[5.0] * 4], False)],
+)
+def test_a_loss_that_comes_back_half_way(losses, has_diverged):
+    """It has not diverged, whatever it did before."""
+    end = ended(*losses, first=anomaly(20, usual_loss=2.0))
+    assert end is None or end.has_diverged is has_diverged
+    assert (end is not None) or not has_diverged
+
+
+def test_a_known_cause_stays_the_cause_of_a_divergence():
+    """The record says both."""
+    end = ended(*[5.0] * 8, first=anomaly(20, usual_loss=2.0, cause="learning_rate"))
+    assert "cause" not in end.as_record()
+    assert end.as_record()["diverged"].startswith("the loss has not come back")
+
+
+def test_the_steps_of_a_shift_before_it_was_found_count():
+    """A shift is found at its third step."""
+    shift = anomaly(20, "loss_shift", usual_loss=2.0, since=18)
+    assert ended(5.0, 5.0, first=shift).has_diverged
+    assert not ended(5.0, first=shift).has_diverged
