@@ -26,6 +26,9 @@ many steps, all that the judges know is this level."""
 _FEWEST_HIGH = 5
 """Number of steps in a row, up to the end of the episode, with a loss that has not come back."""
 
+_HIGH = 1.5
+"""Smallest ratio of the loss of a finite anomaly to the usual one that is followed from there."""
+
 DIVERGED = "diverged"
 _AFTER_DIVERGING = (
     "go back to a checkpoint from before this step, and look at what has changed there: the data, "
@@ -104,8 +107,10 @@ class OpenEpisode:
         if is_later and anomaly.kind == self.kind in _GROWING:
             self.latest = anomaly.explanation
         usual_loss, usual_norm = anomaly.usual_loss, anomaly.usual_global_norm
-        of_loss = anomaly.kind in {"loss_spike", "loss_shift"}
-        if of_loss and self.loss_level is None and usual_loss is not None:
+        is_high = anomaly.kind in {"loss_spike", "loss_shift"}
+        if usual_loss is not None and anomaly.kind not in NON_FINITE:
+            is_high |= 0 < _HIGH * usual_loss < loss
+        if is_high and self.loss_level is None and usual_loss is not None:
             self.usual_loss, self.loss_level = usual_loss, (usual_loss + loss) / 2
             self.num_high = 0 if anomaly.since is None else anomaly.step - anomaly.since
         self.look(loss)

@@ -45,6 +45,10 @@ _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
 """Places at which a weight that has grown may show; ``None`` without a replay."""
 
 
+_DROPS = frozenset({"loss_drop", "local_norm_drop"})
+"""Kinds for which the step is compared with the step before, although no row stands out."""
+
+
 class _HostStep(NamedTuple):
     """A step on the host, and what the judges found in it."""
 
@@ -98,15 +102,15 @@ class CulpritFinder:
         """Whether all ranks have judged the last step together."""
         self.judges = Judges(network, state_interval, step)
         """Look at each step, on the device."""
-        self._gatherer = EvidenceGatherer(network, self.judges, recorder, samples)
+        self.notes = RunNotes(network, self.judges, step)
+        """What should not be so in any run; call `of_step` after `judge`."""
+        self._gatherer = EvidenceGatherer(network, self.judges, recorder, samples, self.notes)
         self._layers = LayerNames(network)
         self._spike_factor = spike_factor
         self._limit = limit
         self._state_interval = state_interval
         self._trace: deque[StepTrace] = deque(maxlen=max(_TRACE, state_interval))
         self._kinds = StepKinds(spike_factor, self.judges.course)
-        self.notes = RunNotes(network, self.judges, step)
-        """What should not be so in any run; call `of_step` after `judge`."""
 
     def judge(
         self,
@@ -207,12 +211,14 @@ class CulpritFinder:
         return not self.episodes.goes_on(step.numbers.step, kind, is_shared=self.is_shared)
 
     def _own_evidence(self, kind: Kind, step: _HostStep) -> RankEvidence:
+        is_in_rows = kind not in NON_FINITE and may_be_in_rows(kind)
         return self._gatherer.gather(
             step.numbers,
             step.judgement,
             step.scores,
             is_first=self._is_first(kind, step),
-            is_in_rows=kind not in NON_FINITE and may_be_in_rows(kind),
+            compares=is_in_rows or kind in _DROPS,
+            searches=is_in_rows,
             weights_have_moved=step.weights_have_moved,
         )
 
@@ -272,12 +278,14 @@ class CulpritFinder:
             return None
         # Whether an episode goes on may differ between ranks, so they always exchange evidence.
         ranks = gather_objects(own) if self.is_shared else [own]
+        # Of norms that have dropped, the lowest come first.
+        sign = -1.0 if kind == "local_norm_drop" else 1.0
         rises = sorted(
             (
-                (each.rise(number), each, number)
+                (each.rise(number) ** sign, each, number)
                 for each in ranks
                 for number in range(len(each.norms))
-                if each.is_judged(number)
+                if each.is_judged(number) and each.rise(number) > 0
             ),
             key=lambda entry: -entry[0],
         )

@@ -7,6 +7,7 @@ from torch import nn
 
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges
 from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.notes import RunNotes
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, number_or_none
 from mfwrap.callbacks.culprit.replay.difference import first_difference
 from mfwrap.callbacks.culprit.replay.micro_batches import (
@@ -35,6 +36,7 @@ class EvidenceGatherer:
         judges: Judges of the steps.
         recorder: Recorder of the network's calls; ``None`` without a replay.
         samples: Searches rows of finite steps; ``None`` without a replay.
+        notes: Knows which weights have changed lately; ``None`` if unknown.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class EvidenceGatherer:
         judges: Judges,
         recorder: StepRecorder | None,
         samples: SampleSearch | None = None,
+        notes: RunNotes | None = None,
     ) -> None:
+        self._notes = notes
         self._buffers = None if network is None else BufferWatch(network)
         self._states, self._settings = judges.states, judges.settings
         self._recorder = recorder
@@ -57,7 +61,8 @@ class EvidenceGatherer:
         scores: StepScores,
         *,
         is_first: bool,
-        is_in_rows: bool,
+        compares: bool,
+        searches: bool,
         weights_have_moved: bool,
     ) -> RankEvidence:
         """Return this rank's evidence. Synchronizes with the device; starts no collective.
@@ -68,7 +73,8 @@ class EvidenceGatherer:
             scores: Its scores, on the host.
             is_first: Whether the step begins an episode. Only then is the loss of the step before
                 computed again.
-            is_in_rows: Whether rows of a finite step may be at fault, and are searched.
+            compares: Whether the step is compared with the step before, if it begins an episode.
+            searches: Whether rows of a finite step may be at fault, and are searched then.
             weights_have_moved: Whether a later update has already changed the weights.
         """
         judged, states, recorder = judgement.step, self._states, self._recorder
@@ -82,9 +88,9 @@ class EvidenceGatherer:
         if recorder is not None and is_first and math.isfinite(numbers.loss):
             earlier_losses = losses_again(recorder)
         search, difference = None, None
-        if recorder is not None and is_first and is_in_rows:
+        if recorder is not None and is_first and compares:
             difference = first_difference(recorder)
-        if self._samples is not None and is_first and is_in_rows:
+        if self._samples is not None and is_first and searches:
             search = self._samples.search(
                 numbers, is_finite=True, weights_have_moved=weights_have_moved
             )
@@ -109,6 +115,9 @@ class EvidenceGatherer:
             driven=() if states is None else states.driven(risen, judged.travelled()),
             settings=self._settings.changes(numbers.step),
             changed=judged.changed(),
+            changed_before=None
+            if self._notes is None
+            else self._notes.changed_weights(numbers.step),
             states=tuple(risen),
             num_weights=0 if states is None else states.num_weights,
             micro_losses=losses_of(calls),

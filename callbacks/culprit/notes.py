@@ -31,6 +31,9 @@ _ZERO_STEPS = 3
 """Number of updates in a row with a learning rate of zero that are odd: a warm-up begins with one,
 and a schedule may end with another."""
 
+_RECENT = 3
+"""Number of steps in which a change of weights may show."""
+
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForTokenClassification")
 """Ends of the names of transformers' classes whose loss is a cross-entropy over a vocabulary, or
@@ -83,6 +86,7 @@ class RunNotes:
     def __init__(self, network: nn.Module | None, judges: Judges, step: int = 0) -> None:
         self._judges = judges
         self._said: set[str] = set()
+        self._changed: tuple[int, tuple[str, ...]] = (-_RECENT, ())
         self._num_zero_rates = 0
         self._is_first = step == 0 and network is not None
         self._network = None if network is None else unwrapped_network(network)
@@ -106,6 +110,18 @@ class RunNotes:
         new = [one for one in notes if one.explanation not in self._said]
         self._said.update(one.explanation for one in new)
         return new
+
+    def changed_weights(self, step: int) -> tuple[int, tuple[str, ...]] | None:
+        """Return the weights that have changed between two of the last steps, and when.
+
+        Args:
+            step: Step that may be a consequence.
+
+        Returns:
+            The later one of the two steps, and names; ``None`` if no weight has changed.
+        """
+        changed, names = self._changed
+        return (changed, names) if step - changed <= _RECENT and names else None
 
     def _of_first(self, numbers: StepNumbers) -> list[Note]:
         network, is_first, self._is_first = self._network, self._is_first, False
@@ -137,6 +153,7 @@ class RunNotes:
             notes.append(_note(numbers, "setting", listed(changes), look))
         if scores.step.num_changed > 0:
             names = judgement.step.changed()
+            self._changed = (numbers.step, names)
             more = f" and {len(names) - 1} other weights" if len(names) > 1 else ""
             said = f"{names[0]}{more} changed between two steps"
             look = "if no code of yours changes weights, suspect the memory"

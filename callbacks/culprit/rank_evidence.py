@@ -76,6 +76,9 @@ class RankEvidence:
     changed: tuple[str, ...] = ()
     """Weights that have changed between the step before and this one."""
 
+    changed_before: tuple[int, tuple[str, ...]] | None = None
+    """Step before which weights have changed in the last few steps, and their names."""
+
     states: tuple[StateNorm, ...] = ()
     """Weights, optimizer states and buffers whose norm is non-finite or has risen, worst first."""
 

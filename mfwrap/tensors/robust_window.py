@@ -72,6 +72,11 @@ class RobustWindow:
         self.deviation = prior.clone()
         """Deviation of the next value from the expected one, shape ``(K,)``, float32."""
 
+    @property
+    def num_distances(self) -> Tensor:
+        """Number of values in the window with a known distance, shape ``(K,)``, int64."""
+        return _is_finite(self._distances).sum(dim=1)
+
     def scores(self, values: Tensor) -> Tensor:
         """Return how many deviations each value is above the expected one.
 

@@ -21,6 +21,7 @@ ORDINARY = StepScores(
     usual_global_norm=1.0,
     local_norm=0.5,
     num_risen=0,
+    num_fallen=0,
     num_dead=0,
     update=0.4,
     num_moved=0,

@@ -14,6 +14,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
 )
 from mfwrap.callbacks.culprit.causes.forward import forward_cause, forward_finding
 from mfwrap.callbacks.culprit.causes.loss import (
+    dropped,
     scaled_loss,
     scaled_outside,
     vanished,
@@ -70,11 +71,16 @@ def _epsilon(evidence: CauseEvidence) -> Cause | None:
 
 
 def _changed_outside(evidence: CauseEvidence) -> Cause | None:
-    changed = evidence.blamed.changed
-    if not changed or not evidence.now.scores.num_changed > 0:
+    blamed, now = evidence.blamed, evidence.now
+    step, names = now.step, blamed.changed if now.scores.num_changed > 0 else ()
+    if not names and blamed.changed_before is not None:
+        step, names = blamed.changed_before
+    if not names:
         return None
-    what = f"{_counted(changed, 'weights')} changed between two steps"
-    return _weight_changed(evidence.first_bad_step, what, changed, by_an_update=False)
+    what = (
+        f"{_counted(names, 'weights')} changed between the updates of steps {step - 1} and {step}"
+    )
+    return _weight_changed(step, what, names, by_an_update=False)
 
 
 def _ruined_weights(evidence: CauseEvidence) -> Cause | None:
@@ -397,6 +403,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     scaled_loss,
     _dead_layer,
     _difference,
+    dropped,
     _gradient,
     bad_data,
     growing_updates,
@@ -410,6 +417,7 @@ _INFERRED = (
     vanished,
     scaled_loss,
     _difference,
+    dropped,
     _gradient,
     bad_data,
 )

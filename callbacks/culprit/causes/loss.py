@@ -1,6 +1,7 @@
 """Rules for causes that lie in the loss, or between the loss and the gradients."""
 
 import math
+import statistics
 
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, outlier
@@ -96,6 +97,38 @@ def vanished(evidence: CauseEvidence) -> Cause | None:
         "gradient",
         f"{what}, and the backward began with an ordinary gradient",
         "look at hooks, at custom backwards, and at what cuts activations off",
+    )
+
+
+def dropped(evidence: CauseEvidence) -> Cause | None:
+    """Find a factor in a loss that has dropped at once."""
+    blamed = evidence.blamed
+    if evidence.kind != "loss_drop" or not blamed.usual_loss > 0:
+        return None
+    losses = blamed.micro_losses
+    low = [
+        number
+        for number, loss in enumerate(losses)
+        for others in [losses[:number] + losses[number + 1 :]]
+        if others and abs(loss) < min(map(abs, others)) / _MULTIPLIED
+    ]
+    share = blamed.loss / blamed.usual_loss
+    if low:
+        share = losses[low[0]] / statistics.fmean(losses[: low[0]] + losses[low[0] + 1 :])
+        what = f"the loss of micro-batch {low[0]} is {share:.3g} times that of the others"
+    else:
+        what = f"the loss is {share:.3g} times the usual one"
+    if share == 0 or abs(share) > 1 / _MULTIPLIED:
+        return Cause(
+            UNKNOWN_CAUSE,
+            f"{what}: either the data of this step are at fault, or the computation of the loss",
+            "look for targets that are given away or left out, and for a factor in the loss",
+        )
+    return Cause(
+        "loss",
+        what,
+        "look for a factor in the loss, such as a wrong reduction or weight",
+        micro_batch=low[0] if low else None,
     )
 
 

@@ -36,7 +36,10 @@ _EARLY, _EARLY_FACTOR = 8, 3.0
 _FADES_AFTER = 3.0
 """Number of values after which half of the prior is left."""
 
-CourseKind = Literal["loss_spike", "loss_shift"]
+_DROP, _LOG_DROP = -6.0, -5.0
+"""Largest scores of the loss and of its logarithm that are a drop of a single step."""
+
+CourseKind = Literal["loss_spike", "loss_drop", "loss_shift"]
 
 
 class Shift(NamedTuple):
@@ -62,8 +65,9 @@ class Shift(NamedTuple):
 class LossCourse:
     """Tell from the losses of a rank so far whether the next one has left their course.
 
-    A spike is a loss far above what is expected, by its own deviation and by that of its logarithm.
-    A shift is a loss that stays above what was expected before, for three or six steps in a row.
+    A spike is a loss far above what is expected, by its own deviation and by that of its logarithm,
+    and a drop is one far below. A shift is a loss that stays above what was expected before, for
+    three or six steps in a row.
     What is expected is the median of the last five losses, and the deviation follows from the
     distances of 64 losses from what was expected of them, so the run's own noise decides.
     """
@@ -86,10 +90,13 @@ class LossCourse:
         log = math.log(loss) if loss > 0 else math.nan
         found: CourseKind | None = None
         factor = _EARLY_FACTOR if self._plain.num_distances < _EARLY else 1.0
-        if self._plain.score(loss, _PRIOR * abs(self._plain.expected(0))) > factor * _SPIKE:
-            is_positive = not math.isnan(log) and self._log.num_distances > 0
-            if not is_positive or self._log.score(log, _LOG_PRIOR) > factor * _LOG_SPIKE:
-                found = "loss_spike"
+        score = self._plain.score(loss, _PRIOR * abs(self._plain.expected(0))) / factor
+        is_positive = not math.isnan(log) and self._log.num_distances > 0
+        log_score = self._log.score(log, _LOG_PRIOR) / factor if is_positive else math.nan
+        if score > _SPIKE and (log_score > _LOG_SPIKE or not is_positive):
+            found = "loss_spike"
+        elif score < _DROP and log_score < _LOG_DROP:
+            found = "loss_drop"
         if counts:
             self._plain.add(loss)
             if not math.isnan(log):

@@ -23,6 +23,13 @@ _FLOOR = 1e-5
 """Smallest share of the global norm at which a group's norm is judged. The gradients of some
 weights, such as the bias of attention keys, are zero but for rounding."""
 
+_FALL, _FALL_LIMIT = 10.0, -12.0
+"""Smallest ratio of the usual norm of a group to one that has fallen too far, and the largest score
+of such a norm. Few rows may have no gradient for some weights, so it is farther than a spike."""
+
+_FEWEST_DISTANCES = 8
+"""Number of values after which a group's norm may have fallen too far."""
+
 _FEWEST_QUIET = 3
 """Number of steps without a change from outside after which one is an anomaly."""
 
@@ -115,6 +122,9 @@ class StepScores(NamedTuple):
 
     num_risen: float
     """Number of groups whose norm is an anomaly."""
+
+    num_fallen: float
+    """Number of groups whose norm is not zero, and far below the usual one."""
 
     num_dead: float
     """Number of groups whose norm has been zero for more steps than usual only since this step."""
@@ -230,6 +240,9 @@ class StepJudge:
         # Below the floor in this step and usually, a norm is but rounding.
         is_judged = torch.maximum(norms, usual_norms) >= _FLOOR * torch.minimum(norm, usual_norm)
         group_scores = torch.where(is_judged | norm.isnan(), group_scores, torch.nan)
+        is_known = self._window.num_distances.split(self._split)[2] >= _FEWEST_DISTANCES
+        is_far = (norms > 0) & (norms < usual_norms / _FALL) & self._is_watched
+        is_fallen = (group_scores < _FALL_LIMIT) & is_far & is_known
         # Without a gradient anywhere, there was nothing to learn, or the loss is at fault.
         has_others = ~(norms == 0).all()
         is_zero = (norms == 0) & usual_norms.isfinite() & self._is_watched
@@ -248,6 +261,7 @@ class StepJudge:
                 usual_norm,
                 highest(group_scores),
                 (group_scores > LIMITS["local_norm"]).sum(dim=0, keepdim=True),
+                is_fallen.sum(dim=0, keepdim=True),
                 (is_dead & (before < limit)).sum(dim=0, keepdim=True),
                 highest(update_scores),
                 ((update_scores > LIMITS["update"]) | is_ruined).sum(dim=0, keepdim=True),

@@ -253,3 +253,13 @@ def test_the_steps_of_a_shift_before_it_was_found_count():
     shift = anomaly(20, "loss_shift", usual_loss=2.0, since=18)
     assert ended(5.0, 5.0, first=shift).has_diverged
     assert not ended(5.0, first=shift).has_diverged
+
+
+@pytest.mark.parametrize(
+    ("kind", "usual", "has_diverged"),
+    [("spike", 2.0, True), ("spike", 5.0, False), ("gradient_not_finite", 2.0, False)],
+)
+def test_a_spike_of_the_norm_with_a_loss_that_stays(kind, usual, has_diverged):
+    """The loss of a finite anomaly is followed if it is clearly above the usual one."""
+    end = ended(*[5.5] * 8, first=anomaly(20, kind, usual_loss=usual, usual_global_norm=0.1))
+    assert (end is not None and end.has_diverged) is has_diverged

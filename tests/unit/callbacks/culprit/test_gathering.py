@@ -57,7 +57,8 @@ def gathered(*, is_first: bool = True, loss: float = 1.0, records: bool = True):
         judgement,
         scores,
         is_first=is_first,
-        is_in_rows=True,
+        compares=True,
+        searches=True,
         weights_have_moved=False,
     )
 

@@ -170,6 +170,16 @@ def test_a_run_that_continues():
     assert found == [["weight_size", "setting", "first_loss"], []]
 
 
+def test_weights_that_have_changed_lately():
+    """They are remembered for three steps, for what follows from the change."""
+    notes = RunNotes(None, Judges(None, 10))
+    judged = SimpleNamespace(step=SimpleNamespace(changed=lambda: ("a", "b")))
+    for step, number in ((19, 0), (20, 2), (21, 0)):
+        scores = SimpleNamespace(step=ORDINARY._replace(num_changed=number))
+        notes.of_step(numbers_of(step, StepValues(loss=1.0, global_norm=1.0)), judged, scores)
+    assert [notes.changed_weights(step) for step in (23, 24)] == [(20, ("a", "b")), None]
+
+
 def test_a_network_that_is_unknown():
     """Only what is seen in the numbers is noted."""
     notes = RunNotes(None, Judges(None, 10))

@@ -105,6 +105,14 @@ def test_only_a_change_outside_of_the_updates_may_be_the_memory():
     assert "memory" in outside.suggestion
 
 
+def test_weights_that_have_changed_a_few_steps_before():
+    """They explain what follows, and the suggestion names the step."""
+    found = cause("zero_gradient", rank={"changed_before": (12, NAMES)})
+    assert (found.name, found.tensors) == ("weight_changed", NAMES)
+    assert "2 other weights changed between the updates of steps 11 and 12" in found.explanation
+    assert "from before step 12;" in found.suggestion
+
+
 def test_a_setting_that_has_changed():
     """It explains what a comparison of steps would explain otherwise."""
     changes = tuple(SettingChange(f"`{name}` of drop", 0.1, 0.9, 12) for name in ("p", "q"))

@@ -71,6 +71,17 @@ def judge_after(num_steps: int) -> StepJudge:
     return judge
 
 
+@pytest.mark.parametrize(
+    ("factor", "num_steps", "is_fallen"),
+    [(1e-5, 60, True), (0.2, 60, False), (0.0, 60, False), (1e-5, 6, False)],
+)
+def test_a_norm_that_falls(factor, num_steps, is_fallen):
+    """Far below the usual one, after enough steps; a norm of zero is another kind."""
+    factors = torch.tensor([1.0, 1.0, factor, 1.0])
+    found = scores(judged(judge_after(num_steps), num_steps, factors=factors))
+    assert (found.num_fallen, found.num_risen) == (float(is_fallen), 0)
+
+
 def test_updates_without_a_gradient():
     """What weight decay and momentum do alone is not judged, and is not usual."""
     judge = StepJudge(NAMES, NAMES, "cpu")
