@@ -346,8 +346,11 @@ class Anomaly:
             "targets": f"the micro-batch has no targets, all of `{self.name}` is ignored",
             "loss": "the outputs of all modules are finite, the loss is not",
         }
-        if self.where == "activation" and self.explanation is not None:
-            whole["activation"] = self.explanation
+        if self.explanation is not None and (
+            self.where == "activation" or self.kind not in NON_FINITE
+        ):
+            # Of a finite step, no value was the first non-finite one.
+            whole |= dict.fromkeys(("activation", "gradient", "input"), self.explanation)
         if self.where in whole:
             return whole[self.where]
         if self.where == "input":

@@ -355,6 +355,16 @@ def _difference(evidence: CauseEvidence) -> Cause | None:
     found = evidence.blamed.difference
     if found is None:
         return None
+    if found.by_hook:
+        names = (found.name, *found.others)
+        return Cause(
+            "gradient",
+            f"a hook has changed the gradient of {_counted(names, 'weights')} by {found.ratio:.3g} "
+            "times its size, and has not done so in the step before",
+            "look at hooks on weights and on outputs of modules",
+            tensors=names,
+            where="gradient",
+        )
     times = f"{found.ratio:.3g} times as large as on the data of the step before"
     if found.where == "input":
         return Cause("data", f"input `{found.name}` is {times}", "look at the samples of this step")

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, final
 
@@ -27,6 +28,11 @@ _ODD_GRADIENT = 8.0
 """As `_ODD`, for gradients, which vary more."""
 
 
+_CHANGED, _SAME = 0.3, 0.1
+"""Smallest change of a gradient, as a share of it, that a hook has made, and the largest one that
+rounding explains."""
+
+
 class Difference(NamedTuple):
     """First value, in the order of the step, whose size differs between the two steps.
 
@@ -38,15 +44,26 @@ class Difference(NamedTuple):
     """Input of the network, module, or weight."""
 
     ratio: float
-    """Ratio of the root mean square in the step to that in the step before."""
+    """Ratio of the root mean square in the step to that in the step before; of a hook, the change
+    of the gradient that it makes, as a share of the gradient."""
+
+    others: tuple[str, ...] = ()
+    """More weights whose gradients are changed by hooks."""
+
+    by_hook: bool = False
+    """Whether a hook, on the output of the module or on the weight, changes the gradient in this
+    step, and has not done so in the step before."""
 
 
 def first_difference(recorder: StepRecorder) -> Difference | None:
     """Run the last step and the step before again, and compare the sizes of their values.
 
     Both have the present weights. Root mean squares are compared of the inputs, of what each module
-    receives and returns, of the gradients of both, and of the weights' gradients. Synchronizes with
-    the device, starts no collective, and never raises an error of the network.
+    receives and returns, of the gradients of both, and of the weights' gradients. Besides, hooks
+    are looked for that change gradients in this step alone: the gradient of a module's output is
+    seen before and after its hooks, and the gradient of a linear layer's weight is computed once
+    more from what the layer has received. Synchronizes with the device, starts no collective, and
+    never raises an error of the network.
 
     Returns:
         ``None`` if nothing differs, if the first gradient of all does, which is that of the loss,
@@ -60,7 +77,7 @@ def first_difference(recorder: StepRecorder) -> Difference | None:
     # not end the training, nor leave the other ranks in a collective.
     except Exception:  # noqa: BLE001  (see above)
         return None
-    return _compared(now, before)
+    return _hooked(now, before) or _compared(now, before)
 
 
 def _compared(now: "_Sizes", before: "_Sizes") -> Difference | None:
@@ -92,6 +109,22 @@ def _compared(now: "_Sizes", before: "_Sizes") -> Difference | None:
         if key.what == "weight" and _is_odd(ratio, _ODD_GRADIENT)
     ]
     return Difference("gradient", odd[0].name, ratios[odd[0]]) if len(odd) == 1 else None
+
+
+def _hooked(now: "_Sizes", before: "_Sizes") -> Difference | None:
+    """Return the gradients that hooks change in this step, and have not changed before."""
+    for what in ("change of output", "change of weight"):
+        changed = {
+            key.name: max(sizes)
+            for key, sizes in now.items()
+            if key.what == what and max(sizes) > _CHANGED and max(before.get(key, [1.0])) < _SAME
+        }
+        if changed:
+            name, *others = changed
+            # Behind a changed gradient of an output, all gradients are others.
+            more = tuple(others) if what == "change of weight" else ()
+            return Difference("gradient", name, changed[name], more, by_hook=True)
+    return None
 
 
 def _ratio(now: Sequence[float], before: Sequence[float]) -> float:
@@ -130,7 +163,7 @@ def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
             if tensor.is_floating_point() and not is_target(name, tensor):
                 sizes[_Key("input", name, 0)] = _size([tensor])
         with (
-            _Meter(network, sizes),
+            _Meter(network, sizes) as meter,
             gradients_aside(network) as weights,
             torch.enable_grad(),
         ):
@@ -143,6 +176,9 @@ def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
             for name, weight in weights.items():
                 if weight.grad is not None:
                     sizes[_Key("weight", name, 0)] = _size([weight.grad])
+                    if name in meter.products:
+                        key = _Key("change of weight", name, 0)
+                        sizes[key] = _share(meter.products[name], weight.grad)
         numbers = torch.stack([size.to(recorder.device) for size in sizes.values()]).tolist()
         for key, number in zip(sizes, numbers, strict=True):
             found.setdefault(key, []).append(number)
@@ -153,6 +189,12 @@ def _size(tensors: Sequence[Tensor]) -> Tensor:
     """Return the root mean square of tensors, shape ``()``, float32."""
     squares = [tensor.detach().float().square().mean() for tensor in tensors if tensor.numel()]
     return torch.stack(squares).mean().sqrt() if squares else torch.zeros(())
+
+
+def _share(before: Tensor, after: Tensor) -> Tensor:
+    """Return by how much a gradient was changed, as a share of it, shape ``()``, float32."""
+    before, after = before.detach().float(), after.detach().float()
+    return (after - before).norm() / before.norm().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 @final
@@ -168,15 +210,28 @@ class _Meter:
         self._network, self._sizes = network, sizes
         self._handles = contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
+        owners = Counter(
+            id(weight)
+            for module in network.modules()
+            for weight in module.parameters(recurse=False)
+        )
+        self._linear = {
+            name: f"{name}.weight"
+            for name, module in network.named_modules(remove_duplicate=False)
+            if type(module) is nn.Linear and owners[id(module.weight)] == 1
+        }
+        self.products: dict[str, Tensor] = {}
+        """Gradients of weights of linear layers, computed from what these have received."""
 
     def __enter__(self) -> "_Meter":
         for name, module in self._network.named_modules():
             if name:
                 before = module.register_forward_pre_hook(self._received(name), with_kwargs=True)
+                first = module.register_forward_hook(self._made(name), prepend=True)
                 after = module.register_forward_hook(self._returned(name))
-                self._handles.callback(before.remove)
-                self._handles.callback(after.remove)
-                keep_out_of_copies(module, before, after)
+                for handle in (before, first, after):
+                    self._handles.callback(handle.remove)
+                keep_out_of_copies(module, before, first, after)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,6 +255,51 @@ class _Meter:
                     self._follow(tensor, _Key("gradient of output", name, number))
 
         return measure
+
+    def _made(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """Return a hook that follows the gradient of what the forward of a module has made."""
+
+        def follow(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            key = _Key("change of output", name, self._numbers[name])
+            for _, tensor in tensors_in(output):
+                # A tensor that was made in no operation has no gradient of its own.
+                if tensor.grad_fn is not None:
+                    self._compare(tensor, key)
+                    if name in self._linear and inputs:
+                        self._multiply(tensor, inputs[0].detach(), self._linear[name])
+
+        return follow
+
+    def _compare(self, tensor: Tensor, key: _Key) -> None:
+        """Compare the gradient of an output after all hooks on it with that before."""
+        early: list[Tensor] = []
+
+        def compare(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[place]
+            if early and gradient is not None:
+                self._sizes[key] = _share(early.pop(), gradient)
+
+        node, place = tensor.grad_fn, tensor.output_nr
+        assert node is not None  # noqa: S101  (for mypy)
+        self._handles.callback(tensor.register_hook(early.append).remove)
+        # A hook of the operation that has made a tensor runs after all hooks of the tensor.
+        self._handles.callback(node.register_prehook(compare).remove)
+
+    def _multiply(self, tensor: Tensor, received: Tensor, name: str) -> None:
+        """Compute the gradient of a linear layer's weight from that of its output."""
+
+        def multiply(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[place]
+            if gradient is None:
+                return
+            of_rows = gradient.reshape(-1, gradient.shape[-1]).float()
+            product = of_rows.T @ received.reshape(-1, received.shape[-1]).float()
+            known = self.products.get(name)
+            self.products[name] = product if known is None else known + product
+
+        node, place = tensor.grad_fn, tensor.output_nr
+        assert node is not None  # noqa: S101  (for mypy)
+        self._handles.callback(node.register_prehook(multiply).remove)
 
     def _measure(self, key: _Key, value: Any) -> None:
         tensors = [one for _, one in tensors_in(value) if one.is_floating_point()]

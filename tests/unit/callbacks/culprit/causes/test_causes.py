@@ -9,6 +9,7 @@ from mfwrap.callbacks.culprit.anomaly_log import StateNorm
 from mfwrap.callbacks.culprit.causes.evidence import Cause
 from mfwrap.callbacks.culprit.judges.rates import RateRise
 from mfwrap.callbacks.culprit.judges.settings import SettingChange
+from mfwrap.callbacks.culprit.replay.difference import Difference
 from mfwrap.callbacks.culprit.replay.replay import Origin
 from mfwrap.callbacks.culprit.replay.verdict import Verdict
 from support.cause_evidence import HIGH_LOSS, NAMES, NAN, RANK, cause, state, trace
@@ -111,6 +112,18 @@ def test_weights_that_have_changed_a_few_steps_before():
     assert (found.name, found.tensors) == ("weight_changed", NAMES)
     assert "2 other weights changed between the updates of steps 11 and 12" in found.explanation
     assert "from before step 12;" in found.suggestion
+
+
+@pytest.mark.parametrize(
+    ("others", "what"), [((), "of h.0.weight by"), (NAMES[2:], "of h.0.weight and 1 other weights")]
+)
+def test_a_hook_that_changes_gradients(others, what):
+    """All of the weights are the place, so that those of several layers are in none."""
+    found = cause(
+        "spike", rank={"difference": Difference("gradient", NAMES[1], 9.0, others, by_hook=True)}
+    )
+    assert (found.name, found.tensors, found.where) == ("gradient", (NAMES[1], *others), "gradient")
+    assert f"a hook has changed the gradient {what}" in found.explanation
 
 
 def test_a_setting_that_has_changed():

@@ -80,17 +80,101 @@ def test_the_gradient_behind_a_module(place):
     network = Network()
     network.get_submodule(place).register_forward_hook(changed(network, 100.0, "gradient"))
 
-    assert found(network)[:2] == ("gradient", place)
+    difference = found(network)
+    assert difference[:2] == ("gradient", place)
+    assert difference.by_hook
+    assert difference.ratio == pytest.approx(99, rel=1e-3)
 
 
-def test_the_gradient_of_a_weight_alone():
-    """No gradient of an activation differs."""
+def test_a_hook_on_what_a_module_receives():
+    """It is one on what another module has returned."""
     network = Network()
-    network.first.weight.register_hook(
-        lambda gradient: gradient * (100.0 if network.is_odd else 1.0)
-    )
 
-    assert found(network)[:2] == ("gradient", "first.weight")
+    def change(_module, inputs):
+        inputs[0].register_hook(lambda one: one * (100.0 if network.is_odd else 1.0))
+
+    network.norm.register_forward_pre_hook(change)
+    difference = found(network)
+    assert difference[:2] == ("gradient", "first")
+    assert difference.by_hook
+
+
+class Backward(torch.autograd.Function):
+    """Returns its input, and multiplies its gradient."""
+
+    @staticmethod
+    def forward(context, one, factor):
+        """Return the input."""
+        context.factor = factor
+        return one.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        """Return the multiplied gradient."""
+        return gradient * context.factor, None
+
+
+def test_the_backward_of_a_module():
+    """Without a hook, the gradients of what it has received and returned are compared."""
+    network = Network()
+    inner = network.norm.forward
+    network.norm.forward = lambda one: inner(Backward.apply(one, 100.0 if network.is_odd else 1.0))
+
+    difference = found(network)
+    assert difference[:2] == ("gradient", "norm")
+    assert not difference.by_hook
+
+
+@pytest.mark.parametrize(
+    ("places", "is_always"),
+    [(("first",), False), (("first", "last"), False), (("first", "last"), True)],
+)
+def test_hooks_on_weights(places, is_always):
+    """They are seen whatever the sizes of the gradients; what they always do is no difference."""
+    network = Network()
+    for place in places:
+        network.get_submodule(place).weight.register_hook(
+            lambda one: one + one.roll(1, 1) if network.is_odd or is_always else one
+        )
+    difference = found(network)
+    if is_always:
+        assert difference is None
+        return
+    names = {difference.name, *difference.others}
+    assert names == {f"{place}.weight" for place in places}
+    assert difference.by_hook
+
+
+def test_a_hook_on_a_weight_that_is_no_linear_layers():
+    """The size of its gradient tells."""
+    network = Network()
+    network.norm.weight.register_hook(lambda one: one * (100.0 if network.is_odd else 1.0))
+
+    difference = found(network)
+    assert difference[:2] == ("gradient", "norm.weight")
+    assert not difference.by_hook
+
+
+def test_tied_weights():
+    """The gradient of a weight that two modules use is that of both."""
+    network = Network()
+    network.norm = nn.Linear(8, 8)
+    network.norm.weight = network.first.weight
+    assert found(network) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    """Rounding is no change."""
+    network = Network()
+    inner = network.forward
+
+    def forward(*inputs, **keywords):
+        with torch.autocast("cpu", dtype=dtype):
+            return inner(*inputs, **keywords)
+
+    network.forward = forward
+    assert found(network) is None
 
 
 def test_an_input():
