@@ -13,9 +13,10 @@ from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
+from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.judges.kinds import StepKinds
-from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
+from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
 from mfwrap.callbacks.culprit.notes import RunNotes
 from mfwrap.callbacks.culprit.rank_evidence import (
@@ -291,7 +292,7 @@ class CulpritFinder:
         )
         highest = rises[0][0] if rises else 0.0
         weights = [each.rank for each in ranks if each.weights]
-        losses = [each.rank for each in ranks if each.loss_score > LIMITS["loss"]]
+        losses = [each.rank for each in ranks if each.loss_score > LOSS_LIMIT]
         risen = sorted({each.rank for rise, each, _ in rises if rise >= highest / 2})
         blamed = weights or (losses if len(losses) < len(ranks) else []) or risen
         if kind == "learning_rate_spike":

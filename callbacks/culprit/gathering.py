@@ -50,6 +50,7 @@ class EvidenceGatherer:
         self._notes = notes
         self._buffers = None if network is None else BufferWatch(network)
         self._states, self._settings = judges.states, judges.settings
+        self._course = judges.course
         self._recorder = recorder
         self._samples = samples
         self._in_float16: bool | None = None
@@ -108,8 +109,8 @@ class EvidenceGatherer:
             usual_global_norm=number_or_none(scores.usual_global_norm),
             scores=tuple(judged.local_norm_scores.tolist()),
             dead=judged.dead(),
-            loss_score=scores.loss,
-            usual_loss=scores.usual_loss,
+            loss_score=self._course.score,
+            usual_loss=self._course.expected,
             moved=moved,
             undivided={} if states is None else states.undivided(judgement.optimizer, odd),
             driven=() if states is None else states.driven(risen, judged.travelled()),

@@ -15,8 +15,6 @@ __all__ = ["HIGH_LOSS", "NAMES", "NAN", "ORDINARY", "RANK", "cause", "state", "t
 NAN = math.nan
 NAMES = ("wte.weight", "h.0.weight", "h.1.weight")
 ORDINARY = StepScores(
-    loss=0.3,
-    usual_loss=3.0,
     global_norm=0.2,
     usual_global_norm=1.0,
     local_norm=0.5,
@@ -42,7 +40,8 @@ RANK = RankEvidence(
     num_weights=8,
     earlier_losses=((3.0, 3.0),),
 )
-HIGH_LOSS: dict[str, Any] = {"loss": 20.0, "global_norm": 4.0}
+HIGH_LOSS: dict[str, Any] = {"global_norm": 4.0}
+"""Scores of a step with a loss that has doubled."""
 
 
 def trace(*changes: dict[str, Any], applied: bool = True) -> tuple:
@@ -70,9 +69,10 @@ def cause(
     **known: Any,
 ) -> Cause:
     """Return the cause of an anomaly of rank 0, by default of a loss that has doubled."""
+    is_high = steps is None or steps[-1].scores == ORDINARY._replace(**HIGH_LOSS)
     known_of_rank = {"loss": 6.0} if steps is None else {}
     steps = trace(HIGH_LOSS) if steps is None else steps
-    known_of_rank |= {"loss_score": steps[-1].scores.loss, **(rank or {})}
+    known_of_rank |= {"loss_score": 20.0 if is_high else 0.3, **(rank or {})}
     blamed = dataclasses.replace(RANK, **known_of_rank)
     return cause_of(
         CauseEvidence(kind=kind, trace=steps, ranks=(blamed, *others), blamed=blamed, **known)

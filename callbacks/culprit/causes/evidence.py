@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
-from mfwrap.callbacks.culprit.judges.course import Shift
+from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT, Shift
 from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.rates import RateRise
 from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
@@ -172,4 +172,4 @@ def outlier(values: Sequence[float]) -> int | None:
 
 def has_higher_loss(rank: RankEvidence) -> bool:
     """Tell whether the loss of a rank has clearly risen."""
-    return rank.loss_score > LIMITS["loss"] / 2
+    return rank.loss_score > LOSS_LIMIT / 2

@@ -17,7 +17,7 @@ _RECENT = 5
 _FEWEST = 5
 """Number of known distances before a shift is looked for; fewer say little about the course."""
 
-_SPIKE, _LOG_SPIKE = 7.5, 5.0
+LOSS_LIMIT, _LOG_LIMIT = 7.5, 5.0
 """Smallest scores of the loss and of its logarithm that are a spike of a single step."""
 
 _SHIFTS = ((3, 4.0), (6, 2.0))
@@ -75,6 +75,9 @@ class LossCourse:
     def __init__(self) -> None:
         self.shift: Shift | None = None
         """Shift that the last loss has shown; ``None`` without one."""
+        self.score = self.expected = math.nan
+        """Deviations of the last loss from what was expected of it, and this number; NaN if they
+        are unknown."""
         self._plain, self._log = _Series(), _Series()
 
     def add(self, loss: float, *, counts: bool = True) -> CourseKind | None:
@@ -85,15 +88,17 @@ class LossCourse:
             counts: Whether the update was applied. Otherwise the loss is not included.
         """
         self.shift = None
+        self.score, self.expected = math.nan, self._plain.expected(0)
         if not math.isfinite(loss):
             return None
         log = math.log(loss) if loss > 0 else math.nan
         found: CourseKind | None = None
         factor = _EARLY_FACTOR if self._plain.num_distances < _EARLY else 1.0
-        score = self._plain.score(loss, _PRIOR * abs(self._plain.expected(0))) / factor
+        self.score = self._plain.score(loss, _PRIOR * abs(self.expected))
+        score = self.score / factor
         is_positive = not math.isnan(log) and self._log.num_distances > 0
         log_score = self._log.score(log, _LOG_PRIOR) / factor if is_positive else math.nan
-        if score > _SPIKE and (log_score > _LOG_SPIKE or not is_positive):
+        if score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive):
             found = "loss_spike"
         elif score < _DROP and log_score < _LOG_DROP:
             found = "loss_drop"

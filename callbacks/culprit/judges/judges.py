@@ -174,7 +174,6 @@ class Judges:
         if change is None and self._updates is not None and measures_updates:
             change = self._updates.measure()
         judged = judge.judge(
-            loss,
             getattr(output, "global_norm", None),
             norms if names else None,
             change,

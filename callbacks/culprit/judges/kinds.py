@@ -7,7 +7,7 @@ from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.causes.rate import LARGE_RATIO
-from mfwrap.callbacks.culprit.judges.course import CourseKind, LossCourse
+from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT, CourseKind, LossCourse
 from mfwrap.callbacks.culprit.judges.growth import Growth, UpdateGrowth
 from mfwrap.callbacks.culprit.judges.judges import Scores
 from mfwrap.callbacks.culprit.judges.rates import RateCourse, RateRise
@@ -69,7 +69,7 @@ class StepKinds:
         self._since_fall += 1
         # A norm of zero has no score. With a loss of zero, as is usual for this run, there was
         # nothing to learn.
-        is_empty = norm == 0 == numbers.loss and not step.loss < -LIMITS["loss"]
+        is_empty = norm == 0 == numbers.loss and not self._course.score < -LOSS_LIMIT
         has_fallen = norm is not None and norm < usual / _FALL
         if has_fallen and not is_empty and not score >= -LIMITS["global_norm"]:
             is_first, self._since_fall = self._since_fall > _QUIET_STEPS, 0

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from mfwrap.callbacks.culprit.judges.updates import Change
 from mfwrap.callbacks.culprit.judges.windows import NamedWindow
-from mfwrap.tensors.shards import on_device
 
-LIMITS = {"loss": 7.5, "global_norm": 8.0, "local_norm": 8.0, "update": 10.0}
+LIMITS = {"global_norm": 8.0, "local_norm": 9.0, "update": 10.0}
 """Smallest scores that are anomalies, see `RobustWindow`."""
 
-_PRIORS = {"loss": 0.2, "global_norm": 0.5, "local_norm": 0.7, "update": 0.8}
-"""Deviations that are assumed before there are values: of losses as a share of the run's first
-loss, of everything else in natural logarithms."""
+_PRIORS = {"global_norm": 0.5, "local_norm": 0.7, "update": 0.8}
+"""Deviations of the natural logarithms that are assumed before there are values."""
 
 _FLOOR = 1e-5
 """Smallest share of the global norm at which a group's norm is judged. The gradients of some
@@ -109,10 +107,6 @@ class JudgedStep(NamedTuple):
 class StepScores(NamedTuple):
     """The summary of a judgement, on the host. NaN where a number is unknown."""
 
-    loss: float
-    """Score of the loss."""
-
-    usual_loss: float
     global_norm: float
     """Score of the global norm."""
 
@@ -154,7 +148,7 @@ class StepScores(NamedTuple):
 
 @final
 class StepJudge:
-    """Score loss, global norm, local norms and updates of each step, without waiting for a device.
+    """Score global norm, local norms and updates of each step, without waiting for a device.
 
     All of them are series of one `RobustWindow`. So a step costs about forty operations on tensors
     with one element, or a window of 64, for each group and weight.
@@ -170,14 +164,14 @@ class StepJudge:
     ) -> None:
         self.names = tuple(names)
         self.weights = tuple(weights)
-        sizes = {"loss": 1, "global_norm": 1, "local_norm": len(names), "update": len(weights)}
+        sizes = {"global_norm": 1, "local_norm": len(names), "update": len(weights)}
         self._priors = [_PRIORS[kind] for kind, size in sizes.items() for _ in range(size)]
         self._split = list(sizes.values())
         groups = [f"local_norm/{name}" for name in names]
-        self._series = ("loss", "global_norm", *groups, *(f"update/{name}" for name in weights))
+        self._series = ("global_norm", *groups, *(f"update/{name}" for name in weights))
         self._windows = NamedWindow()
         self._window = self._windows.use(self._series, self._priors, device)
-        self._first_loss = torch.full((), torch.nan, device=device)
+        self._device = torch.device(device)
         self._quiet_steps = torch.zeros(len(weights), dtype=torch.int32, device=device)
         self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
@@ -188,7 +182,6 @@ class StepJudge:
     @torch.no_grad()
     def judge(
         self,
-        loss: Tensor,
         global_norm: Tensor | None,
         local_norm: Tensor | None,
         change: Change | None,
@@ -201,7 +194,6 @@ class StepJudge:
         """Score the numbers of a step, and then include them in what is usual.
 
         Args:
-            loss: Loss of this rank, shape ``()``.
             global_norm: Shape ``()``; ``None`` if unknown.
             local_norm: Shape ``(G,)``; ``None`` only if there are no groups.
             change: Sampled changes of the weights; ``None`` if unknown.
@@ -212,35 +204,30 @@ class StepJudge:
                 the ordinary rate does not count as a rise.
             ordinary_update: Largest update, divided by the rate, that is never an anomaly.
         """
-        window, device = self._window, self._first_loss.device
-        loss = on_device(loss.detach().float().mean(), device)
-        unset = self._first_loss.isnan() & loss.isfinite() & (loss != 0)
-        self._first_loss = torch.where(unset, loss.abs(), self._first_loss)
+        window, device = self._window, self._device
         unknown = torch.full((1,), torch.nan, device=device)
         norm = unknown if global_norm is None else global_norm.detach().float().reshape(1)
-        norms = unknown.expand(self._split[2]) if local_norm is None else local_norm.float()
-        changes = unknown.expand(self._split[3]) if change is None else change.update
+        norms = unknown.expand(self._split[1]) if local_norm is None else local_norm.float()
+        changes = unknown.expand(self._split[2]) if change is None else change.update
         rate, lowest, per_rate = unknown, unknown, changes
         if learning_rates is not None:
             rate, lowest = learning_rates.float().max()[None], learning_rates.float().min()[None]
             per_rate = changes / rate.abs()
         # Without a gradient, only weight decay and momentum change the weights.
         per_rate = torch.where(norm == 0, torch.nan, per_rate)
-        logs = torch.cat([norm, norms, per_rate]).log()
-        values = torch.cat([(loss / self._first_loss).reshape(1), logs])
+        values = torch.cat([norm, norms, per_rate]).log()
         scores, expected = window.scores(values), window.expected
         window.add(values, applied)
-        _, _, group_scores, update_scores = scores.split(self._split)
+        norm_score, group_scores, update_scores = scores.split(self._split)
         if ordinary_update:
             is_ordinary = per_rate.abs() <= ordinary_update
             update_scores = torch.where(is_ordinary, torch.nan, update_scores)
-        usual_updates = expected.split(self._split)[3]
+        usual_norm, usual_norms, usual_updates = expected.exp().split(self._split)
         is_ruined = ~changes.isfinite() & usual_updates.isfinite() & applied
-        usual_norm, usual_norms = (each.exp() for each in expected.split(self._split)[1:3])
         # Below the floor in this step and usually, a norm is but rounding.
         is_judged = torch.maximum(norms, usual_norms) >= _FLOOR * torch.minimum(norm, usual_norm)
         group_scores = torch.where(is_judged | norm.isnan(), group_scores, torch.nan)
-        is_known = self._window.num_distances.split(self._split)[2] >= _FEWEST_DISTANCES
+        is_known = self._window.num_distances.split(self._split)[1] >= _FEWEST_DISTANCES
         is_far = (norms > 0) & (norms < usual_norms / _FALL) & self._is_watched
         is_fallen = (group_scores < _FALL_LIMIT) & is_far & is_known
         # Without a gradient anywhere, there was nothing to learn, or the loss is at fault.
@@ -255,9 +242,7 @@ class StepJudge:
         is_dead = self._zero_steps >= limit
         summary = torch.cat(
             [
-                scores[:1],
-                expected[:1] * self._first_loss,
-                scores[1:2],
+                norm_score,
                 usual_norm,
                 highest(group_scores),
                 (group_scores > LIMITS["local_norm"]).sum(dim=0, keepdim=True),
@@ -310,7 +295,6 @@ class StepJudge:
         """Return what is usual on this rank, ready for JSON; synchronizes with the device."""
         return {
             "window": self._windows.state_dict(),
-            "first_loss": self._first_loss.item(),
             "zero_steps": _named(self.names, self._zero_steps),
             "longest_zeros": _named(self.names, self._longest_zeros),
             "travel": _named(self.weights, self._travel),
@@ -319,9 +303,7 @@ class StepJudge:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; a series whose name is not in the state starts empty."""
         self._windows.load_state_dict(state["window"])
-        device = self._first_loss.device
-        self._window = self._windows.use(self._series, self._priors, device)
-        self._first_loss.fill_(state["first_loss"])
+        self._window = self._windows.use(self._series, self._priors, self._device)
         for key, counts in (
             ("zero_steps", self._zero_steps),
             ("longest_zeros", self._longest_zeros),

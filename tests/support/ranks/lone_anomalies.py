@@ -44,7 +44,7 @@ LONE: dict[str, tuple[Scores, float]] = {
     "vanishing_gradient": (_step(usual_global_norm=1e4, global_norm=-20.0), 1.0),
     "learning_rate_spike": (_step(learning_rate=0.1), 1.0),
     "loss_not_finite": (_QUIET, NAN),
-    "loss_spike": (_step(loss=20.0), 50.0),
+    "loss_spike": (_QUIET, 50.0),
     "loss_drop": (_QUIET, 1e-3),
     "loss_shift": (_QUIET, 1.0),
     "local_norm_spike": (_step(num_risen=1), 1.0),

@@ -199,9 +199,9 @@ def test_a_resumed_run_appends(tmp_path):
     assert losses[0][:2] == losses[1][:2]
     saved = json.loads((tmp_path / "parts" / "checkpoint-2" / "trainer_state.json").read_text())
     kept = saved["stateful_callbacks"]["TrainingStateMonitor"]["attributes"]["saved_run"]
-    assert kept["finder"]["kinds"]["num_steps"] == 2
+    assert kept["finder"]["kinds"]["rates"]["num_updates"] == 2
     ended = later.state()["attributes"]["saved_run"]["finder"]
-    assert ended["kinds"]["num_steps"] == 4
+    assert ended["kinds"]["rates"]["num_updates"] == 4
 
 
 def test_a_stock_trainer(tmp_path, caplog):
@@ -241,7 +241,7 @@ def test_a_resumed_stock_trainer(tmp_path):
     (later,) = [c for c in again.callback_handler.callbacks if type(c) is TrainingStateMonitor]
 
     assert [record["step"] for record in lines(tmp_path)] == [1, 2, 3, 4]
-    assert later.state()["attributes"]["saved_run"]["finder"]["kinds"]["num_steps"] == 4
+    assert later.state()["attributes"]["saved_run"]["finder"]["kinds"]["rates"]["num_updates"] == 4
 
 
 def test_an_overflow_of_a_stock_trainer(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import BadRow
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
-from support.cause_evidence import NAN, RANK, cause, trace
+from support.cause_evidence import HIGH_LOSS, NAN, RANK, cause, trace
 
 UNKNOWN = {"earlier_losses": ()}
 ROWS = {"search": RowSearch((BadRow(rank=0, micro_batch=0, row=2),), "")}
@@ -46,12 +46,13 @@ def test_one_rank_alone():
 
 def test_a_higher_loss_with_ordinary_gradients():
     """The data raise gradients, too; rows that have all of the rise decide."""
-    calm = trace({"loss": 20.0})
+    calm, high = trace(), {"loss_score": 20.0}
 
-    assert cause(steps=calm, rank={"loss": 9.0}).name == "unknown"
-    assert "the gradients of all layers are ordinary" in cause(steps=calm).explanation
-    assert cause(steps=calm, rank=ROWS).name == "data"
-    assert cause(steps=calm, rank={"scores": (0.0, 4.0, 0.0)}).name == "data"
+    assert cause(steps=calm, rank={"loss": 9.0, **high}).name == "unknown"
+    said = cause(steps=calm, rank=high).explanation
+    assert "the gradients of all layers are ordinary" in said
+    assert cause(steps=calm, rank={**ROWS, **high}).name == "data"
+    assert cause(steps=calm, rank={"scores": (0.0, 4.0, 0.0), **high}).name == "data"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_the_data_of_the_step_before_have_another_loss(losses, name, said):
 
 def test_after_a_large_update_nothing_is_said():
     """The weights may have another loss, for the data of the step before, too."""
-    large = trace({"update_ratio": 0.2}, {"loss": 20.0, "global_norm": 4.0})
+    large = trace({"update_ratio": 0.2}, HIGH_LOSS)
 
     for losses in ((), ((3.0, 5.9),)):
         found = cause(steps=large, rank={"earlier_losses": losses})

@@ -26,7 +26,6 @@ def judged(
     judge: StepJudge,
     step: int,
     *,
-    loss: float = 3.0,
     factors: Tensor | float = 1.0,
     update: Tensor | float = 1.0,
     rate: Tensor | float = 1e-3,
@@ -38,7 +37,6 @@ def judged(
     norms = noisy(USUAL, step) * factors
     updates = noisy(torch.full((4,), 0.2), 1000 + step) * update * torch.as_tensor(rate).abs().max()
     return judge.judge(
-        noisy(torch.tensor(loss), 2000 + step),
         norms.norm(),
         norms,
         Change(updates, torch.ones(4), outside),
@@ -122,12 +120,8 @@ def test_a_rise_is_found_from_the_second_step_on_if_it_is_large():
 
 
 def test_each_series_is_judged_by_itself():
-    """A risen loss, group or update is found where it is, and nowhere else."""
+    """A risen group or update is found where it is, and nowhere else."""
     one = torch.tensor([1.0, 1.0, 1.0, 100.0])
-    found = scores(judged(judge_after(50), 5000, loss=6.0))
-    assert anomalies(found) == {"loss"}
-    assert 2.7 < found.usual_loss < 3.3
-
     step = judged(judge_after(50), 5000, factors=one)
     assert anomalies(scores(step)) == {"local_norm", "global_norm"}
     assert step.local_norm_scores.argmax() == 3
@@ -145,9 +139,8 @@ def test_a_norm_far_below_the_global_norm_is_not_judged():
     judge = StepJudge(("weight", "bias"), (), "cpu")
     for step in range(50):
         norms = torch.tensor([1.0, 1e-10 if step < 40 else 1e-6])
-        found = judge.judge(
-            torch.tensor(3.0), noisy(norms, step).norm(), noisy(norms, step), None, None, APPLIED
-        )
+        measured = noisy(norms, step)
+        found = judge.judge(measured.norm(), measured, None, None, APPLIED)
         assert anomalies(scores(found)) == set()
 
 
@@ -162,11 +155,11 @@ def test_updates_add_up_until_they_begin_anew():
     change = Change(torch.tensor([0.5, math.nan]), torch.tensor([1.0, 1.0]), None)
     later = Change(torch.tensor([0.5, math.nan]), torch.tensor([1.5, math.nan]), None)
     for each in (change, later):
-        found = judge.judge(torch.ones(()), None, None, each, None, APPLIED)
-    found = judge.judge(torch.ones(()), None, None, later, None, ~APPLIED)
+        found = judge.judge(None, None, each, None, APPLIED)
+    found = judge.judge(None, None, later, None, ~APPLIED)
     assert found.travelled() == {"a": 1.0, "b": math.inf}
     judge.begin_travel()
-    found = judge.judge(torch.ones(()), None, None, later, None, APPLIED)
+    found = judge.judge(None, None, later, None, APPLIED)
     assert found.travelled() == {"a": 0.5, "b": 0.0}
 
 
@@ -227,7 +220,7 @@ def test_a_group_that_never_had_a_gradient_is_not_dead():
 def test_nan_and_skipped_steps_change_nothing_of_what_is_usual():
     """A judge that has seen them continues as if they had not been."""
     one, other = judge_after(20), judge_after(20)
-    judged(other, 5000, loss=math.nan, factors=math.inf, update=math.nan)
+    judged(other, 5000, factors=math.inf, update=math.nan)
     judged(other, 5001, factors=50.0, applied=~APPLIED)
     torch.testing.assert_close(
         judged(one, 5002).summary, judged(other, 5002).summary, equal_nan=True
@@ -235,13 +228,11 @@ def test_nan_and_skipped_steps_change_nothing_of_what_is_usual():
 
 
 def test_unknown_numbers_have_no_scores():
-    """A loop that reports a loss alone gets its loss judged."""
+    """A loop may report a loss alone."""
     judge = StepJudge((), (), "cpu")
-    for step in range(30):
-        found = judge.judge(noisy(torch.tensor(3.0), step), None, None, None, None, APPLIED)
+    for _ in range(30):
+        found = judge.judge(None, None, None, None, APPLIED)
         assert anomalies(scores(found)) == set()
-    found = judge.judge(torch.tensor(9.0), None, None, None, None, APPLIED)
-    assert anomalies(scores(found)) == {"loss"}
     assert found.names == found.weights == ()
 
 
@@ -268,5 +259,5 @@ def test_judging_reads_nothing_on_the_host():
     judge = judge_after(3)
     one = torch.ones(())
     with HostReads() as reads:
-        judge.judge(one, one, USUAL, Change(USUAL, USUAL, USUAL), one, APPLIED)
+        judge.judge(one, USUAL, Change(USUAL, USUAL, USUAL), one, APPLIED)
     assert reads.reads == []
