@@ -30,6 +30,9 @@ logarithm. They fade with the number of values, to the shares below."""
 _LEAST = 0.15
 """Least share of the prior that is left."""
 
+_FEWEST_LOSSES = 3
+"""Number of losses before one is judged: the first ones of a run may be anything."""
+
 _EARLY, _EARLY_FACTOR = 8, 3.0
 """Number of distances up to which a spike must be that many times larger."""
 
@@ -98,6 +101,8 @@ class LossCourse:
         score = self.score / factor
         is_positive = not math.isnan(log) and self._log.num_distances > 0
         log_score = self._log.score(log, _LOG_PRIOR) / factor if is_positive else math.nan
+        if self._plain.num_distances < _FEWEST_LOSSES - 1:
+            score = math.nan
         if score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive):
             found = "loss_spike"
         elif score < _DROP and log_score < _LOG_DROP:

@@ -1,5 +1,6 @@
 """`save_state` writes and `load_state` restores the state of an attached step."""
 
+import gc
 import json
 import pickle
 
@@ -17,6 +18,12 @@ from support.training_state import assert_same_state
 
 OURS = {"mfwrap_loop.json", "mfwrap_manifest.json", "mfwrap_step.safetensors", "mfwrap_step.json"}
 AFTER_APPLIED, AFTER_SKIPPED = 4, 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_open_files_of_other_tests():
+    """Free monitors of tests before, whose open files would be listed in a checkpoint."""
+    gc.collect()
 
 
 def files_in(folder):

@@ -113,3 +113,9 @@ def test_a_loss_that_drops_at_once(factor, is_drop):
     losses = noisy(3.0, 60)
     assert found([*losses, 3 * factor]) == ([(61, "loss_drop")] if is_drop else [])
     assert found([*losses, -3.0]) == []
+
+
+def test_the_first_losses():
+    """Two of them say nothing about the next one, three of them a little."""
+    assert found([1e-3, 3.0, 3.0]) == []
+    assert found([3.0, 3.1, 3.0, 1e6]) == [(4, "loss_spike")]
