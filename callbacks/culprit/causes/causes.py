@@ -171,11 +171,12 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
         if not has_moved or scores.global_norm > LIMITS["global_norm"]:
             continue
         moved = blamed.moved if each is evidence.now else ()
-        if moved:
-            if any(map(blamed.has_higher_gradient, moved)):
-                continue
-            # The state of other weights does not explain that these have moved.
-            states = [one for one in states if one.name in moved]
+        if moved and any(map(blamed.has_higher_gradient, moved)):
+            continue
+        # The state of other weights does not explain that these have moved, or risen.
+        odd = moved or [one.name for one in blamed.weights]
+        if odd:
+            states = [one for one in states if one.name in odd]
         is_local = scores.num_moved < blamed.num_weights / 2
         number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
         size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"

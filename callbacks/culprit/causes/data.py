@@ -10,6 +10,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     Cause,
     CauseEvidence,
     has_higher_loss,
+    has_moved_far,
     outlier,
 )
 from mfwrap.callbacks.culprit.causes.loss import has_ordinary_gradients
@@ -58,9 +59,15 @@ def bad_data(evidence: CauseEvidence) -> Cause | None:
         if is_calm or not blamed.earlier_losses:
             return _either(rose, evidence, is_calm=is_calm)
     where = "this step" if number is None else f"micro-batch {number}"
+    if _is_ordinary(evidence):
+        why = "while weights and updates were ordinary"
+    elif blamed.earlier_losses:
+        why = "while those of the step before have their loss as before"
+    else:
+        return None
     return Cause(
         "data",
-        f"{rose} on the data of {where}, while weights and updates were ordinary",
+        f"{rose} on the data of {where}, {why}",
         "look at the samples of these steps",
         micro_batch=number,
     )
@@ -126,4 +133,5 @@ def _earlier_rise(blamed: RankEvidence) -> float:
 def _is_ordinary(evidence: CauseEvidence) -> bool:
     """Tell whether the updates before were small, so that the weights cannot explain a rise."""
     ratios = [each.scores.update_ratio for each in evidence.before]
-    return bool(ratios) and all(ratio < _ORDINARY_RATIO for ratio in ratios)
+    is_small = bool(ratios) and all(ratio < _ORDINARY_RATIO for ratio in ratios)
+    return is_small and not has_moved_far(evidence.before)

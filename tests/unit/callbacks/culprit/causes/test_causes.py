@@ -145,6 +145,18 @@ def test_all_updates_that_are_far_above_the_usual_are_the_optimizers():
     assert cause("spike", by_rate).name == "data"
 
 
+def test_the_state_of_another_weight_explains_nothing():
+    """A weight that has risen is not overruled by a moment elsewhere."""
+    moment = state("exp_avg", "h.0.weight", 50.0)
+    bias = state("weight", "wte.weight", 250.0)
+    steps = trace({"num_moved": 1}, HIGH_LOSS)
+    found = cause(steps=steps, rank={"states": (bias, moment), "earlier_losses": ()})
+    assert found.name == "unknown"
+    assert "too large for 1 weight" in found.explanation
+    of_bias = state("exp_avg", "wte.weight", 50.0)
+    assert cause(steps=steps, rank={"states": (bias, of_bias)}).tensors == ("wte.weight",)
+
+
 def test_large_updates_after_a_spike_of_the_gradients_are_ordinary():
     """The gradients asked for them."""
     found = cause(steps=trace({"num_moved": 8, "global_norm": 20.0}, HIGH_LOSS))
