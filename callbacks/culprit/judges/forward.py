@@ -23,6 +23,10 @@ _LEAST_FIT = 0.85
 """Smallest share of the variance that a growing line explains. The best line explains only 0.75 of
 a single jump, so a jump is no growth."""
 
+_SETTLED = 32
+"""Number of watched steps before the load of experts may have grown: routers begin balanced, and
+their experts specialize."""
+
 _LIMIT = 8.0
 """Smallest score of a sudden rise, see `RobustWindow`."""
 
@@ -141,7 +145,7 @@ class ForwardJudge:
     along the line, to at least 100. The load of experts is measured by its concentration, the
     number of experts divided by the exponential of the shares' entropy: 1 for a balanced load,
     ``E`` if one expert gets all tokens. A sudden concentration is an anomaly if it lasts for two
-    watched steps.
+    watched steps, and a growing one after 32 watched steps.
 
     Growth of attention logits precedes a divergence by hundreds of steps, see Dehghani et al.,
     "Scaling Vision Transformers to 22 Billion Parameters", 2023, and Wortsman et al., "Small-scale
@@ -195,7 +199,8 @@ class ForwardJudge:
         self._was_high = torch.where(is_known, is_high, self._was_high)
         lines = [line_growth(self._values[:, -span:], _LEAST_FIT) for span in _SPANS]
         growth = torch.stack(lines)
-        has_grown = (values > limits[:, 2]) & (growth > limits[:, 3])
+        is_settled = ~is_load | (self._values.isfinite().sum(dim=1) > _SETTLED)
+        has_grown = (values > limits[:, 2]) & (growth > limits[:, 3]) & is_settled
         growth = torch.where(has_grown, growth, 0.0)
         is_bad = is_sudden | (growth > 0).any(dim=0)
         summary = torch.stack([(is_bad & ~is_load).sum(), (is_bad & is_load).sum()]).float()

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -93,6 +94,19 @@ def test_all_layers_grow() -> None:
         judge.add({name: logits(2 * 1.2**step) for name in "abc"}, {})
     assert judge.last is not None
     assert [each.is_alone for each in judge.last.rises()] == [False, False, False]
+
+
+@pytest.mark.parametrize(("start", "is_found"), [(2, False), (40, True)])
+def test_a_load_that_grows(start: int, *, is_found: bool) -> None:
+    """Experts specialize in the first steps; later growth is an anomaly."""
+    judge, found = ForwardJudge(), []
+    for step in range(60):
+        share = min(max(step - start, 0), 10) / 10
+        judge.add({}, {"moe": (1 - share) * shares(NUM_EXPERTS) + share * shares(3)})
+        summary = judge.take()
+        assert summary is not None
+        found += [step] if summary[1] > 0 else []
+    assert bool(found) is is_found
 
 
 def test_collapsed_router() -> None:
