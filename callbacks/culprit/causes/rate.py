@@ -37,10 +37,10 @@ def rate_jump(evidence: CauseEvidence) -> Cause | None:
             )
         if each.rate_rise is not None:
             before, now, number = each.rate_rise
-            steps = "in one step" if number == 1 else f"over {number} steps"
+            span = "in one step" if number == 1 else f"over {number} steps"
             return Cause(
                 "learning_rate",
-                f"the learning rate of step {each.step} was {now:.3g}: it has risen {steps} to "
+                f"the learning rate of step {each.step} was {now:.3g}: it has risen {span} to "
                 f"{now / before:.3g} times the highest rate before",
                 "correct the schedule, and go back to a checkpoint from before step "
                 f"{each.step - number + 1}",

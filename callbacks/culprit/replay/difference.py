@@ -194,7 +194,9 @@ def _size(tensors: Sequence[Tensor]) -> Tensor:
 def _share(before: Tensor, after: Tensor) -> Tensor:
     """Return by how much a gradient was changed, as a share of it, shape ``()``, float32."""
     before, after = before.detach().float(), after.detach().float()
-    return (after - before).norm() / before.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    change: Tensor = torch.linalg.vector_norm(after - before)
+    size: Tensor = torch.linalg.vector_norm(before)
+    return change / size.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 @final
