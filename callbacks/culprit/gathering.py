@@ -112,6 +112,7 @@ class EvidenceGatherer:
             loss_score=self._course.score,
             usual_loss=self._course.expected,
             moved=moved,
+            impossible=judged.impossible(scores.learning_rate),
             undivided={} if states is None else states.undivided(judgement.optimizer, odd),
             driven=() if states is None else states.driven(risen, judged.travelled()),
             settings=self._settings.changes(numbers.step),

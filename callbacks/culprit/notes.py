@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.judges.settings import listed
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
+from mfwrap.compatibility.torch import BatchNorm
 from mfwrap.tensors.wrappers import trainable, unwrapped_network
 
 _FEWEST_ALIKE = 3
@@ -33,6 +32,15 @@ and a schedule may end with another."""
 
 _RECENT = 3
 """Number of steps in which a change of weights may show."""
+
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForTokenClassification")
@@ -214,7 +222,7 @@ def _odd_weight(
 
 def _depends_on_mode(network: nn.Module) -> bool:
     return any(
-        (isinstance(module, _DropoutNd) and module.p > 0) or isinstance(module, _BatchNorm)
+        isinstance(module, BatchNorm) or (isinstance(module, _DROPOUTS) and module.p > 0)
         for module in network.modules()
     )
 

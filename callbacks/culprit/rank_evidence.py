@@ -59,6 +59,9 @@ class RankEvidence:
     moved: tuple[str, ...] = ()
     """Weights whose update is an anomaly."""
 
+    impossible: Mapping[str, float] = field(default_factory=dict)
+    """Updates, divided by the rate, that no moments of Adam give, by the weight's name."""
+
     driven: tuple[str, ...] = ()
     """Weights whose updates since the last sample explain that they have grown."""
 

@@ -446,7 +446,9 @@ class TrainingStateRun:
             if anomaly is not None or (episode is not None and not episode.is_over):
                 self._log.add(anomaly, numbers, is_shared=is_shared)
             notes = self.finder.notes.of_step(numbers, judgement, scores)
-            self._log.note(one for one in notes if anomaly is None or one.cause != anomaly.cause)
+            if notes:
+                said = None if anomaly is None else anomaly.cause
+                self._log.note(one for one in notes if one.cause != said)
             if anomaly is not None:
                 self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None

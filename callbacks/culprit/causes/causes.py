@@ -190,6 +190,10 @@ def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
             names = [one.name for one in ruined or states]
             # A few states that have risen do not explain that most weights have moved.
             return _of_optimizer(f"{what}: {_change(states[0])}", names if is_local else ())
+        if each is evidence.now and blamed.impossible:
+            names, largest = list(blamed.impossible), max(blamed.impossible.values())
+            why = f"{what}: {largest:.3g} times the rate, which no moments of Adam give"
+            return _of_optimizer(why, names if is_local else ())
         if rise >= _UPDATE_RISE:
             # Nothing else is in the update of most weights.
             return _of_optimizer(what, ())

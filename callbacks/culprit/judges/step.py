@@ -28,6 +28,9 @@ of such a norm. Few rows may have no gradient for some weights, so it is farther
 _FEWEST_DISTANCES = 8
 """Number of values after which a group's norm may have fallen too far."""
 
+_IMPOSSIBLE = 3.0
+"""Smallest ratio of an update to the largest one of Adam that rounding does not explain."""
+
 _FEWEST_QUIET = 3
 """Number of steps without a change from outside after which one is an anomaly."""
 
@@ -66,6 +69,9 @@ class JudgedStep(NamedTuple):
     change: Change | None
     """Changes of these weights; ``None`` if they were not measured."""
 
+    ordinary_update: float
+    """Largest update, divided by the rate, that Adam makes by its moments; 0 if unknown."""
+
     update_scores: Tensor
     """Scores of the updates divided by the learning rate, shape ``(P,)``, float32."""
 
@@ -88,6 +94,18 @@ class JudgedStep(NamedTuple):
     def dead(self) -> tuple[str, ...]:
         """Return the groups whose norm has been zero for more steps than usual; synchronizes."""
         return tuple(name for name, is_dead in _named(self.names, self.is_dead).items() if is_dead)
+
+    def impossible(self, rate: float) -> dict[str, float]:
+        """Return updates, divided by the rate, that no moments of Adam give; synchronizes.
+
+        Args:
+            rate: Largest learning rate of the step.
+        """
+        limit = _IMPOSSIBLE * self.ordinary_update
+        if self.change is None or not (limit > 0 and rate > 0):
+            return {}
+        updates = _named(self.weights, self.change.update / rate)
+        return {name: size for name, size in updates.items() if limit < size < math.inf}
 
     def moved(self) -> tuple[str, ...]:
         """Return the weights whose update is an anomaly, the worst first; synchronizes."""
@@ -270,6 +288,7 @@ class StepJudge:
             is_dead=is_dead,
             weights=self.weights,
             change=change,
+            ordinary_update=ordinary_update,
             update_scores=update_scores,
             travel=self._travel,
         )

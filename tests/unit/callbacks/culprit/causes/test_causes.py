@@ -157,6 +157,16 @@ def test_the_state_of_another_weight_explains_nothing():
     assert cause(steps=steps, rank={"states": (bias, of_bias)}).tensors == ("wte.weight",)
 
 
+def test_an_update_that_adam_cannot_make():
+    """Its state was changed before the update, whatever it is afterwards."""
+    steps = trace({"num_moved": 1})
+    known = {"moved": ("wte.weight",)}
+    found = cause("update_spike", steps, rank={**known, "impossible": {"wte.weight": 500.0}})
+    assert (found.name, found.tensors) == ("optimizer_state", ("wte.weight",))
+    assert "500 times the rate, which no moments of Adam give" in found.explanation
+    assert cause("update_spike", steps, rank=known).name == "unknown"
+
+
 def test_large_updates_after_a_spike_of_the_gradients_are_ordinary():
     """The gradients asked for them."""
     found = cause(steps=trace({"num_moved": 8, "global_norm": 20.0}, HIGH_LOSS))

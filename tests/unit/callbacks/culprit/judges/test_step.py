@@ -97,6 +97,15 @@ def test_an_update_that_is_ordinary_for_the_optimizer():
     assert scores(judged(judge, 31, update=1000.0, ordinary_update=40.0)).num_moved == 4
 
 
+def test_updates_that_adam_cannot_make():
+    """They are far above what its moments give; without Adam, nothing is known."""
+    judge, one = judge_after(30), torch.tensor([1.0, 1.0, 1.0, 1e3])
+    step = judged(judge, 30, update=one, ordinary_update=3.5)
+    assert step.impossible(1e-3) == {"head": pytest.approx(200, rel=0.2)}
+    assert step.impossible(math.nan) == {}
+    assert judged(judge_after(30), 30, update=one).impossible(1e-3) == {}
+
+
 def anomalies(found: StepScores) -> set[str]:
     """Return what a summary finds."""
     names = {name for name, limit in LIMITS.items() if getattr(found, name) > limit}
