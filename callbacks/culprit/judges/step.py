@@ -21,7 +21,7 @@ _FLOOR = 1e-5
 """Smallest share of the global norm at which a group's norm is judged. The gradients of some
 weights, such as the bias of attention keys, are zero but for rounding."""
 
-_FALL, _FALL_LIMIT = 10.0, -12.0
+_FALL, _FALL_LIMIT = 30.0, -12.0
 """Smallest ratio of the usual norm of a group to one that has fallen too far, and the largest score
 of such a norm. Few rows may have no gradient for some weights, so it is farther than a spike."""
 

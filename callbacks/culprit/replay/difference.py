@@ -253,7 +253,8 @@ class _Meter:
             number = self._numbers[name]
             self._measure(_Key("returned", name, number), output)
             for _, tensor in tensors_in(output):
-                if tensor.requires_grad:
+                # The gradient of a loss that a module inside of the network returns is its factor.
+                if tensor.requires_grad and tensor.numel() > 1:
                     self._follow(tensor, _Key("gradient of output", name, number))
 
         return measure

@@ -190,6 +190,24 @@ def test_a_factor_in_the_loss():
     assert found(network) is None
 
 
+def test_a_factor_in_the_loss_of_a_module():
+    """A wrapper around a network that returns its own loss changes nothing."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Network()
+
+        def forward(self, inputs, *, is_odd=False):
+            return self.body(inputs, is_odd=is_odd)
+
+    network = Wrapper()
+    inner = network.body.forward
+    network.body.forward = lambda *inputs, is_odd: inner(*inputs) * (1000.0 if is_odd else 1.0)
+
+    assert found(network) is None
+
+
 def test_masks_do_not_differ():
     """An infinite value is compared with nothing."""
     network = Network()
