@@ -1,6 +1,7 @@
 """Join anomalies of successive steps into episodes."""
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
@@ -24,7 +25,7 @@ _LONGEST_LEVEL = 64
 many steps, all that the judges know is this level."""
 
 _FEWEST_HIGH = 5
-"""Number of steps in a row, up to the end of the episode, with a loss that has not come back."""
+"""Number of last losses of an episode whose median tells whether the loss has come back."""
 
 _HIGH = 1.5
 """Smallest ratio of the loss of a finite anomaly to the usual one that is followed from there."""
@@ -66,9 +67,8 @@ class OpenEpisode:
     usual_loss: float | None = None
     """Loss that was expected before the loss left its course; ``None`` if it has not."""
 
-    last_loss: float | None = None
-    num_high: int = 0
-    """Number of last steps in a row with a loss above `loss_level`."""
+    last_losses: list[float] = field(default_factory=list)
+    """Loss of each of the last steps since it has left its course."""
 
     loss_level: float | None = None
     """Loss half way between the usual one and that of the first spike of the loss."""
@@ -112,7 +112,8 @@ class OpenEpisode:
             is_high |= 0 < _HIGH * usual_loss < loss
         if is_high and self.loss_level is None and usual_loss is not None:
             self.usual_loss, self.loss_level = usual_loss, (usual_loss + loss) / 2
-            self.num_high = 0 if anomaly.since is None else anomaly.step - anomaly.since
+            num_before = 0 if anomaly.since is None else anomaly.step - anomaly.since
+            self.last_losses = [loss] * num_before
         self.look(loss)
         if anomaly.kind == "spike" and self.norm_level is None and usual_norm is not None:
             self.norm_level = math.sqrt(usual_norm * (anomaly.global_norm or math.inf))
@@ -120,13 +121,15 @@ class OpenEpisode:
     def look(self, loss: float) -> None:
         """Follow the loss of a step, which may have come back to its level."""
         if self.loss_level is not None:
-            self.last_loss = loss
-            self.num_high = 0 if loss <= self.loss_level else self.num_high + 1
+            self.last_losses = [*self.last_losses, loss][-_FEWEST_HIGH:]
 
     @property
     def has_diverged(self) -> bool:
         """Whether the loss has left its course, and has not come back half way since."""
-        return self.num_high >= _FEWEST_HIGH
+        if len(self.last_losses) < _FEWEST_HIGH or self.loss_level is None:
+            return False
+        # Of non-finite losses, the median is NaN or infinite.
+        return not statistics.median(self.last_losses) <= self.loss_level
 
     def has_ended_before(self, step: int) -> bool:
         """Tell whether too many good steps in a row have come before a step."""
@@ -153,9 +156,8 @@ class OpenEpisode:
 
     def _course(self) -> str:
         """Say how the loss has left its course, in a clause."""
-        return (
-            f"the loss has not come back: {self.last_loss:.4g} at last, after {self.usual_loss:.4g}"
-        )
+        last = self.last_losses[-1]
+        return f"the loss has not come back: {last:.4g} at last, after {self.usual_loss:.4g}"
 
     def __str__(self) -> str:
         """Describe the end of the episode in one line."""

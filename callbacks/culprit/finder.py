@@ -257,8 +257,11 @@ class CulpritFinder:
             origin = origin_of_loss(recorder.network, call)
             indices = indices_of(recorder.network, call)
             found = dataclasses.replace(found, micro_batch=number, indices=indices)
-            if origin.where == "targets":
-                found = dataclasses.replace(found, where=origin.where, name=origin.name)
+            if origin.where != "loss":
+                rows = origin.rows or None
+                found = dataclasses.replace(found, where=origin.where, name=origin.name, rows=rows)
+            elif not math.isfinite(numbers.global_norm or math.nan):
+                origin = None  # a module may have made the outputs non-finite
         found = self._completed(found, step, [own], origin=origin)
         search = None if found.where in _NOT_IN_ROWS else self._searched(found.kind, step)
         return with_samples(found, [search])

@@ -23,7 +23,7 @@ _ODD_SIZE = 8.0
 """Smallest ratio of the size of a weight to that of the others that is odd. In trained Transformers
 it is below 2, and up to 4 if the initialization depends on the depth."""
 
-_ODD_LOSS = 2.0
+_ODD_LOSS = 3.0
 """Smallest ratio of the first loss, less one, to the loss of guessing that is odd."""
 
 _ZERO_STEPS = 3

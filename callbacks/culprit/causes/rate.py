@@ -11,7 +11,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     update_per_rate,
 )
 
-LARGE_RATIO = 0.7
+LARGE_RATIO = 1.0
 """Smallest ratio of an update to its weights that is too large, wherever it comes from."""
 
 _EARLY = 2

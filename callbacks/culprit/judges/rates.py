@@ -12,6 +12,11 @@ _FEWEST_UPDATES = 5
 zero."""
 
 
+_WARM_UP, _SPAN = 16, 8
+"""Number of updates after which a rise that began with the first one is judged, and the number of
+its last updates in which it must not be fivefold."""
+
+
 class RateRise(NamedTuple):
     """A learning rate that is far above all rates before it."""
 
@@ -32,12 +37,14 @@ class RateRise(NamedTuple):
 class RateCourse:
     """Find a jump of the learning rate, or a rise over several steps after one without a rise.
 
-    A warm-up rises from the first step on. A schedule with restarts returns to a rate that it has
-    had. Neither of them is found, unless the rate jumps to five times all rates before.
+    A warm-up rises from the first step on: it is found only if a rate is five times that of eight
+    updates before, from the 16th update on. A schedule with restarts returns to a rate that it has
+    had, which is not found.
     """
 
     def __init__(self) -> None:
         self._num_updates = 0
+        self._recent: list[float] = []
         self._last = math.inf
         self._highest = self._before_rise = 0.0
         self._rising = 0
@@ -53,24 +60,29 @@ class RateCourse:
         if math.isnan(rate):
             return None
         rising = self._rising + 1 if ordinary > self._last else 0
-        is_long = rising > 1 and self._before_rise > 0
-        before = self._before_rise if is_long else self._highest
+        before = self._highest
+        if rising > 1 and self._before_rise > 0:
+            before = self._before_rise
+        elif rising >= _WARM_UP:
+            before = self._recent[0]
         found = None
         if self._num_updates >= _FEWEST_UPDATES and 0 < LEAST_RISE * before <= rate:
             is_jump = rate >= LEAST_RISE * self._highest
-            found = RateRise(before, rate, 1 if is_jump else rising)
+            num_steps = rising if self._before_rise > 0 else _SPAN
+            found = RateRise(before, rate, 1 if is_jump else num_steps)
         if applied:
             if rising == 1:
                 # A rise from the very first rate on is a warm-up.
                 self._before_rise = self._highest if self._num_updates > 1 else 0.0
             self._num_updates += 1
             self._last, self._rising = ordinary, rising
+            self._recent = [*self._recent, ordinary][-_SPAN:]
             self._highest = max(ordinary, self._highest)
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the course, ready for JSON."""
-        names = ("num_updates", "last", "highest", "before_rise", "rising")
+        names = ("num_updates", "last", "highest", "before_rise", "rising", "recent")
         return {name: getattr(self, f"_{name}") for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -28,6 +28,9 @@ _ODD_GRADIENT = 8.0
 """As `_ODD`, for gradients, which vary more."""
 
 
+_ALONE = 30.0
+"""As `_ODD`, for the gradient of a single weight: that of a scalar varies most."""
+
 _CHANGED, _SAME = 0.3, 0.1
 """Smallest change of a gradient, as a share of it, that a hook has made, and the largest one that
 rounding explains."""
@@ -103,11 +106,7 @@ def _compared(now: "_Sizes", before: "_Sizes") -> Difference | None:
             # Between two modules, or on the output, if gradients behind it were ordinary.
             return None if is_first else Difference("gradient", key.name, ratio)
         is_first = is_first and not key.what.startswith("gradient")
-    odd = [
-        key
-        for key, ratio in ratios.items()
-        if key.what == "weight" and _is_odd(ratio, _ODD_GRADIENT)
-    ]
+    odd = [key for key, ratio in ratios.items() if key.what == "weight" and _is_odd(ratio, _ALONE)]
     return Difference("gradient", odd[0].name, ratios[odd[0]]) if len(odd) == 1 else None
 
 
@@ -305,7 +304,10 @@ class _Meter:
         self._handles.callback(node.register_prehook(multiply).remove)
 
     def _measure(self, key: _Key, value: Any) -> None:
-        tensors = [one for _, one in tensors_in(value) if one.is_floating_point()]
+        # The only element of a tensor is that of a loss, which the finder compares itself.
+        tensors = [
+            one for _, one in tensors_in(value) if one.is_floating_point() and one.numel() > 1
+        ]
         if tensors:
             self._sizes[key] = _size(tensors)
 

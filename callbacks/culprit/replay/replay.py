@@ -402,10 +402,13 @@ def _origin_in(network: nn.Module, module: nn.Module, name: str) -> Origin:
 
 
 def origin_of_loss(network: nn.Module, inputs: RecordedCall) -> Origin:
-    """Return the origin of a non-finite loss of a call: targets that are all ignored, or the loss.
+    """Return the origin of a non-finite loss of a call with finite outputs of all modules.
 
-    Synchronizes with the device.
+    It is a non-finite input, targets that are all ignored, or the loss. Synchronizes.
     """
+    origin = _bad_input(network, inputs)
+    if origin is not None:
+        return origin
     for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
         if is_target(name, tensor) and bool((tensor == IGNORED).all()):
             return Origin("targets", name, 0)

@@ -212,7 +212,7 @@ def ended(*losses: float, first: Anomaly, is_over: bool = True):
 
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_loss_that_does_not_come_back_has_diverged(is_resumed):
-    """From five steps in a row on, up to the end. This is said, and is the cause if none is."""
+    """The last five losses tell. This is said, and is the cause if none is."""
     episodes = Episodes(10)
     episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     for step in range(21, 24):
@@ -232,7 +232,12 @@ def test_a_loss_that_does_not_come_back_has_diverged(is_resumed):
 
 @pytest.mark.parametrize(
     ("losses", "has_diverged"),
-    [([5.0] * 3, False), ([5.0] * 4, True), ([5.0] * 9 + [3.9], False), ([3.0, *[5.0] * 4], False)],
+    [
+        ([5.0] * 3, False),
+        ([5.0] * 4, True),
+        ([5.0] * 9 + [3.9] * 3, False),
+        ([3.0, 3.0, 5.0], False),
+    ],
 )
 def test_a_loss_that_comes_back_half_way(losses, has_diverged):
     """It has not diverged, whatever it did before."""

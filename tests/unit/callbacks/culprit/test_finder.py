@@ -285,20 +285,37 @@ def test_a_jump_of_the_rate_comes_before_the_loss(tmp_path):
     assert (record["step"], record["kind"]) == (8, "learning_rate_spike")
 
 
-def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog):
+class LogOffset(Offset):
+    """Adds a logarithm to the loss."""
+
+    def forward(self, inputs, bad):
+        """Return the loss."""
+        return super().forward(inputs, bad.log())
+
+
+@pytest.mark.parametrize("is_input", [False, True])
+def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog, is_input):
     """A non-finite loss with finite gradients is not replayed, and its record names no module."""
     monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
-    network = Offset()
+    network = Offset() if is_input else LogOffset()
     before = network.linear.weight.detach().clone()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, local_norm=True)
-    Model(cell).train(1, [(torch.ones(2, 2), torch.tensor(float("nan")))], callbacks=monitor)
+    Model(cell).train(
+        1, [(torch.ones(2, 2), torch.tensor(math.nan if is_input else -1.0))], callbacks=monitor
+    )
     (record,) = records_of(tmp_path)
 
     assert (record["step"], record["kind"], record["skipped"]) == (1, "loss_not_finite", False)
-    assert not record.keys() & {"where", "name", "layer", "is_replay_exact"}
-    assert "loss on rank 0, micro-batch 0: the outputs of all modules are finite" in caplog.text
-    assert "all gradients are finite, a replay is not possible after" in caplog.text
+    assert not record.keys() & {"layer", "is_replay_exact"}
+    assert record["cause"] == ("data" if is_input else "loss")
+    if is_input:
+        assert (record["where"], record["name"]) == ("input", "bad")
+        assert "micro-batch 0: input `bad` is non-finite" in caplog.text
+    else:
+        assert not record.keys() & {"where", "name"}
+        assert "micro-batch 0: the outputs of all modules are finite" in caplog.text
+        assert "all gradients are finite, a replay is not possible after" in caplog.text
     assert not torch.equal(network.linear.weight, before)
 
 

@@ -36,10 +36,10 @@ def test_a_negative_rate():
 
 def test_updates_as_large_as_the_weights():
     """Without a jump of the rate, updates that are too large mean a rate that is too high."""
-    large = {"update_ratio": 0.9}
-    found = cause("update_spike", trace(large, large, large, {"update_ratio": 0.8}))
+    large = {"update_ratio": 1.9}
+    found = cause("update_spike", trace(large, large, large, {"update_ratio": 1.8}))
     assert found.name == "learning_rate"
-    assert "the update of step 12, at learning rate 0.001, changed the weights by 0.9 times" in (
+    assert "the update of step 12, at learning rate 0.001, changed the weights by 1.9 times" in (
         found.explanation
     )
     later = trace(large, large, large, HIGH_LOSS)

@@ -73,7 +73,7 @@ def test_a_warm_up_begins_with_rises_of_the_rate():
 
 @pytest.mark.parametrize(
     ("ratios", "is_found"),
-    [((0.8, 0.8), True), ((0.5, 0.5), False), ((15.0, 0.6), True), ((math.nan, 3.0), False)],
+    [((1.1, 1.1), True), ((0.9, 0.9), False), ((15.0, 0.6), True), ((math.nan, 3.0), False)],
 )
 def test_two_updates_as_large_as_the_weights(ratios, is_found):
     """Their geometric mean decides."""

@@ -49,7 +49,7 @@ def scheduled(name, num_steps=200, **settings):
         scheduled("OneCycleLR", max_lr=0.1, total_steps=300),
         scheduled("CosineAnnealingWarmRestarts", T_0=20),
         scheduled("CyclicLR", base_lr=1e-4, max_lr=1e-2, step_size_up=20),
-        scheduled("ExponentialLR", gamma=1.3),
+        scheduled("ExponentialLR", gamma=1.2),
         scheduled("StepLR", step_size=30),
     ],
 )
@@ -83,6 +83,15 @@ def test_a_rise_over_many_steps():
     assert list(found) == [16, 17, 18, 19]
     assert [one.num_steps for one in found.values()] == [7, 8, 9, 10]
     assert {one.before for one in found.values()} == {1e-3}
+
+
+def test_a_rise_that_leaves_a_warm_up():
+    """It is found from five times the rate of eight steps before on."""
+    rates = [1e-4 * step for step in range(1, 21)]
+    rates += [2e-3 * 1.5**number for number in range(1, 8)]
+    (first, *_), (found, *_) = zip(*rises(rates).items(), strict=True)
+    assert first == 23
+    assert (found.before, found.num_steps) == (pytest.approx(1.6e-3), 8)
 
 
 def test_a_lowered_rate():
