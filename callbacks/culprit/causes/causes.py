@@ -371,6 +371,8 @@ def _difference(evidence: CauseEvidence) -> Cause | None:
             where="gradient",
         )
     times = f"{found.ratio:.3g} times as large as on the data of the step before"
+    if found.ratio == 0:
+        times = "zero, which it is not on the data of the step before"
     if found.where == "input":
         return Cause("data", f"input `{found.name}` is {times}", "look at the samples of this step")
     if found.where == "activation":

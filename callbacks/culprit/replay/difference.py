@@ -28,6 +28,9 @@ _ODD_GRADIENT = 8.0
 """As `_ODD`, for gradients, which vary more."""
 
 
+_TINY = 1e-30
+"""Replaces a ratio of 0 where it is divided by."""
+
 _ALONE = 30.0
 """As `_ODD`, for the gradient of a single weight: that of a scalar varies most."""
 
@@ -130,8 +133,8 @@ def _ratio(now: Sequence[float], before: Sequence[float]) -> float:
     """Return the ratio of a micro-batch to the mean of the step before: the one farthest from 1."""
     usual = statistics.fmean(before)
     # What is infinite may be a mask.
-    known = [size / usual for size in now if 0 < size < math.inf and 0 < usual < math.inf]
-    return max(known, key=lambda ratio: abs(math.log(ratio)), default=1.0)
+    known = [size / usual for size in now if size < math.inf and 0 < usual < math.inf]
+    return max(known, key=lambda ratio: max(ratio, 1 / max(ratio, _TINY)), default=1.0)
 
 
 def _is_odd(ratio: float, limit: float) -> bool:

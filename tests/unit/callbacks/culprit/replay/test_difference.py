@@ -62,7 +62,7 @@ def test_two_ordinary_steps():
     assert found(Network()) is None
 
 
-@pytest.mark.parametrize("factor", [20.0, 0.05])
+@pytest.mark.parametrize("factor", [20.0, 0.05, 0.0])
 def test_the_output_of_a_module(factor):
     """The first module is named whose output differs and whose input does not."""
     network = Network()
