@@ -39,8 +39,9 @@ _EARLY, _EARLY_FACTOR = 8, 3.0
 _FADES_AFTER = 3.0
 """Number of values after which half of the prior is left."""
 
-_DROP, _LOG_DROP = -6.0, -5.0
-"""Largest scores of the loss and of its logarithm that are a drop of a single step."""
+_DROP, _LOG_DROP, _DROPPED = -6.0, -5.0, 1 / 1.5
+"""Largest scores of the loss and of its logarithm that are a drop of a single step, and the largest
+ratio of the loss to what was expected."""
 
 CourseKind = Literal["loss_spike", "loss_drop", "loss_shift"]
 
@@ -105,7 +106,7 @@ class LossCourse:
             score = math.nan
         if score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive):
             found = "loss_spike"
-        elif score < _DROP and log_score < _LOG_DROP:
+        elif score < _DROP and log_score < _LOG_DROP and loss < _DROPPED * self.expected:
             found = "loss_drop"
         if counts:
             self._plain.add(loss)

@@ -73,6 +73,7 @@ class Judges:
         self._interval = state_interval
         self._steps: StepJudge | None = None
         self._names: tuple[str, ...] = ()
+        self._scalars: set[str] = set()
         self._updates: UpdateSample | None = None
         self._change: Change | None = None
         self._hears_updates = False
@@ -208,12 +209,13 @@ class Judges:
         if self._updates is None or not self._updates.is_of(list(weights.values())):
             self._updates, self._change = UpdateSample(list(weights.values())), None
             self._names = tuple(weights)
+            self._scalars = {name for name, weight in weights.items() if weight.numel() == 1}
 
     def _judge_of(self, names: tuple[str, ...], device: torch.device) -> StepJudge:
         judge = self._steps
         if judge is None or (judge.names, judge.weights) != (names, self._names):
             saved = self._saved if judge is None else judge.state_dict()
-            judge = self._steps = StepJudge(names, self._names, device)
+            judge = self._steps = StepJudge(names, self._names, device, self._scalars)
             if saved is not None:
                 judge.load_state_dict(saved)
         return judge

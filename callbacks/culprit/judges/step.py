@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -175,10 +175,15 @@ class StepJudge:
         names: Names of the ``G`` groups of gradients.
         weights: Names of the ``P`` weights whose updates are measured.
         device: Device of the numbers.
+        scalars: Names of weights with one element, whose gradient may be zero at any step.
     """
 
     def __init__(
-        self, names: Sequence[str], weights: Sequence[str], device: torch.device | str
+        self,
+        names: Sequence[str],
+        weights: Sequence[str],
+        device: torch.device | str,
+        scalars: Collection[str] = (),
     ) -> None:
         self.names = tuple(names)
         self.weights = tuple(weights)
@@ -194,7 +199,7 @@ class StepJudge:
         self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
         self._longest_zeros = torch.zeros_like(self._zero_steps)
-        watched = [_EXPERT.search(name) is None for name in names]
+        watched = [_EXPERT.search(name) is None and name not in scalars for name in names]
         self._is_watched = torch.tensor(watched, dtype=torch.bool).to(device)
 
     @torch.no_grad()

@@ -80,6 +80,16 @@ def test_a_norm_that_falls(factor, num_steps, is_fallen):
     assert (found.num_fallen, found.num_risen) == (float(is_fallen), 0)
 
 
+def test_the_gradient_of_a_scalar_may_vanish():
+    """Its sign changes now and then."""
+    judge = StepJudge(NAMES, NAMES, "cpu", scalars={"h.1"})
+    for step in range(60):
+        judged(judge, step)
+    for factor in (1e-5, 0.0, 0.0, 0.0):
+        found = scores(judged(judge, 60, factors=torch.tensor([1.0, 1.0, factor, 1.0])))
+        assert (found.num_fallen, found.num_dead) == (0, 0)
+
+
 def test_updates_without_a_gradient():
     """What weight decay and momentum do alone is not judged, and is not usual."""
     judge = StepJudge(NAMES, NAMES, "cpu")
