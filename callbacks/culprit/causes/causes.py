@@ -86,6 +86,9 @@ def _changed_outside(evidence: CauseEvidence) -> Cause | None:
 def _ruined_weights(evidence: CauseEvidence) -> Cause | None:
     """Find weights that have become non-finite together, while all updates were finite."""
     blamed = evidence.blamed
+    # Updates are added up from one sample to the next, which is the one that finds this.
+    if evidence.kind != "state_spike" or not evidence.is_first:
+        return None
     ruined = [one.name for one in blamed.risen_weights if not math.isfinite(one.norm)]
     if not blamed.has_moved or not ruined or set(ruined) & set(blamed.driven):
         return None

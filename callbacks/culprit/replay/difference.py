@@ -98,17 +98,16 @@ def _compared(now: "_Sizes", before: "_Sizes") -> Difference | None:
             if received is None or _is_odd(received, _ODD / 2):
                 return None
             return Difference("activation", key.name, ratio)
-    is_first = True
+    last: float | None = None
     for key, ratio in ratios.items():
-        if key.what == "gradient of input":
-            behind = ratios.get(key._replace(what="gradient of output"))
-            if _is_odd(ratio, _ODD_GRADIENT) and behind is not None:
-                is_made_here = not _is_odd(behind, _ODD_GRADIENT / 2)
+        if key.what.startswith("gradient"):
+            # A gradient of an output comes from what is behind it in the order of the forward.
+            of_output = key._replace(what="gradient of output")
+            behind = last if key == of_output else ratios.get(of_output)
+            last = ratio
+            if _is_odd(ratio, _ODD_GRADIENT):
+                is_made_here = behind is not None and behind > 0 and _is_odd(ratio / behind, _ODD)
                 return Difference("gradient", key.name, ratio) if is_made_here else None
-        elif key.what == "gradient of output" and _is_odd(ratio, _ODD_GRADIENT):
-            # Between two modules, or on the output, if gradients behind it were ordinary.
-            return None if is_first else Difference("gradient", key.name, ratio)
-        is_first = is_first and not key.what.startswith("gradient")
     odd = [key for key, ratio in ratios.items() if key.what == "weight" and _is_odd(ratio, _ALONE)]
     return Difference("gradient", odd[0].name, ratios[odd[0]]) if len(odd) == 1 else None
 
@@ -124,9 +123,20 @@ def _hooked(now: "_Sizes", before: "_Sizes") -> Difference | None:
         if changed:
             name, *others = changed
             # Behind a changed gradient of an output, all gradients are others.
-            more = tuple(others) if what == "change of weight" else ()
+            more = (*others, *_risen(now, before)) if what == "change of weight" else ()
             return Difference("gradient", name, changed[name], more, by_hook=True)
     return None
+
+
+def _risen(now: "_Sizes", before: "_Sizes") -> list[str]:
+    """Return the weights of other layers than linear ones whose gradients are others."""
+    return [
+        key.name
+        for key, sizes in now.items()
+        if key.what == "weight"
+        and key._replace(what="change of weight") not in now
+        and _is_odd(_ratio(sizes, before.get(key, sizes)), _ODD_GRADIENT)
+    ]
 
 
 def _ratio(now: Sequence[float], before: Sequence[float]) -> float:

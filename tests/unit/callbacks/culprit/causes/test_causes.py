@@ -207,6 +207,8 @@ def test_weights_that_no_update_has_ruined():
     assert found.name == "weight_changed"
     assert "wte.weight and 2 other weights became non-finite, and the updates" in found.explanation
     assert cause("state_spike", rank={**known, "driven": NAMES[:1]}).name != "weight_changed"
+    assert cause("state_spike", rank=known, is_first=False).name != "weight_changed"
+    assert cause("loss_not_finite", rank=known).name != "weight_changed"
 
 
 def test_the_checkpoint_to_return_to_is_older_than_the_fault():

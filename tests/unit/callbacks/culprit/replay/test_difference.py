@@ -155,6 +155,25 @@ def test_a_hook_on_a_weight_that_is_no_linear_layers():
     assert not difference.by_hook
 
 
+def test_hooks_on_all_weights():
+    """Those of other layers than linear ones count by the size of their gradients."""
+    network = Network()
+    for weight in network.parameters():
+        weight.register_hook(lambda one: one * (100.0 if network.is_odd else 1.0))
+
+    difference = found(network)
+    assert {"norm.weight", "norm.bias", "last.bias"} < {difference.name, *difference.others}
+
+
+@pytest.mark.parametrize("factor", [7.0, 9.0])
+def test_a_factor_near_the_limit(factor):
+    """Where the first gradient is within the limit, a later one that is not was not made there."""
+    network = Network()
+    network.register_forward_hook(changed(network, factor, "output"))
+
+    assert found(network) is None
+
+
 def test_tied_weights():
     """The gradient of a weight that two modules use is that of both."""
     network = Network()
