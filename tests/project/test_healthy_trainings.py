@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mfwrap.records.json_lines import read_json_lines
-from support.healthy.campaign import Case, cases, episodes_in, run_case
+from support.healthy.campaign import Case, cases, episodes_in, notes_in, run_case
 from support.healthy.kinds import KINDS, health, train
 from support.healthy.split import (
     DEVELOPMENT,
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
 ]
 
-MOST_EPISODES = 75
+MOST_EPISODES = 2
 """Largest number of episodes in one run of 400 steps of each kind of the development half."""
 
 
@@ -103,15 +103,17 @@ def test_steps_are_shared_out():
 
 
 def test_records_that_begin_an_episode_count(tmp_path: Path):
-    """The record of an episode's end is none of its own; all parts of a training count."""
+    """The record of an episode's end is none of its own; all parts count, and notes are apart."""
     for part, step in (("part0", 7), ("part1", 3)):
         folder = tmp_path / part
         folder.mkdir()
         rows = [{"step": step, "kind": "spike"}, {"step": step, "kind": "spike", "last_step": 9}]
+        rows.append({"step": step + 1, "kind": "note"})
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "anomalies.jsonl").write_text(text, encoding="utf-8")
 
     assert [one["step"] for one in episodes_in(tmp_path)] == [3, 7]
+    assert [one["step"] for one in notes_in(tmp_path)] == [4, 8]
 
 
 @pytest.mark.slow
