@@ -50,6 +50,7 @@ _CAUSES = {
     "data": "bad data",
     "dead_layer": "dead layer",
     "diverged": "not known; the loss has diverged",
+    "first_loss": "the first loss",
     "gradient": "an operation in the backward",
     "learning_rate": "learning rate too high",
     "loss": "computation of the loss",
@@ -62,6 +63,9 @@ _CAUSES = {
     "weight_changed": "a changed weight",
 }
 """Causes in words, by the field ``cause``."""
+
+_OF_LOSS = frozenset({"loss", "setting"})
+"""Causes that may raise the loss and leave the network as it was."""
 
 _REPLAYS = {
     "reproduced": "a second run of the step found the fault again, so it is not transient",
@@ -110,10 +114,11 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
     diverged = next((one for one in run.episodes if "diverged" in one.records[0]), None)
     if diverged is not None:
-        name += f"Diverged at step {diverged.step}. "
+        name += _diverged(diverged)
     events = _events(run, number)
     if not events:
-        none = f'<p class="headline">{name}No anomalies were recorded. {_end(run)}</p>'
+        noted = f", but {_counted(len(run.notes), 'note')} below" if run.notes else ""
+        none = f'<p class="headline">{name}No anomalies were recorded{noted}. {_end(run)}</p>'
         return none + _notes(run, number)
     counts = [_counted(len(run.episodes), "episode")] if run.episodes else []
     counts += [_counted(len(run.rollbacks), "rollback")] if run.rollbacks else []
@@ -129,6 +134,13 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
         f'<p class="headline"><strong>{name}{" and ".join(counts)} in {run.last_step()} steps.'
         f"</strong> {_end(run)}</p>{''.join(map(_in_short, chosen))}{rest}{_notes(run, number)}"
     )
+
+
+def _diverged(episode: Episode) -> str:
+    """Say that the loss has not come back. Another computation of it is no divergence."""
+    if episode.cause in _OF_LOSS:
+        return f"The loss has stayed high since step {episode.step}. "
+    return f"Diverged at step {episode.step}. "
 
 
 def _notes(run: RunRecord, number: int) -> str:
@@ -460,6 +472,9 @@ def _end(run: RunRecord) -> str:
     if losses.steps:
         end += f", with loss {losses.values[-1]:{NUMBER}} at step {losses.steps[-1]}"
         end += _lowest(losses)
+    ended = run.episodes[-1] if run.episodes else None
+    if ended is not None and 1 < ended.num_steps == ended.num_skipped and ended.last_step == last:
+        end += f". All updates from step {ended.step} on were skipped"
     return f"{end}."
 
 

@@ -109,6 +109,8 @@ def _grown_weight(evidence: CauseEvidence) -> Cause | None:
         return None
     weights = changed or weights
     what = f"{_change(weights[0])}, more than the updates of its sampled elements explain"
+    if not math.isfinite(weights[0].norm):
+        what = f"{weights[0].name} became non-finite, and no update of its sampled elements did it"
     return _weight_changed(evidence.first_bad_step, what, [weights[0].name])
 
 

@@ -91,7 +91,8 @@ def _changed_program(evidence: CauseEvidence) -> Cause | None:
         return None
     then, again = evidence.blamed.earlier_loss
     pairs = evidence.blamed.earlier_losses
-    what = f"the data of the step before have a loss of {again:.4g} now, and had {then:.4g} then"
+    times = f"{again / then:.3g} times the loss that they had" if then else "another loss"
+    what = f"computed again, the data of the step before have {times} ({again:.4g}, not {then:.4g})"
     if len(pairs) > 1 and (
         _are_alike([now / before for before, now in pairs])
         or _are_alike([now - before for before, now in pairs])

@@ -68,6 +68,27 @@ def test_a_run_that_has_diverged(tmp_path):
     assert "Cause not known; the loss has diverged: the loss has not come back: 43" in page
 
 
+def test_a_loss_that_is_computed_otherwise_is_no_divergence(tmp_path):
+    """A factor in the loss raises it, and may leave the network as it was."""
+    first = {"step": 12, "kind": "loss_spike", "cause": "loss", "usual_loss": 2.0}
+    end = {"step": 12, "kind": "loss_spike", "last_step": 20, "num_steps": 9, "diverged": "high"}
+    page = words(headline([run_of(tmp_path, [first, end], [2.0] * 20)]))
+
+    assert page.startswith("The loss has stayed high since step 12. 1 episode in 20 steps.")
+
+
+@pytest.mark.parametrize(("last_step", "is_told"), [(10, True), (9, False)])
+def test_updates_that_are_skipped_to_the_end(tmp_path, last_step, is_told):
+    """The headline says from where on nothing was learned."""
+    first = {"step": 4, "kind": "loss_not_finite", "skipped": True}
+    number = last_step - 3
+    end = {"num_steps": number, "num_skipped": number}
+    end |= {"step": 4, "kind": "loss_not_finite", "last_step": last_step}
+    page = words(headline([run_of(tmp_path, [first, end])]))
+
+    assert ("All updates from step 4 on were skipped." in page) is is_told
+
+
 @pytest.mark.parametrize("losses", [[], [2.0] * 3, [3.0, 2.0] * 5, ["nan"] * 9, [-1.0] * 9])
 def test_a_last_loss_that_is_no_higher(tmp_path, losses):
     """Nothing is said about the lowest level."""
@@ -80,7 +101,7 @@ def test_notes(tmp_path):
     note = {"step": 3, "kind": "note", "explanation": "`p` of <drop> changed", "suggestion": "look"}
     page = headline([run := run_of(tmp_path, [note])])
 
-    assert "No anomalies were recorded." in page
+    assert "No anomalies were recorded, but 1 note below." in page
     assert '<a href="#loss" data-run="0" data-step="3" data-last="3">Step 3</a>' in page
     assert "<code>p</code> of &lt;drop&gt; changed; look" in page
     assert episode_table([run]) == ""

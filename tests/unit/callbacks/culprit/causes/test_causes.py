@@ -199,6 +199,13 @@ def test_running_statistics():
     assert cause("state_spike", rank={"buffers": ("mask",)}).name == "buffer_changed"
 
 
+def test_a_weight_that_became_non_finite():
+    """Nothing is compared with NaN."""
+    found = cause("loss_not_finite", rank={"states": (state("weight", "h.0.weight", NAN),)})
+    assert found.name == "weight_changed"
+    assert found.explanation.startswith("h.0.weight became non-finite, and no update of its")
+
+
 def test_weights_that_no_update_has_ruined():
     """If most weights are non-finite after finite updates, something else has changed them."""
     ruined = tuple(state("weight", name, NAN) for name in NAMES)

@@ -62,7 +62,7 @@ def test_a_higher_loss_with_ordinary_gradients():
         (((3.0, 5.9),), "unknown", "not the data have changed"),
         (((3.0, NAN),), "unknown", "not the data have changed"),
         # The network's loss is a mean, and the loop's a sum.
-        (((0.3, 0.59),), "unknown", "a loss of 0.59 now, and had 0.3 then"),
+        (((0.3, 0.59),), "unknown", "have 1.97 times the loss that they had (0.59, not 0.3)"),
         (((2.0, 8.0), (4.0, 16.1)), "loss", "by the same factor or amount"),
         (((2.0, 8.0), (4.0, 10.1)), "loss", "by the same factor or amount"),
         (((2.0, 8.0), (4.0, 7.0)), "unknown", "not the data have changed"),
