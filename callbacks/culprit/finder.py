@@ -148,7 +148,8 @@ class CulpritFinder:
         kinds = self._kinds.own(scores)
         # A rate that has jumped is the cause of the loss.
         if not math.isfinite(numbers.loss) and "learning_rate_spike" not in kinds:
-            return self._lone_loss(step)
+            own = self._own_evidence("loss_not_finite", step)
+            return self._lone_loss(step, own, [own])
         return self._finite(kinds, step) if kinds else None
 
     def _overflow(self, step: _HostStep) -> Anomaly | None:
@@ -240,16 +241,23 @@ class CulpritFinder:
         # A rank may have had an anomaly of its own, so that this step is not its first.
         return gather_objects(verdict)
 
-    def _lone_loss(self, step: _HostStep) -> Anomaly:
+    def _lone_loss(
+        self, step: _HostStep, own: RankEvidence, ranks: Sequence[RankEvidence]
+    ) -> Anomaly:
         """Return the anomaly of a step with a non-finite loss and finite gradients.
 
-        The other ranks do not know about this loss, so this method must not start a collective.
-        The step is not replayed: its update was applied, and a replay would need the weights from
-        before the update. But the recorder has kept the loss of each micro-batch.
+        The other ranks may not know about this loss, so this method must not start a collective.
+        The step is not replayed exactly: its update was applied, and a replay would need the
+        weights from before the update. But the recorder has kept the loss of each micro-batch.
+
+        Args:
+            step: The step.
+            own: Evidence of this rank.
+            ranks: Evidence of all ranks that have found an anomaly.
         """
         numbers, recorder = step.numbers, self.recorder
-        own = self._own_evidence("loss_not_finite", step)
-        found = Anomaly(step=numbers.step, kind="loss_not_finite", ranks=(own.rank,), layer=None)
+        at_fault = tuple(each.rank for each in ranks if not math.isfinite(each.loss))
+        found = Anomaly(step=numbers.step, kind="loss_not_finite", ranks=at_fault, layer=None)
         bad = None if recorder is None else recorder.bad_micro_batch()
         origin = None
         if recorder is not None and bad is not None:
@@ -260,11 +268,23 @@ class CulpritFinder:
             if origin.where != "loss":
                 rows = origin.rows or None
                 found = dataclasses.replace(found, where=origin.where, name=origin.name, rows=rows)
-            elif not math.isfinite(numbers.global_norm or math.nan):
-                origin = None  # a module may have made the outputs non-finite
-        found = self._completed(found, step, [own], origin=origin)
+            elif numbers.global_norm is None or not math.isfinite(numbers.global_norm):
+                # A module may have made the outputs non-finite, or the update the weights.
+                origin = self._origin_with_later_weights(own, numbers)
+        if origin is not None and origin.where in {"activation", "gradient", "weight"}:
+            layer = self._layer(own, origin, loss_is_finite=False)
+            found = dataclasses.replace(found, where=origin.where, name=origin.name, layer=layer)
+        found = self._completed(found, step, ranks, origin=origin)
         search = None if found.where in _NOT_IN_ROWS else self._searched(found.kind, step)
         return with_samples(found, [search])
+
+    def _origin_with_later_weights(self, own: RankEvidence, numbers: StepNumbers) -> Origin | None:
+        """Replay a step whose update was applied, unless the update has ruined the weights."""
+        is_ruined = any(not math.isfinite(each.norm) for each in own.risen_weights)
+        if self.recorder is None or is_ruined:
+            return None
+        scale = 1.0 if numbers.loss_scale is None else numbers.loss_scale
+        return verdict_of(self.recorder, scale, loss_is_finite=False, is_exact=False).origin
 
     def _finite(self, kinds: Sequence[Kind], step: _HostStep) -> Anomaly | None:
         """Return the anomaly of a step with finite gradients.
@@ -282,6 +302,9 @@ class CulpritFinder:
             return None
         # Whether an episode goes on may differ between ranks, so they always exchange evidence.
         ranks = gather_objects(own) if self.is_shared else [own]
+        is_rate = kind == "learning_rate_spike"
+        if not (is_rate or all(math.isfinite(each.loss) for each in ranks)):
+            return self._lone_loss(step, own, ranks)
         # Of norms that have dropped, the lowest come first.
         sign = -1.0 if kind == "local_norm_drop" else 1.0
         rises = sorted(
@@ -298,7 +321,7 @@ class CulpritFinder:
         losses = [each.rank for each in ranks if each.loss_score > LOSS_LIMIT]
         risen = sorted({each.rank for rise, each, _ in rises if rise >= highest / 2})
         blamed = weights or (losses if len(losses) < len(ranks) else []) or risen
-        if kind == "learning_rate_spike":
+        if is_rate:
             blamed = [ranks[0].rank]
         by_sample = kind == "state_spike" and not ranks[0].changed
         first = next((each for each in ranks if each.rank in blamed), ranks[0])

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, MFTrainOneStepCell, Model
-from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.callbacks import LoopMonitor, TrainingStateMonitor
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.finder import CulpritFinder
 from mfwrap.callbacks.culprit.judges.judges import Scores
@@ -246,7 +246,8 @@ def test_a_loss_of_one_rank(loss):
     ]
     kinds = [None if anomaly is None else anomaly.kind for anomaly in found]
 
-    assert kinds == [None if loss == 1.0 else "loss_not_finite"] * 25 + ["spike"]
+    expected = [None] * 25 + ["spike"] if loss == 1.0 else ["loss_not_finite"] * 26
+    assert kinds == expected
     assert found[-1].usual_global_norm == pytest.approx(2.0)
 
 
@@ -317,6 +318,67 @@ def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog, is_in
         assert "micro-batch 0: the outputs of all modules are finite" in caplog.text
         assert "all gradients are finite, a replay is not possible after" in caplog.text
     assert not torch.equal(network.linear.weight, before)
+
+
+class Spoilt(torch.nn.Module):
+    """Two layers whose loss is spoilt where a call says so."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, inputs, spoilt=None):
+        """Return the loss."""
+        hidden = self.first(inputs)
+        if spoilt == "output":
+            hidden = hidden + math.nan
+        loss = self.last(hidden).square().mean()
+        return {"zero": loss * 0 + math.inf, "term": loss + math.inf}.get(spoilt, loss)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("spoilt", ["zero", "term"])
+def test_a_loss_that_is_infinite(tmp_path, spoilt, is_plain):
+    """It is the loss's fault, also if all gradients are zero, or if the loop reports no norm."""
+    network = Spoilt()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, local_norm=True)
+    given = {"step": optimizer, "model": network} if is_plain else {"step": cell}
+    with LoopMonitor(folder=tmp_path, replay=True, **given) as monitor:
+        for step in range(1, 21):
+            batch = (torch.randn(8, 4), spoilt if step == 15 else None)
+            if not is_plain:
+                cell(*batch)
+                monitor.end_step()
+                continue
+            optimizer.zero_grad()
+            loss = network(*batch)
+            loss.backward()
+            optimizer.step()
+            monitor.end_step(loss=loss)
+    (record,) = [each for each in records_of(tmp_path) if each["step"] == 15]
+
+    assert record["kind"] == "loss_not_finite"
+    assert (record["cause"], record["ranks"]) == ("loss", [0])
+    assert record["explanation"] == "the outputs of all modules are finite, the loss is not"
+
+
+def test_outputs_that_are_not_finite_in_a_loop_without_norms(tmp_path):
+    """The update has ruined the weights, so nobody knows where it began."""
+    network = Spoilt()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    with LoopMonitor(optimizer, tmp_path, model=network, replay=True) as monitor:
+        for step in range(1, 21):
+            optimizer.zero_grad()
+            loss = network(torch.randn(8, 4), "output" if step == 15 else None)
+            loss.backward()
+            optimizer.step()
+            monitor.end_step(loss=loss)
+    record, *_ = [each for each in records_of(tmp_path) if each["step"] == 15]
+
+    assert record["kind"] == "loss_not_finite"
+    assert record["cause"] == "unknown"
 
 
 def test_a_micro_batch_without_targets_is_named():
