@@ -36,12 +36,12 @@ def rate_jump(evidence: CauseEvidence) -> Cause | None:
                 f"correct the schedule, and go back to a checkpoint from before step {each.step}",
             )
         if each.rate_rise is not None:
-            before, now, number = each.rate_rise
+            now, number = each.rate_rise.now, each.rate_rise.num_steps
             span = "in one step" if number == 1 else f"over {number} steps"
             return Cause(
                 "learning_rate",
                 f"the learning rate of step {each.step} was {now:.3g}: it has risen {span} to "
-                f"{now / before:.3g} times the highest rate before",
+                f"{each.rate_rise.ratio:.3g} times the highest rate before",
                 "correct the schedule, and go back to a checkpoint from before step "
                 f"{each.step - number + 1}",
             )

@@ -4,13 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
-LEAST_RISE = 5.0
+_LEAST_RISE = 5.0
 """Smallest ratio of a learning rate to all rates before the rise that is an anomaly."""
 
 _FEWEST_UPDATES = 5
 """Number of applied updates before a rise is an anomaly: a warm-up may begin with a rate of almost
 zero."""
-
 
 _WARM_UP, _SPAN = 16, 8
 """Number of updates after which a rise that began with the first one is judged, and the number of
@@ -66,8 +65,8 @@ class RateCourse:
         elif rising >= _WARM_UP:
             before = self._recent[0]
         found = None
-        if self._num_updates >= _FEWEST_UPDATES and 0 < LEAST_RISE * before <= rate:
-            is_jump = rate >= LEAST_RISE * self._highest
+        if self._num_updates >= _FEWEST_UPDATES and 0 < _LEAST_RISE * before <= rate:
+            is_jump = rate >= _LEAST_RISE * self._highest
             num_steps = rising if self._before_rise > 0 else _SPAN
             found = RateRise(before, rate, 1 if is_jump else num_steps)
         if applied:
