@@ -3,7 +3,6 @@
 import contextlib
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, final
 
@@ -224,15 +223,11 @@ class _Meter:
         self._network, self._sizes = network, sizes
         self._handles = contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
-        owners = Counter(
-            id(weight)
-            for module in network.modules()
-            for weight in module.parameters(recurse=False)
-        )
+        # The gradient of a weight that two modules use is that of both, in each step.
         self._linear = {
             name: f"{name}.weight"
-            for name, module in network.named_modules(remove_duplicate=False)
-            if type(module) is nn.Linear and owners[id(module.weight)] == 1
+            for name, module in network.named_modules()
+            if type(module) is nn.Linear
         }
         self.products: dict[str, Tensor] = {}
         """Gradients of weights of linear layers, computed from what these have received."""

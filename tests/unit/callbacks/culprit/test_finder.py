@@ -379,6 +379,7 @@ def test_outputs_that_are_not_finite_in_a_loop_without_norms(tmp_path):
 
     assert record["kind"] == "loss_not_finite"
     assert record["cause"] == "unknown"
+    assert "explanation" not in record
 
 
 def test_a_micro_batch_without_targets_is_named():

@@ -88,6 +88,14 @@ def test_without_any_usual_norm_every_scale_explains_an_overflow():
     assert is_explained_by_scale([unknown], FLOAT16)
 
 
+@pytest.mark.parametrize("in_float16", [False, True])
+def test_a_network_that_computes_in_float16(in_float16):
+    """Its numbers are smaller than the loop knows."""
+    ranks = [evidence(loss_scale=2.0**16, usual_global_norm=1.0, in_float16=in_float16)]
+
+    assert is_explained_by_scale(ranks, 1e38) is in_float16
+
+
 @pytest.mark.parametrize("is_explained", [False, True])
 @pytest.mark.parametrize(
     ("norms", "is_alone"),

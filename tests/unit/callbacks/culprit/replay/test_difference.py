@@ -165,13 +165,15 @@ def test_hooks_on_all_weights():
     assert {"norm.weight", "norm.bias", "last.bias"} < {difference.name, *difference.others}
 
 
-@pytest.mark.parametrize("factor", [7.0, 9.0])
-def test_a_factor_near_the_limit(factor):
-    """Where the first gradient is within the limit, a later one that is not was not made there."""
+@pytest.mark.parametrize(("factor", "is_found"), [(3.5, False), (8.0, True)])
+def test_a_factor_near_the_limit(factor, is_found):
+    """Where a first gradient is nearly odd, a later one that is odd was not made there alone."""
     network = Network()
-    network.register_forward_hook(changed(network, factor, "output"))
-
-    assert found(network) is None
+    network.register_forward_hook(changed(network, 5.0, "output"))
+    inner = network.norm.forward
+    network.norm.forward = lambda one: inner(Backward.apply(one, factor if network.is_odd else 1.0))
+    difference = found(network)
+    assert (difference is not None) is is_found
 
 
 def test_tied_weights():
