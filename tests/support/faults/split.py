@@ -129,7 +129,7 @@ class Reading:
 READINGS: tuple[Reading, ...] = (
     Reading(
         date="2026-11-27",
-        commit="44d54ef76019",
+        commit="b47223566a5b",
         seeds=(100,),
         score="300 faults (faults, in time, right cause, wrong cause, wrong place): not finite 55, "
         "55, 46, 6, 2; visible 103, 72, 60, 7, 2; weak 131, 84, 83, 1, 0; without effect 11, 4, 4, "
