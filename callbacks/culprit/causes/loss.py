@@ -15,6 +15,9 @@ _UNIFORM = 4.0
 _SHARE = 0.01
 """Smallest share of the usual global norm at which a group's rise is compared with the others'."""
 
+_ALIKE = 2.0
+"""Largest ratio of two losses that are alike but for their sign."""
+
 _CALM = 3.0
 """Largest score of the norms of ordinary gradients."""
 
@@ -118,6 +121,12 @@ def dropped(evidence: CauseEvidence) -> Cause | None:
         what = f"the loss of micro-batch {low[0]} is {share:.3g} times that of the others"
     else:
         what = f"the loss is {share:.3g} times the usual one"
+    if -_ALIKE < share < -1 / _ALIKE:
+        return Cause(
+            "loss",
+            f"{what}: it was never below zero before, and has changed its sign",
+            "look for a wrong sign in the loss: the updates raise what they have lowered",
+        )
     if share == 0 or abs(share) > 1 / _MULTIPLIED:
         return Cause(
             UNKNOWN_CAUSE,

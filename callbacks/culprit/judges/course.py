@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
-from mfwrap.callbacks.culprit.judges.windows import SECOND
-
 _LENGTH = 64
 """Number of steps whose distances from what was expected tell how far the loss may move."""
 
@@ -38,6 +36,13 @@ _EARLY, _EARLY_FACTOR = 8, 3.0
 
 _FADES_AFTER = 3.0
 """Number of values after which half of the prior is left."""
+
+_SECOND = 0.55
+"""Share of the second largest distance that is the least deviation: a run that has had a spike has
+another one."""
+
+_FEWEST_FALLS = 11
+"""Number of distances from which on it is known how far the losses usually fall."""
 
 _DROP, _LOG_DROP, _DROPPED = -6.0, -5.0, 1 / 1.5
 """Largest scores of the loss and of its logarithm that are a drop of a single step, and the largest
@@ -70,10 +75,11 @@ class LossCourse:
     """Tell from the losses of a rank so far whether the next one has left their course.
 
     A spike is a loss far above what is expected, by its own deviation and by that of its logarithm,
-    and a drop is one far below. A shift is a loss that stays above what was expected before, for
-    three or six steps in a row.
+    and a drop is one far below, or below zero where no loss has been. A shift is a loss that stays
+    above what was expected before, for three or six steps in a row.
     What is expected is the median of the last five losses, and the deviation follows from the
-    distances of 64 losses from what was expected of them, so the run's own noise decides.
+    distances of 64 losses from what was expected of them, so the run's own noise decides. That the
+    losses fall is no noise.
     """
 
     def __init__(self) -> None:
@@ -102,6 +108,8 @@ class LossCourse:
         score = self.score / factor
         is_positive = not math.isnan(log) and self._log.num_distances > 0
         log_score = self._log.score(log, _LOG_PRIOR) / factor if is_positive else math.nan
+        if loss < 0 < self._log.num_distances == self._plain.num_distances:
+            log_score = -math.inf
         if self._plain.num_distances < _FEWEST_LOSSES - 1:
             score = math.nan
         if score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive):
@@ -162,7 +170,7 @@ class _Series:
     def add(self, value: float) -> None:
         """Include a value."""
         if self._values:
-            self._distances.append(abs(value - self.expected(0)))
+            self._distances.append(value - self.expected(0))
         self._values.append(value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,14 +185,16 @@ class _Series:
 
 def _deviation(distances: Sequence[float] | deque[float], prior: float) -> float:
     """Return the deviation of the next value: that of the distances, and a prior that fades."""
-    known = sorted(list(distances)[-_LENGTH:])
-    number = len(known)
+    signed = list(distances)[-_LENGTH:]
+    number = len(signed)
+    fall = min(statistics.median(signed), 0.0) if number >= _FEWEST_FALLS else 0.0
+    known = sorted(abs(distance - fall) for distance in signed)
     spread = 0.0
     if known:
         middle, high = known[(number - 1) // 2], known[int((number - 1) * 0.95)]
         spread = max(1.4826 * middle, high / 1.96) * math.sqrt(1 + 4 / number)
     if number > 1:
-        spread = max(spread, SECOND * known[-2])
+        spread = max(spread, _SECOND * known[-2])
     left = max(_FADES_AFTER / (_FADES_AFTER + number), _LEAST)
     # Of a series that has not moved yet, nothing is known.
     return math.hypot(spread, prior * left) or math.inf

@@ -63,10 +63,12 @@ def test_why_a_gradient_vanishes(norm, rank, name, said):
         (1.5, (3.0, 1e-4), "loss", 1),
         (1.5, (1.4, 1.6), "unknown", None),
         (1.5, (3.0, 0.0), "unknown", None),
+        (-2.5, (), "loss", None),
+        (-0.3, (), "unknown", None),
     ],
 )
 def test_a_loss_that_has_dropped(loss, micro_losses, name, micro_batch):
-    """By fifteen times or more in the step or in a micro-batch, it is a factor in the loss."""
+    """A factor of fifteen or more, in the step or in a micro-batch, or a sign is in the loss."""
     found = cause("loss_drop", trace({}), rank={"loss": loss, "micro_losses": micro_losses})
     assert (found.name, found.micro_batch) == (name, micro_batch)
     assert ("either the data" in found.explanation) is (name == "unknown")

@@ -109,10 +109,34 @@ def test_a_course_goes_on_after_a_resume():
 
 @pytest.mark.parametrize(("factor", "is_drop"), [(0.7, False), (0.5, True), (1e-5, True)])
 def test_a_loss_that_drops_at_once(factor, is_drop):
-    """Far below its course by both scores; a loss below zero has no logarithm."""
+    """Far below its course by both scores."""
     losses = noisy(3.0, 60)
     assert found([*losses, 3 * factor]) == ([(61, "loss_drop")] if is_drop else [])
-    assert found([*losses, -3.0]) == []
+
+
+def test_a_loss_that_changes_its_sign():
+    """It is a drop where no loss has been below zero, and nothing where one has."""
+    losses = noisy(3.0, 60)
+
+    assert found([*losses, -3.0]) == [(61, "loss_drop")]
+    assert found([-3.0, *losses, -3.0]) == []
+    assert found([*noisy(0.01, 60, noise=1.0), -0.01]) == []
+
+
+def test_a_rise_in_a_run_that_learns():
+    """How far the losses fall from step to step is no noise that a rise could hide in."""
+    losses = [0.94**step + 0.01 * (-1) ** step for step in range(20)]
+
+    assert found([*losses, 0.9]) == [(21, "loss_spike")]
+
+
+def test_spikes_again_and_again():
+    """After two of them, a spike must be far larger than those before."""
+    losses = noisy(1.0, 200)
+    for place, size in enumerate((2.0, 3.6, 6.5, 11.7, 1e3)):
+        losses[30 + 30 * place] += size
+
+    assert found(losses) == [(step, "loss_spike") for step in (31, 61, 151)]
 
 
 def test_the_first_losses():
