@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from support.healthy.training import Batch, Clusters, Objective, Training, adam, dice, mlp, one_part
 
-__all__ = ["averaged_teacher", "image_and_text"]
+__all__ = ["averaged_teacher", "image_and_text", "queue_of_keys"]
 
 
 class _Towers(nn.Module):
@@ -84,3 +84,47 @@ def averaged_teacher(seed: int, num_steps: int) -> Training:
         return loss(body, **drawn).item()
 
     return one_part(Objective(body, loss), adam(body), batch, held_out, after=move_teacher)
+
+
+def queue_of_keys(seed: int, num_steps: int) -> Training:
+    """MoCo: the queue grows from 16 keys to 512 in 31 steps, and the loss grows with it."""
+    body = mlp(24, 48, 16)
+    averaged = copy.deepcopy(body)
+    generator = dice(seed, 1)
+    own, common = (torch.randn(size, 24, generator=generator) for size in (4, 8))
+
+    def directions(network: nn.Module, views: Tensor) -> Tensor:
+        return nn.functional.normalize(network(views), dim=-1)
+
+    def views(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw two views of each row, which differ in most of what they show."""
+        meaning = torch.randn(rows, 4, generator=generator) @ own
+        first, second = (torch.randn(rows, 8, generator=generator) @ common for _ in range(2))
+        return meaning + first, meaning + second
+
+    def loss(body: nn.Module, views: Tensor, keys: Tensor, queue: Tensor) -> Tensor:
+        found = directions(body, views)
+        right = (found * keys).sum(-1, keepdim=True)
+        logits = torch.cat([right, found @ queue.T], -1) / 0.1
+        return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+    with torch.no_grad():
+        held: Batch = {"queue": directions(averaged, views(16, dice(seed, 2, 0))[1])}
+
+    @torch.no_grad()
+    def batch(step: int) -> Batch:
+        first, second = views(16, dice(seed, 2, step))
+        held["keys"] = directions(averaged, second)
+        return {"views": first, **held}
+
+    @torch.no_grad()
+    def move(step: int) -> None:
+        held["queue"] = torch.cat([held["queue"], held["keys"]])[-512:]
+        for average, weight in zip(averaged.parameters(), body.parameters(), strict=True):
+            average.lerp_(weight, 0.05)
+
+    def wrong_keys() -> float:
+        first, second = (directions(body, each) for each in views(128, dice(seed, 3)))
+        return ((first @ second.T).argmax(-1) != torch.arange(128)).float().mean().item()
+
+    return one_part(Objective(body, loss), adam(body), batch, wrong_keys, after=move)

@@ -1,9 +1,11 @@
 """Generative trainings: two players, annealed terms, random noise levels, and restarted codes."""
 
 import copy
+import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.func import functional_call
 from torch.optim import RMSprop
 
@@ -21,8 +23,10 @@ from support.healthy.training import (
 __all__ = [
     "annealed_divergence",
     "clipped_critic",
+    "late_judge",
     "noise_levels",
     "restarted_codes",
+    "thin_densities",
     "two_players",
 ]
 
@@ -248,3 +252,66 @@ def restarted_codes(seed: int, num_steps: int) -> Training:
         return body(**batch(0, 256)).item()
 
     return one_part(Objective(body, loss), adam(body), batch, held_out, after=restart)
+
+
+def late_judge(seed: int, num_steps: int) -> Training:
+    """An autoencoder whose judge has the weight 0 until the middle, as in VQ-GAN."""
+    coder = nn.Sequential(mlp(16, 32, 3), mlp(3, 32, 16))
+    judge = mlp(16, 32, 1, activation=nn.LeakyReLU)
+    mixing = torch.randn(3, 16, generator=dice(seed, 1))
+
+    def drawn(rows: int, generator: torch.Generator) -> Tensor:
+        points = torch.randn(rows, 3, generator=generator).tanh() @ mixing
+        return points + 0.1 * torch.randn(rows, 16, generator=generator)
+
+    def weight(step: int) -> Tensor:
+        return torch.tensor(float(step > num_steps // 2))
+
+    def copied(coder: nn.Module, inputs: Tensor, weight: Tensor) -> Tensor:
+        outputs = coder(inputs)
+        error = (outputs - inputs).square().mean()
+        return error - 0.2 * weight * _frozen(judge, outputs).mean()
+
+    def judged(judge: nn.Module, real: Tensor, made: Tensor, weight: Tensor) -> Tensor:
+        margins = torch.cat([1 - judge(real), 1 + judge(made)])
+        return weight * margins.relu().mean()
+
+    def for_coder(step: int) -> list[Batch]:
+        return [{"inputs": drawn(16, dice(seed, 2, step)), "weight": weight(step)}]
+
+    @torch.no_grad()
+    def for_judge(step: int) -> list[Batch]:
+        real = drawn(16, dice(seed, 2, step))
+        return [{"real": real, "made": coder(real), "weight": weight(step)}]
+
+    held_out = {"inputs": drawn(256, dice(seed, 3)), "weight": torch.tensor(0.0)}
+    return Training(
+        parts=[
+            Part(network=Objective(coder, copied), optimizer=adam(coder), batches=for_coder),
+            Part(network=Objective(judge, judged), optimizer=adam(judge), batches=for_judge),
+        ],
+        measure=lambda: copied(coder, **held_out).item(),
+    )
+
+
+def thin_densities(seed: int, num_steps: int) -> Training:
+    """A mixture of densities around thin branches: the loss falls below zero, with peaks."""
+    body = mlp(1, 48, 48, 15, activation=nn.Tanh)
+
+    def loss(body: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        shares, means, widths = body(inputs).chunk(3, -1)
+        densities = Normal(means, widths.exp()).log_prob(targets)
+        return -(shares.log_softmax(-1) + densities).logsumexp(-1).mean()
+
+    def batch(step: int, rows: int = 16) -> Batch:
+        generator = dice(seed, 2, step)
+        inputs = 2 * torch.rand(rows, 1, generator=generator) - 1
+        branch = torch.randint(2, (rows, 1), generator=generator) * 2 - 1
+        noise = 0.03 * torch.randn(rows, 1, generator=generator)
+        return {"inputs": inputs, "targets": branch * (0.5 + inputs.square()) + noise}
+
+    def density() -> float:
+        """Return the inverse of the geometric mean of the densities, which is above zero."""
+        return math.exp(loss(body, **batch(0, 512)).item())
+
+    return one_part(Objective(body, loss), adam(body), batch, density)

@@ -57,20 +57,28 @@ KINDS = {
     "actor and critic": Kind(make=rewards.actor_and_critic, way="attach", goal=0.1, max_norm=0.5),
     "target network": Kind(make=rewards.target_network, way="loop", goal=0.4),
     "preference pairs": Kind(make=rewards.preference_pairs, way="trainer", goal=0.1, max_norm=1.0),
+    "group advantages": Kind(make=rewards.group_advantages, way="events", goal=0.6, max_norm=1.0),
     # Tasks
     "alternating tasks": Kind(make=tasks.alternating_tasks, way="plain", goal=0.5),
     "scheduled weights": Kind(make=tasks.scheduled_weights, way="events", goal=0.1),
     "harder tasks": Kind(make=tasks.harder_tasks, way="loop", goal=0.2),
     "longer sequences": Kind(make=tasks.longer_sequences, way="trainer", goal=0.5, max_norm=1.0),
+    "repeated lessons": Kind(make=tasks.repeated_lessons, way="loop", goal=0.3),
+    "more classes": Kind(make=tasks.more_classes, way="attach", goal=0.3),
+    "differential equation": Kind(make=tasks.differential_equation, way="plain", goal=0.1),
+    "colder answers": Kind(make=tasks.colder_answers, way="trainer", goal=0.05),
     # Pairs of views
     "image and text": Kind(make=contrasts.image_and_text, way="events", goal=0.2, max_norm=1.0),
     "averaged teacher": Kind(make=contrasts.averaged_teacher, way="plain", goal=0.1),
+    "queue of keys": Kind(make=contrasts.queue_of_keys, way="loop", goal=0.3),
     # Generators
     "two players": Kind(make=generators.two_players, way="plain", goal=0.4),
     "clipped critic": Kind(make=generators.clipped_critic, way="events", goal=0.6),
     "annealed divergence": Kind(make=generators.annealed_divergence, way="loop", goal=0.3),
     "noise levels": Kind(make=generators.noise_levels, way="attach", goal=0.55),
     "restarted codes": Kind(make=generators.restarted_codes, way="plain", goal=0.5),
+    "late judge": Kind(make=generators.late_judge, way="events", goal=0.05),
+    "thin densities": Kind(make=generators.thin_densities, way="events", goal=0.4, max_norm=1.0),
     # Sequences
     "recurrent language": Kind(
         make=sequences.recurrent_language, way="trainer", goal=0.5, max_norm=1.0
@@ -99,6 +107,7 @@ KINDS = {
     "outlier rows": Kind(make=rows.outlier_rows, way="loop", goal=0.1, max_norm=1.0),
     "class order": Kind(make=rows.class_order, way="plain", goal=0.25),
     "small data": Kind(make=rows.small_data, way="trainer", goal=0.15, max_norm=1.0),
+    "rare positives": Kind(make=rows.rare_positives, way="events", goal=0.1),
     # Noise, constraints, and losses that end at zero
     "solved margins": Kind(make=regularization.solved_margins, way="loop", goal=0.01),
     "dropout": Kind(make=regularization.dropout, way="trainer", goal=0.25),
@@ -106,6 +115,7 @@ KINDS = {
         make=regularization.small_normalized_batches, way="loop", goal=0.35
     ),
     "constrained weights": Kind(make=regularization.constrained_weights, way="loop", goal=0.25),
+    "skipped layers": Kind(make=regularization.skipped_layers, way="attach", goal=0.3),
     # Precision and averages
     "bfloat16 weights": Kind(make=precision.bfloat16_weights, way="loop", goal=0.45, max_norm=1.0),
     "growing loss scale": Kind(make=precision.growing_loss_scale, way="events", goal=0.2),

@@ -17,7 +17,13 @@ from support.healthy.training import (
     one_part,
 )
 
-__all__ = ["constrained_weights", "dropout", "small_normalized_batches", "solved_margins"]
+__all__ = [
+    "constrained_weights",
+    "dropout",
+    "skipped_layers",
+    "small_normalized_batches",
+    "solved_margins",
+]
 
 
 def solved_margins(seed: int, num_steps: int) -> Training:
@@ -78,3 +84,30 @@ def constrained_weights(seed: int, num_steps: int) -> Training:
         lambda step: clusters.batch(8, dice(seed, 2, step)),
         lambda: error_rate(body, held_out),
     )
+
+
+class _Skipped(nn.Module):
+    """Residual layers, of which the later ones are left out in up to half of all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), mlp(32, 32, 32, activation=nn.GELU)) for _ in range(6)
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the logits of the rows."""
+        hidden = self.inputs(rows)
+        for number, layer in enumerate(self.layers, start=1):
+            kept = 1 - 0.5 * number / len(self.layers)
+            if not self.training:
+                hidden = hidden + kept * layer(hidden)
+            elif torch.rand(()) < kept:
+                hidden = hidden + layer(hidden)
+        return self.outputs(hidden)
+
+
+def skipped_layers(seed: int, num_steps: int) -> Training:
+    """Stochastic depth: a layer that is left out has no gradient in this step."""
+    return _classes(seed, _Skipped(), 16)

@@ -20,6 +20,7 @@ from support.healthy.training import (
 
 __all__ = [
     "actor_and_critic",
+    "group_advantages",
     "old_batches",
     "preference_pairs",
     "sparse_rewards",
@@ -217,3 +218,57 @@ def preference_pairs(seed: int, num_steps: int) -> Training:
 
     watches = ("max_attention_logit_format",)
     return one_part(Objective(body, loss), adam(body, 1e-3), batch, held_out, watches=watches)
+
+
+def group_advantages(seed: int, num_steps: int) -> Training:
+    """Rewards relative to a group of answers (GRPO): the loss is near zero, with either sign."""
+    body = small_gpt2(16)
+    reference = copy.deepcopy(body).requires_grad_(requires_grad=False)
+    right = torch.randint(8, 16, (8, 2), generator=dice(seed, 1))
+    kept: Batch = {}
+
+    def chances(network: nn.Module, tokens: Tensor) -> Tensor:
+        """Return the logarithms of the chances of the two tokens of each answer."""
+        found = network(input_ids=tokens[:, :-1]).logits.log_softmax(-1)
+        return found.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+    def loss(
+        body: nn.Module, tokens: Tensor, before: Tensor, frozen: Tensor, advantages: Tensor
+    ) -> Tensor:
+        found = chances(body, tokens)
+        ratio, advantages = (found - before).exp(), advantages[:, None]
+        gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        distance = (frozen - found).exp() - (frozen - found) - 1
+        return (0.02 * distance - gain).mean()
+
+    @torch.no_grad()
+    def batch(step: int) -> Batch:
+        # Each group of answers has two updates.
+        if step % 2 == 1 or not kept:
+            generator = dice(seed, 2, step)
+            prompts = torch.randint(8, (4,), generator=generator).repeat_interleave(12)
+            tokens = prompts[:, None]
+            for _ in range(2):
+                logits = body(input_ids=tokens).logits[:, -1]
+                drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+                tokens = torch.cat([tokens, drawn], -1)
+            rewards = (tokens[:, 1:] == right[prompts]).float().mean(-1).view(4, 12)
+            centered = rewards - rewards.mean(-1, keepdim=True)
+            kept.update(
+                tokens=tokens,
+                before=chances(body, tokens),
+                frozen=chances(reference, tokens),
+                advantages=(centered / (rewards.std(-1, keepdim=True) + 1e-4)).flatten(),
+            )
+        return dict(kept)
+
+    def wrong_answers() -> float:
+        """Return the share of tokens that are wrong in the most probable answers."""
+        tokens = torch.arange(8)[:, None]
+        for _ in range(2):
+            best = body(input_ids=tokens).logits[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, best], -1)
+        return (tokens[:, 1:] != right).float().mean().item()
+
+    watches = ("max_attention_logit_format",)
+    return one_part(Objective(body, loss), adam(body, 1e-3), batch, wrong_answers, watches=watches)

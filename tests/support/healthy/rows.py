@@ -18,7 +18,14 @@ from support.healthy.training import (
     small_gpt2,
 )
 
-__all__ = ["class_order", "heavy_tails", "outlier_rows", "small_data", "unequal_rows"]
+__all__ = [
+    "class_order",
+    "heavy_tails",
+    "outlier_rows",
+    "rare_positives",
+    "small_data",
+    "unequal_rows",
+]
 
 
 def unequal_rows(seed: int, num_steps: int) -> Training:
@@ -116,4 +123,37 @@ def small_data(seed: int, num_steps: int) -> Training:
         batch,
         lambda: language_loss(body, rows).item(),
         watches=("max_attention_logit_format",),
+    )
+
+
+def rare_positives(seed: int, num_steps: int) -> Training:
+    """Focal loss on 1 % positives, divided by their number in the batch, which is often zero."""
+    body, center = mlp(12, 48, 1), 2 * torch.randn(12, generator=dice(seed, 1)).sign()
+    # The first answers are the share of the positives, as RetinaNet's are.
+    nn.init.constant_(body[-1].bias, -4.6)
+
+    def loss(body: nn.Module, inputs: Tensor, positive: Tensor) -> Tensor:
+        logits = body(inputs).squeeze(-1)
+        entropy = nn.functional.binary_cross_entropy_with_logits(logits, positive, reduction="none")
+        weight = 0.75 - 0.5 * positive
+        focal = weight * (1 - (-entropy).exp()).square() * entropy
+        return focal.sum() / positive.sum().clamp(min=1)
+
+    def drawn(rows: int, share: float, generator: torch.Generator) -> Batch:
+        positive = (torch.rand(rows, generator=generator) < share).float()
+        noise = torch.randn(rows, 12, generator=generator)
+        return {"inputs": positive[:, None] * center / 2 + noise, "positive": positive}
+
+    held_out = drawn(1024, 0.5, dice(seed, 3))
+
+    def wrong_order() -> float:
+        """Return the share of pairs in which the positive row has the smaller answer."""
+        answers, positive = body(held_out["inputs"]).squeeze(-1), held_out["positive"] > 0
+        return (answers[positive][:, None] <= answers[~positive]).float().mean().item()
+
+    return one_part(
+        Objective(body, loss),
+        adam(body),
+        lambda step: drawn(64, 0.01, dice(seed, 2, step)),
+        wrong_order,
     )
