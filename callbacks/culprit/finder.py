@@ -134,7 +134,7 @@ class CulpritFinder:
         """
         step = _HostStep(numbers, judgement, scores.step, weights_have_moved)
         applied = not (numbers.overflow or numbers.skipped)
-        self._kinds.follow(numbers.loss, scores.step, applied=applied)
+        self._kinds.follow(numbers, scores.step, applied=applied)
         trace = StepTrace(numbers.step, applied, scores.step, self._kinds.rate_rise)
         self._trace.append(trace)
         self.is_shared = numbers.overflow
@@ -329,7 +329,7 @@ class CulpritFinder:
         sample_before = (step.numbers.step - 1) // self._state_interval * self._state_interval
         groups = tuple(each.group(number) for _, each, number in rises[:_MOST_GROUPS])
         since = sample_before + 1 if by_sample else None
-        shift = self.judges.course.shift if kind == "loss_shift" else None
+        shift = self._kinds.shift(kind)
         if shift is not None:
             since = step.numbers.step - shift.num_steps + 1
         found = Anomaly(
@@ -356,7 +356,7 @@ class CulpritFinder:
         """Return an anomaly with its cause, and with the fields that all kinds have."""
         numbers, optimizer = step.numbers, step.judgement.optimizer
         first = next((each for each in ranks if each.rank in found.ranks), ranks[0])
-        shift = self.judges.course.shift if found.kind == "loss_shift" else None
+        shift = self._kinds.shift(found.kind)
         cause = cause_of(
             CauseEvidence(
                 kind=found.kind,
@@ -364,7 +364,7 @@ class CulpritFinder:
                 ranks=ranks,
                 blamed=first,
                 # The step before a shift was bad, too.
-                is_first=self._is_first(found.kind, step) and found.kind != "loss_shift",
+                is_first=self._is_first(found.kind, step) and shift is None,
                 shift=shift,
                 knows_optimizer=optimizer is not None,
                 layer=found.layer,
@@ -396,10 +396,14 @@ class CulpritFinder:
             moved=first.moved[:_MOST_GROUPS],
             buffers=tuple(dict.fromkeys(name for each in ranks for name in each.buffers)),
             losses=tuple(each.loss for each in ranks),
-            usual_loss=number_or_none(first.usual_loss) if shift is None else shift.before,
+            usual_loss=shift.before
+            if shift is not None and shift.of == "loss"
+            else number_or_none(first.usual_loss),
             learning_rate=number_or_none(step.scores.learning_rate),
             global_norm=numbers.global_norm,
-            usual_global_norm=number_or_none(step.scores.usual_global_norm),
+            usual_global_norm=shift.before
+            if shift is not None and shift.of == "global norm"
+            else number_or_none(step.scores.usual_global_norm),
             loss_scale=numbers.loss_scale,
             skipped=numbers.skipped,
             consecutive_skips=numbers.consecutive_skips,

@@ -47,9 +47,9 @@ class Rollback:
 
     kinds: tuple[str, ...] = ("spike", "loss_spike")
     """Kinds of anomalies to go back after, as in ``anomalies.jsonl``: ``"spike"``,
-    ``"loss_spike"``, ``"loss_drop"``, ``"loss_shift"``, ``"local_norm_spike"``,
-    ``"local_norm_drop"``, ``"update_spike"``, ``"state_spike"``, ``"learning_rate_spike"``,
-    ``"zero_gradient"``, ``"vanishing_gradient"``,
+    ``"loss_spike"``, ``"loss_drop"``, ``"loss_shift"``, ``"norm_shift"``,
+    ``"local_norm_spike"``, ``"local_norm_drop"``, ``"update_spike"``, ``"state_spike"``,
+    ``"learning_rate_spike"``, ``"zero_gradient"``, ``"vanishing_gradient"``,
     ``"gradient_not_finite"``, ``"loss_not_finite"``, ``"attention_logits"``, ``"expert_load"``,
     ``"update_growth"``, or a kind of a callback of your own. A list is accepted, too."""
 

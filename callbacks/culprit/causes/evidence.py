@@ -96,7 +96,7 @@ class CauseEvidence:
     """Growth of the updates in the last steps; ``None`` if they have not grown."""
 
     shift: Shift | None = None
-    """Shift of the loss; ``None`` if it has not shifted."""
+    """Shift of the loss or the global norm, if the anomaly is one."""
 
     since: int | None = None
     """First step in which the fault may have begun, if it was looked for in some steps only."""

@@ -1,9 +1,9 @@
-"""Judge the loss of each step by its course so far, on the host."""
+"""Judge the loss and the global norm of each step by their courses so far, on the host."""
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
 _LENGTH = 64
@@ -51,21 +51,28 @@ ratio of the loss to what was expected."""
 CourseKind = Literal["loss_spike", "loss_drop", "loss_shift"]
 
 
+_NORM_PRIOR, _NORM_SHIFT, _NORM_RATIO = 0.5, (3, 3.0), 4.0
+"""The prior and a shift of the logarithm of the global norm, and the smallest factor of such a
+shift. Unlike a loss, a norm may also shift to less."""
+
+
 class Shift(NamedTuple):
-    """A loss that stays too high."""
+    """A number that stays far from what it was."""
+
+    of: Literal["loss", "global norm"]
 
     before: float
-    """Loss that was expected before."""
+    """Number that was expected before."""
 
     now: float
-    """Middle loss since then."""
+    """Middle number since then."""
 
     num_steps: int
 
     def __str__(self) -> str:
         """Say it in a clause."""
         return (
-            f"the loss has been about {self.now:.4g} for {self.num_steps} steps, after about "
+            f"the {self.of} has been about {self.now:.4g} for {self.num_steps} steps, after about "
             f"{self.before:.4g}"
         )
 
@@ -88,7 +95,8 @@ class LossCourse:
         self.score = self.expected = math.nan
         """Deviations of the last loss from what was expected of it, and this number; NaN if they
         are unknown."""
-        self._plain, self._log = _Series(), _Series()
+        self._plain = _Series(lambda expected: _PRIOR * abs(expected))
+        self._log = _Series(lambda _: _LOG_PRIOR)
 
     def add(self, loss: float, *, counts: bool = True) -> CourseKind | None:
         """Judge a loss, and include it in the course.
@@ -104,10 +112,10 @@ class LossCourse:
         log = math.log(loss) if loss > 0 else math.nan
         found: CourseKind | None = None
         factor = _EARLY_FACTOR if self._plain.num_distances < _EARLY else 1.0
-        self.score = self._plain.score(loss, _PRIOR * abs(self.expected))
+        self.score = self._plain.score(loss)
         score = self.score / factor
         is_positive = not math.isnan(log) and self._log.num_distances > 0
-        log_score = self._log.score(log, _LOG_PRIOR) / factor if is_positive else math.nan
+        log_score = self._log.score(log) / factor if is_positive else math.nan
         if loss < 0 < self._log.num_distances == self._plain.num_distances:
             log_score = -math.inf
         if self._plain.num_distances < _FEWEST_LOSSES - 1:
@@ -120,9 +128,15 @@ class LossCourse:
             self._plain.add(loss)
             if not math.isnan(log):
                 self._log.add(log)
-            shifts = (self._plain.shift(*each) for each in _SHIFTS)
-            self.shift = next(filter(None, shifts), None)
+            self.shift = self._shift()
         return "loss_shift" if found is None and self.shift is not None else found
+
+    def _shift(self) -> Shift | None:
+        for number, limit in _SHIFTS:
+            last = self._plain.last(number)
+            if last is not None and last.lowest > limit and last.num_before >= _FEWEST:
+                return Shift("loss", last.expected, last.middle, number)
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the course, ready for JSON."""
@@ -135,10 +149,63 @@ class LossCourse:
 
 
 @final
-class _Series:
-    """The last values of a series, and their distances from what was expected of them."""
+class NormCourse:
+    """Tell whether the global norm of the gradients has a new size, and not in a single step."""
 
     def __init__(self) -> None:
+        self._log = _Series(lambda _: _NORM_PRIOR)
+
+    def add(self, norm: float) -> Shift | None:
+        """Include the global norm of an applied update, and return its shift if it has one."""
+        if not 0 < norm < math.inf:
+            return None
+        self._log.add(math.log(norm))
+        number, limit = _NORM_SHIFT
+        last = self._log.last(number)
+        if last is None or last.num_before < number:
+            return None
+        is_far = last.lowest > limit or last.highest < -limit
+        if not is_far or abs(last.nearest - last.expected) < math.log(_NORM_RATIO):
+            return None
+        return Shift("global norm", math.exp(last.expected), math.exp(last.middle), number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the course, ready for JSON."""
+        return self._log.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned."""
+        self._log.load_state_dict(state)
+
+
+class _Last(NamedTuple):
+    """The last values of a series, beside what was expected before them."""
+
+    num_before: int
+    """Number of known distances before."""
+
+    expected: float
+    nearest: float
+    """The one that is nearest to what was expected."""
+
+    middle: float
+    lowest: float
+    """Smallest score."""
+
+    highest: float
+
+
+@final
+class _Series:
+    """The last values of a series, and their distances from what was expected of them.
+
+    Args:
+        prior: Takes an expected value, and returns the deviation that is assumed before there are
+            values.
+    """
+
+    def __init__(self, prior: Callable[[float], float]) -> None:
+        self._prior = prior
         longest = max(number for number, _ in _SHIFTS)
         self._values: deque[float] = deque(maxlen=_RECENT + longest)
         self._distances: deque[float] = deque(maxlen=_LENGTH + longest)
@@ -153,19 +220,23 @@ class _Series:
         earlier = list(self._values)[: len(self._values) - number][-_RECENT:]
         return statistics.median(earlier) if earlier else math.nan
 
-    def score(self, value: float, prior: float) -> float:
+    def score(self, value: float) -> float:
         """Return how many deviations a value is above the expected one; NaN if unknown."""
-        return (value - self.expected(0)) / _deviation(self._distances, prior)
+        expected = self.expected(0)
+        return (value - expected) / _deviation(self._distances, self._prior(expected))
 
-    def shift(self, number: int, limit: float) -> Shift | None:
-        """Return the shift if each of the last values is above what was expected before them."""
-        before = list(self._distances)[: len(self._distances) - number][-_LENGTH:]
+    def last(self, number: int) -> _Last | None:
+        """Return the last values beside what was expected before; ``None`` if nothing was."""
         expected = self.expected(number)
-        if len(before) < _FEWEST or math.isnan(expected):
+        if math.isnan(expected):
             return None
-        least = expected + limit * _deviation(before, _PRIOR * abs(expected))
-        last = list(self._values)[-number:]
-        return Shift(expected, statistics.median(last), number) if min(last) > least else None
+        before = list(self._distances)[: len(self._distances) - number][-_LENGTH:]
+        deviation = _deviation(before, self._prior(expected))
+        values = list(self._values)[-number:]
+        scores = [(value - expected) / deviation for value in values]
+        nearest = min(values, key=lambda value: abs(value - expected))
+        middle = statistics.median(values)
+        return _Last(len(before), expected, nearest, middle, min(scores), max(scores))
 
     def add(self, value: float) -> None:
         """Include a value."""

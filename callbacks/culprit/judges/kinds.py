@@ -7,7 +7,13 @@ from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.causes.rate import LARGE_RATIO
-from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT, CourseKind, LossCourse
+from mfwrap.callbacks.culprit.judges.course import (
+    LOSS_LIMIT,
+    CourseKind,
+    LossCourse,
+    NormCourse,
+    Shift,
+)
 from mfwrap.callbacks.culprit.judges.growth import Growth, UpdateGrowth
 from mfwrap.callbacks.culprit.judges.judges import Scores
 from mfwrap.callbacks.culprit.judges.rates import RateCourse, RateRise
@@ -45,12 +51,15 @@ class StepKinds:
         self._ratios: deque[float] = deque(maxlen=_FEW_UPDATES)
         self._updates = UpdateGrowth()
         self._since_fall = _QUIET_STEPS
-        self._course = course
+        self._course, self._norms = course, NormCourse()
+        self._of_norm: Shift | None = None
         self._of_course: CourseKind | None = None
 
-    def follow(self, loss: float, scores: StepScores, *, applied: bool) -> None:
+    def follow(self, numbers: StepNumbers, scores: StepScores, *, applied: bool) -> None:
         """Include a step. Call this once for each step, before `shared` and `own`."""
-        self._of_course = self._course.add(loss, counts=applied)
+        self._of_course = self._course.add(numbers.loss, counts=applied)
+        norm = numbers.global_norm
+        self._of_norm = self._norms.add(norm) if applied and norm is not None else None
         self.rate_rise = self._rates.add(
             scores.learning_rate, scores.ordinary_rate, applied=applied
         )
@@ -98,11 +107,18 @@ class StepKinds:
             "zero_gradient": step.num_dead > 0,
             "local_norm_drop": step.num_fallen > 0,
             "loss_shift": self._of_course == "loss_shift",
+            "norm_shift": self._of_norm is not None,
             "attention_logits": forward.num_logits > 0,
             "expert_load": forward.num_loads > 0,
             "update_growth": self.growth is not None,
         }
         return [kind for kind, is_found in kinds.items() if is_found]
+
+    def shift(self, kind: Kind) -> Shift | None:
+        """Return the shift that is an anomaly of this kind; ``None`` for other kinds."""
+        if kind == "norm_shift":
+            return self._of_norm
+        return self._course.shift if kind == "loss_shift" else None
 
     def _moves_too_far(self) -> bool:
         """Tell whether the last updates were as large as the weights, from the first step on."""
@@ -116,6 +132,7 @@ class StepKinds:
         return {
             "rates": self._rates.state_dict(),
             "updates": self._updates.state_dict(),
+            "norms": self._norms.state_dict(),
             "since_fall": self._since_fall,
         }
 
@@ -123,5 +140,6 @@ class StepKinds:
         """Continue from a state that `state_dict` returned."""
         if "rates" in state:  # missing in checkpoints of 0.1.0
             self._rates.load_state_dict(state["rates"])
+            self._norms.load_state_dict(state["norms"])
         self._updates.load_state_dict(state["updates"])
         self._since_fall = state["since_fall"]

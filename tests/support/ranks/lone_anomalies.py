@@ -47,6 +47,7 @@ LONE: dict[str, tuple[Scores, float]] = {
     "loss_spike": (_QUIET, 50.0),
     "loss_drop": (_QUIET, 1e-3),
     "loss_shift": (_QUIET, 1.0),
+    "norm_shift": (_QUIET, 1.0),
     "local_norm_spike": (_step(num_risen=1), 1.0),
     "update_spike": (_step(num_moved=1), 1.0),
     "local_norm_drop": (_step(num_fallen=1), 1.0),
@@ -57,6 +58,10 @@ LONE: dict[str, tuple[Scores, float]] = {
     "update_growth": (_QUIET, 1.0),
 }
 """Scores and loss with which one rank alone finds an anomaly, by its kind."""
+
+
+_SHIFTS = {"loss_shift": {"loss": 1.2}, "norm_shift": {"global_norm": 0.01}}
+"""Numbers that a rank has from a step on."""
 
 
 def _alone() -> AbstractContextManager[Any]:
@@ -96,9 +101,9 @@ def find_alone(rank: int, kind: str) -> list[Any]:
         if kind == "update_growth" and rank == 1:
             with _alone():
                 anomaly = judged.judge(_step(update_ratio=0.004 * 1.05**step))
-        elif kind == "loss_shift" and rank == 1 and step > 50:
+        elif kind in _SHIFTS and rank == 1 and step > 50:
             with _alone():
-                anomaly = judged.judge(_QUIET, loss=1.2)
+                anomaly = judged.judge(_QUIET, **_SHIFTS[kind])
         elif step == 11 and rank == 1:
             with torch.no_grad():
                 judged.network.weight += float(kind == "state_spike")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mfwrap.callbacks.culprit.judges.course import LossCourse
+from mfwrap.callbacks.culprit.judges.course import LossCourse, NormCourse, Shift
 
 
 def found(losses, course=None):
@@ -143,3 +143,50 @@ def test_the_first_losses():
     """Two of them say nothing about the next one, three of them a little."""
     assert found([1e-3, 3.0, 3.0]) == []
     assert found([3.0, 3.1, 3.0, 1e6]) == [(4, "loss_spike")]
+
+
+@pytest.mark.parametrize("factor", [1 / 8, 8.0])
+def test_norms_of_another_size(factor):
+    """Three of them in a row, in either direction, are a shift."""
+    course = NormCourse()
+    norms = [*noisy(2.0, 30), *noisy(2.0 * factor, 30, seed=1)]
+
+    shifts = [course.add(norm) for norm in norms]
+
+    found = shifts[32]
+    assert not any((*shifts[:32], *shifts[40:]))
+    assert (found.of, found.num_steps) == ("global norm", 3)
+    assert found.before == pytest.approx(2.0, rel=0.1)
+    assert found.now == pytest.approx(2.0 * factor, rel=0.1)
+
+
+@pytest.mark.parametrize("norms", [[20.0], [20.0, 20.0, 2.0, 20.0], [6.0] * 9, [0.0] * 9])
+def test_norms_that_have_not_shifted(norms):
+    """Not one or two, not a factor below four, and not norms of zero, which have no logarithm."""
+    course = NormCourse()
+
+    assert not any(course.add(norm) for norm in [*noisy(2.0, 30), *norms, *noisy(2.0, 9)])
+
+
+def test_the_norms_of_a_noisy_run():
+    """Where norms vary by large factors, a factor of eight is no shift."""
+    dice = random.Random(0)  # noqa: S311  (test data, not cryptography)
+    norms = [math.exp(2 * dice.gauss(0, 1)) for _ in range(400)]
+    course = NormCourse()
+
+    assert not any(course.add(norm) for norm in [*norms, 8.0, 8.0, 8.0])
+
+
+def test_a_course_of_norms_goes_on_after_a_resume():
+    """Its state is ready for JSON."""
+    course, later = NormCourse(), NormCourse()
+    for norm in noisy(2.0, 30):
+        course.add(norm)
+    later.load_state_dict(json.loads(json.dumps(course.state_dict())))
+
+    assert [later.add(0.1) for _ in range(3)][-1] == Shift("global norm", *_of(course), 3)
+
+
+def _of(course):
+    found = [course.add(0.1) for _ in range(3)][-1]
+    return found.before, found.now

@@ -23,16 +23,16 @@ def scores(state: StateScores | None = None, num_logits: float = 0.0, **step: fl
     )
 
 
-def numbers(norm: float | None) -> StepNumbers:
+def numbers(norm: float | None, loss: float = 1.0) -> StepNumbers:
     """Return the numbers of a step with this global norm."""
-    return numbers_of(1, StepValues(loss=1.0, global_norm=norm))
+    return numbers_of(1, StepValues(loss=loss, global_norm=norm))
 
 
 def kinds_after(num_steps: int) -> StepKinds:
     """Return kinds that have followed ordinary steps."""
     kinds = StepKinds(2.0, LossCourse())
     for _ in range(num_steps):
-        kinds.follow(1.0, ORDINARY, applied=True)
+        kinds.follow(numbers(1.0), ORDINARY, applied=True)
     return kinds
 
 
@@ -65,7 +65,7 @@ def test_a_warm_up_begins_with_rises_of_the_rate():
         for _ in range(2):
             rate *= 6
             step = scores(learning_rate=rate, ordinary_rate=rate, num_risen=2)
-            kinds.follow(1.0, step.step, applied=True)
+            kinds.follow(numbers(1.0), step.step, applied=True)
             found.append(kinds.own(step)[0])
             assert kinds.shared(numbers(1.0), step) is None
         assert found == ["local_norm_spike", "learning_rate_spike"]
@@ -79,7 +79,7 @@ def test_two_updates_as_large_as_the_weights(ratios, is_found):
     """Their geometric mean decides."""
     kinds = StepKinds(2.0, LossCourse())
     for ratio in ratios:
-        kinds.follow(1.0, ORDINARY._replace(update_ratio=ratio), applied=True)
+        kinds.follow(numbers(1.0), ORDINARY._replace(update_ratio=ratio), applied=True)
     assert kinds.own(scores()) == (["update_spike"] if is_found else [])
 
 
@@ -115,7 +115,7 @@ def test_a_loss_of_zero_leaves_nothing_to_learn(losses, is_found):
     """Then a gradient of zero is an anomaly only if such a loss is."""
     kinds = StepKinds(2.0, LossCourse())
     for loss in (*losses, 0.0):
-        kinds.follow(loss, ORDINARY, applied=True)
+        kinds.follow(numbers(1.0, loss), ORDINARY, applied=True)
     empty = numbers_of(1, StepValues(loss=0.0, global_norm=0.0))
     found = kinds.shared(empty, scores(global_norm=math.nan))
     assert found == ("vanishing_gradient" if is_found else None)
@@ -138,7 +138,8 @@ def test_growth_of_the_updates_is_the_last_kind():
     """It is an early warning."""
     kinds = StepKinds(2.0, LossCourse())
     for number in range(64):
-        kinds.follow(1.0, ORDINARY._replace(update_ratio=0.004 * 1.05**number), applied=True)
+        growing = ORDINARY._replace(update_ratio=0.004 * 1.05**number)
+        kinds.follow(numbers(1.0), growing, applied=True)
     assert kinds.growth is not None
     assert kinds.own(scores()) == ["update_growth"]
     assert kinds.own(scores(num_dead=1)) == ["zero_gradient", "update_growth"]
@@ -148,7 +149,19 @@ def test_the_course_of_the_loss():
     """A loss that leaves its course is an anomaly of its step."""
     kinds = kinds_after(20)
 
-    kinds.follow(5.0, ORDINARY, applied=True)
+    kinds.follow(numbers(1.0, 5.0), ORDINARY, applied=True)
     assert kinds.own(scores()) == ["loss_spike"]
-    kinds.follow(1.0, ORDINARY, applied=True)
+    kinds.follow(numbers(1.0), ORDINARY, applied=True)
+    assert kinds.own(scores()) == []
+
+
+def test_the_course_of_the_global_norm():
+    """A norm that keeps another size is an anomaly, also across a resume."""
+    kinds = StepKinds(2.0, LossCourse())
+    kinds.load_state_dict(json.loads(json.dumps(kinds_after(20).state_dict())))
+
+    for _ in range(3):
+        kinds.follow(numbers(0.1), ORDINARY, applied=True)
+    assert kinds.own(scores()) == ["norm_shift"]
+    kinds.follow(numbers(None), ORDINARY, applied=True)
     assert kinds.own(scores()) == []
