@@ -128,19 +128,31 @@ class CellSource(UpdateSource):
 class OptimizerSource(UpdateSource):
     """A torch optimizer in a loop without mfwrap's step."""
 
+    _rate: Tensor | float | None = None
+    """Learning rate of the last update: the loop may have set that of the next one since."""
+
     def call_before_update(self, call: Callable[[], None]) -> Callable[[], None]:
         """Have a function called before each ``optimizer.step``; return one that ends this."""
-        hook = unwrapped_optimizer(self.optimizer).register_step_pre_hook(lambda *_: call())
+
+        def before(*_: Any) -> None:
+            self._rate = self._rate_now()
+            call()
+
+        hook = unwrapped_optimizer(self.optimizer).register_step_pre_hook(before)
         remove: Callable[[], None] = hook.remove
         return remove
 
     def output(self, loss: Tensor | float, grad_norm: Tensor | float | None) -> PlainOutput:
         """Return the numbers of an update, as tensors on the device of the loss."""
         mean = torch.as_tensor(loss).detach().float().mean()
-        rate = unwrapped_optimizer(self.optimizer).param_groups[0]["lr"]
+        rate = self._rate_now() if self._rate is None else self._rate
         return PlainOutput(
             mean, _filled(rate, mean), None if grad_norm is None else _filled(grad_norm, mean)
         )
+
+    def _rate_now(self) -> Tensor | float:
+        rate: Tensor | float = unwrapped_optimizer(self.optimizer).param_groups[0]["lr"]
+        return rate.clone() if isinstance(rate, Tensor) else rate
 
 
 def _filled(number: Tensor | float, like: Tensor) -> Tensor:

@@ -73,3 +73,21 @@ def test_a_cell_may_have_a_config_of_its_own():
     assert source_of(cell, None).settings["step"]["max_grad_norm"] == 1.0
     cell.config = {"hidden_size": 8}
     assert "step" not in source_of(cell, None).settings
+
+
+@pytest.mark.parametrize("make_rate", [float, torch.tensor])
+def test_a_plain_loop_has_the_rate_of_its_last_update(make_rate):
+    """A schedule that sets the next rate before the step ends does not change it."""
+    optimizer, network, update = plain_loop()
+    group = optimizer.param_groups[0]
+    group["lr"] = make_rate(0.25)
+    source = source_of(optimizer, network)
+    source.call_before_update(lambda: None)
+
+    update()
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(0.125)
+    else:
+        group["lr"] = 0.125
+
+    assert source.output(torch.tensor(1.0), None).learning_rate.item() == 0.25
