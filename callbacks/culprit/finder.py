@@ -111,6 +111,7 @@ class CulpritFinder:
         self._limit = limit
         self._state_interval = state_interval
         self._trace: deque[StepTrace] = deque(maxlen=max(_TRACE, state_interval))
+        self._raised: StepTrace | None = None
         self._kinds = StepKinds(spike_factor, self.judges.course)
 
     def judge(
@@ -137,6 +138,10 @@ class CulpritFinder:
         self._kinds.follow(numbers, scores.step, applied=applied)
         trace = StepTrace(numbers.step, applied, scores.step, self._kinds.rate_rise)
         self._trace.append(trace)
+        if trace.rate_rise is not None:
+            self._raised = trace
+        elif self._raised is not None and not self._raised.rate_lasts(scores.step.learning_rate):
+            self._raised = None
         self.is_shared = numbers.overflow
         if numbers.overflow:
             return self._overflow(step)
@@ -371,6 +376,7 @@ class CulpritFinder:
                 origin=origin,
                 verdict=verdict,
                 growth=self._kinds.growth,
+                raised=self._raised,
                 since=found.since,
                 global_norm=numbers.global_norm,
             )

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 
-from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE, StateNorm
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, StateNorm
 from mfwrap.callbacks.culprit.causes.data import bad_data
 from mfwrap.callbacks.culprit.causes.evidence import (
     Cause,
     CauseEvidence,
+    StepTrace,
     has_higher_loss,
     has_moved_far,
     outlier,
@@ -23,6 +24,7 @@ from mfwrap.callbacks.culprit.causes.rate import (
     growing_updates,
     large_from_the_start,
     large_updates,
+    raised_rate,
     rate_jump,
 )
 from mfwrap.callbacks.culprit.judges.settings import listed
@@ -32,6 +34,11 @@ from mfwrap.callbacks.culprit.replay.replay import Origin
 
 _UPDATE_RISE = 5.0
 """Smallest ratio of the middle weight's update to those of the steps before that is unusual."""
+
+
+_VARIANCE = 3.0
+"""Largest ratio of the rise of a variance to the square of that of the mean, if both are of inputs
+that have grown."""
 
 
 def cause_of(evidence: CauseEvidence) -> Cause:
@@ -138,8 +145,11 @@ def _weight_changed(
 
 
 def _ruined_state(evidence: CauseEvidence) -> Cause | None:
-    # Of a weight that is non-finite itself, the state may be ruined by its gradients.
+    # Of a weight that is non-finite itself, the state may be ruined by its gradients. But where
+    # loss and gradients are finite, the state has ruined the weight.
     weights = {one.name for one in evidence.blamed.states if one.kind == "weight"}
+    if evidence.is_finite:
+        weights = set()
     ruined = [
         one
         for one in _states(evidence.blamed)
@@ -162,54 +172,69 @@ def _states(blamed: RankEvidence) -> list[StateNorm]:
     return [one for one in blamed.states if one.kind not in others and one.norm_before != 0]
 
 
+def _fallen_state(evidence: CauseEvidence) -> Cause | None:
+    fallen = [one for one in _states(evidence.blamed) if one.rise < 1]
+    return _of_optimizer(_change(fallen[0]), []) if fallen else None
+
+
 def _optimizer_state(evidence: CauseEvidence) -> Cause | None:
-    blamed = evidence.blamed
-    states = _states(blamed)
-    fallen = [one for one in states if one.rise < 1]
-    if fallen:
-        return _of_optimizer(_change(fallen[0]), [])
-    for each in evidence.updates:
-        scores = each.scores
-        rise = evidence.rise_of_updates(each)
-        has_moved = scores.num_moved >= 1 or rise >= _UPDATE_RISE
-        # After a spike of the gradients, a large update is what the gradients ask for.
-        if not has_moved or scores.global_norm > LIMITS["global_norm"]:
-            continue
-        moved = blamed.moved if each is evidence.now else ()
-        if moved and any(map(blamed.has_higher_gradient, moved)):
-            continue
-        # The state of other weights does not explain that these have moved, or risen.
-        odd = moved or [one.name for one in blamed.weights]
-        if odd:
-            states = [one for one in states if one.name in odd]
-        is_local = scores.num_moved < blamed.num_weights / 2
-        number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
-        size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"
-        what = (
-            f"the update of step {each.step} was {size}, although gradients and learning rate were "
-            "ordinary"
-        )
-        if states:
-            # A non-finite state cannot come from finite gradients; one that has risen, may.
-            ruined = [one for one in states if not math.isfinite(one.norm)]
-            names = [one.name for one in ruined or states]
-            # A few states that have risen do not explain that most weights have moved.
-            return _of_optimizer(f"{what}: {_change(states[0])}", names if is_local else ())
-        if each is evidence.now and blamed.impossible:
-            names, largest = list(blamed.impossible), max(blamed.impossible.values())
-            why = f"{what}: {largest:.3g} times the rate, which no moments of Adam give"
-            return _of_optimizer(why, names if is_local else ())
-        if rise >= _UPDATE_RISE:
-            # Nothing else is in the update of most weights.
-            return _of_optimizer(what, ())
-        return Cause(
-            UNKNOWN_CAUSE,
-            f"{what}{', and so is the state of the optimizer' if evidence.knows_optimizer else ''}",
-            "look at what else changes updates: the step count, hooks, or a first gradient of rows "
-            "that had none",
-            is_provisional=True,
-        )
-    return None
+    if evidence.kind in NON_FINITE:
+        return None
+    found = (_odd_update(evidence, each) for each in evidence.updates)
+    return next(filter(None, found), None)
+
+
+def _odd_update(evidence: CauseEvidence, each: StepTrace) -> Cause | None:
+    """Find why an update was too large, although gradients and rate were ordinary."""
+    scores, blamed = each.scores, evidence.blamed
+    rise = evidence.rise_of_updates(each)
+    moved = blamed.moved if each is evidence.now else ()
+    # After a spike of the gradients, a large update is what the gradients ask for.
+    if (
+        (scores.num_moved < 1 and rise < _UPDATE_RISE)
+        or scores.global_norm > LIMITS["global_norm"]
+        or any(map(blamed.has_higher_gradient, moved))
+    ):
+        return None
+    number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
+    size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"
+    ordinary = "gradients and learning rate were" if evidence.has_norms else "the rate was"
+    what = f"the update of step {each.step} was {size}, although {ordinary} ordinary"
+    # The state of other weights does not explain that these have moved, or risen.
+    odd = moved or [one.name for one in blamed.weights]
+    states = [one for one in _states(blamed) if not odd or one.name in odd]
+    # A few states that have risen do not explain that most weights have moved.
+    is_local = scores.num_moved < blamed.num_weights / 2
+    if states and not evidence.has_norms:
+        return _of_either(f"{what}: {_change(states[0])}")
+    if states:
+        # A non-finite state cannot come from finite gradients; one that has risen, may.
+        ruined = [one for one in states if not math.isfinite(one.norm)]
+        names = [one.name for one in ruined or states]
+        return _of_optimizer(f"{what}: {_change(states[0])}", names if is_local else ())
+    if each is evidence.now and blamed.impossible:
+        names, largest = list(blamed.impossible), max(blamed.impossible.values())
+        why = f"{what}: {largest:.3g} times the rate, which no moments of Adam give"
+        return _of_optimizer(why, names if is_local else ())
+    if rise >= _UPDATE_RISE:
+        # Nothing else is in the update of most weights.
+        return _of_optimizer(what, ())
+    return Cause(
+        UNKNOWN_CAUSE,
+        f"{what}{', and so is the state of the optimizer' if evidence.knows_optimizer else ''}",
+        "look at what else changes updates: the step count, hooks, or a first gradient of rows "
+        "that had none",
+        is_provisional=True,
+    )
+
+
+def _of_either(what: str) -> Cause:
+    return Cause(
+        UNKNOWN_CAUSE,
+        f"{what}: either the gradients, whose norm the loop does not give, or the state of the "
+        "optimizer",
+        "give the monitor the norm of the gradients, and look at what writes the optimizer's state",
+    )
 
 
 def _of_optimizer(what: str, names: Sequence[str]) -> Cause:
@@ -242,6 +267,9 @@ def _buffers(evidence: CauseEvidence) -> Cause | None:
             f"look at the samples of step {evidence.now.step}, and go back to a checkpoint from "
             "before it",
         )
+    grown = _grown_inputs(evidence)
+    if grown is not None:
+        return grown
     return Cause(
         "batch_norm",
         f"{_by_input(evidence.origin)}the running statistics in {_counted(names, 'buffers')}",
@@ -250,6 +278,24 @@ def _buffers(evidence: CauseEvidence) -> Cause | None:
         "repair the statistics",
         tensors=() if evidence.origin is not None else tuple(names),
     )
+
+
+def _grown_inputs(evidence: CauseEvidence) -> Cause | None:
+    """Find running statistics that have grown as those of larger inputs do: means and variances."""
+    risen = [one for one in evidence.blamed.states if one.kind == "buffer" and one.norm_before > 0]
+    rises = {one.name: one.rise for one in risen if math.isfinite(one.norm)}
+    for name, variance in rises.items():
+        module, _, last = name.rpartition(".")
+        mean = rises.get(f"{module}.running_mean", 0.0)
+        if last == "running_var" and mean**2 / _VARIANCE < variance < mean**2 * _VARIANCE:
+            return Cause(
+                "activation",
+                f"what {module} receives is about {math.sqrt(variance):.3g} times as large as "
+                "before: mean and variance have grown alike",
+                "look at the layers before it",
+                tensors=(module,),
+            )
+    return None
 
 
 def _non_finite(evidence: CauseEvidence) -> Cause | None:
@@ -291,14 +337,30 @@ def _non_finite(evidence: CauseEvidence) -> Cause | None:
             "look at the operations in this module, and at its dtype",
             is_in_layer=True,
         ),
-        "gradient": Cause(
-            "gradient",
-            _of_gradient(origin),
-            "look at hooks and custom backwards, and for a square root or a norm at zero",
-            is_in_layer=True,
-        ),
+        "gradient": _non_finite_gradient(origin, evidence.blamed),
     }
     return causes.get(origin.where)
+
+
+def _non_finite_gradient(origin: Origin, blamed: RankEvidence) -> Cause:
+    bad = [blamed.names[number] for number in blamed.bad_groups]
+    if origin.name in bad and len(bad) > 1:
+        # The gradient of a weight goes nowhere: those of the others have become so by themselves.
+        names = (origin.name, *(name for name in bad if name != origin.name))
+        return Cause(
+            "gradient",
+            f"the gradients of {_counted(names, 'weights')} became non-finite, that of "
+            f"{origin.name} from finite values",
+            "look at hooks on weights, and at what changes gradients between backward and update",
+            tensors=names,
+            where="gradient",
+        )
+    return Cause(
+        "gradient",
+        _of_gradient(origin),
+        "look at hooks and custom backwards, and for a square root or a norm at zero",
+        is_in_layer=True,
+    )
 
 
 def _of_gradient(origin: Origin) -> str:
@@ -330,6 +392,14 @@ def _replay(evidence: CauseEvidence) -> Cause | None:
             "look at hooks and custom backwards of this layer"
             + (", or suspect the hardware" if transient else ""),
             is_in_layer=True,
+        )
+    if evidence.kind == "gradient_not_finite" and evidence.now.applied and verdict is None:
+        return Cause(
+            "gradient",
+            "the loss is finite, the global norm of the gradients is not, and the update was "
+            "applied",
+            "look at hooks and custom backwards, and go back to a checkpoint from before step "
+            f"{evidence.now.step}",
         )
     if transient:
         return Cause("transient", again.removeprefix("; "), "suspect the hardware")
@@ -415,6 +485,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     forward_cause,
     _ruined_state,
     _ruined_weights,
+    _fallen_state,
     _optimizer_state,
     _grown_weight,
     scaled_outside,
@@ -423,6 +494,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _non_finite,
     _replay,
     scaled_loss,
+    raised_rate,
     _dead_layer,
     _difference,
     dropped,
@@ -434,6 +506,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
 
 
 _INFERRED = (
+    _fallen_state,
     _optimizer_state,
     _grown_weight,
     vanished,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT, Shift
 from mfwrap.callbacks.culprit.judges.growth import Growth
-from mfwrap.callbacks.culprit.judges.rates import RateRise
+from mfwrap.callbacks.culprit.judges.rates import LEAST_RISE, RateRise
 from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay.replay import Origin
@@ -61,6 +61,10 @@ class StepTrace(NamedTuple):
     rate_rise: RateRise | None = None
     """Rise of the learning rate in the step; ``None`` if it is ordinary."""
 
+    def rate_lasts(self, rate: float) -> bool:
+        """Tell whether a later rate is as high as the rise of this step made it."""
+        return self.rate_rise is not None and rate >= LEAST_RISE * self.rate_rise.before
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CauseEvidence:
@@ -98,6 +102,9 @@ class CauseEvidence:
     shift: Shift | None = None
     """Shift of the loss or the global norm, if the anomaly is one."""
 
+    raised: StepTrace | None = None
+    """Step in which the learning rate has risen to what it still is; ``None`` if it has not."""
+
     since: int | None = None
     """First step in which the fault may have begun, if it was looked for in some steps only."""
 
@@ -107,6 +114,17 @@ class CauseEvidence:
     def now(self) -> StepTrace:
         """The step that went wrong."""
         return self.trace[-1]
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether norms of the gradients are known."""
+        return self.global_norm is not None or bool(self.blamed.names)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients of the step are known to be finite."""
+        norm = self.global_norm
+        return norm is not None and math.isfinite(norm) and math.isfinite(self.blamed.loss)
 
     @property
     def first_bad_step(self) -> int:

@@ -9,8 +9,13 @@ from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, outli
 _MULTIPLIED = 15.0
 """Smallest rise of a loss, or of its gradient, that may be a factor in the loss."""
 
-_UNIFORM = 4.0
-"""Largest ratio of the rise of a group to that of the middle one if all were multiplied alike."""
+_SCALED, _LIKE_THE_LOSS = 6.0, 2.0
+"""Smallest rise of loss and gradients that may be a factor in the loss, and the largest ratio of
+the two. Of a squared error, the gradients rise as the root of the loss."""
+
+_UNIFORM, _ODD = 4.0, 0.1
+"""Largest ratio of the rise of a group to that of the middle one if all were multiplied alike, and
+the share of the groups, at each end, that may be farther."""
 
 _SHARE = 0.01
 """Smallest share of the usual global norm at which a group's rise is compared with the others'."""
@@ -20,9 +25,6 @@ _ALIKE = 2.0
 
 _CALM = 3.0
 """Largest score of the norms of ordinary gradients."""
-
-_FEWEST_GROUPS = 2
-"""Smallest number of groups of gradients that are ordinary together."""
 
 
 def scaled_outside(evidence: CauseEvidence) -> Cause | None:
@@ -51,11 +53,12 @@ def scaled_loss(evidence: CauseEvidence) -> Cause | None:
         if blamed.is_judged(number) and usual >= least
     )
     rise = blamed.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
-    if not rises or not rise >= _MULTIPLIED:
+    if not rises or not rise >= _SCALED:
         return None
-    middle = rises[len(rises) // 2]
-    is_uniform = rises[0] > middle / _UNIFORM and rises[-1] < middle * _UNIFORM
-    if not is_uniform or not 1 / 5 <= middle / rise <= 5:
+    middle, num_odd = rises[len(rises) // 2], int(_ODD * len(rises))
+    low, high = rises[num_odd], rises[-1 - num_odd]
+    is_uniform = low > middle / _UNIFORM and high < middle * _UNIFORM
+    if not is_uniform or not 1 / _LIKE_THE_LOSS <= middle / rise <= _LIKE_THE_LOSS:
         return None
     return Cause(
         "loss",
@@ -71,7 +74,7 @@ def has_ordinary_gradients(evidence: CauseEvidence) -> bool:
     scores = [*blamed.scores, evidence.now.scores.global_norm]
     judged = [score for score in scores if not math.isnan(score)]
     is_calm = bool(judged) and max(map(abs, judged)) < _CALM
-    return evidence.kind == "loss_spike" and is_calm and len(blamed.scores) >= _FEWEST_GROUPS
+    return evidence.kind == "loss_spike" and is_calm
 
 
 def vanished(evidence: CauseEvidence) -> Cause | None:

@@ -27,6 +27,15 @@ _JUMP = 10.0
 def rate_jump(evidence: CauseEvidence) -> Cause | None:
     """Find a jump of the learning rate, or a negative rate, in this step or shortly before."""
     steps = [evidence.now] if evidence.kind == "learning_rate_spike" else evidence.before
+    return _rate_of(steps)
+
+
+def raised_rate(evidence: CauseEvidence) -> Cause | None:
+    """Find a learning rate that has jumped some time ago, and is as high since then."""
+    return None if evidence.raised is None else _rate_of([evidence.raised])
+
+
+def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
     for each in steps:
         if each.scores.lowest_rate < 0:
             return Cause(

@@ -53,12 +53,15 @@ class StepKinds:
         self._since_fall = _QUIET_STEPS
         self._course, self._norms = course, NormCourse()
         self._of_norm: Shift | None = None
+        self._is_ruined = False
         self._of_course: CourseKind | None = None
 
     def follow(self, numbers: StepNumbers, scores: StepScores, *, applied: bool) -> None:
         """Include a step. Call this once for each step, before `shared` and `own`."""
         self._of_course = self._course.add(numbers.loss, counts=applied)
         norm = numbers.global_norm
+        # The step has told nobody that its update was to be skipped.
+        self._is_ruined = norm is not None and not math.isfinite(norm)
         self._of_norm = self._norms.add(norm) if applied and norm is not None else None
         self.rate_rise = self._rates.add(
             scores.learning_rate, scores.ordinary_rate, applied=applied
@@ -97,6 +100,7 @@ class StepKinds:
         step, state, forward = scores
         has_changed = state.highest > STATE_LIMIT or state.num_bad > 0
         kinds: dict[Kind, bool] = {
+            "gradient_not_finite": self._is_ruined,
             # Each rank has a schedule of its own.
             "learning_rate_spike": self.rate_rise is not None or step.lowest_rate < 0,
             "state_spike": has_changed,

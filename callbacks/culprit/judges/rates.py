@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
-_LEAST_RISE = 5.0
+LEAST_RISE = 5.0
 """Smallest ratio of a learning rate to all rates before the rise that is an anomaly."""
 
 _FEWEST_UPDATES = 5
@@ -65,8 +65,8 @@ class RateCourse:
         elif rising >= _WARM_UP:
             before = self._recent[0]
         found = None
-        if self._num_updates >= _FEWEST_UPDATES and 0 < _LEAST_RISE * before <= rate:
-            is_jump = rate >= _LEAST_RISE * self._highest
+        if self._num_updates >= _FEWEST_UPDATES and 0 < LEAST_RISE * before <= rate:
+            is_jump = rate >= LEAST_RISE * self._highest
             num_steps = rising if self._before_rise > 0 else _SPAN
             found = RateRise(before, rate, 1 if is_jump else num_steps)
         if applied:

@@ -199,6 +199,61 @@ def test_running_statistics():
     assert cause("state_spike", rank={"buffers": ("mask",)}).name == "buffer_changed"
 
 
+def test_inputs_of_a_normalization_that_have_grown():
+    """They raise the variance by the square of what they raise the mean by."""
+    mean, variance = (f"h.1.norm.running_{name}" for name in ("mean", "var"))
+    grown = (state("buffer", variance, 60.0), state("buffer", mean, 7.0))
+    found = cause("state_spike", rank={"states": grown})
+
+    assert (found.name, found.tensors) == ("activation", ("h.1.norm",))
+    assert "what h.1.norm receives is about" in found.explanation
+    for odd in ((state("buffer", variance, 60.0),), (grown[0], state("buffer", mean, 60.0))):
+        assert cause("state_spike", rank={"states": odd}).name == "batch_norm"
+
+
+def test_gradients_that_are_not_finite_in_an_applied_update():
+    """Nothing but the backward has made them, if the loss is finite."""
+    steps = trace({"num_moved": 8})
+    found = cause("gradient_not_finite", steps, global_norm=NAN)
+
+    assert (found.name, found.is_in_layer) == ("gradient", False)
+    assert "the loss is finite, the global norm of the gradients is not" in found.explanation
+    skipped = trace({}, applied=False)
+    assert cause("gradient_not_finite", skipped, global_norm=NAN).name == "unknown"
+
+
+def test_gradients_of_weights_that_are_not_finite_by_themselves():
+    """A weight's gradient goes nowhere, so those of others are not its consequence."""
+    origin = Origin("gradient", NAMES[2], 0)
+    one = cause("gradient_not_finite", origin=origin, rank={"norms": (1.0, 1.0, NAN)})
+    both = cause("gradient_not_finite", origin=origin, rank={"norms": (NAN, 1.0, NAN)})
+
+    assert (one.name, one.is_in_layer) == ("gradient", True)
+    assert (both.name, both.tensors) == ("gradient", (NAMES[2], NAMES[0]))
+    assert "h.1.weight and 1 other weights became non-finite" in both.explanation
+
+
+def test_an_update_of_gradients_that_nobody_has_measured():
+    """The state of the optimizer may be ruined by them."""
+    ruined = tuple(state(kind, "wte.weight", NAN) for kind in ("weight", "exp_avg"))
+    known = {"states": ruined, "num_weights": 1, "names": (), "norms": (), "usual_norms": ()}
+    found = cause("update_spike", trace({"num_moved": 1}), rank=known)
+
+    assert found.name == "unknown"
+    assert "gradients and" not in found.explanation
+    assert "either the gradients" in found.explanation
+
+
+def test_a_state_that_has_ruined_its_weight():
+    """Where loss and gradients are finite, they have not ruined the state."""
+    states = (state("weight", "wte.weight", NAN), state("square_avg", "wte.weight", NAN))
+    found = cause("state_spike", trace({}), rank={"states": states}, global_norm=1.0)
+
+    assert (found.name, found.tensors) == ("optimizer_state", ("wte.weight",))
+    unknown = cause("state_spike", trace({}), rank={"states": states})
+    assert unknown.name != "optimizer_state"
+
+
 def test_a_weight_that_became_non_finite():
     """Nothing is compared with NaN."""
     found = cause("loss_not_finite", rank={"states": (state("weight", "h.0.weight", NAN),)})

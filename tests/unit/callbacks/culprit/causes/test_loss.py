@@ -23,6 +23,20 @@ def test_a_loss_that_was_multiplied():
     assert cause("spike", trace(HIGH_LOSS), rank=small).name == "loss"
 
 
+def test_what_is_no_factor_in_the_loss():
+    """Gradients must rise as much as the loss, and all of them, but for a few."""
+    alike = {"loss": 30.0, "norms": (9.0, 10.0, 11.0)}
+    assert cause("spike", trace(HIGH_LOSS), rank=alike).name == "loss"
+    root = {**alike, "norms": (3.0, 3.2, 3.4)}
+    assert cause("spike", trace(HIGH_LOSS), rank=root).name != "loss"
+    names = tuple(f"h.{number}.weight" for number in range(20))
+    many = {"names": names, "usual_norms": (1.0,) * 20, "scores": (9.0,) * 20, "loss": 30.0}
+    few = cause("spike", trace(HIGH_LOSS), rank={**many, "norms": (0.1, 300.0, *[10.0] * 18)})
+    assert few.name == "loss"
+    most = cause("spike", trace(HIGH_LOSS), rank={**many, "norms": (*[0.1] * 9, *[10.0] * 11)})
+    assert most.name != "loss"
+
+
 def test_a_factor_outside_of_the_network_explains_statistics_that_have_moved():
     """Running statistics that began at zero rise in the first steps of any training."""
     buffers = {"states": (state("buffer", "bn.running_mean", 9.0),), "factors": (0.5, 500.0)}

@@ -17,6 +17,22 @@ def test_a_rate_far_above_the_rates_before():
     assert cause(steps=trace(high, {}, {}, HIGH_LOSS)).name == "learning_rate"
 
 
+def test_a_rate_that_has_stayed_high():
+    """It explains what nothing measured does, long after its jump."""
+    (jump, *_) = trace({"rate_rise": RateRise(0.001, 0.3, 1)})[-1:]
+    dead = {"dead": ("h.1.weight",)}
+
+    found = cause("zero_gradient", trace({}), rank=dead, raised=jump._replace(step=2))
+
+    assert found.name == "learning_rate"
+    assert found.explanation.startswith("the learning rate of step 2 was 0.3")
+    assert cause("zero_gradient", trace({}), rank=dead).name == "dead_layer"
+    assert jump.rate_lasts(0.3)
+    assert jump.rate_lasts(0.02)
+    assert not jump.rate_lasts(0.001)
+    assert not trace({})[-1].rate_lasts(0.3)
+
+
 def test_a_rate_that_rises_for_several_steps():
     """The sentence says for how many, and the suggestion names the step before the rise."""
     found = cause("learning_rate_spike", trace({"rate_rise": RateRise(0.001, 0.006, 4)}))

@@ -155,6 +155,16 @@ def test_the_course_of_the_loss():
     assert kinds.own(scores()) == []
 
 
+def test_gradients_that_nobody_has_reported_as_not_finite():
+    """A loop that gives its norm, and does its update whatever it is."""
+    kinds = kinds_after(6)
+
+    kinds.follow(numbers(math.nan), ORDINARY, applied=True)
+    assert kinds.own(scores(num_moved=8)) == ["gradient_not_finite", "update_spike"]
+    kinds.follow(numbers(None), ORDINARY, applied=True)
+    assert kinds.own(scores()) == []
+
+
 def test_the_course_of_the_global_norm():
     """A norm that keeps another size is an anomaly, also across a resume."""
     kinds = StepKinds(2.0, LossCourse())
