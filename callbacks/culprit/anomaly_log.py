@@ -324,7 +324,7 @@ class Anomaly:
         elif self.replay_detail == "transient":
             said = (
                 f"{self.num_clean_replays} exact replays did not reproduce it, one of them with "
-                "deterministic kernels: suspect the hardware"
+                "deterministic kernels: code that depends on anything else, or the hardware"
             )
         elif self.replay == "not_reproduced":
             said = f"{exact} did not reproduce it"

@@ -36,6 +36,12 @@ _UPDATE_RISE = 5.0
 """Smallest ratio of the middle weight's update to those of the steps before that is unusual."""
 
 
+_NOT_AGAIN = (
+    "look at code that depends on anything else, such as a counter; if there is none, suspect the "
+    "hardware"
+)
+"""What to do about a fault that three exact replays do not have."""
+
 _VARIANCE = 3.0
 """Largest ratio of the rise of a variance to the square of that of the mean, if both are of inputs
 that have grown."""
@@ -390,7 +396,7 @@ def _replay(evidence: CauseEvidence) -> Cause | None:
             f"the loss is finite, and gradients are not from {evidence.layer} on, in the order of "
             f"the backward{again if transient else ''}",
             "look at hooks and custom backwards of this layer"
-            + (", or suspect the hardware" if transient else ""),
+            + (f"; or {_NOT_AGAIN}" if transient else ""),
             is_in_layer=True,
         )
     if evidence.kind == "gradient_not_finite" and evidence.now.applied and verdict is None:
@@ -402,7 +408,7 @@ def _replay(evidence: CauseEvidence) -> Cause | None:
             f"{evidence.now.step}",
         )
     if transient:
-        return Cause("transient", again.removeprefix("; "), "suspect the hardware")
+        return Cause("transient", again.removeprefix("; "), _NOT_AGAIN)
     return None
 
 

@@ -45,7 +45,8 @@ LINES = {
         (
             "step 7: non-finite gradient in layer a.0 on rank 1: "
             "gradient norm of a.0.weight is inf (usually 0.5), 3 exact replays did not reproduce "
-            "it, one of them with deterministic kernels: suspect the hardware"
+            "it, one of them with deterministic kernels: code that depends on anything else, or "
+            "the hardware"
         ),
     ),
     "not reproduced, later weights": (

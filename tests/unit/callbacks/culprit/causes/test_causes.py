@@ -319,7 +319,7 @@ def test_verdicts_of_a_replay():
 
     assert (outside.name, outside.micro_batch) == ("loss", 1)
     assert (gradient.name, gradient.is_in_layer) == ("gradient", True)
-    assert "suspect the hardware" in gradient.suggestion
+    assert "if there is none, suspect the hardware" in gradient.suggestion
     assert cause("loss_not_finite", **transient).name == "transient"
     assert cause("gradient_not_finite", layer="h.1").suggestion.endswith("of this layer")
 
