@@ -82,7 +82,8 @@ class LossCourse:
     """Tell from the losses of a rank so far whether the next one has left their course.
 
     A spike is a loss far above what is expected, by its own deviation and by that of its logarithm,
-    and a drop is one far below, or below zero where no loss has been. A shift is a loss that stays
+    or half as far in a step whose global norm has risen as far, and a drop is one far below, or
+    below zero where no loss has been. A shift is a loss that stays
     above what was expected before, for three or six steps in a row.
     What is expected is the median of the last five losses, and the deviation follows from the
     distances of 64 losses from what was expected of them, so the run's own noise decides. That the
@@ -98,11 +99,14 @@ class LossCourse:
         self._plain = _Series(lambda expected: _PRIOR * abs(expected))
         self._log = _Series(lambda _: _LOG_PRIOR)
 
-    def add(self, loss: float, *, counts: bool = True) -> CourseKind | None:
+    def add(
+        self, loss: float, *, norm_score: float = math.nan, counts: bool = True
+    ) -> CourseKind | None:
         """Judge a loss, and include it in the course.
 
         Args:
             loss: Loss of a step. One that is not finite is ignored.
+            norm_score: Score of its global norm, see `NormCourse`.
             counts: Whether the update was applied. Otherwise the loss is not included.
         """
         self.shift = None
@@ -111,7 +115,7 @@ class LossCourse:
             return None
         log = math.log(loss) if loss > 0 else math.nan
         found: CourseKind | None = None
-        factor = _EARLY_FACTOR if self._plain.num_distances < _EARLY else 1.0
+        factor = self._plain.early_factor
         self.score = self._plain.score(loss)
         score = self.score / factor
         is_positive = not math.isnan(log) and self._log.num_distances > 0
@@ -120,7 +124,8 @@ class LossCourse:
             log_score = -math.inf
         if self._plain.num_distances < _FEWEST_LOSSES - 1:
             score = math.nan
-        if score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive):
+        is_far = score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive)
+        if is_far or (score > LOSS_LIMIT / 2 and norm_score > LOSS_LIMIT / 2):
             found = "loss_spike"
         elif score < _DROP and log_score < _LOG_DROP and loss < _DROPPED * self.expected:
             found = "loss_drop"
@@ -153,11 +158,26 @@ class NormCourse:
     """Tell whether the global norm of the gradients has a new size, and not in a single step."""
 
     def __init__(self) -> None:
+        self.score = math.nan
+        """Deviations of the logarithm of the last norm from what was expected; NaN if unknown."""
         self._log = _Series(lambda _: _NORM_PRIOR)
 
-    def add(self, norm: float) -> Shift | None:
-        """Include the global norm of an applied update, and return its shift if it has one."""
-        if not 0 < norm < math.inf:
+    def add(self, norm: float | None, *, counts: bool = True) -> Shift | None:
+        """Judge a global norm, and include it in the course.
+
+        Args:
+            norm: Global norm of a step; ``None`` if it is unknown.
+            counts: Whether the update was applied. Otherwise the norm is not included.
+
+        Returns:
+            Its shift; ``None`` if it has none.
+        """
+        self.score = math.nan
+        if norm is None or not 0 < norm < math.inf:
+            return None
+        if self._log.num_distances >= _FEWEST_LOSSES - 1:
+            self.score = self._log.score(math.log(norm)) / self._log.early_factor
+        if not counts:
             return None
         self._log.add(math.log(norm))
         number, limit = _NORM_SHIFT
@@ -214,6 +234,11 @@ class _Series:
     def num_distances(self) -> int:
         """Number of known distances."""
         return len(self._distances)
+
+    @property
+    def early_factor(self) -> float:
+        """How many times larger a spike must be, because little is known."""
+        return _EARLY_FACTOR if self.num_distances < _EARLY else 1.0
 
     def expected(self, number: int) -> float:
         """Return what was expected before the last `number` values; NaN without values."""

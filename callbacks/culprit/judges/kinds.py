@@ -58,11 +58,13 @@ class StepKinds:
 
     def follow(self, numbers: StepNumbers, scores: StepScores, *, applied: bool) -> None:
         """Include a step. Call this once for each step, before `shared` and `own`."""
-        self._of_course = self._course.add(numbers.loss, counts=applied)
         norm = numbers.global_norm
+        self._of_norm = self._norms.add(norm, counts=applied)
+        self._of_course = self._course.add(
+            numbers.loss, norm_score=self._norms.score, counts=applied
+        )
         # The step has told nobody that its update was to be skipped.
         self._is_ruined = norm is not None and not math.isfinite(norm)
-        self._of_norm = self._norms.add(norm) if applied and norm is not None else None
         self.rate_rise = self._rates.add(
             scores.learning_rate, scores.ordinary_rate, applied=applied
         )

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mfwrap.callbacks.culprit.judges.course import LossCourse, NormCourse, Shift
+from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT, LossCourse, NormCourse, Shift
 
 
 def found(losses, course=None):
@@ -128,6 +128,30 @@ def test_a_rise_in_a_run_that_learns():
     losses = [0.94**step + 0.01 * (-1) ** step for step in range(20)]
 
     assert found([*losses, 0.9]) == [(21, "loss_spike")]
+
+
+@pytest.mark.parametrize(("norm_score", "is_spike"), [(5.0, True), (3.0, False), (math.nan, False)])
+def test_a_loss_that_rises_with_its_gradients(norm_score, is_spike):
+    """Half as far is enough, if the global norm says so, too."""
+    course = LossCourse()
+    assert found(noisy(3.0, 60), course) == []
+
+    kind = course.add(3.9, norm_score=norm_score)
+
+    assert LOSS_LIMIT / 2 < course.score < LOSS_LIMIT
+    assert kind == ("loss_spike" if is_spike else None)
+
+
+def test_the_score_of_a_norm():
+    """Nothing is known at first, less in the first steps, and nothing of a norm that is unknown."""
+    course, scores = NormCourse(), []
+    for norm in [*noisy(2.0, 20), 8.0, None, 8.0]:
+        course.add(norm, counts=norm != 8.0)
+        scores.append(course.score)
+
+    assert all(math.isnan(score) for score in [*scores[:3], scores[21]])
+    assert max(map(abs, scores[3:20])) < 3
+    assert scores[20] == scores[22] > 5
 
 
 def test_spikes_again_and_again():
