@@ -379,6 +379,18 @@ def _of_gradient(origin: Origin) -> str:
     return f"the backward of the code in {where} behind {origin.beside} {made}"
 
 
+def _applied_gradients(evidence: CauseEvidence) -> Cause | None:
+    knows_more = evidence.origin or evidence.verdict or evidence.layer
+    if evidence.kind != "gradient_not_finite" or knows_more or not evidence.now.applied:
+        return None
+    return Cause(
+        "gradient",
+        "the loss is finite, the global norm of the gradients is not, and the update was applied",
+        "look at hooks and custom backwards, and go back to a checkpoint from before step "
+        f"{evidence.now.step}",
+    )
+
+
 def _replay(evidence: CauseEvidence) -> Cause | None:
     verdict = evidence.verdict
     if verdict is not None and verdict.result == "not_covered":
@@ -398,14 +410,6 @@ def _replay(evidence: CauseEvidence) -> Cause | None:
             "look at hooks and custom backwards of this layer"
             + (f"; or {_NOT_AGAIN}" if transient else ""),
             is_in_layer=True,
-        )
-    if evidence.kind == "gradient_not_finite" and evidence.now.applied and verdict is None:
-        return Cause(
-            "gradient",
-            "the loss is finite, the global norm of the gradients is not, and the update was "
-            "applied",
-            "look at hooks and custom backwards, and go back to a checkpoint from before step "
-            f"{evidence.now.step}",
         )
     if transient:
         return Cause("transient", again.removeprefix("; "), _NOT_AGAIN)
@@ -496,6 +500,7 @@ _RULES: tuple[Callable[[CauseEvidence], Cause | None], ...] = (
     _grown_weight,
     scaled_outside,
     vanished,
+    _applied_gradients,
     _buffers,
     _non_finite,
     _replay,

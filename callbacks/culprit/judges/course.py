@@ -21,11 +21,15 @@ LOSS_LIMIT, _LOG_LIMIT = 7.5, 5.0
 _SHIFTS = ((3, 4.0), (6, 2.0))
 """Numbers of steps in a row, and the smallest score of each of them, that are a lasting shift."""
 
+_SHIFT_ENDS = 20
+"""Number of steps after a shift from which on another one needs twice the deviations: a run whose
+tasks become harder has one after the other."""
+
 _PRIOR, _LOG_PRIOR = 0.2, 0.2
 """Deviations that are assumed before there are values: as a share of the loss, and of its
 logarithm. They fade with the number of values, to the shares below."""
 
-_LEAST = 0.15
+_LEAST = 0.05
 """Least share of the prior that is left."""
 
 _FEWEST_LOSSES = 3
@@ -34,7 +38,7 @@ _FEWEST_LOSSES = 3
 _EARLY, _EARLY_FACTOR = 8, 3.0
 """Number of distances up to which a spike must be that many times larger."""
 
-_FADES_AFTER = 3.0
+_FADES_AFTER = 1.5
 """Number of values after which half of the prior is left."""
 
 _SECOND = 0.55
@@ -51,7 +55,7 @@ ratio of the loss to what was expected."""
 CourseKind = Literal["loss_spike", "loss_drop", "loss_shift"]
 
 
-_NORM_PRIOR, _NORM_SHIFT, _NORM_RATIO = 0.5, (3, 3.0), 4.0
+_NORM_PRIOR, _NORM_SHIFT, _NORM_RATIO = 0.5, (3, 3.0), 8.0
 """The prior and a shift of the logarithm of the global norm, and the smallest factor of such a
 shift. Unlike a loss, a norm may also shift to less."""
 
@@ -98,6 +102,7 @@ class LossCourse:
         are unknown."""
         self._plain = _Series(lambda expected: _PRIOR * abs(expected))
         self._log = _Series(lambda _: _LOG_PRIOR)
+        self._num_shifts, self._since_shift = 0, _SHIFT_ENDS
 
     def add(
         self, loss: float, *, norm_score: float = math.nan, counts: bool = True
@@ -121,7 +126,8 @@ class LossCourse:
         is_positive = not math.isnan(log) and self._log.num_distances > 0
         log_score = self._log.score(log) / factor if is_positive else math.nan
         if loss < 0 < self._log.num_distances == self._plain.num_distances:
-            log_score = -math.inf
+            # However little is known, the sign is.
+            score, log_score = self.score, -math.inf
         if self._plain.num_distances < _FEWEST_LOSSES - 1:
             score = math.nan
         is_far = score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive)
@@ -134,23 +140,32 @@ class LossCourse:
             if not math.isnan(log):
                 self._log.add(log)
             self.shift = self._shift()
+            self._since_shift = self._since_shift + 1 if self.shift is None else 0
+            self._num_shifts += self._since_shift == _SHIFT_ENDS
         return "loss_shift" if found is None and self.shift is not None else found
 
     def _shift(self) -> Shift | None:
         for number, limit in _SHIFTS:
             last = self._plain.last(number)
-            if last is not None and last.lowest > limit and last.num_before >= _FEWEST:
+            least = limit * 2**self._num_shifts
+            if last is not None and last.lowest > least and last.num_before >= _FEWEST:
                 return Shift("loss", last.expected, last.middle, number)
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the course, ready for JSON."""
-        return {"plain": self._plain.state_dict(), "log": self._log.state_dict()}
+        return {
+            "plain": self._plain.state_dict(),
+            "log": self._log.state_dict(),
+            "num_shifts": self._num_shifts,
+            "since_shift": self._since_shift,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
         self._plain.load_state_dict(state["plain"])
         self._log.load_state_dict(state["log"])
+        self._num_shifts, self._since_shift = state["num_shifts"], state["since_shift"]
 
 
 @final

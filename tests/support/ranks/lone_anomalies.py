@@ -60,7 +60,7 @@ LONE: dict[str, tuple[Scores, float]] = {
 """Scores and loss with which one rank alone finds an anomaly, by its kind."""
 
 
-_SHIFTS = {"loss_shift": {"loss": 1.2}, "norm_shift": {"global_norm": 0.01}}
+_SHIFTS = {"loss_shift": {"loss": 1.06}, "norm_shift": {"global_norm": 0.01}}
 """Numbers that a rank has from a step on."""
 
 

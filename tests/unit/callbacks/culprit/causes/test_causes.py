@@ -218,6 +218,8 @@ def test_gradients_that_are_not_finite_in_an_applied_update():
 
     assert (found.name, found.is_in_layer) == ("gradient", False)
     assert "the loss is finite, the global norm of the gradients is not" in found.explanation
+    ruined = {"buffers": ("bn.running_mean",)}
+    assert cause("gradient_not_finite", steps, rank=ruined, global_norm=NAN).name == "gradient"
     skipped = trace({}, applied=False)
     assert cause("gradient_not_finite", skipped, global_norm=NAN).name == "unknown"
 
