@@ -177,6 +177,11 @@ class NormCourse:
         """Deviations of the logarithm of the last norm from what was expected; NaN if unknown."""
         self._log = _Series(lambda _: _NORM_PRIOR)
 
+    @property
+    def num_distances(self) -> int:
+        """Number of known distances of norms from what was expected of them."""
+        return self._log.num_distances
+
     def add(self, norm: float | None, *, counts: bool = True) -> Shift | None:
         """Judge a global norm, and include it in the course.
 

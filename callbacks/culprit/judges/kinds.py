@@ -28,6 +28,10 @@ _QUIET_STEPS = 50
 """Number of steps after a vanishing gradient in which another one is no anomaly. Batches from which
 nothing is to be learned may be ordinary, as in reinforcement learning."""
 
+_FEWEST_NORMS, _EARLY_FACTOR = 4, 60.0
+"""Number of distances of norms before a rise to less than so many times the usual one is a spike.
+The first gradients may be small by chance."""
+
 _FEW_UPDATES = 2
 """Number of updates in a row that must be too large together, wherever their size comes from."""
 
@@ -89,7 +93,10 @@ class StepKinds:
             is_first, self._since_fall = self._since_fall > _QUIET_STEPS, 0
             if is_first:
                 return "vanishing_gradient"
-        is_high = norm is not None and norm > self._spike_factor * usual
+        factor = self._spike_factor
+        if self._norms.num_distances < _FEWEST_NORMS:
+            factor = max(factor, _EARLY_FACTOR)
+        is_high = norm is not None and norm > factor * usual
         if is_high and score > LIMITS["global_norm"]:
             return "spike"
         return None

@@ -86,10 +86,18 @@ def test_two_updates_as_large_as_the_weights(ratios, is_found):
 @pytest.mark.parametrize(("norm", "is_spike"), [(1.9, False), (2.1, True), (None, False)])
 def test_a_spike_is_far_above_the_usual_norm_in_two_ways(norm, is_spike):
     """By its score, and by its ratio to the usual norm."""
-    kinds = StepKinds(2.0, LossCourse())
+    kinds = kinds_after(6)
     found = kinds.shared(numbers(norm), scores(global_norm=9.0))
     assert found == ("spike" if is_spike else None)
     assert kinds.shared(numbers(norm), scores(global_norm=7.0)) is None
+
+
+@pytest.mark.parametrize(("num_steps", "norm"), [(2, 61.0), (4, 61.0), (5, 2.1)])
+def test_a_spike_among_the_first_norms(num_steps, norm):
+    """One of them may have been small by chance."""
+    far = scores(global_norm=20.0)
+    assert kinds_after(num_steps).shared(numbers(norm), far) == "spike"
+    assert kinds_after(min(num_steps, 4)).shared(numbers(59.0), far) is None
 
 
 @pytest.mark.parametrize(
