@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.judges.settings import listed
+from mfwrap.callbacks.culprit.judges.step import EXPERT
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
 from mfwrap.compatibility.torch import BatchNorm
-from mfwrap.tensors.wrappers import trainable, unwrapped_network
+from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
 
 _FEWEST_ALIKE = 3
 """Smallest number of weights of the same role and shape that are compared."""
@@ -29,6 +31,9 @@ _ODD_LOSS = 3.0
 _ZERO_STEPS = 3
 """Number of updates in a row with a learning rate of zero that are odd: a warm-up begins with one,
 and a schedule may end with another."""
+
+_UPDATES = 10
+"""Number of updates after which each trained weight must have had a gradient."""
 
 _RECENT = 3
 """Number of steps in which a change of weights may show."""
@@ -82,8 +87,9 @@ class RunNotes:
     """Compare a run with what is so in any run, and say once what is not.
 
     Before the first step, sizes of weights of the same role and shape. In the first step, the mode
-    of the network, and its loss beside that of guessing. In all steps, settings that change,
-    weights that change between two steps, and a learning rate of zero.
+    of the network, and its loss beside that of guessing. After ten updates, weights without a
+    gradient. In all steps, settings that change, weights that change between two steps, and a
+    learning rate of zero.
 
     Args:
         network: Network with or without wrappers; ``None`` if unknown.
@@ -95,7 +101,7 @@ class RunNotes:
         self._judges = judges
         self._said: set[str] = set()
         self._changed: tuple[int, tuple[str, ...]] = (-_RECENT, ())
-        self._num_zero_rates = 0
+        self._num_zero_rates = self._num_updates = 0
         self._is_first = step == 0 and network is not None
         self._network = None if network is None else unwrapped_network(network)
         self._odd_weight: tuple[str, str] | None = None
@@ -169,6 +175,9 @@ class RunNotes:
         if not (numbers.overflow or numbers.skipped):
             is_zero = scores.step.learning_rate == 0
             self._num_zero_rates = self._num_zero_rates + 1 if is_zero else 0
+            self._num_updates += 1
+            if self._num_updates == _UPDATES and self._network is not None:
+                notes += _unreached(numbers, self._network, judgement.optimizer)
         if self._num_zero_rates == _ZERO_STEPS:
             said = f"the learning rate of the last {_ZERO_STEPS} updates was zero"
             look = "look at the schedule: it may have ended before the training"
@@ -187,6 +196,27 @@ def _note(
         suggestion=suggestion,
         name=name,
     )
+
+
+def _unreached(numbers: StepNumbers, network: nn.Module, optimizer: Any) -> list[Note]:
+    """Return a note of the weights that the optimizer has, and that have had no gradient."""
+    optimizer = unwrapped_optimizer(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        return []
+    known = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    # An expert has no gradient until a token is sent to it.
+    weights = {
+        name: weight
+        for name, weight in trainable(network).items()
+        if id(weight) in known and EXPERT.search(name) is None
+    }
+    empty = [name for name, weight in weights.items() if not optimizer.state.get(weight)]
+    # Some optimizers have no state.
+    if not 0 < len(empty) < len(weights):
+        return []
+    others = f" and {len(empty) - 1} other trained weights have" if len(empty) > 1 else " has"
+    said = f"{empty[0]}{others} had no gradient in {_UPDATES} updates"
+    return [_note(numbers, "no_gradient", said, "look at what uses them", empty[0])]
 
 
 def _odd_weight(

@@ -37,7 +37,7 @@ _FEWEST_QUIET = 3
 _MANY_STEPS = 50
 """Number of steps after a change from outside in which another one is no anomaly."""
 
-_EXPERT = re.compile(r"\bexperts?\.\d+\b")
+EXPERT = re.compile(r"\bexperts?\.\d+\b")
 """Matches names of weights of one expert, which gets no gradient in a step without tokens."""
 
 
@@ -199,7 +199,7 @@ class StepJudge:
         self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
         self._longest_zeros = torch.zeros_like(self._zero_steps)
-        watched = [_EXPERT.search(name) is None and name not in scalars for name in names]
+        watched = [EXPERT.search(name) is None and name not in scalars for name in names]
         self._is_watched = torch.tensor(watched, dtype=torch.bool).to(device)
 
     @torch.no_grad()

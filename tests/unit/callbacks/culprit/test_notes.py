@@ -38,7 +38,14 @@ def tokens(step):
     return {"input_ids": drawn, "labels": drawn}
 
 
-def notes_of(folder, network, change=None, num_steps=12, **settings):
+def notes_of(
+    folder,
+    network,
+    change=None,
+    num_steps=12,
+    optimizer_class=torch.optim.AdamW,
+    **settings,
+):
     """Train a network, and return the notes of the run.
 
     Args:
@@ -46,9 +53,10 @@ def notes_of(folder, network, change=None, num_steps=12, **settings):
         network: Network that takes `tokens`.
         change: Called before each step, with its number, and the network and the optimizer.
         num_steps: Number of steps.
-        settings: Settings of AdamW.
+        optimizer_class: Class of the optimizer.
+        settings: Its settings.
     """
-    optimizer = torch.optim.AdamW(network.parameters(), **{"lr": 1e-3, **settings})
+    optimizer = optimizer_class(network.parameters(), **{"lr": 1e-3, **settings})
     loop = SimpleNamespace(network=network, optimizer=optimizer)
     cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True)
     with LoopMonitor(cell, folder) as monitor:
@@ -191,3 +199,25 @@ def test_a_network_that_is_unknown():
     (note,) = found[2]
     assert json.loads(json.dumps(note.as_record()))["kind"] == "note"
     assert str(note).startswith("step 1: note: the learning rate of the last 3 updates was zero; ")
+
+
+def test_weights_that_nothing_uses(tmp_path):
+    """They are noted after ten updates."""
+    network = language_model().train()
+    network.unused = torch.nn.Linear(2, 2)
+    (note,) = notes_of(tmp_path, network)
+
+    said = "unused.weight and 1 other trained weights have had no gradient in 10 updates"
+    assert (note["step"], note["cause"], note["explanation"]) == (10, "no_gradient", said)
+    assert note["name"] == "unused.weight"
+
+
+def test_an_optimizer_without_a_state(tmp_path):
+    """Nothing is known of its gradients, and an expert may wait for its tokens."""
+    network = language_model().train()
+    network.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    assert notes_of(tmp_path / "adamw", network) == []
+
+    plain = language_model().train()
+    plain.unused = torch.nn.Linear(2, 2)
+    assert notes_of(tmp_path / "sgd", plain, optimizer_class=torch.optim.SGD) == []
