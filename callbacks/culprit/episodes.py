@@ -30,6 +30,9 @@ _FEWEST_HIGH = 5
 _HIGH = 1.5
 """Smallest ratio of the loss of a finite anomaly to the usual one that is followed from there."""
 
+_DIVERGED = 1.2
+"""Smallest ratio of a loss that has diverged to the usual one before."""
+
 DIVERGED = "diverged"
 _AFTER_DIVERGING = (
     "go back to a checkpoint from before this step, and look at what has changed there: the data, "
@@ -128,8 +131,11 @@ class OpenEpisode:
         """Whether the loss has left its course, and has not come back half way since."""
         if len(self.last_losses) < _FEWEST_HIGH or self.loss_level is None:
             return False
+        least = self.loss_level
+        if self.usual_loss is not None and self.usual_loss > 0:
+            least = max(least, _DIVERGED * self.usual_loss)
         # Of non-finite losses, the median is NaN or infinite.
-        return not statistics.median(self.last_losses) <= self.loss_level
+        return not statistics.median(self.last_losses) <= least
 
     def has_ended_before(self, step: int) -> bool:
         """Tell whether too many good steps in a row have come before a step."""

@@ -268,3 +268,15 @@ def test_a_spike_of_the_norm_with_a_loss_that_stays(kind, usual, has_diverged):
     """The loss of a finite anomaly is followed if it is clearly above the usual one."""
     end = ended(*[5.5] * 8, first=anomaly(20, kind, usual_loss=usual, usual_global_norm=0.1))
     assert (end is not None and end.has_diverged) is has_diverged
+
+
+@pytest.mark.parametrize(("loss", "has_diverged"), [(2.3, False), (2.5, True)])
+def test_a_loss_that_stays_little_higher(loss, has_diverged):
+    """It has left its course, and that is no divergence."""
+    episodes = Episodes(10)
+    shift = anomaly(20, "loss_shift", usual_loss=2.0, since=18)
+    episodes.add(shift, loss, is_shared=False)
+    for step in range(21, 29):
+        assert episodes.pass_over(numbers(step, loss)) is None
+
+    assert episodes.end().has_diverged is has_diverged
