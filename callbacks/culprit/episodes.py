@@ -39,6 +39,12 @@ _AFTER_DIVERGING = (
     "the loss or the rate"
 )
 
+_USUAL_CAUSES = frozenset({UNKNOWN_CAUSE, DIVERGED, "data", "rank_data"})
+"""Causes that may be of the run's own nature."""
+
+_BACK = 5
+"""Number of steps after an episode in which numbers that are usual again seem unusual."""
+
 _REFINED = ("cause", "explanation", "suggestion", "layer", "where", "name")
 """Fields of a later anomaly that complete the record of an episode whose cause was unknown."""
 
@@ -219,6 +225,16 @@ class Episodes:
         is_alike = is_shared == episode.is_shared or episode.kind not in NON_FINITE
         reach = 1 if episode.kind in NON_FINITE else _GAP
         return gap <= reach and (is_alike or kind not in NON_FINITE)
+
+    def explain(self, step: int) -> bool:
+        """Tell whether a fault with a known cause explains unusual numbers of a step.
+
+        Unusual data are no such fault: data have rows like these again.
+        """
+        episode = self.last
+        if episode is None or episode.cause in _USUAL_CAUSES:
+            return False
+        return step <= episode.last_step + _BACK
 
     def add(
         self, anomaly: Anomaly, loss: float, *, is_shared: bool

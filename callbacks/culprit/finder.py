@@ -157,6 +157,16 @@ class CulpritFinder:
             return self._lone_loss(step, own, [own])
         return self._finite(kinds, step) if kinds else None
 
+    def forget(self, step: int) -> None:
+        """Forget how unusual a step was, if that has a known cause.
+
+        What a fault has done to the numbers is not the run's own noise, in which a later fault
+        would be lost. Call it for each step, after `episodes` has it.
+        """
+        if self.episodes.explain(step):
+            self.judges.forget()
+            self._kinds.forget()
+
     def _overflow(self, step: _HostStep) -> Anomaly | None:
         numbers = step.numbers
         own = self._own_evidence("gradient_not_finite", step)

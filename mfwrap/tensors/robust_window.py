@@ -106,6 +106,13 @@ class RobustWindow:
         self._distances = _shifted(self._distances, distances, enters & _is_finite(distances))
         self._expect()
 
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Forget how far the last value of each series was from what was expected of it."""
+        oldest = torch.full_like(self._distances[:, :1], torch.nan)
+        self._distances = torch.cat((oldest, self._distances[:, :-1]), dim=1)
+        self._expect()
+
     def _expect(self) -> None:
         self.expected = _Sorted(self._values).quantile(0.5)
         distances = _Sorted(self._distances)

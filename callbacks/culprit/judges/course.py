@@ -144,6 +144,11 @@ class LossCourse:
             self._num_shifts += self._since_shift == _SHIFT_ENDS
         return "loss_shift" if found is None and self.shift is not None else found
 
+    def forget(self) -> None:
+        """Forget how far the last loss was from what was expected of it."""
+        self._plain.forget()
+        self._log.forget()
+
     def _shift(self) -> Shift | None:
         for number, limit in _SHIFTS:
             last = self._plain.last(number)
@@ -208,6 +213,10 @@ class NormCourse:
         if not is_far or abs(last.nearest - last.expected) < math.log(_NORM_RATIO):
             return None
         return Shift("global norm", math.exp(last.expected), math.exp(last.middle), number)
+
+    def forget(self) -> None:
+        """Forget how far the last norm was from what was expected of it."""
+        self._log.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the course, ready for JSON."""
@@ -288,6 +297,11 @@ class _Series:
         if self._values:
             self._distances.append(value - self.expected(0))
         self._values.append(value)
+
+    def forget(self) -> None:
+        """Forget the distance of the last value."""
+        if self._distances:
+            self._distances.pop()
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": list(self._values), "distances": list(self._distances)}

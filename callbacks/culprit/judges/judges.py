@@ -201,6 +201,12 @@ class Judges:
         summary = torch.cat([judged.summary, unknown, forward])
         return Judgement(judged, summary, optimizer, self.forward.last)
 
+    def forget(self) -> None:
+        """Forget how far the numbers of the last step were from the usual ones."""
+        self.course.forget()
+        if self._steps is not None:
+            self._steps.forget()
+
     def _sample_updates(self) -> None:
         """Follow the weights, if others are trained now or if they have moved to other memory."""
         if self._network is None:

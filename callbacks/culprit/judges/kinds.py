@@ -127,6 +127,10 @@ class StepKinds:
         }
         return [kind for kind, is_found in kinds.items() if is_found]
 
+    def forget(self) -> None:
+        """Forget how far the norm of the last step was from the usual one."""
+        self._norms.forget()
+
     def shift(self, kind: Kind) -> Shift | None:
         """Return the shift that is an anomaly of this kind; ``None`` for other kinds."""
         if kind == "norm_shift":

@@ -298,6 +298,10 @@ class StepJudge:
             travel=self._travel,
         )
 
+    def forget(self) -> None:
+        """Forget how far the numbers of the last step were from the usual ones."""
+        self._window.forget()
+
     def begin_travel(self) -> None:
         """Add up the updates of the weights from here on."""
         self._travel = torch.zeros_like(self._travel)

@@ -145,6 +145,20 @@ def test_a_second_jump_makes_jumps_ordinary() -> None:
     assert scores[-1] < 4
 
 
+def test_what_is_forgotten_was_no_jump() -> None:
+    """The deviation is that of a window without the distance; the value counts as before."""
+    window, kept = (RobustWindow(1, prior=0.5, second=0.27) for _ in range(2))
+    for value in (0.0, 0.1, -0.1, 5.0, 0.1, 5.0, 0.0):
+        window.add(torch.tensor([value]))
+        kept.add(torch.tensor([value]))
+        if value == 5.0:
+            window.forget()
+
+    assert torch.equal(window.expected, kept.expected)
+    assert int(window.num_distances) == int(kept.num_distances) - 2
+    assert float(window.deviation) < float(kept.deviation) / 3
+
+
 def test_a_new_level_is_expected_after_three_values() -> None:
     """A series that stays at a new level is no outlier for long."""
     scores = scores_of([0.0] * 30 + [9.0] * 4)

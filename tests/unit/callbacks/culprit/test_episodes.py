@@ -280,3 +280,16 @@ def test_a_loss_that_stays_little_higher(loss, has_diverged):
         assert episodes.pass_over(numbers(step, loss)) is None
 
     assert episodes.end().has_diverged is has_diverged
+
+
+@pytest.mark.parametrize(
+    ("cause", "explains"), [("setting", True), ("unknown", False), ("data", False)]
+)
+def test_what_a_known_cause_explains(cause, explains):
+    """The steps of its episode, and the few in which usual numbers seem unusual."""
+    episodes = Episodes(10)
+    assert not episodes.explain(19)
+    episodes.add(anomaly(20, cause=cause), 6.0, is_shared=False)
+
+    assert [episodes.explain(step) for step in (20, 25)] == [explains] * 2
+    assert not episodes.explain(26)

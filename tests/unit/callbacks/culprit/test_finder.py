@@ -68,6 +68,37 @@ def test_planted_faults(seed, tmp_path):
         check_record(first[fault.step], fault)
 
 
+def test_a_second_fault_that_is_smaller_than_the_first(tmp_path):
+    """What a fault with a known cause has done is not the noise in which the next one is lost."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=2, n_positions=16)
+    network = GPT2LMHeadModel(config).train()
+    weight = network.transformer.h[0].mlp.c_fc.weight
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, local_norm=True)
+    with LoopMonitor(cell, tmp_path) as monitor:
+        for step in range(1, 45):
+            if step == 20:
+                with torch.no_grad():
+                    network.transformer.wte.weight *= 20
+            if step == 26:
+                with torch.no_grad():
+                    network.transformer.wte.weight /= 20
+            if step == 40:
+                hook = weight.register_hook(lambda gradient: 20 * gradient)
+            rows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
+            cell(input_ids=rows, labels=rows)
+            monitor.end_step()
+            if step == 40:
+                hook.remove()
+
+    begun = [one for one in records_of(tmp_path) if "explanation" in one and one["kind"] != "note"]
+    assert [(one["step"], one["cause"]) for one in begun] == [
+        (20, "weight_changed"),
+        (40, "gradient"),
+    ]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_replay(kind, tmp_path):
     """Without a replay, a record names the layer of a backward fault, not of a forward fault."""

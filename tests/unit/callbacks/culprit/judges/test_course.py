@@ -226,3 +226,21 @@ def test_a_course_of_norms_goes_on_after_a_resume():
 def _of(course):
     found = [course.add(0.1) for _ in range(3)][-1]
     return found.before, found.now
+
+
+def test_what_is_forgotten_is_no_noise():
+    """A spike after forgotten ones is found, of the loss and of the norm."""
+    scores = []
+    for forgets in (True, False):
+        course, norms = LossCourse(), NormCourse()
+        for number, loss in enumerate(noisy(1.0, 60)):
+            is_odd = number in {30, 31, 32}
+            course.add(10.0 if is_odd else loss)
+            norms.add(100.0 if is_odd else loss)
+            if forgets and number >= 30:
+                course.forget()
+                norms.forget()
+        norms.add(50.0)
+        scores.append((course.add(5.0), norms.score > 8))
+
+    assert scores == [("loss_spike", True), (None, False)]
