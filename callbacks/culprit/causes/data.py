@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import (
-    LARGE_UPDATE,
     Cause,
     CauseEvidence,
     has_higher_loss,
     has_moved_far,
     outlier,
 )
-from mfwrap.callbacks.culprit.causes.loss import has_ordinary_gradients
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 
 _TOLERANCE = 0.05
@@ -28,15 +26,21 @@ _SHARE = 0.4
 _ORDINARY_RATIO = 0.05
 """Largest ratio of an update to its weights that does not explain a rise of the loss."""
 
+_LARGE_UPDATE = 2.5
+"""Smallest rise of the updates that may have spoilt the weights."""
 
-def bad_data(evidence: CauseEvidence) -> Cause | None:
+_CALM = 3.0
+"""Largest score of the norms of ordinary gradients."""
+
+
+def bad(evidence: CauseEvidence) -> Cause | None:
     """Find what has raised the loss: the data, or what the program computes with them.
 
     Data are named only where something speaks for them: one rank or micro-batch or a few rows have
     the rise, or the data of the step before have their loss again.
     """
     blamed = evidence.blamed
-    has_moved = any(evidence.rise_of_updates(each) >= LARGE_UPDATE for each in evidence.before)
+    has_moved = any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before)
     if has_moved or not has_higher_loss(blamed):
         return None
     share = _earlier_rise(blamed)
@@ -55,7 +59,7 @@ def bad_data(evidence: CauseEvidence) -> Cause | None:
         )
     has_rows = blamed.search is not None and bool(blamed.search.rows)
     if number is None and not has_rows:
-        is_calm = has_ordinary_gradients(evidence)
+        is_calm = _has_ordinary_gradients(evidence)
         if is_calm or not blamed.earlier_losses:
             return _either(rose, evidence, is_calm=is_calm)
     where = "this step" if number is None else f"micro-batch {number}"
@@ -129,6 +133,15 @@ def _earlier_rise(blamed: RankEvidence) -> float:
     if abs(rise) < _SAME:
         return 0.0
     return math.inf if math.isnan(rise) else rise / max(blamed.loss / blamed.usual_loss - 1, _SAME)
+
+
+def _has_ordinary_gradients(evidence: CauseEvidence) -> bool:
+    """Tell whether the loss has risen, and no gradient has."""
+    blamed = evidence.blamed
+    scores = [*blamed.scores, evidence.now.scores.global_norm]
+    judged = [score for score in scores if not math.isnan(score)]
+    is_calm = bool(judged) and max(map(abs, judged)) < _CALM
+    return evidence.kind == "loss_spike" and is_calm
 
 
 def _is_ordinary(evidence: CauseEvidence) -> bool:

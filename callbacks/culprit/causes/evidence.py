@@ -18,10 +18,6 @@ _FEW_STEPS = 3
 """Number of steps before an anomaly among which an update may be its cause."""
 
 
-LARGE_UPDATE = 2.5
-"""Smallest such ratio that may have spoilt the weights."""
-
-
 class Cause(NamedTuple):
     """Cause of an anomaly in words."""
 
@@ -186,6 +182,11 @@ def outlier(values: Sequence[float]) -> int | None:
         if others and abs(value) > 5 * others[len(others) // 2]:
             return number
     return None
+
+
+def counted(names: Sequence[str], kind: str) -> str:
+    """Name the first of some tensors, and say how many others there are."""
+    return f"{names[0]} and {len(names) - 1} other {kind}" if len(names) > 1 else names[0]
 
 
 def has_higher_loss(rank: RankEvidence) -> bool:

@@ -7,7 +7,7 @@ from mfwrap.callbacks.culprit.judges.forward import LOAD, LOGITS, ForwardRise
 _LARGEST = "the largest attention logit"
 
 
-def forward_cause(evidence: CauseEvidence) -> Cause | None:
+def risen(evidence: CauseEvidence) -> Cause | None:
     """Return the cause of an anomaly that watched attention logits, or loads of experts, explain.
 
     Attention logits that have grown over several steps also explain a later rise of the loss. A
@@ -28,7 +28,7 @@ def forward_cause(evidence: CauseEvidence) -> Cause | None:
     return _logits(first, f"rose {_change(first)} at once") if first.is_alone else None
 
 
-def forward_finding(evidence: CauseEvidence) -> str:
+def finding(evidence: CauseEvidence) -> str:
     """Say which attention logit has risen, if that is the anomaly and its cause is unknown."""
     rises = evidence.blamed.forward if evidence.kind == LOGITS else ()
     first = next((each for each in rises if each.kind == LOGITS), None)

@@ -23,8 +23,9 @@ _SHARE = 0.01
 _ALIKE = 2.0
 """Largest ratio of two losses that are alike but for their sign."""
 
-_CALM = 3.0
-"""Largest score of the norms of ordinary gradients."""
+_OUTSIDE = "look at the code between the network's output and the backward"
+
+_FACTOR = "look for a factor in the loss, such as a wrong reduction or weight"
 
 
 def scaled_outside(evidence: CauseEvidence) -> Cause | None:
@@ -37,12 +38,12 @@ def scaled_outside(evidence: CauseEvidence) -> Cause | None:
     return Cause(
         "loss",
         f"{what} was multiplied before the backward",
-        "look at the code between the network's output and the backward",
+        _OUTSIDE,
         micro_batch=number,
     )
 
 
-def scaled_loss(evidence: CauseEvidence) -> Cause | None:
+def scaled(evidence: CauseEvidence) -> Cause | None:
     """Find a factor in the loss: the gradients of all layers have risen like the loss."""
     blamed = evidence.blamed
     # Small norms vary by large factors.
@@ -63,18 +64,9 @@ def scaled_loss(evidence: CauseEvidence) -> Cause | None:
     return Cause(
         "loss",
         f"the loss and the gradients of all layers are about {rise:.3g} times the usual ones",
-        "look for a factor in the loss, such as a wrong reduction or weight",
+        _FACTOR,
         micro_batch=outlier(blamed.micro_losses),
     )
-
-
-def has_ordinary_gradients(evidence: CauseEvidence) -> bool:
-    """Tell whether the loss has risen, and no gradient has."""
-    blamed = evidence.blamed
-    scores = [*blamed.scores, evidence.now.scores.global_norm]
-    judged = [score for score in scores if not math.isnan(score)]
-    is_calm = bool(judged) and max(map(abs, judged)) < _CALM
-    return evidence.kind == "loss_spike" and is_calm
 
 
 def vanished(evidence: CauseEvidence) -> Cause | None:
@@ -91,7 +83,7 @@ def vanished(evidence: CauseEvidence) -> Cause | None:
         return Cause(
             "loss",
             f"the loss was multiplied by {change:.3g} before the backward",
-            "look at the code between the network's output and the backward",
+            _OUTSIDE,
         )
     if norm == 0:
         return None
@@ -139,7 +131,7 @@ def dropped(evidence: CauseEvidence) -> Cause | None:
     return Cause(
         "loss",
         what,
-        "look for a factor in the loss, such as a wrong reduction or weight",
+        _FACTOR,
         micro_batch=low[0] if low else None,
     )
 
@@ -154,5 +146,5 @@ def _fallen_loss(share: float) -> Cause:
     return Cause(
         "loss",
         f"the loss and all gradients are about {share:.3g} times the usual ones",
-        "look for a factor in the loss, such as a wrong reduction or weight",
+        _FACTOR,
     )

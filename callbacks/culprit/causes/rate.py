@@ -24,13 +24,13 @@ _JUMP = 10.0
 """Largest ratio of an update to the first one, at the same rate, that was too large as well."""
 
 
-def rate_jump(evidence: CauseEvidence) -> Cause | None:
+def jump(evidence: CauseEvidence) -> Cause | None:
     """Find a jump of the learning rate, or a negative rate, in this step or shortly before."""
     steps = [evidence.now] if evidence.kind == "learning_rate_spike" else evidence.before
     return _rate_of(steps)
 
 
-def raised_rate(evidence: CauseEvidence) -> Cause | None:
+def raised(evidence: CauseEvidence) -> Cause | None:
     """Find a learning rate that has jumped some time ago, and is as high since then."""
     return None if evidence.raised is None else _rate_of([evidence.raised])
 

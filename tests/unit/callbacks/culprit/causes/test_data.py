@@ -83,3 +83,30 @@ def test_after_a_large_update_nothing_is_said():
     for losses in ((), ((3.0, 5.9),)):
         found = cause(steps=large, rank={"earlier_losses": losses})
         assert (found.name, found.explanation) == ("unknown", "")
+
+
+def test_bad_data():
+    """The loss rises on the data of a step; on one rank or micro-batch alone, it says so."""
+    calm, high = dataclasses.replace(RANK, rank=1), dataclasses.replace(RANK, loss_score=20.0)
+    losses = {"loss_score": 20.0, "micro_losses": (3.0, 60.0)}
+    alone = cause(others=(calm,), rank=losses)
+    batch = cause(rank={"micro_losses": (3.0, 3.1, 60.0)})
+
+    assert cause().name == cause(others=(dataclasses.replace(high, rank=1),)).name == "data"
+    assert (alone.name, alone.micro_batch) == ("rank_data", 1)
+    assert batch.micro_batch == 2
+
+
+def test_worse_weights_are_no_bad_data():
+    """If the data of the step before have a high loss, too, the weights have become worse."""
+    assert cause(rank={"earlier_losses": ((3.0, 3.1),)}).name == "data"
+    assert cause(rank={"earlier_losses": ((3.0, 5.9),)}).name == "unknown"
+    assert cause(rank={"earlier_losses": ((3.0, NAN),)}).name == "unknown"
+    # The network's loss is a mean, and the loop's a sum.
+    assert cause(rank={"earlier_losses": ((0.3, 0.59),)}).name == "unknown"
+
+
+def test_after_a_large_update_no_data_are_blamed():
+    """The update is not large enough to be an anomaly by itself."""
+    large = {"update_ratio": 3e-3}
+    assert cause(steps=trace({}, {}, {}, large, HIGH_LOSS)).name == "unknown"

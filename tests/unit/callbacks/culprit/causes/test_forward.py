@@ -6,7 +6,7 @@ import pytest
 
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, StepTrace
-from mfwrap.callbacks.culprit.causes.forward import forward_cause
+from mfwrap.callbacks.culprit.causes.forward import risen
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
 from mfwrap.callbacks.culprit.judges.rates import RateRise
 from mfwrap.callbacks.culprit.judges.step import StepScores
@@ -28,7 +28,7 @@ def evidence(kind: str, *rises: ForwardRise, **last: float) -> CauseEvidence:
 
 def found(kind: str, *rises: ForwardRise, **last: float) -> Cause | None:
     """Return what the rule finds."""
-    return forward_cause(evidence(kind, *rises, **last))
+    return risen(evidence(kind, *rises, **last))
 
 
 @pytest.mark.parametrize("kind", ["attention_logits", "loss_spike", "spike", "local_norm_spike"])

@@ -1,0 +1,149 @@
+"""Rules for what a replay has found: of the step, or of the step and the one before."""
+
+from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
+from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, counted, outlier
+from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
+from mfwrap.callbacks.culprit.replay.replay import Origin
+
+_NOT_AGAIN = (
+    "look at code that depends on anything else, such as a counter; if there is none, suspect the "
+    "hardware"
+)
+"""What to do about a fault that three exact replays do not have."""
+
+
+def first_non_finite(evidence: CauseEvidence) -> Cause | None:
+    """Find the cause of the first non-finite value in its place."""
+    origin = evidence.origin
+    if origin is None:
+        return None
+    name = origin.name
+    causes = {
+        "input": Cause(
+            "data", f"input `{name}` is non-finite", "remove or repair the sample in the data"
+        ),
+        "targets": Cause(
+            "data",
+            f"a micro-batch has no targets, all of `{name}` is ignored",
+            "leave such samples out, or take a loss that is a sum over targets",
+        ),
+        "weights": Cause(
+            UNKNOWN_CAUSE,
+            "an earlier update made most weights non-finite",
+            "look at the steps before",
+        ),
+        "weight": Cause(
+            "weight_changed",
+            f"{name} has non-finite elements",
+            "go back to an earlier checkpoint",
+            is_in_layer=True,
+        ),
+        "loss": Cause(
+            "loss",
+            "the outputs of all modules are finite, the loss is not",
+            "look at the computation of the loss: a logarithm of zero, or a division by a count",
+        ),
+        "activation": Cause(
+            "activation",
+            f"{name} made a non-finite output from finite inputs and weights"
+            if not origin.beside
+            else f"the forward of {name or 'the network'} made a non-finite value from finite "
+            f"inputs and weights, and gave it to {origin.beside}",
+            "look at the operations in this module, and at its dtype",
+            is_in_layer=True,
+        ),
+        "gradient": _non_finite_gradient(origin, evidence.blamed),
+    }
+    return causes.get(origin.where)
+
+
+def _non_finite_gradient(origin: Origin, blamed: RankEvidence) -> Cause:
+    bad = [blamed.names[number] for number in blamed.bad_groups]
+    if origin.name in bad and len(bad) > 1:
+        # The gradient of a weight goes nowhere: those of the others have become so by themselves.
+        names = (origin.name, *(name for name in bad if name != origin.name))
+        return Cause(
+            "gradient",
+            f"the gradients of {counted(names, 'weights')} became non-finite, that of "
+            f"{origin.name} from finite values",
+            "look at hooks on weights, and at what changes gradients between backward and update",
+            tensors=names,
+            where="gradient",
+        )
+    return Cause(
+        "gradient",
+        _of_gradient(origin),
+        "look at hooks and custom backwards, and for a square root or a norm at zero",
+        is_in_layer=True,
+    )
+
+
+def _of_gradient(origin: Origin) -> str:
+    if origin.by_hook:
+        return f"a hook on the output of {origin.name} made its gradient non-finite"
+    made = "made a non-finite gradient from finite values"
+    if not origin.beside:
+        return f"the backward of {origin.name} {made}"
+    where = f"the forward of {origin.name}" if origin.name else "the network's own forward"
+    return f"the backward of the code in {where} behind {origin.beside} {made}"
+
+
+def verdict(evidence: CauseEvidence) -> Cause | None:
+    """Find what a replay that was finite leaves as the cause."""
+    found = evidence.verdict
+    if found is not None and found.result == "not_covered":
+        return Cause(
+            "loss",
+            f"the fault is outside of the network: {found.detail}",
+            "look at the code between the network's output and the backward",
+            micro_batch=outlier(evidence.blamed.factors),
+        )
+    is_transient = found is not None and found.detail == "transient"
+    again = "the same inputs, weights and random numbers gave finite values three times"
+    if evidence.kind == "gradient_not_finite" and evidence.layer is not None:
+        return Cause(
+            "gradient",
+            f"the loss is finite, and gradients are not from {evidence.layer} on, in the order of "
+            f"the backward{f'; {again}' if is_transient else ''}",
+            "look at hooks and custom backwards of this layer"
+            + (f"; or {_NOT_AGAIN}" if is_transient else ""),
+            is_in_layer=True,
+        )
+    return Cause("transient", again, _NOT_AGAIN) if is_transient else None
+
+
+def difference(evidence: CauseEvidence) -> Cause | None:
+    """Find the cause of the first difference from the step before in its place."""
+    found = evidence.blamed.difference
+    if found is None:
+        return None
+    if found.by_hook:
+        names = (found.name, *found.others)
+        return Cause(
+            "gradient",
+            f"a hook has changed the gradient of {counted(names, 'weights')} by {found.ratio:.3g} "
+            "times its size, and has not done so in the step before",
+            "look at hooks on weights and on outputs of modules",
+            tensors=names,
+            where="gradient",
+        )
+    times = f"{found.ratio:.3g} times as large as on the data of the step before"
+    if found.ratio == 0:
+        times = "zero, which it is not on the data of the step before"
+    if found.where == "input":
+        return Cause("data", f"input `{found.name}` is {times}", "look at the samples of this step")
+    if found.where == "activation":
+        return Cause(
+            "activation",
+            f"the output of {found.name} is {times}, and what it has received is ordinary",
+            "look at the operations of this module, at its hooks and at its inputs",
+            tensors=(found.name,),
+            where="activation",
+        )
+    return Cause(
+        "gradient",
+        f"in the order of the backward, a gradient of {found.name} is the first that is {times}",
+        "look at hooks and custom backwards there",
+        tensors=(found.name,),
+        where="gradient",
+    )

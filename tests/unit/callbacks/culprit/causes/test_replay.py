@@ -1,0 +1,87 @@
+"""What a replay has found is the cause."""
+
+import pytest
+
+from mfwrap.callbacks.culprit.replay.difference import Difference
+from mfwrap.callbacks.culprit.replay.replay import Origin
+from mfwrap.callbacks.culprit.replay.verdict import Verdict
+from support.cause_evidence import NAMES, NAN, cause
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("input", "data"),
+        ("targets", "data"),
+        ("weight", "weight_changed"),
+        ("weights", "unknown"),
+        ("activation", "activation"),
+        ("gradient", "gradient"),
+        ("loss", "loss"),
+    ],
+)
+def test_the_place_of_the_first_non_finite_value(where, name):
+    """What a replay has found is the cause."""
+    found = cause("loss_not_finite", origin=Origin(where, "h.0", 1))
+    assert found.name == name
+
+
+def test_gradients_of_weights_that_are_not_finite_by_themselves():
+    """A weight's gradient goes nowhere, so those of others are not its consequence."""
+    origin = Origin("gradient", NAMES[2], 0)
+    one = cause("gradient_not_finite", origin=origin, rank={"norms": (1.0, 1.0, NAN)})
+    both = cause("gradient_not_finite", origin=origin, rank={"norms": (NAN, 1.0, NAN)})
+
+    assert (one.name, one.is_in_layer) == ("gradient", True)
+    assert (both.name, both.tensors) == ("gradient", (NAMES[2], NAMES[0]))
+    assert "h.1.weight and 1 other weights became non-finite" in both.explanation
+
+
+def test_verdicts_of_a_replay():
+    """What a replay cannot repeat is outside of the network, in a hook, or transient."""
+    outside = cause(
+        "loss_not_finite",
+        verdict=Verdict("not_covered", "the loss is computed outside of the network"),
+        rank={"factors": (0.5, NAN)},
+    )
+    transient = {"verdict": Verdict("not_reproduced", "transient")}
+    gradient = cause("gradient_not_finite", layer="h.1", **transient)
+
+    assert (outside.name, outside.micro_batch) == ("loss", 1)
+    assert (gradient.name, gradient.is_in_layer) == ("gradient", True)
+    assert "if there is none, suspect the hardware" in gradient.suggestion
+    assert cause("loss_not_finite", **transient).name == "transient"
+    assert cause("gradient_not_finite", layer="h.1").suggestion.endswith("of this layer")
+
+
+@pytest.mark.parametrize(
+    ("others", "what"), [((), "of h.0.weight by"), (NAMES[2:], "of h.0.weight and 1 other weights")]
+)
+def test_a_hook_that_changes_gradients(others, what):
+    """All of the weights are the place, so that those of several layers are in none."""
+    found = cause(
+        "spike", rank={"difference": Difference("gradient", NAMES[1], 9.0, others, by_hook=True)}
+    )
+    assert (found.name, found.tensors, found.where) == ("gradient", (NAMES[1], *others), "gradient")
+    assert f"a hook has changed the gradient {what}" in found.explanation
+
+
+@pytest.mark.parametrize(
+    ("where", "ratio", "said"),
+    [
+        ("activation", 9.0, "the output of h.0 is 9 times as large as on the data of the step"),
+        ("gradient", 0.0, "a gradient of h.0 is the first that is zero, which it is not on the"),
+    ],
+)
+def test_the_first_value_that_differs_from_the_step_before(where, ratio, said):
+    """Its module is the place."""
+    found = cause("spike", rank={"difference": Difference(where, "h.0", ratio)})
+    assert (found.name, found.tensors, found.where) == (where, ("h.0",), where)
+    assert said in found.explanation
+
+
+def test_an_input_that_differs_from_the_step_before():
+    """The data are at fault, and no module."""
+    found = cause("spike", rank={"difference": Difference("input", "pixels", 9.0)})
+    assert (found.name, found.tensors, found.where) == ("data", (), None)
+    assert "input `pixels` is 9 times as large" in found.explanation
