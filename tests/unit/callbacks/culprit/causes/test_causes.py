@@ -1,10 +1,15 @@
 """Each cause is chosen from its evidence, and evidence of several causes names the first."""
 
+import ast
 import dataclasses
+import re
 
+from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import Cause
+from mfwrap.callbacks.culprit.episodes import DIVERGED
 from mfwrap.callbacks.culprit.judges.rates import RateRise
 from support.cause_evidence import HIGH_LOSS, RANK, cause, state, trace
+from support.paths import ROOT
 
 
 def test_a_later_step_of_an_episode_is_explained_by_what_was_measured():
@@ -40,3 +45,20 @@ def test_without_enough_evidence_the_cause_is_unknown():
     assert unknown == Cause("unknown", "", "")
     large = trace({"update_ratio": 0.2}, HIGH_LOSS)
     assert cause(steps=large, rank={"earlier_losses": ()}).name == "unknown"
+
+
+def test_the_docs_list_each_cause():
+    """The table in docs/monitors.md has one row for each cause that a record may name."""
+    page = (ROOT / "docs" / "monitors.md").read_text(encoding="utf-8")
+    table = page.partition("| cause | evidence |\n")[2].partition("\n\n")[0]
+    named = {
+        ast.unparse(call.args[0]).strip("'")
+        for path in (ROOT / "callbacks" / "culprit" / "causes").glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Cause"
+    }
+    of_others = {UNKNOWN_CAUSE, DIVERGED, "rank_differs"}
+
+    assert sorted(re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]) == sorted(
+        f"`{name}`" for name in (named - {"UNKNOWN_CAUSE"}) | of_others
+    )
