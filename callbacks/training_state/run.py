@@ -445,7 +445,8 @@ class TrainingStateRun:
             episode = self.finder.episodes.last
             if anomaly is not None or (episode is not None and not episode.is_over):
                 self._log.add(anomaly, numbers, is_shared=is_shared)
-            self.finder.forget(numbers.step)
+            if self.finder.episodes.last is not None:
+                self.finder.forget(numbers.step)
             notes = self.finder.notes.of_step(numbers, judgement, scores)
             if notes:
                 said = None if anomaly is None else anomaly.cause

@@ -48,6 +48,7 @@ _RULES = (
     _Rule(buffers.changed, "measured"),
     _Rule(replay.first_non_finite, "measured"),
     _Rule(replay.verdict, "measured"),
+    _Rule(loss.ruined_outside, "measured"),
     _Rule(loss.scaled, "inferred"),
     _Rule(rate.raised, "measured"),
     _Rule(gradients.dead, "measured"),

@@ -129,6 +129,8 @@ def _earlier_rise(blamed: RankEvidence) -> float:
         return 0.0
     # As ratios: the loop may divide the losses of the micro-batches by another number.
     then, again = blamed.earlier_loss
+    if 0 in {then, blamed.usual_loss}:
+        return 0.0
     rise = again / then - 1
     if abs(rise) < _SAME:
         return 0.0

@@ -69,6 +69,19 @@ def scaled(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def ruined_outside(evidence: CauseEvidence) -> Cause | None:
+    """Find a loss that became non-finite behind the network, which returned finite ones."""
+    losses = evidence.blamed.micro_losses
+    is_ruined = evidence.kind == "loss_not_finite" and not math.isfinite(evidence.blamed.loss)
+    if not is_ruined or not losses or not all(map(math.isfinite, losses)):
+        return None
+    return Cause(
+        "loss",
+        "the losses that the network returned are finite, the loss of the step is not",
+        "look at the code between the network's output and the backward",
+    )
+
+
 def vanished(evidence: CauseEvidence) -> Cause | None:
     """Find why the global norm has fallen to almost nothing."""
     norm, usual = evidence.global_norm, evidence.now.scores.usual_global_norm

@@ -110,3 +110,9 @@ def test_after_a_large_update_no_data_are_blamed():
     """The update is not large enough to be an anomaly by itself."""
     large = {"update_ratio": 3e-3}
     assert cause(steps=trace({}, {}, {}, large, HIGH_LOSS)).name == "unknown"
+
+
+@pytest.mark.parametrize("known", [{"earlier_losses": ((0.0, 0.0),)}, {"usual_loss": 0.0}])
+def test_a_loss_that_was_zero_before(known):
+    """Nothing is known of how far the same data have risen."""
+    assert cause(rank=known).name in {"unknown", "data"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.cause_evidence import HIGH_LOSS, cause, state, trace
+from support.cause_evidence import HIGH_LOSS, NAN, cause, state, trace
 
 
 def test_a_loss_that_was_multiplied():
@@ -86,3 +86,13 @@ def test_a_loss_that_has_dropped(loss, micro_losses, name, micro_batch):
     found = cause("loss_drop", trace({}), rank={"loss": loss, "micro_losses": micro_losses})
     assert (found.name, found.micro_batch) == (name, micro_batch)
     assert ("either the data" in found.explanation) is (name == "unknown")
+
+
+@pytest.mark.parametrize(
+    ("loss", "micro_losses", "name"),
+    [(NAN, (3.0, 2.0), "loss"), (NAN, (), "unknown"), (NAN, (3.0, NAN), "unknown")],
+)
+def test_a_loss_that_is_ruined_behind_the_network(loss, micro_losses, name):
+    """It is the loop's, if the network has returned finite losses."""
+    known = {"loss": loss, "micro_losses": micro_losses}
+    assert cause("loss_not_finite", trace({}), rank=known).name == name
