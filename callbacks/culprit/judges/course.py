@@ -277,7 +277,8 @@ class _Series:
     def score(self, value: float) -> float:
         """Return how many deviations a value is above the expected one; NaN if unknown."""
         expected = self.expected(0)
-        return (value - expected) / _deviation(self._distances, self._prior(expected))
+        prior = self._prior(expected)
+        return (value - expected) / _deviation(self._distances, prior, rises=value > expected)
 
     def last(self, number: int) -> _Last | None:
         """Return the last values beside what was expected before; ``None`` if nothing was."""
@@ -313,8 +314,16 @@ class _Series:
         self._distances.extend(state["distances"])
 
 
-def _deviation(distances: Sequence[float] | deque[float], prior: float) -> float:
-    """Return the deviation of the next value: that of the distances, and a prior that fades."""
+def _deviation(
+    distances: Sequence[float] | deque[float], prior: float, *, rises: bool = True
+) -> float:
+    """Return the deviation of the next value: that of the distances, and a prior that fades.
+
+    Args:
+        distances: Distances of the values before from what was expected of them.
+        prior: Deviation that is assumed before there are values.
+        rises: Whether the next value may be above what is expected of it.
+    """
     signed = list(distances)[-_LENGTH:]
     number = len(signed)
     fall = min(statistics.median(signed), 0.0) if number >= _FEWEST_FALLS else 0.0
@@ -324,7 +333,9 @@ def _deviation(distances: Sequence[float] | deque[float], prior: float) -> float
         middle, high = known[(number - 1) // 2], known[int((number - 1) * 0.95)]
         spread = max(1.4826 * middle, high / 1.96) * math.sqrt(1 + 4 / number)
     if number > 1:
-        spread = max(spread, _SECOND * known[-2])
+        # Early in a training, a loss falls by more than it ever rises.
+        jumps = sorted(each - fall for each in signed) if rises else known
+        spread = max(spread, _SECOND * jumps[-2])
     left = max(_FADES_AFTER / (_FADES_AFTER + number), _LEAST)
     # Of a series that has not moved yet, nothing is known.
     return math.hypot(spread, prior * left) or math.inf

@@ -166,6 +166,13 @@ def test_the_score_of_a_norm():
     assert scores[20] == scores[22] > 5
 
 
+def test_a_rise_after_steep_falls():
+    """By how much a loss has fallen says little about rises."""
+    losses = [4.0, *noisy(2.8, 59, noise=0.02)]
+
+    assert found([*losses, 3.8]) == [(61, "loss_spike")]
+
+
 def test_spikes_again_and_again():
     """After two of them, a spike must be far larger than those before."""
     losses = noisy(1.0, 200)
