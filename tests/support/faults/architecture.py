@@ -21,6 +21,7 @@ __all__ = [
     "image",
     "masked_tokens",
     "tokens",
+    "turns",
 ]
 
 BATCH_SIZE = 4
@@ -72,6 +73,15 @@ class Architecture:
     settings: tuple[str, ...] = ()
     """Settings that the network has, by the names that `Setting` gives them."""
 
+    parts: tuple[str, ...] = ()
+    """Parts that the network has, by the names in `NETWORK_PARTS`."""
+
+    divider: str | None = None
+    """Name of a module that divides by the spread of the inputs, so that it must not be zero."""
+
+    rates: tuple[float, ...] = (3e-3, 1e-2)
+    """Rates at which AdamW trains the network."""
+
     has_separate_rows: bool = True
     """Whether no row depends on another one, so that a fault may be in one row."""
 
@@ -116,6 +126,14 @@ def tokens(generator: torch.Generator) -> dict[str, Tensor]:
     row = (start + torch.arange(LENGTH)) % VOCABULARY
     noise = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
     row = torch.where(torch.rand(LENGTH, generator=generator) < NOISE, noise, row)
+    return {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.clone()}
+
+
+def turns(generator: torch.Generator) -> dict[str, Tensor]:
+    """Return three tokens in turn with noise, so that each target is two before its input."""
+    row = torch.randint(VOCABULARY // 4, (3,), generator=generator).repeat(LENGTH // 3 + 1)[:LENGTH]
+    noise = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+    row = torch.where(torch.rand(LENGTH, generator=generator) < NOISE / 4, noise, row)
     return {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.clone()}
 
 

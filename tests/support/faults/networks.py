@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from support.faults.architecture import Architecture
 from support.faults.changes import changed
 from support.faults.faults import FLOWING, NETWORK_SETTINGS, Fault, How, What, Where
+from support.faults.judged_networks import JUDGED_NETWORKS
 from support.faults.library_networks import LIBRARY_NETWORKS
 from support.faults.plain_networks import PLAIN_NETWORKS
 
@@ -23,7 +24,7 @@ __all__ = [
     "target_weights",
 ]
 
-ARCHITECTURES = LIBRARY_NETWORKS | PLAIN_NETWORKS
+ARCHITECTURES = LIBRARY_NETWORKS | PLAIN_NETWORKS | JUDGED_NETWORKS
 """Architectures by name."""
 
 _MAPS = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm2d, Conv1D)
