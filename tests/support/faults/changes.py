@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from support.faults.faults import Fault, How, Where
+from support.faults.faults import Fault, How, What, Where
 
 __all__ = ["changed", "changed_in_place"]
 
@@ -31,8 +31,17 @@ def _with_flipped_bit(tensor: Tensor, _: float, fault: Fault) -> Tensor:
 
 
 def _permuted(tensor: Tensor, _: float, fault: Fault) -> Tensor:
-    del fault
-    return tensor.roll(1, 0)
+    return tensor.roll(1, -1 if fault.kind.what is What.LOGITS else 0)
+
+
+def _transposed(tensor: Tensor, *_: object) -> Tensor:
+    return tensor.transpose(0, 1).contiguous().view(tensor.shape)
+
+
+def _truncated(tensor: Tensor, *_: object) -> Tensor:
+    new = tensor.clone()
+    new[..., tensor.shape[-1] // 2 :] = 0
+    return new
 
 
 def _clamped(tensor: Tensor, size: float, _: Fault) -> Tensor:
@@ -54,6 +63,10 @@ _CHANGES: dict[How, Callable[[Tensor, float, Fault], Tensor]] = {
     How.INFINITE: _infinity,
     How.BIT: _with_flipped_bit,
     How.PERMUTED: _permuted,
+    How.SHIFTED: lambda tensor, size, _: tensor + size,
+    How.TRANSPOSED: _transposed,
+    How.REORDERED: lambda tensor, *_: tensor.flip(-1),
+    How.TRUNCATED: _truncated,
     How.CLAMPED: _clamped,
 }
 

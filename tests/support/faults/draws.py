@@ -1,15 +1,18 @@
 """Draw faults, and the trainings that they are planted into."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from support.faults.architecture import BATCH_SIZE, Architecture
+from support.faults.architecture import BATCH_SIZE, NUM_CLASSES, Architecture, tokens, turns
 from support.faults.faults import (
     DATA,
     FLOWING,
+    GROUP_SETTINGS,
     LOSSES,
     MOMENTS,
+    NETWORK_PARTS,
     NETWORK_SETTINGS,
+    OPTIMIZER_STATES,
     Course,
     Fault,
     How,
@@ -33,6 +36,11 @@ _OPTIMIZERS = {
     What.EPSILON: ("adamw", "adagrad", "rmsprop"),
     What.BETAS: ("adamw", "nadam"),
     What.MOMENTUM: ("sgd",),
+    # Adagrad makes its states at the start alone.
+    What.OPTIMIZER_STATE: ("adamw", "adamw", "sgd", "nadam", "rmsprop"),
+    What.GROUP_WEIGHT_DECAY: ("adamw", "sgd"),
+    # Adam divides by the norms of gradients, whatever the clip has made of them.
+    What.CLIPPING: ("sgd",),
 }
 """Optimizers that have what a fault changes."""
 
@@ -59,8 +67,26 @@ _OWN_SIZES = {
     (What.SOFT_CAP, How.RAISED): (3.0, 100.0),
     (What.SOFT_CAP, How.LOWERED): (10.0, 1e3),
     (What.KL_WEIGHT, How.RAISED): (3.0, 1e3),
+    (What.GROUP_WEIGHT_DECAY, How.RAISED): (1e3, 1e5),
+    (What.CLIPPING, How.LOWERED): (10.0, 1e4),
+    (What.INPUTS, How.SHIFTED): (1.0, 30.0),
+    (What.POSITIONS, How.RAISED): (2.0, 5.0),
+    (What.ATTENTION_SCALE, How.RAISED): (3.0, 100.0),
+    (What.NORM_EPSILON, How.RAISED): (1e5, 1e9),
+    (What.RESIDUAL, How.RAISED): (2.0, 30.0),
+    (What.AUXILIARY_WEIGHT, How.RAISED): (30.0, 1e4),
 }
+_LASTING_SIZES = {
+    (What.INPUTS, How.RAISED): (2.0, 255.0),
+    (What.TARGET_VALUES, How.RAISED): (2.0, 1e3),
+    (What.UPDATE, How.REPEATED): (3.0, 30.0),
+}
+"""Sizes of faults that no outlier has, but a unit or a number of calls."""
 _GROWTH = (1.2, 2.0)
+
+
+_OF_VALUES = {How.RAISED, How.NAN, How.ZERO, How.SHIFTED, How.REORDERED}
+"""What happens to inputs that are not numbers of tokens."""
 
 
 def networks_of(kind: Kind, *, unseen: bool) -> list[str]:
@@ -76,21 +102,58 @@ def _fits(kind: Kind, architecture: Architecture) -> bool:
     what, how = kind.what, kind.how
     if what in NETWORK_SETTINGS:
         return NETWORK_SETTINGS[what] in architecture.settings
-    if what is What.BUFFER:
-        return architecture.buffer is not None
-    if what is What.TARGETS:
-        has_targets = architecture.inputs != "states" and (
-            architecture.num_targets is not None or not architecture.ignores
-        )
-        return has_targets and (
-            how is not How.MISSING
-            or (architecture.num_targets is not None and architecture.ignores)
-        )
-    if what is What.INPUTS and how in {How.RAISED, How.NAN}:
-        return architecture.inputs != "input_ids"
+    if what in NETWORK_PARTS:
+        return NETWORK_PARTS[what] in architecture.parts
+    if what in _NEEDS:
+        return _NEEDS[what](architecture, how)
     if how is How.FLOAT16:
         return "bfloat16" in architecture.dtypes or architecture.is_mixed
     return True
+
+
+def _has_values(architecture: Architecture) -> bool:
+    """Return whether the targets are not numbers of classes."""
+    is_without = architecture.num_targets is None and not architecture.ignores
+    return is_without and architecture.inputs != "states"
+
+
+def _has_targets(architecture: Architecture, how: How) -> bool:
+    has_classes = architecture.num_targets is not None and architecture.inputs != "states"
+    if how is How.MISSING:
+        return has_classes and architecture.ignores
+    if how is How.SHIFTED:
+        return has_classes
+    return has_classes or _has_values(architecture)
+
+
+_NEEDS: dict[What, Callable[[Architecture, How], bool]] = {
+    What.BUFFER: lambda network, _: network.buffer is not None,
+    What.TARGETS: _has_targets,
+    What.TARGET_VALUES: lambda network, _: _has_values(network),
+    What.INPUTS: lambda network, how: how not in _OF_VALUES or network.inputs != "input_ids",
+    What.VOCABULARY: lambda network, _: network.row in {tokens, turns},
+    What.BATCH: lambda network, how: how is not How.SORTED or network.num_targets == NUM_CLASSES,
+    What.LOGITS: lambda network, _: network.num_targets is not None and network.head is not None,
+}
+"""What a network needs for a change of something."""
+
+
+_EARLY = {
+    # What is missing from the updates matters while the network learns.
+    (What.UPDATE, How.MISSING): 1.0,
+    (What.GROUP_RATE, How.ZERO): 1.0,
+    (What.CLIPPING, How.LOWERED): 1.0,
+    # What it has learned matters for these, as for its parts.
+    (What.WEIGHT, How.SWAPPED): 0.0,
+    (What.WEIGHT, How.ANEW): 0.0,
+    (What.WEIGHT, How.TRANSPOSED): 0.0,
+    (What.INPUTS, How.REORDERED): 0.0,
+    (What.INPUTS, How.TRUNCATED): 0.0,
+    (What.TARGETS, How.SHIFTED): 0.0,
+    (What.VOCABULARY, How.PERMUTED): 0.0,
+    (What.LOGITS, How.PERMUTED): 0.0,
+}
+"""Share of the faults in the first 20 steps, if it is not a half. Without any, they are later."""
 
 
 def draw_cases(
@@ -98,7 +161,7 @@ def draw_cases(
 ) -> list[Case]:
     """Draw cases that have every kind of fault equally often.
 
-    Half of the faults are within the first 20 steps.
+    About half of the faults are within the first 20 steps, see `_EARLY`.
 
     Args:
         kinds: Kinds to draw from.
@@ -123,7 +186,7 @@ def _draw_case(dice: random.Random, kind: Kind, name: str, num_ranks: int) -> Ca
     architecture = ARCHITECTURES[name]
     is_half = kind.how is How.FLOAT16
     ways: tuple[str, ...] = ("cell", "attach", "trainer", *_LOOPS)
-    if kind.what is What.OUTER_LOSS:
+    if kind.what in {What.OUTER_LOSS, What.CLIPPING}:
         ways = ("attach", "loop of attach", "plain loop")
     if is_half:
         ways = ("cell", "loop of a cell")
@@ -146,10 +209,11 @@ def _draw_case(dice: random.Random, kind: Kind, name: str, num_ranks: int) -> Ca
         fault=fault,
         seed=dice.randrange(1000),
         optimizer=optimizer,
-        rate=dice.choice([3e-3, 1e-2]),
+        rate=dice.choice(architecture.rates),
         # The first updates of these optimizers are large, so a training without warm-up is not
         # healthy.
         warmup=dice.choice([1, 5, 20] if optimizer in {"adamw", "sgd"} else [5, 20]),
+        has_groups=kind.what in GROUP_SETTINGS,
         dtype="bfloat16" if in_bfloat16 else "float32",
     )
 
@@ -160,32 +224,37 @@ def _draw_fault(
     what, course = kind.what, kind.course
     is_brief = course is Course.BRIEF
     repeats = is_brief and what in FLOWING | LOSSES | DATA | {What.RATE, *NETWORK_SETTINGS}
+    lengths = [3, 5, 10] if kind.how is How.KEPT else [1, 1, 3, 5]
     where = dice.choice(_wheres(kind))
     is_in_batch = what in FLOWING | LOSSES | DATA
     micro_batch = None
-    if is_in_batch and is_brief and dice.random() < 0.5:
+    if is_in_batch and is_brief and kind.how is not How.KEPT and dice.random() < 0.5:
         micro_batch = dice.randrange(NUM_MICRO_BATCHES)
     row = None
     if (
         micro_batch is not None
         and architecture.has_separate_rows
-        and what in DATA | {What.ACTIVATION, What.ACTIVATION_GRADIENT}
+        and what in DATA | {What.ACTIVATION, What.ACTIVATION_GRADIENT, What.LOGITS}
         and kind.how not in {How.PERMUTED, How.MISSING}
         and dice.random() < 0.5
     ):
         row = dice.randrange(BATCH_SIZE)
     layer: int | None = dice.randrange(len(architecture.layers))
     is_in_weight = what in {What.WEIGHT, What.GRADIENT, *MOMENTS} and where is not Where.LAYER
-    if is_in_weight and dice.random() < 0.25:
+    # Of a network that is loaded, the head is what is new.
+    share = 1.0 if kind.how is How.ANEW else 0.25
+    if (is_in_weight or what in GROUP_SETTINGS) and dice.random() < share:
         layer = None
     if kind.how is How.FLOAT16:
         where = Where.LAYER if architecture.is_mixed else Where.ALL
         layer = None if where is Where.ALL else 0
-    step = dice.randint(3, 20) if dice.random() < 0.5 else dice.randint(21, _LAST_STEP)
+    share = _EARLY.get((what, kind.how), 0.0 if what in NETWORK_PARTS else 0.5)
+    late = (21, _LAST_STEP) if share else (41, _LAST_STEP + 20)
+    step = dice.randint(3, 20) if dice.random() < share else dice.randint(*late)
     return Fault(
         kind=kind,
         step=1 if kind.how is How.FLOAT16 else step,
-        num_steps=(dice.choice([1, 1, 3, 5]) if repeats else 1) if is_brief else _ALWAYS,
+        num_steps=(dice.choice(lengths) if repeats else 1) if is_brief else _ALWAYS,
         size=_size(dice, kind),
         where=where,
         layer=layer,
@@ -205,17 +274,40 @@ def _is_of_one_rank(dice: random.Random, kind: Kind, num_ranks: int) -> bool:
 
 
 def _size(dice: random.Random, kind: Kind) -> float:
-    least, largest = _OWN_SIZES.get((kind.what, kind.how), _SIZES.get(kind.how, (1.0, 1.0)))
+    sizes = _OWN_SIZES | (_LASTING_SIZES if kind.course is Course.LASTING else {})
+    least, largest = sizes.get((kind.what, kind.how), _SIZES.get(kind.how, (1.0, 1.0)))
     if kind.course is Course.GROWING:
         least, largest = _GROWTH
     return float(least * (largest / least) ** dice.random())
+
+
+_LAYER_OR_ALL = (Where.LAYER, Where.ALL, Where.ALL)
+_OWN_WHERES: dict[tuple[What, How], tuple[Where, ...]] = {
+    (What.WEIGHT, How.SWAPPED): (Where.TENSOR, Where.LAYER, Where.LAYER),
+    (What.WEIGHT, How.ANEW): (Where.TENSOR, Where.LAYER, Where.LAYER),
+    (What.WEIGHT, How.TRANSPOSED): (Where.TENSOR, Where.LAYER, Where.ALL),
+    (What.GRADIENT, How.KEPT): (Where.ALL,),
+    (What.UPDATE, How.MISSING): _LAYER_OR_ALL,
+    (What.ATTENTION_SCALE, How.RAISED): _LAYER_OR_ALL,
+    (What.NORM_EPSILON, How.RAISED): _LAYER_OR_ALL,
+    (What.RESIDUAL, How.RAISED): _LAYER_OR_ALL,
+    (What.RESIDUAL, How.MISSING): _LAYER_OR_ALL,
+    (What.ROUTING, How.CONSTANT): _LAYER_OR_ALL,
+    (What.GROUP_RATE, How.RAISED): (Where.LAYER,),
+    (What.GROUP_RATE, How.ZERO): (Where.LAYER,),
+    (What.GROUP_WEIGHT_DECAY, How.RAISED): (Where.LAYER,),
+    (What.LOGITS, How.PERMUTED): (Where.TENSOR,),
+    (What.LOGITS, How.INFINITE): (Where.TENSOR, Where.ELEMENT),
+}
 
 
 def _wheres(kind: Kind) -> tuple[Where, ...]:
     """Return the places to draw from; a place that is there twice is drawn more often."""
     what, how, is_brief = kind.what, kind.how, kind.course is Course.BRIEF
     wheres: tuple[Where, ...] = (Where.ALL,)
-    if how is How.BIT:
+    if (what, how) in _OWN_WHERES:
+        wheres = _OWN_WHERES[what, how]
+    elif how is How.BIT:
         wheres = (Where.ELEMENT,)
     elif what in {What.WEIGHT, What.GRADIENT, What.FIRST_MOMENT, What.SECOND_MOMENT}:
         wheres = (Where.TENSOR, Where.LAYER, Where.ALL)
@@ -235,6 +327,6 @@ def _wheres(kind: Kind) -> tuple[Where, ...]:
 def _moment(dice: random.Random, kind: Kind) -> Moment:
     if kind.how is How.ROUNDED:
         return Moment.AFTER
-    if kind.what in {What.WEIGHT, What.ALL_WEIGHTS, What.BUFFER} | set(MOMENTS):
+    if kind.what in {What.WEIGHT, What.ALL_WEIGHTS, What.BUFFER} | OPTIMIZER_STATES:
         return dice.choice(list(Moment))
     return Moment.BEFORE

@@ -9,10 +9,13 @@ from support.faults.architecture import Architecture
 from support.faults.faults import (
     DATA,
     FLOWING,
+    GROUP_SETTINGS,
     HYPERPARAMETERS,
     LOSSES,
     MOMENTS,
+    NETWORK_PARTS,
     NETWORK_SETTINGS,
+    OPTIMIZER_STATES,
     Course,
     Fault,
     How,
@@ -21,6 +24,7 @@ from support.faults.faults import (
     Where,
 )
 from support.faults.networks import parameter_names, target_modules, target_weights
+from support.faults.parts import planted_layers
 from support.faults.series import SAMPLE_INTERVAL
 
 __all__ = ["CAUSES", "WINDOW", "Cause", "Expectation", "expectation_of"]
@@ -78,16 +82,44 @@ def _what(*whats: What) -> Callable[[_Situation], bool]:
 
 
 CAUSES = (
-    Cause("learning_rate", _what(What.RATE), "the rate is another one"),
-    Cause("weight_decay", _what(What.WEIGHT_DECAY), "the weight decay is another one"),
+    Cause("learning_rate", _what(What.RATE, What.GROUP_RATE), "the rate is another one"),
+    Cause(
+        "weight_decay",
+        _what(What.WEIGHT_DECAY, What.GROUP_WEIGHT_DECAY),
+        "the weight decay is another one",
+    ),
     Cause(
         "setting",
-        _what(What.RATE, *HYPERPARAMETERS, *NETWORK_SETTINGS, What.DTYPE),
+        _what(
+            What.RATE,
+            *GROUP_SETTINGS,
+            What.CLIPPING,
+            *HYPERPARAMETERS,
+            *NETWORK_SETTINGS,
+            What.ATTENTION_MASK,
+            What.POSITIONS,
+            What.ATTENTION_SCALE,
+            What.NORM_EPSILON,
+            What.AUXILIARY_WEIGHT,
+            What.DTYPE,
+        ),
         "a number, a mode or a type that the program has set is another one",
+    ),
+    *(
+        Cause(name, _what(What.UPDATE), "the optimizer's step leaves other weights, states or both")
+        for name in ("learning_rate", "setting", "weight_changed", "optimizer_state")
     ),
     Cause(
         "loss",
-        _what(*LOSSES, What.TEMPERATURE, What.LABEL_SMOOTHING, What.KL_WEIGHT, What.SOFT_CAP),
+        _what(
+            *LOSSES,
+            What.TEMPERATURE,
+            What.LABEL_SMOOTHING,
+            What.KL_WEIGHT,
+            What.SOFT_CAP,
+            What.LOGITS,
+            What.AUXILIARY_WEIGHT,
+        ),
         "the function from the network's logits or parts to its loss is another one",
     ),
     Cause(
@@ -113,7 +145,7 @@ CAUSES = (
     ),
     Cause(
         "weight_changed",
-        _what(What.WEIGHT, What.ALL_WEIGHTS),
+        _what(What.WEIGHT, What.ALL_WEIGHTS, What.TIED_WEIGHT),
         "weights are others than those that the update has left",
     ),
     Cause(
@@ -122,7 +154,9 @@ CAUSES = (
         "rounding changes weights after their update",
     ),
     Cause(
-        "optimizer_state", _what(*MOMENTS), "moments or counts are others than the update has left"
+        "optimizer_state",
+        _what(*OPTIMIZER_STATES),
+        "moments or counts are others than the update has left",
     ),
     Cause("batch_norm", _what(What.BUFFER), "the buffer is a running variance of a BatchNorm"),
     Cause("buffer_changed", _what(What.BUFFER), "the buffer is another one"),
@@ -130,7 +164,7 @@ CAUSES = (
         "batch_norm",
         lambda of: (
             of.fault.kind.what is What.INPUTS
-            and of.fault.kind.how in {How.NAN, How.RAISED}
+            and of.fault.kind.how in {How.NAN, How.RAISED, How.SHIFTED}
             and of.architecture.buffer is not None
         ),
         "an input that a BatchNorm averages is in its running statistics from then on",
@@ -149,10 +183,29 @@ CAUSES = (
         ),
         "what the ranks have in common differs on one of them",
     ),
-    Cause("activation", _what(What.ACTIVATION), "a module's output is not what its inputs make it"),
+    Cause(
+        "activation",
+        _what(What.ACTIVATION, What.LOGITS, *set(NETWORK_PARTS) - {What.AUXILIARY_WEIGHT}),
+        "a module's output is not what its inputs make it",
+    ),
+    Cause(
+        "activation",
+        lambda of: (
+            of.fault.kind.what is What.INPUTS
+            and of.fault.kind.how is How.ZERO
+            and of.architecture.divider is not None
+        ),
+        "a module divides by zero",
+    ),
     Cause(
         "gradient",
-        _what(What.GRADIENT, What.ACTIVATION_GRADIENT),
+        _what(
+            What.GRADIENT,
+            What.ACTIVATION_GRADIENT,
+            What.LOSS_GRADIENT,
+            What.CLIPPING,
+            What.TIED_WEIGHT,
+        ),
         "a gradient is not what the backward makes it",
     ),
     Cause(
@@ -168,6 +221,16 @@ CAUSES = (
             and of.fault.kind.how is How.RAISED
         ),
         "the logits grow with the projection that the fault is in",
+    ),
+    Cause(
+        "attention_logits",
+        _what(What.ATTENTION_MASK, What.ATTENTION_SCALE),
+        "the logits are multiplied by the scale, and the mask is added to them",
+    ),
+    Cause(
+        "router",
+        _what(What.ROUTING, What.AUXILIARY_WEIGHT),
+        "the routing is another one, or the loss of the routing has another weight",
     ),
     Cause(
         "router",
@@ -207,21 +270,31 @@ def expectation_of(fault: Fault, architecture: Architecture, network: nn.Module)
     )
 
 
-_SAMPLED = {What.WEIGHT, What.ALL_WEIGHTS, What.BUFFER, *MOMENTS}
+_SAMPLED = {What.WEIGHT, What.ALL_WEIGHTS, What.BUFFER, *OPTIMIZER_STATES}
 """What the monitor reads every ten steps, so that a record is in time up to the next sample."""
+
+
+_OF_WEIGHTS = {
+    What.WEIGHT,
+    What.GRADIENT,
+    What.UPDATE,
+    *GROUP_SETTINGS,
+    *MOMENTS,
+}
 
 
 def _places(fault: Fault, architecture: Architecture, network: nn.Module) -> tuple[str, ...]:
     """Return the names of what a fault is in; none if it is in the whole network or none of it."""
     what = fault.kind.what
-    if fault.where is Where.ALL:
-        return ()
+    own = _own_place(fault, architecture, network)
+    if own or fault.where is Where.ALL:
+        return own
     if what is What.BUFFER:
         layer = architecture.layers[(fault.layer or 0) % len(architecture.layers)]
         return (f"{layer}.{architecture.buffer}",)
-    if what in {What.ACTIVATION, What.ACTIVATION_GRADIENT}:
+    if what in {What.ACTIVATION, What.ACTIVATION_GRADIENT, What.LOGITS}:
         return tuple(target_modules(network, architecture, fault))
-    if what in {What.WEIGHT, What.GRADIENT, *MOMENTS} or fault.kind.how is How.ROUNDED:
+    if what in _OF_WEIGHTS or fault.kind.how is How.ROUNDED:
         weights = target_weights(network, architecture, fault)
         return tuple(
             name for weight in weights.values() for name in parameter_names(network, weight)
@@ -229,3 +302,20 @@ def _places(fault: Fault, architecture: Architecture, network: nn.Module) -> tup
     if fault.kind.how is How.FLOAT16 and fault.layer is not None:
         return (architecture.layers[fault.layer],)
     return ()
+
+
+def _own_place(fault: Fault, architecture: Architecture, network: nn.Module) -> tuple[str, ...]:
+    """Return the place that a fault has, whatever layer it was drawn for; none without one."""
+    what, head = fault.kind.what, architecture.head
+    if what in {What.AUXILIARY_WEIGHT, What.ROUTING}:
+        layers = planted_layers(architecture, fault)
+        return tuple(f"{layer}.{architecture.router}" for layer in layers)
+    if head is not None and what is What.LOSS_GRADIENT:
+        return (head,)
+    if head is not None and what is What.TIED_WEIGHT:
+        weight = network.get_parameter(f"{head}.weight")
+        return (head, *parameter_names(network, weight))
+    if what in NETWORK_PARTS and fault.where is not Where.ALL:
+        return planted_layers(architecture, fault)
+    divides = what is What.INPUTS and fault.kind.how is How.ZERO
+    return (architecture.divider,) if divides and architecture.divider is not None else ()

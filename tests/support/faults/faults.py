@@ -7,11 +7,14 @@ from enum import StrEnum
 __all__ = [
     "DATA",
     "FLOWING",
+    "GROUP_SETTINGS",
     "HYPERPARAMETERS",
     "KINDS",
     "LOSSES",
     "MOMENTS",
+    "NETWORK_PARTS",
     "NETWORK_SETTINGS",
+    "OPTIMIZER_STATES",
     "Course",
     "Fault",
     "How",
@@ -56,6 +59,37 @@ class What(StrEnum):
     TARGETS = "targets"
     ALL_WEIGHTS = "all weights"
     DTYPE = "dtype"
+    OPTIMIZER_STATE = "optimizer state"
+    """All of it."""
+
+    GROUP_RATE = "group rate"
+    """Of one of the optimizer's groups, of which each layer has one."""
+
+    GROUP_WEIGHT_DECAY = "group weight decay"
+    CLIPPING = "clipping"
+    UPDATE = "update"
+    TARGET_VALUES = "target values"
+    """Targets that are not numbers of classes."""
+
+    BATCH = "batch"
+    """Rows, their inputs together with their targets."""
+
+    VOCABULARY = "vocabulary"
+    ATTENTION_MASK = "attention mask"
+    """The mask that hides later tokens."""
+
+    POSITIONS = "positions"
+    ATTENTION_SCALE = "attention scale"
+    NORM_EPSILON = "norm epsilon"
+    RESIDUAL = "residual connection"
+    TIED_WEIGHT = "tied weight"
+    ROUTING = "routing"
+    AUXILIARY_WEIGHT = "auxiliary weight"
+    """Weight of the loss that balances the experts."""
+
+    LOGITS = "logits"
+    LOSS_GRADIENT = "loss gradient"
+    """Gradient of the loss by the logits, while the loss is right."""
 
 
 class How(StrEnum):
@@ -96,7 +130,7 @@ class How(StrEnum):
     """The loss: plus the mean square of the weights, times the size of the fault."""
 
     MISSING = "missing"
-    """Targets: all are padding."""
+    """Targets: all are padding. Others: it is left out."""
 
     EVALUATION = "of evaluation"
     OTHER_RUN = "of another run"
@@ -106,6 +140,26 @@ class How(StrEnum):
     FLOAT16 = "float16"
     ROUNDED = "rounded"
     """To bfloat16 after each update."""
+
+    SWAPPED = "swapped"
+    """With what has the same shape."""
+
+    ANEW = "initialized anew"
+    TRANSPOSED = "transposed"
+    """Read from memory in the other order."""
+
+    KEPT = "kept"
+    """From the step before, and added to the new one."""
+
+    REPEATED = "repeated"
+    SORTED = "sorted"
+    """By classes."""
+
+    REORDERED = "reordered"
+    """Features, such as columns or channels, in reverse order."""
+
+    TRUNCATED = "truncated"
+    """To the first half; the rest is zero."""
 
 
 class Course(StrEnum):
@@ -197,7 +251,7 @@ class Fault:
 
 
 _STATE = {What.WEIGHT, What.BUFFER, What.FIRST_MOMENT, What.SECOND_MOMENT}
-FLOWING = frozenset({What.GRADIENT, What.ACTIVATION, What.ACTIVATION_GRADIENT})
+FLOWING = frozenset({What.GRADIENT, What.ACTIVATION, What.ACTIVATION_GRADIENT, What.LOGITS})
 """What each forward and backward pass computes anew."""
 
 MOMENTS = {
@@ -225,13 +279,40 @@ NETWORK_SETTINGS = {
 }
 """Settings of the loss or the network, by the names in `Architecture.settings`."""
 
-LOSSES = frozenset({What.LOSS, What.OUTER_LOSS})
-DATA = frozenset({What.INPUTS, What.TARGETS})
+NETWORK_PARTS = {
+    What.ATTENTION_MASK: "attention_mask",
+    What.POSITIONS: "positions",
+    What.ATTENTION_SCALE: "attention_scale",
+    What.NORM_EPSILON: "norm_epsilon",
+    What.RESIDUAL: "residual",
+    What.TIED_WEIGHT: "tied_weight",
+    What.ROUTING: "routing",
+    What.AUXILIARY_WEIGHT: "auxiliary_weight",
+}
+"""Parts of the network, by the names in `Architecture.parts`."""
+
+LOSSES = frozenset({What.LOSS, What.OUTER_LOSS, What.LOSS_GRADIENT})
+DATA = frozenset({What.INPUTS, What.TARGETS, What.TARGET_VALUES, What.BATCH, What.VOCABULARY})
+GROUP_SETTINGS = frozenset({What.GROUP_RATE, What.GROUP_WEIGHT_DECAY})
+OPTIMIZER_STATES = frozenset({*MOMENTS, What.OPTIMIZER_STATE})
 _NUMBERS = {What.RATE, What.STEP_COUNT, *HYPERPARAMETERS, *NETWORK_SETTINGS} - {What.MODE}
 _OF_NUMBERS = {How.RAISED, How.LOWERED, How.ZERO, How.NEGATED}
 _NON_FINITE = {How.NAN, How.INFINITE}
 _SQUARES = {What.BUFFER, What.SECOND_MOMENT}
-_TENSORS = _STATE | FLOWING
+_TENSORS = _STATE | FLOWING - {What.LOGITS}
+_CODE = {
+    *GROUP_SETTINGS,
+    What.CLIPPING,
+    What.UPDATE,
+    *NETWORK_PARTS,
+}
+_WRONG_PREPROCESSING = {
+    How.SHIFTED,
+    How.REORDERED,
+    How.REPEATED,
+    How.SORTED,
+    How.TRUNCATED,
+}
 _OF_TENSORS = {
     How.RAISED,
     How.LOWERED,
@@ -250,14 +331,36 @@ _OF_TENSORS = {
 _HOWS: tuple[tuple[set[What] | frozenset[What], set[How]], ...] = (
     (_TENSORS, _OF_TENSORS),
     (_NUMBERS, _OF_NUMBERS),
-    (LOSSES, {*_OF_NUMBERS, *_NON_FINITE, How.SHIFTED, How.TERM}),
+    ({What.LOSS, What.OUTER_LOSS}, {*_OF_NUMBERS, *_NON_FINITE, How.SHIFTED, How.TERM}),
     (
-        DATA,
+        {What.INPUTS, What.TARGETS},
         {How.RAISED, How.NOISE, How.NAN, How.PERMUTED, How.CONSTANT, How.STALE, How.MISSING},
     ),
     ({What.MODE}, {How.EVALUATION}),
     ({What.ALL_WEIGHTS}, {How.OTHER_RUN, How.AVERAGED}),
     ({What.DTYPE}, {How.FLOAT16, How.ROUNDED}),
+    ({What.WEIGHT}, {How.SWAPPED, How.ANEW, How.TRANSPOSED}),
+    ({What.GRADIENT}, {How.KEPT}),
+    ({What.OPTIMIZER_STATE}, {How.MISSING}),
+    ({What.GROUP_RATE}, {How.RAISED, How.ZERO}),
+    ({What.GROUP_WEIGHT_DECAY}, {How.RAISED}),
+    ({What.CLIPPING}, {How.LOWERED}),
+    ({What.UPDATE}, {How.MISSING, How.REPEATED}),
+    ({What.INPUTS}, {How.ZERO, How.SHIFTED, How.REORDERED, How.TRUNCATED}),
+    ({What.TARGETS}, {How.SHIFTED}),
+    ({What.TARGET_VALUES}, {How.RAISED, How.NAN}),
+    ({What.BATCH}, {How.REPEATED, How.SORTED}),
+    ({What.VOCABULARY}, {How.PERMUTED}),
+    ({What.ATTENTION_MASK}, {How.MISSING, How.SHIFTED}),
+    ({What.POSITIONS}, {How.RAISED, How.CONSTANT}),
+    ({What.ATTENTION_SCALE}, {How.RAISED}),
+    ({What.NORM_EPSILON}, {How.RAISED}),
+    ({What.RESIDUAL}, {How.MISSING, How.RAISED}),
+    ({What.TIED_WEIGHT}, {How.STALE}),
+    ({What.ROUTING}, {How.CONSTANT}),
+    ({What.AUXILIARY_WEIGHT}, {How.RAISED}),
+    ({What.LOGITS}, {How.INFINITE, How.PERMUTED}),
+    ({What.LOSS_GRADIENT}, {How.NAN}),
 )
 """What can be changed how, before `_EXCLUDED`."""
 
@@ -351,11 +454,12 @@ _EXCLUDED: tuple[tuple[str, _Predicate], ...] = (
     ),
     # For how long.
     (
-        "what is kept in memory stays as it was changed, unless it is frozen",
+        "what is kept in memory stays as it was changed, unless it is frozen or begins anew",
         lambda what, how, course: (
-            what in {*_STATE, What.STEP_COUNT, What.ALL_WEIGHTS}
+            what in {*_STATE, What.STEP_COUNT, What.ALL_WEIGHTS, What.OPTIMIZER_STATE}
             and course is Course.LASTING
             and how is not How.STALE
+            and (what, how) != (What.STEP_COUNT, How.ZERO)
         ),
     ),
     (
@@ -363,7 +467,8 @@ _EXCLUDED: tuple[tuple[str, _Predicate], ...] = (
         lambda what, how, course: (
             course is Course.GROWING
             and not (
-                how is How.RAISED and what in {What.WEIGHT, What.ACTIVATION, What.RATE, What.LOSS}
+                how is How.RAISED
+                and what in {What.WEIGHT, What.ACTIVATION, What.RATE, What.GROUP_RATE, What.LOSS}
             )
         ),
     ),
@@ -371,7 +476,7 @@ _EXCLUDED: tuple[tuple[str, _Predicate], ...] = (
         "a setting is changed for good, unless a schedule sets it or it is left on for a while",
         lambda what, how, course: (
             course is Course.BRIEF
-            and what in {What.MODE, *_NUMBERS} - {What.STEP_COUNT}
+            and what in {What.MODE, *_NUMBERS, *_CODE} - {What.STEP_COUNT}
             and not (
                 what in {What.RATE, What.WEIGHT_DECAY, What.DROPOUT, What.LABEL_SMOOTHING}
                 and how is How.RAISED
@@ -388,22 +493,30 @@ _EXCLUDED: tuple[tuple[str, _Predicate], ...] = (
         lambda what, how, course: (
             what in FLOWING | LOSSES
             and course is Course.LASTING
-            and how not in {How.ZERO, How.NEGATED, How.CLAMPED, How.TERM}
+            and how not in {How.ZERO, How.NEGATED, How.CLAMPED, How.TERM, How.KEPT, How.PERMUTED}
             and (what, how) != (What.LOSS, How.RAISED)
         ),
     ),
     (
-        "a branch that is cut off, a clip or a term is in the code for good",
+        "a branch that is cut off, a clip, a term or an order is in the code for good",
         lambda what, how, course: (
             what in FLOWING | LOSSES
             and course is Course.BRIEF
-            and how in {How.ZERO, How.CLAMPED, How.TERM}
+            and how in {How.ZERO, How.CLAMPED, How.TERM, How.PERMUTED}
         ),
     ),
     (
-        "a loader mixes rows up for good; a source has bad rows for a while",
+        "a loader mixes rows up, and a unit is wrong, for good; a source has bad rows for a while",
         lambda what, how, course: (
-            what in DATA and course is Course.LASTING and how not in {How.PERMUTED, How.STALE}
+            what in DATA
+            and course is Course.LASTING
+            and how not in {How.PERMUTED, How.STALE, How.RAISED, *_WRONG_PREPROCESSING}
+        ),
+    ),
+    (
+        "what prepares the rows is code, which is wrong for good",
+        lambda what, how, course: (
+            what in DATA and course is Course.BRIEF and how in _WRONG_PREPROCESSING
         ),
     ),
     (

@@ -309,9 +309,7 @@ LIBRARY_NETWORKS = {
         settings=("temperature",),
         has_separate_rows=False,
     ),
-    "gemma2": Architecture(
-        make=_gemma2, **_LLAMA | {"settings": ("temperature", "soft_cap")}, is_unseen=True
-    ),
+    "gemma2": Architecture(make=_gemma2, **_LLAMA | {"settings": ("temperature", "soft_cap")}),
     "deberta": Architecture(
         make=_deberta,
         **_CAUSAL
@@ -322,7 +320,6 @@ LIBRARY_NETWORKS = {
         },
         layers=_numbered("deberta.encoder.layer.{}"),
         query="attention.self.query_proj",
-        is_unseen=True,
     ),
     "whisper": Architecture(
         make=_whisper,
@@ -336,7 +333,6 @@ LIBRARY_NETWORKS = {
         },
         layers=(*_numbered("model.decoder.layers.{}"), *_numbered("model.encoder.layers.{}")),
         query="self_attn.q_proj",
-        is_unseen=True,
         dtypes=("float32",),
     ),
     "wav2vec2": Architecture(
@@ -349,7 +345,6 @@ LIBRARY_NETWORKS = {
         layers=_numbered("wav2vec2.encoder.layers.{}"),
         query="attention.q_proj",
         settings=("temperature", "dropout"),
-        is_unseen=True,
         dtypes=("float32",),
     ),
     "lora on tied embeddings": Architecture(
@@ -359,7 +354,6 @@ LIBRARY_NETWORKS = {
             "layers": _numbered("base_model.model.model.layers.{}"),
             "head": "base_model.model.lm_head",
         },
-        is_unseen=True,
     ),
 }
 """Architectures of the libraries, by name."""

@@ -1,6 +1,7 @@
 """Networks into which a fault is planted: by the marks of a micro-batch, or in their settings."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +11,30 @@ from transformers.pytorch_utils import Conv1D
 
 from support.faults.architecture import Architecture
 from support.faults.changes import changed
-from support.faults.faults import FLOWING, NETWORK_SETTINGS, Fault, How, What, Where
+from support.faults.faults import (
+    FLOWING,
+    GROUP_SETTINGS,
+    NETWORK_PARTS,
+    NETWORK_SETTINGS,
+    Fault,
+    How,
+    What,
+    Where,
+)
 from support.faults.judged_networks import JUDGED_NETWORKS
 from support.faults.library_networks import LIBRARY_NETWORKS
+from support.faults.parts import plant_in_part
 from support.faults.plain_networks import PLAIN_NETWORKS
 
 __all__ = [
     "ARCHITECTURES",
     "PlantedNetwork",
+    "group_of",
     "new_network",
     "parameter_names",
     "target_modules",
     "target_weights",
+    "weight_groups",
 ]
 
 ARCHITECTURES = LIBRARY_NETWORKS | PLAIN_NETWORKS | JUDGED_NETWORKS
@@ -42,8 +55,14 @@ def target_weights(
 ) -> dict[str, nn.Parameter]:
     """Return the trainable weights that a fault is in, by name."""
     named = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+    if fault.kind.how is How.TRANSPOSED:
+        named = {name: weight for name, weight in named.items() if weight.dim() > 1}
     if fault.where is Where.ALL:
         return named
+    if fault.kind.what in GROUP_SETTINGS:
+        return weight_groups(network, architecture)[group_of(architecture, fault)]
+    if fault.kind.how is How.SWAPPED:
+        return _swapped(named, architecture, fault)
     if fault.layer is None:
         inside = tuple(f"{layer}." for layer in architecture.layers)
         named = {name: one for name, one in named.items() if not name.startswith(inside)} or named
@@ -58,8 +77,60 @@ def target_weights(
     return {name: named[name]}
 
 
+def _swapped(
+    named: dict[str, nn.Parameter], architecture: Architecture, fault: Fault
+) -> dict[str, nn.Parameter]:
+    """Return pairs of weights of the same shape, one after the other: of two layers, or one."""
+    if fault.where is Where.LAYER:
+        number = group_of(architecture, fault)
+        layer, other = architecture.layers[number - 1], architecture.layers[number]
+        pairs = [
+            (name, name.replace(layer, other, 1)) for name in named if name.startswith(f"{layer}.")
+        ]
+        of_layers = {
+            name: named[name]
+            for pair in pairs
+            if pair[1] in named and named[pair[0]].shape == named[pair[1]].shape
+            for name in pair
+        }
+        if of_layers:
+            return of_layers
+    by_shape: dict[Any, dict[str, nn.Parameter]] = {}
+    for name, weight in named.items():
+        if weight.numel() > 1:
+            by_shape.setdefault(weight.shape, {})[name] = weight
+    neighbors = [
+        dict(pair) for group in by_shape.values() for pair in itertools.pairwise(group.items())
+    ]
+    return neighbors[fault.pick % len(neighbors)]
+
+
+def weight_groups(network: nn.Module, architecture: Architecture) -> list[dict[str, nn.Parameter]]:
+    """Return the trainable weights by name, in a group for each layer and one for the others."""
+    groups: list[dict[str, nn.Parameter]] = [{} for _ in (*architecture.layers, "others")]
+    for name, weight in network.named_parameters():
+        if weight.requires_grad:
+            number = next(
+                (
+                    number
+                    for number, layer in enumerate(architecture.layers)
+                    if name.startswith(f"{layer}.")
+                ),
+                -1,
+            )
+            groups[number][name] = weight
+    return groups
+
+
+def group_of(architecture: Architecture, fault: Fault) -> int:
+    """Return the number of the group of `weight_groups` that a fault is in."""
+    return -1 if fault.layer is None else fault.layer % len(architecture.layers)
+
+
 def target_modules(network: nn.Module, architecture: Architecture, fault: Fault) -> list[str]:
     """Return the names of the modules whose outputs a fault is in."""
+    if fault.kind.what is What.LOGITS:
+        return [architecture.head or ""]
     if fault.where is Where.ALL:
         return list(architecture.layers)
     layer = _layer(architecture, fault)
@@ -141,12 +212,16 @@ class PlantedNetwork:
             if self._in_evaluation:
                 network.eval()
             output = forward(*inputs, **batch)
-            if fault is not None and fault.kind.what is What.LOSS and bool(self._marks.any()):
-                output.loss = self._changed_loss(output.loss)
+            if fault is not None and bool(self._marks.any()):
+                if fault.kind.what is What.LOSS:
+                    output.loss = self._changed_loss(output.loss)
+                elif fault.kind.what is What.LOSS_GRADIENT:
+                    # The root of zero, whose slope is infinite.
+                    output.loss = output.loss + (0 * output.logits).sum().sqrt()
             return output
 
         network.forward = with_marks
-        if fault is not None and fault.kind.what in FLOWING:
+        if fault is not None and fault.kind.what in FLOWING and fault.kind.how is not How.KEPT:
             self._plant(fault)
 
     @property
@@ -187,7 +262,7 @@ class PlantedNetwork:
         assert self._fault is not None
         tensor = output if isinstance(output, Tensor) else output[0]
         marks, size = self._marks, self._size
-        if self._fault.kind.what is What.ACTIVATION:
+        if self._fault.kind.what in {What.ACTIVATION, What.LOGITS}:
             tensor = changed(tensor, self._fault, size, marks)
         elif tensor.requires_grad:
             tensor = tensor.clone()
@@ -195,7 +270,10 @@ class PlantedNetwork:
         return tensor if isinstance(output, Tensor) else (tensor, *output[1:])
 
     def change_setting(self, fault: Fault) -> None:
-        """Change a setting of the network; `restore` undoes it."""
+        """Change a setting or a part of the network; `restore` undoes it."""
+        if fault.kind.what in NETWORK_PARTS:
+            self._undo += plant_in_part(self._network, self._architecture, fault)
+            return
         name = NETWORK_SETTINGS[fault.kind.what]
         settings = getattr(self._network, "settings", {})
         if fault.kind.what is What.MODE:

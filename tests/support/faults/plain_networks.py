@@ -409,23 +409,19 @@ PLAIN_NETWORKS = {
         layers=("encoder", "decoder"),
         settings=("kl_weight",),
     ),
-    "gru": Architecture(
-        make=functools.partial(_RecurrentNetwork, kind=nn.GRU), is_unseen=True, **_LANGUAGE
-    ),
+    "gru": Architecture(make=functools.partial(_RecurrentNetwork, kind=nn.GRU), **_LANGUAGE),
     "unet": Architecture(
         make=_UNet,
         row=_noisy_image,
         inputs="pixel_values",
         ignores=False,
         layers=("down", "middle", "up"),
-        is_unseen=True,
     ),
     "graph": Architecture(
         make=_GraphNetwork,
         row=graph,
         inputs="nodes",
         layers=("layers.0", "layers.1"),
-        is_unseen=True,
         **_CLASSES,
     ),
     "policy": Architecture(
@@ -434,7 +430,6 @@ PLAIN_NETWORKS = {
         inputs="states",
         ignores=False,
         settings=("temperature",),
-        is_unseen=True,
         **_BLOCKS,
     ),
     "table": Architecture(
@@ -443,7 +438,6 @@ PLAIN_NETWORKS = {
         inputs="values",
         buffer="norm.running_var",
         has_separate_rows=False,
-        is_unseen=True,
         **_BLOCKS,
         **_CLASSES | {"settings": ("temperature", "label_smoothing", "mode")},
     ),

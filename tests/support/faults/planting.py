@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from support.faults.architecture import Architecture
+from support.faults.architecture import NUM_CLASSES, VOCABULARY, Architecture
 from support.faults.changes import changed, changed_in_place
 from support.faults.faults import (
     DATA,
     FLOWING,
     HYPERPARAMETERS,
+    LOSSES,
     MOMENTS,
+    NETWORK_PARTS,
     NETWORK_SETTINGS,
     Course,
     Fault,
@@ -21,7 +23,8 @@ from support.faults.faults import (
     Moment,
     What,
 )
-from support.faults.networks import PlantedNetwork, new_network, target_weights
+from support.faults.networks import PlantedNetwork, group_of, new_network, target_weights
+from support.faults.updates import KeptGradients, PlantedUpdates
 
 __all__ = ["Planting", "plant_in_batch"]
 
@@ -46,10 +49,15 @@ def plant_in_batch(
         older: Returns the same micro-batch of some steps before.
     """
     rows = slice(None) if fault.row is None else slice(fault.row, fault.row + 1)
-    if fault.kind.what in FLOWING or fault.kind.what is What.LOSS:
+    if fault.kind.what in FLOWING | LOSSES - {What.OUTER_LOSS}:
         batch["marks"][rows] = step - fault.step + 1
-    if fault.kind.what in DATA:
-        name = "labels" if fault.kind.what is What.TARGETS else architecture.inputs
+    if fault.kind.what is What.VOCABULARY:
+        generator = torch.Generator().manual_seed(fault.pick)
+        others = torch.randperm(VOCABULARY, generator=generator)
+        for name in (architecture.inputs, "labels"):
+            batch[name][rows] = others[batch[name][rows]]
+    elif fault.kind.what in DATA - {What.BATCH}:
+        name = architecture.inputs if fault.kind.what is What.INPUTS else "labels"
         if fault.kind.how is How.STALE:
             batch[name][rows] = older()[name][rows]
         else:
@@ -67,11 +75,20 @@ def _spoilt(entry: Tensor, fault: Fault) -> Tensor:
     if how is How.NOISE and not is_number:
         generator = torch.Generator().manual_seed(fault.pick)
         return torch.randint(int(entry.max()) + 1, entry.shape, generator=generator)
+    if how is How.SHIFTED and not is_number:
+        return _shifted(entry, fault)
     if how is How.NAN:
         new = entry.clone()
         new.view(len(new), -1)[:, fault.pick % new[0].numel()] = torch.nan
         return new
     return changed(entry, fault, fault.size).clone()
+
+
+def _shifted(targets: Tensor, fault: Fault) -> Tensor:
+    """Return targets of the token before or behind, or classes that are counted from one."""
+    if targets.dim() > 1:
+        return targets.roll(1 if fault.pick % 2 == 0 else -1, -1)
+    return (targets + 1) % NUM_CLASSES
 
 
 class Planting:
@@ -102,7 +119,15 @@ class Planting:
         self._past: list[dict[str, Tensor]] = []
         self._groups: list[tuple[dict[str, Any], str, Any]] = []
         self._step = 0
+        self._updates: PlantedUpdates | None = None
+        self._gradients: KeptGradients | None = None
         optimizer.register_step_pre_hook(lambda *_: self._at(Moment.BETWEEN))
+        if fault is not None and fault.kind.what is What.UPDATE:
+            self._updates = PlantedUpdates(
+                optimizer, list(target_weights(network, architecture, fault).values()), fault
+            )
+        elif fault is not None and fault.kind.how is How.KEPT:
+            self._gradients = KeptGradients(network, optimizer)
 
     def begin_step(self, step: int) -> None:
         """Do what the fault does before the forward of a step, or remove it after its last one."""
@@ -117,6 +142,10 @@ class Planting:
         is_everywhere = fault.micro_batch is None and fault.row is None
         if is_everywhere and fault.kind.course is not Course.BRIEF and fault.is_at(step):
             self._planted.step_of_program = step - fault.step + 1
+        if self._updates is not None:
+            self._updates.is_on = fault.is_at(step)
+        if self._gradients is not None:
+            self._gradients.begin_step(is_on=fault.is_at(step))
         if not fault.is_at(step):
             self.close()
         elif step == fault.step:
@@ -135,8 +164,12 @@ class Planting:
             group[name] = value
 
     def _set(self, fault: Fault) -> None:
-        if fault.kind.what in NETWORK_SETTINGS:
+        if fault.kind.what in NETWORK_SETTINGS | NETWORK_PARTS:
             self._planted.change_setting(fault)
+        if fault.kind.what is What.GROUP_WEIGHT_DECAY:
+            group = self._optimizer.param_groups[group_of(self._architecture, fault)]
+            self._groups.append((group, "weight_decay", group["weight_decay"]))
+            group["weight_decay"] *= fault.size
         if fault.kind.what in HYPERPARAMETERS:
             name = HYPERPARAMETERS[fault.kind.what]
             for group in self._optimizer.param_groups:
@@ -152,12 +185,18 @@ class Planting:
             is_due = fault.is_at(self._step)
         if not is_due:
             return
+        self._change(fault)
+
+    def _change(self, fault: Fault) -> None:
         # A weight that grows has been multiplied in the steps before.
-        size = fault.size
         for tensor in self._tensors(fault):
-            changed_in_place(tensor, fault, size)
-        if fault.kind.what is What.ALL_WEIGHTS:
+            changed_in_place(tensor, fault, fault.size)
+        if fault.kind.what is What.ALL_WEIGHTS or fault.kind.how is How.ANEW:
             self._load(fault)
+        elif fault.kind.how is How.MISSING:
+            self._optimizer.state.clear()
+        elif fault.kind.how is How.SWAPPED:
+            self._swap(fault)
         elif fault.kind.how is How.STALE and fault.kind.what is What.WEIGHT:
             self._go_back(fault)
         elif fault.kind.how is How.ROUNDED:
@@ -168,7 +207,7 @@ class Planting:
     def _tensors(self, fault: Fault) -> list[Tensor]:
         """Return the tensors in memory that `changed_in_place` changes."""
         what = fault.kind.what
-        if fault.kind.how is How.STALE:
+        if fault.kind.how in {How.STALE, How.SWAPPED, How.ANEW}:
             return []
         if what is What.BUFFER:
             layers = self._architecture.layers
@@ -176,11 +215,23 @@ class Planting:
             return [self._network.get_buffer(name)]
         if what is not What.WEIGHT and what not in MOMENTS:
             return []
+        return self._kept(fault)
+
+    def _kept(self, fault: Fault) -> list[Tensor]:
+        """Return the weights or states that a fault is in."""
+        what = fault.kind.what
         weights = list(target_weights(self._network, self._architecture, fault).values())
         if what is What.WEIGHT:
             return [weight.data for weight in weights]
         states = [self._optimizer.state.get(weight, {}) for weight in weights]
         return [state[name] for state in states for name in MOMENTS[what] if name in state]
+
+    def _swap(self, fault: Fault) -> None:
+        weights = self._kept(fault)
+        for first, second in zip(weights[::2], weights[1::2], strict=True):
+            old = first.clone()
+            first.copy_(second)
+            second.copy_(old)
 
     def _load(self, fault: Fault) -> None:
         if fault.kind.how is How.AVERAGED:
@@ -194,8 +245,11 @@ class Planting:
             seed = self._seed + _OTHER_SEED
             with torch.random.fork_rng():
                 new = new_network(self._architecture, width=self._width, seed=seed).state_dict()
+        weights = dict(self._network.named_parameters())
+        if fault.kind.how is How.ANEW:
+            weights = target_weights(self._network, self._architecture, fault)
         with torch.no_grad():
-            for name, weight in self._network.named_parameters():
+            for name, weight in weights.items():
                 weight.copy_(new[name])
 
     def _go_back(self, fault: Fault) -> None:

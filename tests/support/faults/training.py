@@ -1,6 +1,7 @@
 """Train networks with planted faults in six ways, on one rank or several, under the monitor."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,29 +28,31 @@ from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, StepConfig
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import LoopMonitor, TrainingStateMonitor
 from mfwrap.trainer import MFTrainer
-from support.faults.architecture import BATCH_SIZE, Rows, collated
+from support.faults.architecture import BATCH_SIZE, NUM_CLASSES, Rows, collated
 from support.faults.changes import changed
 from support.faults.faults import Fault, How, What
-from support.faults.networks import ARCHITECTURES, new_network
+from support.faults.networks import ARCHITECTURES, group_of, new_network, weight_groups
 from support.faults.planting import Planting, plant_in_batch
 from support.faults.series import Series
 
-__all__ = ["NUM_MICRO_BATCHES", "OPTIMIZERS", "WAYS", "Case", "train"]
+__all__ = ["NUM_MICRO_BATCHES", "OPTIMIZERS", "WAYS", "Case", "Training", "train"]
 
 NUM_MICRO_BATCHES = 2
 
-OPTIMIZERS: dict[str, Callable[[Sequence[Tensor], float], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], float], Optimizer]] = {
     # torch's fused AdamW computes in float32 on a CPU, and so hides what float16 rounds.
-    "adamw": lambda weights, rate: AdamW(
-        weights, rate, fused=all(weight.dtype != torch.float16 for weight in weights)
+    "adamw": lambda groups, rate: AdamW(
+        groups,
+        rate,
+        fused=all(weight.dtype != torch.float16 for group in groups for weight in group["params"]),
     ),
-    "sgd": lambda weights, rate: SGD(weights, 5 * rate, momentum=0.9, weight_decay=1e-4),
-    "adagrad": lambda weights, rate: Adagrad(weights, 2 * rate),
+    "sgd": lambda groups, rate: SGD(groups, 5 * rate, momentum=0.9, weight_decay=1e-4),
+    "adagrad": lambda groups, rate: Adagrad(groups, 2 * rate),
     "nadam": NAdam,
-    "rmsprop": lambda weights, rate: RMSprop(weights, rate / 3),
+    "rmsprop": lambda groups, rate: RMSprop(groups, rate / 3),
     "muon": Muon,
 }
-"""Optimizers by name, from weights and the rate of AdamW. Muon needs matrices alone."""
+"""Optimizers by name, from groups and the rate of AdamW. Muon needs matrices alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +83,14 @@ class Case:
     """Steps of the warm-up; 1 for none."""
 
     batch_size: int = BATCH_SIZE
+    has_groups: bool = False
+    """Whether the optimizer has a group for each layer and one for the other weights."""
+
     dtype: str = "float32"
     """Type of the weights. Only the cell trains others than float32."""
 
 
-class _Training:
+class Training:
     """Network, optimizer, schedule and data of a case, and its fault."""
 
     def __init__(self, case: Case, series: Series | None) -> None:
@@ -100,8 +106,15 @@ class _Training:
         if distributed.is_initialized():
             self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
         weights = [weight for weight in self.network.parameters() if weight.requires_grad]
-        self.optimizer = OPTIMIZERS[case.optimizer](weights, case.rate)
-        self.schedule = LambdaLR(self.optimizer, self._rate_factor)
+        groups = [{"params": weights}]
+        if case.has_groups:
+            named = weight_groups(self.network, self.architecture)
+            groups = [{"params": list(group.values())} for group in named]
+        self.optimizer = OPTIMIZERS[case.optimizer](groups, case.rate)
+        numbers = range(len(self.optimizer.param_groups))
+        self.schedule = LambdaLR(
+            self.optimizer, [functools.partial(self._rate_factor, number) for number in numbers]
+        )
         per_step = NUM_MICRO_BATCHES * self.num_ranks
         self.rows = Rows(
             self.architecture, case.num_steps * per_step * case.batch_size, seed=case.seed
@@ -135,12 +148,17 @@ class _Training:
             return None
         return fault if fault.micro_batch in {None, micro_batch} else None
 
-    def _rate_factor(self, num_updates: int) -> float:
+    def _rate_factor(self, group: int, num_updates: int) -> float:
         step = num_updates + 1
         factor = min(1.0, step / self.case.warmup)
         fault = self._fault
-        if fault is None or fault.kind.what is not What.RATE:
+        if fault is None or fault.kind.what not in {What.RATE, What.GROUP_RATE}:
             return factor
+        if fault.kind.what is What.GROUP_RATE:
+            # The last group may have the number -1.
+            number = group_of(self.architecture, fault) % len(self.optimizer.param_groups)
+            if number != group:
+                return factor
         if not (fault.is_at(step) and self._is_on(self.rank)):
             return factor
         how, size = fault.kind.how, fault.size_at(step)
@@ -164,8 +182,26 @@ class _Training:
                 before = first - steps * NUM_MICRO_BATCHES * self.num_ranks * self.case.batch_size
                 return self._collated([self.rows[before + row] for row in range(len(rows))])
 
+            if fault.kind.what is What.BATCH:
+                numbers = self._other_rows(fault, first, len(rows), step)
+                return self._collated([self.rows[number] for number in numbers])
             plant_in_batch(batch, fault, self.architecture, step + 1, older)
         return batch
+
+    def _other_rows(self, fault: Fault, first: int, number: int, step: int) -> list[int]:
+        """Return the numbers of the rows that a loader with a fault takes for a micro-batch."""
+        if fault.kind.how is How.REPEATED:
+            per_step = NUM_MICRO_BATCHES * self.num_ranks * self.case.batch_size
+            start = first - (step + 1 - fault.step) * per_step
+            return list(range(start, start + number))
+        label = (step // fault.lag) % NUM_CLASSES
+        chosen = [row for row, each in enumerate(self._labels) if each == label]
+        return [chosen[(first + row) % len(chosen)] for row in range(number)]
+
+    @functools.cached_property
+    def _labels(self) -> list[int]:
+        """Classes of all rows."""
+        return [int(self.rows[row]["labels"]) for row in range(len(self.rows))]
 
     def _collated(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         batch = collated(rows)
@@ -180,6 +216,15 @@ class _Training:
         if fault is None or fault.kind.what is not What.OUTER_LOSS:
             return loss
         return changed(loss, fault, fault.size)
+
+    def max_norm(self, step: int) -> float:
+        """Return the norm to which a loop clips the gradients."""
+        fault = self._fault
+        if fault is None or fault.kind.what is not What.CLIPPING:
+            return 1.0
+        if not (fault.is_at(step) and self._is_on(self.rank)):
+            return 1.0
+        return 1.0 / fault.size
 
     def micro_batches(self, step: int) -> list[dict[str, Tensor]]:
         """Return this rank's micro-batches of a step, in the order in which MFTrainer has them."""
@@ -223,7 +268,7 @@ _Step = Callable[[int, list[dict[str, Tensor]]], None]
 class _Events:
     """Send the events of a loop to callbacks."""
 
-    def __init__(self, training: _Training, folder: Path) -> None:
+    def __init__(self, training: Training, folder: Path) -> None:
         monitor = TrainingStateMonitor(folder=folder, **training.monitor_settings())
         self._callbacks = [monitor, *training.callbacks()]
         self._training = training
@@ -262,7 +307,7 @@ class _Events:
             )
 
 
-def _loop(training: _Training, step: _Step, monitor: LoopMonitor) -> None:
+def _loop(training: Training, step: _Step, monitor: LoopMonitor) -> None:
     """Train to the end in a loop with `LoopMonitor`, which counts the steps."""
     with monitor:
         for number in range(1, training.case.num_steps + 1):
@@ -274,13 +319,13 @@ def _scale() -> DynamicLossScaleUpdateCell:
     return DynamicLossScaleUpdateCell(2.0**10, 2, 1000)
 
 
-def _wrapped(training: _Training) -> nn.Module:
+def _wrapped(training: Training) -> nn.Module:
     if training.num_ranks > 1:
         return DistributedDataParallel(training.network, find_unused_parameters=False)
     return training.network
 
 
-def _cell(training: _Training) -> MFTrainOneStepCell:
+def _cell(training: Training) -> MFTrainOneStepCell:
     return MFTrainOneStepCell(
         _wrapped(training),
         training.optimizer,
@@ -293,7 +338,7 @@ def _cell(training: _Training) -> MFTrainOneStepCell:
     )
 
 
-def _train_cell(training: _Training, folder: Path) -> None:
+def _train_cell(training: Training, folder: Path) -> None:
     cell = _cell(training)
     outputs: dict[str, Any] = {}
 
@@ -304,7 +349,7 @@ def _train_cell(training: _Training, folder: Path) -> None:
     _Events(training, folder).run(step, lambda: outputs)
 
 
-def _train_loop_cell(training: _Training, folder: Path) -> None:
+def _train_loop_cell(training: Training, folder: Path) -> None:
     cell = _cell(training)
     monitor = LoopMonitor(
         cell, folder, callbacks=training.callbacks(), **training.monitor_settings()
@@ -321,7 +366,7 @@ def _train_loop_cell(training: _Training, folder: Path) -> None:
 class _Attached:
     """An accelerate loop with `attach`."""
 
-    def __init__(self, training: _Training) -> None:
+    def __init__(self, training: Training) -> None:
         self._training = training
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=NUM_MICRO_BATCHES)
         config = StepConfig(local_norm=True, max_consecutive_skips=None)
@@ -341,7 +386,8 @@ class _Attached:
                 loss = self._training.outer_loss(loss, number, micro_batch)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self._model.parameters(), 1.0)
+                    limit = self._training.max_norm(number)
+                    self.accelerator.clip_grad_norm_(self._model.parameters(), limit)
                 self._optimizer.step()
                 self._schedule.step()
                 self._optimizer.zero_grad()
@@ -354,12 +400,12 @@ class _Attached:
         }
 
 
-def _train_attached(training: _Training, folder: Path) -> None:
+def _train_attached(training: Training, folder: Path) -> None:
     attached = _Attached(training)
     _Events(training, folder).run(attached.step, attached.outputs)
 
 
-def _train_loop_attached(training: _Training, folder: Path) -> None:
+def _train_loop_attached(training: Training, folder: Path) -> None:
     attached = _Attached(training)
     monitor = LoopMonitor(
         attached.attached, folder, callbacks=training.callbacks(), **training.monitor_settings()
@@ -373,7 +419,7 @@ def _train_loop_attached(training: _Training, folder: Path) -> None:
     _loop(training, step, monitor)
 
 
-def _train_plain(training: _Training, folder: Path) -> None:
+def _train_plain(training: Training, folder: Path) -> None:
     model = _wrapped(training)
     monitor = LoopMonitor(
         training.optimizer,
@@ -399,7 +445,7 @@ def _train_plain(training: _Training, folder: Path) -> None:
             losses.append(loss.detach())
         if training.series is not None:
             training.series.see_gradients(weights)
-        norm = clip_grad_norm_(weights, 1.0)
+        norm = clip_grad_norm_(weights, training.max_norm(number))
         training.optimizer.step()
         training.schedule.step()
         training.optimizer.zero_grad()
@@ -417,7 +463,7 @@ class _InOrder(MFTrainer):
 
 
 class _PlantAtEvents(TrainerCallback):
-    def __init__(self, training: _Training) -> None:
+    def __init__(self, training: Training) -> None:
         self._training = training
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
@@ -431,7 +477,7 @@ class _PlantAtEvents(TrainerCallback):
         self._training.end_step()
 
 
-def _train_trainer(training: _Training, folder: Path) -> None:
+def _train_trainer(training: Training, folder: Path) -> None:
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=training.case.batch_size,
@@ -463,7 +509,7 @@ def _train_trainer(training: _Training, folder: Path) -> None:
     trainer.train()
 
 
-WAYS: dict[str, Callable[[_Training, Path], None]] = {
+WAYS: dict[str, Callable[[Training, Path], None]] = {
     "cell": _train_cell,
     "attach": _train_attached,
     "trainer": _train_trainer,
@@ -487,7 +533,7 @@ def train(case: Case, folder: Path, series: Series | None = None) -> nn.Module:
     """
     AcceleratorState._reset_state(reset_partial_state=not distributed.is_initialized())
     GradientState._reset_state()
-    training = _Training(case, series)
+    training = Training(case, series)
     try:
         WAYS[case.way](training, folder)
     finally:
