@@ -126,11 +126,18 @@ def _has_targets(architecture: Architecture, how: How) -> bool:
     return has_classes or _has_values(architecture)
 
 
+def _has_inputs(architecture: Architecture, how: How) -> bool:
+    if architecture.divider is not None and how in {How.RAISED, How.SHIFTED}:
+        # The network takes the mean and the spread out again.
+        return False
+    return how not in _OF_VALUES or architecture.inputs != "input_ids"
+
+
 _NEEDS: dict[What, Callable[[Architecture, How], bool]] = {
     What.BUFFER: lambda network, _: network.buffer is not None,
     What.TARGETS: _has_targets,
     What.TARGET_VALUES: lambda network, _: _has_values(network),
-    What.INPUTS: lambda network, how: how not in _OF_VALUES or network.inputs != "input_ids",
+    What.INPUTS: _has_inputs,
     What.VOCABULARY: lambda network, _: network.row in {tokens, turns},
     What.BATCH: lambda network, how: how is not How.SORTED or network.num_targets == NUM_CLASSES,
     What.LOGITS: lambda network, _: network.num_targets is not None and network.head is not None,
@@ -297,7 +304,7 @@ _OWN_WHERES: dict[tuple[What, How], tuple[Where, ...]] = {
     (What.GROUP_RATE, How.ZERO): (Where.LAYER,),
     (What.GROUP_WEIGHT_DECAY, How.RAISED): (Where.LAYER,),
     (What.LOGITS, How.PERMUTED): (Where.TENSOR,),
-    (What.LOGITS, How.INFINITE): (Where.TENSOR, Where.ELEMENT),
+    (What.LOGITS, How.INFINITE): (Where.TENSOR, Where.TENSOR, Where.ELEMENT),
 }
 
 

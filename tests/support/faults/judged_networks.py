@@ -325,7 +325,7 @@ class _Perceptron(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the features of the values."""
-        return relu(self.down(relu(self.up(values))))
+        return self.down(relu(self.up(values)))
 
 
 class _Recommender(nn.Module):
@@ -353,7 +353,7 @@ def _rating(generator: torch.Generator) -> dict[str, Tensor]:
     values = torch.randn(_FEATURES, generator=generator)
     user, item = torch.randint(_IDS, (2,), generator=generator)
     noise = 0.1 * torch.randn((), generator=generator)
-    rating = values[0] + values[1:3].sin().sum() + (user + 1.0).sin() * (item + 1.0).cos()
+    rating = values[:4].sum() / 2 + (user + 1.0).sin() * (item + 1.0).cos() / 2
     return {"values": values, "users": user, "items": item, "labels": rating + noise}
 
 
@@ -378,10 +378,11 @@ _CLASSES: dict[str, Any] = {
 _VALUES: dict[str, Any] = {"inputs": "values", "ignores": False, "head": "head"}
 _BLOCKS: dict[str, Any] = {"layers": ("blocks.0", "blocks.1")}
 
-_unseen = functools.partial(Architecture, is_unseen=True, rates=(1e-2, 2e-2))
+_unseen = functools.partial(Architecture, is_unseen=True)
+_fast = functools.partial(_unseen, rates=(1e-2, 2e-2))
 
 JUDGED_NETWORKS = {
-    "opt": _unseen(
+    "opt": _fast(
         make=_opt,
         **_LANGUAGE,
         layers=_numbered("model.decoder.layers.{}"),
@@ -395,7 +396,7 @@ JUDGED_NETWORKS = {
             "tied_weight",
         ),
     ),
-    "qwen2 moe": _unseen(
+    "qwen2 moe": _fast(
         make=_qwen2_moe,
         **_LANGUAGE,
         layers=_numbered("model.layers.{}"),
@@ -410,20 +411,20 @@ JUDGED_NETWORKS = {
             "auxiliary_weight",
         ),
     ),
-    "bart": _unseen(
+    "bart": _fast(
         make=_bart,
         **_LANGUAGE,
         layers=(*_numbered("model.decoder.layers.{}"), *_numbered("model.encoder.layers.{}")),
         query="self_attn.q_proj",
         parts=("attention_scale", "norm_epsilon", "tied_weight"),
     ),
-    "mamba": _unseen(
+    "mamba": _fast(
         make=_mamba,
         **_LANGUAGE,
         layers=_numbered("backbone.layers.{}"),
         parts=("norm_epsilon", "residual", "tied_weight"),
     ),
-    "resnet": _unseen(
+    "resnet": _fast(
         make=_resnet,
         row=_photo,
         **_CLASSES | {"head": "classifier.1", "settings": ("temperature", "mode")},
@@ -432,13 +433,13 @@ JUDGED_NETWORKS = {
         has_separate_rows=False,
         parts=("norm_epsilon",),
     ),
-    "decoder": _unseen(
+    "decoder": _fast(
         make=_Decoder,
         **_LANGUAGE | {"head": "head", "settings": ("temperature", "label_smoothing", "mode")},
         **_BLOCKS,
         parts=("attention_mask", "positions", "norm_epsilon", "residual", "tied_weight"),
     ),
-    "mixer": _unseen(
+    "mixer": _fast(
         make=_Mixer, row=image, **_CLASSES, **_BLOCKS, parts=("norm_epsilon", "residual")
     ),
     "signals": _unseen(
@@ -448,7 +449,7 @@ JUDGED_NETWORKS = {
         **_BLOCKS,
         divider="standard",
     ),
-    "diffusion": _unseen(
+    "diffusion": _fast(
         make=_Diffusion,
         row=_noisy_values,
         **_VALUES,
