@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
-from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT, Shift
+from mfwrap.callbacks.culprit.judges.course import HIGHER, Shift
 from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.rates import LEAST_RISE, RateRise
 from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
@@ -191,4 +191,4 @@ def counted(names: Sequence[str], kind: str) -> str:
 
 def has_higher_loss(rank: RankEvidence) -> bool:
     """Tell whether the loss of a rank has clearly risen."""
-    return rank.loss_score > LOSS_LIMIT / 2
+    return rank.loss_score > HIGHER

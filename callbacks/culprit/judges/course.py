@@ -18,6 +18,9 @@ _FEWEST = 5
 LOSS_LIMIT, _LOG_LIMIT = 7.5, 5.0
 """Smallest scores of the loss and of its logarithm that are a spike of a single step."""
 
+HIGHER = 3.5
+"""Smallest score of a loss that is clearly higher. It is a spike if that of the global norm is."""
+
 _SHIFTS = ((3, 4.0), (6, 2.0))
 """Numbers of steps in a row, and the smallest score of each of them, that are a lasting shift."""
 
@@ -86,9 +89,9 @@ class LossCourse:
     """Tell from the losses of a rank so far whether the next one has left their course.
 
     A spike is a loss far above what is expected, by its own deviation and by that of its logarithm,
-    or half as far in a step whose global norm has risen as far, and a drop is one far below, or
-    below zero where no loss has been. A shift is a loss that stays
-    above what was expected before, for three or six steps in a row.
+    or a clearly higher one in a step whose global norm is clearly higher. A drop is a loss far
+    below, or below zero where no loss has been. A shift is a loss that stays above what was
+    expected before, for three or six steps in a row.
     What is expected is the median of the last five losses, and the deviation follows from the
     distances of 64 losses from what was expected of them, so the run's own noise decides. That the
     losses fall is no noise.
@@ -131,7 +134,7 @@ class LossCourse:
         if self._plain.num_distances < _FEWEST_LOSSES - 1:
             score = math.nan
         is_far = score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive)
-        if is_far or (score > LOSS_LIMIT / 2 and norm_score > LOSS_LIMIT / 2):
+        if is_far or (score > HIGHER and norm_score > HIGHER):
             found = "loss_spike"
         elif score < _DROP and log_score < _LOG_DROP and loss < _DROPPED * self.expected:
             found = "loss_drop"

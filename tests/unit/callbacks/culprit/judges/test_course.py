@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT, LossCourse, NormCourse, Shift
+from mfwrap.callbacks.culprit.judges.course import HIGHER, LOSS_LIMIT, LossCourse, NormCourse, Shift
 
 
 def found(losses, course=None):
@@ -142,7 +142,7 @@ def test_a_rise_in_a_run_that_learns():
     assert found([*losses, 0.9]) == [(21, "loss_spike")]
 
 
-@pytest.mark.parametrize(("norm_score", "is_spike"), [(5.0, True), (3.0, False), (math.nan, False)])
+@pytest.mark.parametrize(("norm_score", "is_spike"), [(4.0, True), (3.0, False), (math.nan, False)])
 def test_a_loss_that_rises_with_its_gradients(norm_score, is_spike):
     """Half as far is enough, if the global norm says so, too."""
     course = LossCourse()
@@ -150,7 +150,7 @@ def test_a_loss_that_rises_with_its_gradients(norm_score, is_spike):
 
     kind = course.add(3.9, norm_score=norm_score)
 
-    assert LOSS_LIMIT / 2 < course.score < LOSS_LIMIT
+    assert HIGHER < course.score < LOSS_LIMIT
     assert kind == ("loss_spike" if is_spike else None)
 
 
