@@ -85,9 +85,7 @@ class EvidenceGatherer:
         risen = [] if states is None else states.risen(numbers.step, judgement.optimizer)
         moved = judged.moved()
         odd = {*moved, *(one.name for one in risen if one.kind == "weight")}
-        earlier_losses: tuple[tuple[float, float], ...] = ()
-        if recorder is not None and is_first and math.isfinite(numbers.loss):
-            earlier_losses = losses_again(recorder)
+        asked = recorder if is_first and math.isfinite(numbers.loss) else None
         search, difference = None, None
         if recorder is not None and is_first and compares:
             difference = first_difference(recorder)
@@ -125,7 +123,8 @@ class EvidenceGatherer:
             micro_losses=losses_of(calls),
             factors=factors,
             factor_change=factor_change(factors, earlier_factors),
-            earlier_losses=earlier_losses,
+            earlier_losses=() if asked is None else losses_again(asked, asked.earlier_step),
+            own_losses=() if asked is None else losses_again(asked, asked.last_step),
             buffers=()
             if self._buffers is None
             else tuple(self._buffers.newly_bad()[:_MOST_BUFFERS]),

@@ -101,6 +101,10 @@ class RankEvidence:
     """Loss of each micro-batch of the step before, then and with the present weights; empty if
     unknown."""
 
+    own_losses: tuple[tuple[float, float], ...] = ()
+    """Loss of each micro-batch of this step, in the step and with the present weights; empty if
+    unknown."""
+
     difference: Difference | None = None
     """Where the step first differs from the step before; ``None`` if it is unknown."""
 

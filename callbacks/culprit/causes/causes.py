@@ -55,6 +55,7 @@ _RULES = (
     _Rule(replay.difference, "inferred"),
     _Rule(loss.dropped, "inferred"),
     _Rule(gradients.of_one_layer, "inferred"),
+    _Rule(data.changed_program, "inferred"),
     _Rule(data.bad, "inferred"),
     _Rule(rate.growing_updates, "measured"),
     _Rule(rate.large_updates, "measured"),

@@ -17,11 +17,15 @@ from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 _TOLERANCE = 0.05
 """Largest relative difference of changes of losses that are the same."""
 
-_SAME = 0.15
-"""Largest relative change of the loss of the same data by an ordinary update."""
+_SAME = 0.03
+"""Largest relative change of the loss of the same data that an ordinary update always explains."""
 
-_SHARE = 0.4
-"""Smallest share of the rise that the same data must have if the data are not at fault."""
+_NONE, _SHARE = 0.15, 0.4
+"""Largest share of the rise that the data of the step before may have if the data of the step are
+at fault, and the smallest one that they have if these are not."""
+
+_AGAIN = 0.25
+"""Smallest share of its rise that a step must have once more if its data are at fault."""
 
 _ORDINARY_RATIO = 0.05
 """Largest ratio of an update to its weights that does not explain a rise of the loss."""
@@ -33,23 +37,26 @@ _CALM = 3.0
 """Largest score of the norms of ordinary gradients."""
 
 
-def bad(evidence: CauseEvidence) -> Cause | None:
-    """Find what has raised the loss: the data, or what the program computes with them.
+def changed_program(evidence: CauseEvidence) -> Cause | None:
+    """Find that the program or the weights have changed: other data have a higher loss, too."""
+    share = _earlier_rise(evidence.blamed)
+    if not _has_risen(evidence) or share <= 0:
+        return None
+    return _changed_program(evidence) if share >= _SHARE else _changed_little(evidence.blamed)
 
-    Data are named only where something speaks for them: one rank or micro-batch or a few rows have
+
+def bad(evidence: CauseEvidence) -> Cause | None:
+    """Find data that have raised the loss.
+
+    They are named only where something speaks for them: one rank or micro-batch or a few rows have
     the rise, or the data of the step before have their loss again.
     """
     blamed = evidence.blamed
-    has_moved = any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before)
-    if has_moved or not has_higher_loss(blamed):
+    if not _has_risen(evidence) or _earlier_rise(blamed) > 0:
         return None
-    share = _earlier_rise(blamed)
-    if share > 0:
-        # With a small share, the weights or the program have changed, but not as the loss has.
-        return _changed_program(evidence) if share >= _SHARE else None
+    rose = _rise(blamed)
     others = [each for each in evidence.ranks if each.rank != blamed.rank]
     number = outlier(blamed.micro_losses)
-    rose = f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g})"
     if others and not any(map(has_higher_loss, others)):
         return Cause(
             "rank_data",
@@ -63,6 +70,13 @@ def bad(evidence: CauseEvidence) -> Cause | None:
         if is_calm or not blamed.earlier_losses:
             return _either(rose, evidence, is_calm=is_calm)
     where = "this step" if number is None else f"micro-batch {number}"
+    if _share_again(blamed, number) < _AGAIN and not has_rows:
+        return Cause(
+            UNKNOWN_CAUSE,
+            f"{rose}, and the data of {where} do not have it if they are computed again: not they "
+            "are at fault, but what was computed with them",
+            "look for code that does something else in some steps: hooks, counters, branches",
+        )
     if _is_ordinary(evidence):
         why = "while weights and updates were ordinary"
     elif blamed.earlier_losses:
@@ -75,6 +89,16 @@ def bad(evidence: CauseEvidence) -> Cause | None:
         "look at the samples of these steps",
         micro_batch=number,
     )
+
+
+def _has_risen(evidence: CauseEvidence) -> bool:
+    """Tell whether the loss has risen, and no update before has spoilt the weights."""
+    has_moved = any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before)
+    return has_higher_loss(evidence.blamed) and not has_moved
+
+
+def _rise(blamed: RankEvidence) -> str:
+    return f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g})"
 
 
 def _either(rose: str, evidence: CauseEvidence, *, is_calm: bool) -> Cause | None:
@@ -115,6 +139,19 @@ def _changed_program(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def _changed_little(blamed: RankEvidence) -> Cause | None:
+    """Say that the weights or the program have changed, but not as much as the loss has."""
+    if blamed.earlier_loss is None:
+        return None
+    then, again = blamed.earlier_loss
+    return Cause(
+        UNKNOWN_CAUSE,
+        f"{_rise(blamed)}, and computed again, the data of the step before have a higher loss, "
+        f"too, but by less ({again:.4g}, not {then:.4g})",
+        "look for what has changed in the program, and at the samples of this step",
+    )
+
+
 def _are_alike(changes: Sequence[float]) -> bool:
     """Tell whether changes of losses are the same but for the update between."""
     return max(changes) - min(changes) < _TOLERANCE * abs(statistics.fmean(changes))
@@ -132,9 +169,25 @@ def _earlier_rise(blamed: RankEvidence) -> float:
     if 0 in {then, blamed.usual_loss}:
         return 0.0
     rise = again / then - 1
-    if abs(rise) < _SAME:
-        return 0.0
-    return math.inf if math.isnan(rise) else rise / max(blamed.loss / blamed.usual_loss - 1, _SAME)
+    if math.isnan(rise):
+        return math.inf
+    share = rise / max(abs(blamed.loss / blamed.usual_loss - 1), _SAME)
+    return 0.0 if abs(rise) < _SAME or abs(share) < _NONE else share
+
+
+def _share_again(blamed: RankEvidence, number: int | None) -> float:
+    """Return how much of its rise the step, or a micro-batch, has once more; 1 if unknown."""
+    pairs = blamed.own_losses
+    if not pairs or blamed.loss == 0:
+        return 1.0
+    usual = blamed.usual_loss / blamed.loss
+    if number is not None:
+        others = [then for place, (then, _) in enumerate(pairs) if place != number]
+        pairs = (pairs[number],)
+        usual = statistics.median(others) / pairs[0][0] if pairs[0][0] else 1.0
+    then, again = (statistics.fmean(each) for each in zip(*pairs, strict=True))
+    known = then != 0 and usual < 1 and math.isfinite(again)
+    return (again / then - usual) / (1 - usual) if known else 1.0
 
 
 def _has_ordinary_gradients(evidence: CauseEvidence) -> bool:

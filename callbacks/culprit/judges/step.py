@@ -31,6 +31,10 @@ _FEWEST_DISTANCES = 8
 _IMPOSSIBLE = 3.0
 """Smallest ratio of an update to the largest one of Adam that rounding does not explain."""
 
+_LONG_WAIT = 3
+"""Number of steps that a group has waited for a gradient from which on it tells nothing more of
+other groups."""
+
 _FEWEST_QUIET = 3
 """Number of steps without a change from outside after which one is an anomaly."""
 
@@ -345,8 +349,17 @@ class StepJudge:
 
 
 def _zero_limit(longest: Tensor) -> Tensor:
-    """Return from how many steps in a row on a norm of zero is an anomaly, shape ``(G,)``."""
-    return 2 * longest + 2
+    """Return from how many steps in a row on a norm of zero is an anomaly, shape ``(G,)``.
+
+    Where layers are left out at random, the first wait of a group may be longer than one step. So
+    the waits of other groups count, too.
+
+    Args:
+        longest: Largest number of steps that each group has waited for a gradient, shape ``(G,)``.
+    """
+    if not len(longest):
+        return longest
+    return torch.maximum(2 * longest + 2, 3 + 3 * longest.max().clamp(max=_LONG_WAIT))
 
 
 def _named(names: Sequence[str], values: Tensor) -> dict[str, float]:

@@ -45,18 +45,24 @@ def factors_of(calls: Sequence[RecordedCall]) -> tuple[float, ...]:
     return tuple(known) if len(known) == len(found) else ()
 
 
-def losses_again(recorder: StepRecorder) -> tuple[tuple[float, float], ...]:
-    """Compute the losses of the step before the last one again, with the present weights.
+def losses_again(
+    recorder: StepRecorder, calls: Sequence[RecordedCall]
+) -> tuple[tuple[float, float], ...]:
+    """Compute the losses of a step again, with the present weights.
 
-    If the last step went wrong and these losses are as before, then weights and program are good
-    and the data of the last step is not. Inputs and random numbers are those of that step; random
-    states and buffers are restored. Synchronizes with the device.
+    If a step went wrong, and the step before has its losses again, then weights and program are as
+    they were. If the step itself does not have its losses again, neither are its data at fault.
+    Inputs and random numbers are those of that step; random states and buffers are restored.
+    Synchronizes with the device.
+
+    Args:
+        recorder: Recorder of the network.
+        calls: Calls of one of its steps.
 
     Returns:
         Loss of each micro-batch then and with the present weights; empty if the network returned no
         loss, or if a call raises an error, such as out of memory.
     """
-    calls = recorder.earlier_step
     if any(call.loss is None for call in calls):
         return ()
     then = losses_of(calls)

@@ -116,3 +116,39 @@ def test_after_a_large_update_no_data_are_blamed():
 def test_a_loss_that_was_zero_before(known):
     """Nothing is known of how far the same data have risen."""
     assert cause(rank=known).name in {"unknown", "data"}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "name", "said"),
+    [
+        (3.05, "data", "while weights and updates were ordinary"),
+        (3.9, "unknown", "have a higher loss, too, but by less (3.9, not 3)"),
+        (4.5, "unknown", "not the data have changed"),
+    ],
+)
+def test_how_much_of_the_rise_the_step_before_has(earlier, name, said):
+    """As a share of the rise from 3 to 6, however small that is beside the loss."""
+    found = cause(rank={"earlier_losses": ((3.0, earlier),)})
+    assert found.name == name
+    assert said in found.explanation
+
+    little = {"loss": 3.6, "earlier_losses": ((3.0, 3.0 + (earlier - 3) / 5),)}
+    assert cause(rank=little).name == name
+
+
+@pytest.mark.parametrize(
+    ("losses", "again", "name"),
+    [
+        ((6.0,), (5.0,), "data"),
+        ((6.0,), (3.2,), "unknown"),
+        ((3.0, 60.0), (3.0, 50.0), "data"),
+        ((3.0, 60.0), (3.0, 4.0), "unknown"),
+    ],
+)
+def test_data_that_do_not_have_their_loss_again(losses, again, name):
+    """They are not at fault, but what the program did with them in that step."""
+    pairs = tuple(zip(losses, again, strict=True))
+    found = cause(rank={"micro_losses": losses, "own_losses": pairs})
+
+    assert found.name == name
+    assert ("do not have it if they are computed again" in found.explanation) is (name != "data")

@@ -76,7 +76,7 @@ def test_the_same_weights_have_the_same_loss_again():
     then = [call.loss.item() for call in recorder.earlier_step]
     random, mean = torch.get_rng_state(), recorder.network.norm.running_mean.clone()
 
-    found = losses_again(recorder)
+    found = losses_again(recorder, recorder.earlier_step)
     assert [each[0] for each in found] == then
     assert [each[1] for each in found] == pytest.approx(then)
     assert torch.equal(torch.get_rng_state(), random)
@@ -88,16 +88,17 @@ def test_worse_weights_have_another_loss():
     """The loss of the step before tells whether the weights have become worse."""
     recorder = trained(3)
     recorder.network.norm.weight.data.mul_(10)
-    assert all(again > 50 * then for then, again in losses_again(recorder))
+    assert all(again > 50 * then for then, again in losses_again(recorder, recorder.earlier_step))
 
 
 def test_what_is_unknown():
     """There may be no step before, and a call may fail."""
-    assert losses_again(trained(1)) == ()
+    recorder = trained(1)
+    assert losses_again(recorder, recorder.earlier_step) == ()
     recorder = trained(3)
     recorder.network.fails = True
-    assert losses_again(recorder) == ()
+    assert losses_again(recorder, recorder.earlier_step) == ()
     recorder.earlier_step[0].loss = None
-    assert losses_again(recorder) == ()
+    assert losses_again(recorder, recorder.earlier_step) == ()
     recorder.last_step[0].loss = None
     assert math.isnan(losses_of(recorder.last_step)[0])
