@@ -146,8 +146,8 @@ def _changed_little(blamed: RankEvidence) -> Cause | None:
     then, again = blamed.earlier_loss
     return Cause(
         UNKNOWN_CAUSE,
-        f"{_rise(blamed)}, and computed again, the data of the step before have a higher loss, "
-        f"too, but by less ({again:.4g}, not {then:.4g})",
+        f"{_rise(blamed)}, and computed again, the data of the step before have "
+        f"{again / then:.3g} times the loss that they had",
         "look for what has changed in the program, and at the samples of this step",
     )
 

@@ -122,7 +122,7 @@ def test_a_loss_that_was_zero_before(known):
     ("earlier", "name", "said"),
     [
         (3.05, "data", "while weights and updates were ordinary"),
-        (3.9, "unknown", "have a higher loss, too, but by less (3.9, not 3)"),
+        (3.9, "unknown", "have 1.3 times the loss that they had"),
         (4.5, "unknown", "not the data have changed"),
     ],
 )
