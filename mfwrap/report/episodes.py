@@ -204,7 +204,7 @@ def _row(event: _Event, *, has_run: bool) -> str:
     texts = (
         f"{_link(event)}{_duration(event)}",
         told,
-        _listed(event.where, "not in one place"),
+        _listed(event.where, "no single layer"),
         _listed(event.samples),
         event.action,
     )

@@ -1,6 +1,10 @@
 """Rules for what the norms of the gradients show by themselves."""
 
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, has_higher_loss
+from mfwrap.callbacks.culprit.judges.step import LIMITS
+
+_RISEN = LIMITS["local_norm"] / 2
+"""Smallest score of a gradient that has clearly risen."""
 
 
 def applied(evidence: CauseEvidence) -> Cause | None:
@@ -38,6 +42,16 @@ def of_one_layer(evidence: CauseEvidence) -> Cause | None:
     is_spike = evidence.kind in {"spike", "local_norm_spike"}
     if evidence.layer is None or loss_has_risen or not is_spike:
         return None
+    blamed = evidence.blamed
+    risen = [n for n, score in zip(blamed.names, blamed.scores, strict=False) if score > _RISEN]
+    if len(risen) == 1:
+        return Cause(
+            "gradient",
+            f"only the gradient of {risen[0]} has risen, the loss has not",
+            "look at hooks on this weight, and at what writes its gradient",
+            tensors=(risen[0],),
+            where="gradient",
+        )
     return Cause(
         "gradient",
         f"only the gradients of {evidence.layer} have risen, the loss has not",

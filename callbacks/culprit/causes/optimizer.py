@@ -32,8 +32,9 @@ def epsilon(evidence: CauseEvidence) -> Cause | None:
 def ruined_state(evidence: CauseEvidence) -> Cause | None:
     """Find a non-finite state, unless its gradients may have ruined it."""
     # Of a weight that is non-finite itself, the state may be ruined by its gradients. But where
-    # loss and gradients are finite, the state has ruined the weight.
-    risen = () if evidence.is_finite else evidence.blamed.risen_weights
+    # loss and gradients are finite, or have not reached the state, it has ruined the weight.
+    is_first = evidence.is_finite or not evidence.now.applied
+    risen = () if is_first else evidence.blamed.risen_weights
     weights = {one.name for one in risen}
     ruined = [
         one
@@ -48,6 +49,8 @@ def ruined_state(evidence: CauseEvidence) -> Cause | None:
 
 def fallen_state(evidence: CauseEvidence) -> Cause | None:
     """Find second moments that have fallen."""
+    if evidence.kind in NON_FINITE:
+        return None
     fallen = [one for one in _states(evidence.blamed) if one.rise < 1]
     return _state_changed(evidence, evidence.now, _change(fallen[0])) if fallen else None
 

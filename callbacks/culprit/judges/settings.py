@@ -103,7 +103,7 @@ class SettingWatch:
 
 def listed(changes: Sequence[SettingChange]) -> str:
     """Say the first of several changes, and how many there are, in a clause."""
-    others = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
+    others = f", and {len(changes) - 1} more settings" if len(changes) > 1 else ""
     return f"{changes[0]}{others}"
 
 

@@ -105,9 +105,12 @@ def _compared(now: "_Sizes", before: "_Sizes") -> Difference | None:
             behind = last if key == of_output else ratios.get(of_output)
             last = ratio
             if _is_odd(ratio, _ODD_GRADIENT):
+                # Inputs may make gradients vanish, such as those of attention to equal tokens.
+                if ratio < 1:
+                    return None
                 is_made_here = behind is not None and behind > 0 and _is_odd(ratio / behind, _ODD)
                 return Difference("gradient", key.name, ratio) if is_made_here else None
-    odd = [key for key, ratio in ratios.items() if key.what == "weight" and _is_odd(ratio, _ALONE)]
+    odd = [key for key, ratio in ratios.items() if key.what == "weight" and ratio > _ALONE]
     return Difference("gradient", odd[0].name, ratios[odd[0]]) if len(odd) == 1 else None
 
 

@@ -34,3 +34,12 @@ def test_gradients_of_one_layer():
     calm = cause("spike", trace({"global_norm": 20.0}), layer="h.1")
     assert (calm.name, calm.is_in_layer) == ("gradient", True)
     assert cause("spike", layer="h.1").name == "data"
+
+
+def test_the_gradient_of_one_weight():
+    """If it alone has risen, its layer's backward has not."""
+    alone = {"scores": (0.1, 0.2, 30.0), "norms": (1.0, 1.0, 100.0)}
+    found = cause("spike", trace({"global_norm": 20.0}), layer="h.1", rank=alone)
+
+    assert (found.name, found.tensors, found.where) == ("gradient", NAMES[2:], "gradient")
+    assert "only the gradient of h.1.weight has risen" in found.explanation

@@ -134,3 +134,20 @@ def test_a_state_that_has_ruined_its_weight():
     assert (found.name, found.tensors) == ("optimizer_state", ("wte.weight",))
     unknown = cause("state_spike", trace({}), rank={"states": states})
     assert unknown.name != "optimizer_state"
+
+
+def test_a_state_that_no_gradient_has_reached():
+    """The update was skipped, so that the non-finite state is older than these gradients."""
+    states = (state("weight", "wte.weight", NAN), state("square_avg", "wte.weight", math.inf))
+    skipped = cause("loss_not_finite", trace({}, applied=False), rank={"states": states})
+    applied = cause("loss_not_finite", trace({}), rank={"states": states})
+
+    assert (skipped.name, skipped.tensors) == ("optimizer_state", ("wte.weight",))
+    assert applied.name != "optimizer_state"
+
+
+def test_second_moments_that_have_fallen_ruin_no_loss():
+    """They make updates too large, which is another kind."""
+    fallen = {"states": (state("exp_avg_sq", "wte.weight", 1e-6),)}
+    assert cause("state_spike", rank=fallen).name == "optimizer_state"
+    assert cause("loss_not_finite", rank=fallen).name != "optimizer_state"

@@ -266,3 +266,30 @@ def test_nothing_is_left_behind():
         torch.equal(one, weight.grad)
         for one, weight in zip(gradients, network.parameters(), strict=True)
     )
+
+
+def test_a_gradient_that_vanishes_by_the_inputs():
+    """The attention to equal tokens has no gradient for queries and keys: nothing is at fault."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(32, 8)
+            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+            self.head = nn.Linear(8, 32)
+
+        def forward(self, tokens):
+            rows = self.embed(tokens)
+            attended = nn.functional.scaled_dot_product_attention(
+                self.query(rows), self.key(rows), self.value(rows)
+            )
+            return nn.functional.cross_entropy(self.head(attended).flatten(0, 1), tokens.flatten())
+
+    network = Attending()
+    recorder = StepRecorder(network)
+    for tokens in (torch.randint(32, (4, 10)), torch.full((4, 10), 3)):
+        network(tokens).backward()
+        recorder.end_step()
+
+    assert first_difference(recorder) is None
