@@ -29,8 +29,8 @@ _ODD_LOSS = 3.0
 """Smallest ratio of the first loss, less one, to the loss of guessing that is odd."""
 
 _ZERO_STEPS = 3
-"""Number of updates in a row with a learning rate of zero that are odd: a warm-up begins with one,
-and a schedule may end with another."""
+"""Number of updates in a row with a learning rate of zero, or that change nothing, that are odd: a
+warm-up begins with one, and a schedule may end with another."""
 
 _UPDATES = 10
 """Number of updates after which each trained weight must have had a gradient."""
@@ -88,8 +88,8 @@ class RunNotes:
 
     Before the first step, sizes of weights of the same role and shape. In the first step, the mode
     of the network, and its loss beside that of guessing. After ten updates, weights without a
-    gradient. In all steps, settings that change, weights that change between two steps, and a
-    learning rate of zero.
+    gradient. In all steps, settings that change, weights that change between two steps, a
+    learning rate of zero, and updates that change nothing.
 
     Args:
         network: Network with or without wrappers; ``None`` if unknown.
@@ -101,7 +101,7 @@ class RunNotes:
         self._judges = judges
         self._said: set[str] = set()
         self._changed: tuple[int, tuple[str, ...]] = (-_RECENT, ())
-        self._num_zero_rates = self._num_updates = 0
+        self._num_zero_rates = self._num_still = self._num_updates = 0
         self._is_first = step == 0 and network is not None
         self._network = None if network is None else unwrapped_network(network)
         self._odd_weight: tuple[str, str] | None = None
@@ -175,9 +175,18 @@ class RunNotes:
         if not (numbers.overflow or numbers.skipped):
             is_zero = scores.step.learning_rate == 0
             self._num_zero_rates = self._num_zero_rates + 1 if is_zero else 0
+            is_still = scores.step.update_ratio == 0 < scores.step.learning_rate
+            has_gradient = numbers.global_norm is None or numbers.global_norm > 0
+            self._num_still = self._num_still + 1 if is_still and has_gradient else 0
             self._num_updates += 1
             if self._num_updates == _UPDATES and self._network is not None:
                 notes += _unreached(numbers, self._network, judgement.optimizer)
+        if self._num_still == _ZERO_STEPS:
+            said = f"most weights have not changed at all in the last {_ZERO_STEPS} updates, at a "
+            said += f"learning rate of {scores.step.learning_rate:.3g}"
+            look = "look whether the optimizer has these weights, and whether their type is too "
+            look += "coarse for such updates"
+            notes.append(_note(numbers, "no_update", said, look))
         if self._num_zero_rates == _ZERO_STEPS:
             said = f"the learning rate of the last {_ZERO_STEPS} updates was zero"
             look = "look at the schedule: it may have ended before the training"

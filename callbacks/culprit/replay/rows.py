@@ -323,7 +323,7 @@ def _run_apart(
         alike = any(math.isinf(value.size) for value in values.values())
         losses = [passes.own_loss(part, value) for part, value in values.items()]
         low, high = min(losses), max(losses)
-        what = f"all {len(losses)} are alike, with losses from {low:.4g} to {high:.4g}"
+        what = f"none of {len(losses)} stands alone, with losses from {low:.4g} to {high:.4g}"
         return (), f"{how}: {'all of a micro-batch are non-finite' if alike else what}"
     named = [
         dataclasses.replace(

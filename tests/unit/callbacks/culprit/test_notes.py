@@ -221,3 +221,21 @@ def test_an_optimizer_without_a_state(tmp_path):
     plain = language_model().train()
     plain.unused = torch.nn.Linear(2, 2)
     assert notes_of(tmp_path / "sgd", plain, optimizer_class=torch.optim.SGD) == []
+
+
+def test_updates_that_change_nothing(tmp_path):
+    """Three in a row; weights may be too coarse for them, and then they are so in each step."""
+
+    def hold(step, loop):
+        if step == 5:
+            loop.optimizer.register_step_pre_hook(_without_gradients)
+
+    def _without_gradients(optimizer, *_):
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.grad = None
+
+    (note,) = notes_of(tmp_path, language_model().train(), hold)
+
+    assert (note["step"], note["cause"]) == (7, "no_update")
+    said = "have not changed at all in the last 3 updates, at a learning rate of 0.001"
+    assert said in note["explanation"]

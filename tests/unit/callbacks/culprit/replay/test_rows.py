@@ -110,7 +110,7 @@ def test_a_good_step_names_no_row():
     step = planted("tokens", None, 0)
     rows, detail, is_exact, _ = search(step.recorder)
     losses = re.fullmatch(
-        r"rows were run one by one: all 16 are alike, with losses from (.*) to (.*)",
+        r"rows were run one by one: none of 16 stands alone, with losses from (.*) to (.*)",
         detail,
     )
     assert (rows, is_exact) == ((), True)
