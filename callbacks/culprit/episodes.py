@@ -76,6 +76,9 @@ class OpenEpisode:
     usual_loss: float | None = None
     """Loss that was expected before the loss left its course; ``None`` if it has not."""
 
+    first_loss: float | None = None
+    """Loss at the begin of the run; ``None`` if it is unknown."""
+
     last_losses: list[float] = field(default_factory=list)
     """Loss of each of the last steps since it has left its course."""
 
@@ -143,6 +146,13 @@ class OpenEpisode:
         # Of non-finite losses, the median is NaN or infinite.
         return not statistics.median(self.last_losses) <= least
 
+    @property
+    def is_worse_than_at_first(self) -> bool:
+        """Whether the last losses are higher than those that the run began with."""
+        if self.first_loss is None or not self.last_losses:
+            return False
+        return not statistics.median(self.last_losses) <= self.first_loss
+
     def has_ended_before(self, step: int) -> bool:
         """Tell whether too many good steps in a row have come before a step."""
         return step - max(self.last_step, self.last_anomaly) > self.reach
@@ -204,6 +214,8 @@ class Episodes:
         self._state_interval = state_interval
         self.last: OpenEpisode | None = None
         """The last episode, which may be over."""
+        self.first_loss: float | None = None
+        """Loss at the begin of the run, from which on a loss has diverged; ``None`` if unknown."""
 
     def goes_on(self, step: int, kind: Kind, *, is_shared: bool) -> bool:
         """Tell whether an anomaly goes on with the last episode.
@@ -254,7 +266,9 @@ class Episodes:
         if episode is not None and goes_on:
             episode.is_over = False
             episode.follow(anomaly, loss, self._reach(anomaly.kind))
-            if episode.cause == UNKNOWN_CAUSE != anomaly.cause:
+            # What a fault in the steps before has as a consequence tells nothing of its cause.
+            is_new = anomaly.kind == episode.kind or anomaly.kind not in _GROWING
+            if is_new and episode.cause == UNKNOWN_CAUSE != anomaly.cause:
                 episode.cause = anomaly.cause
                 known = {name: getattr(anomaly, name) for name in _REFINED}
                 episode.refined = {name: v for name, v in known.items() if v is not None}
@@ -266,6 +280,7 @@ class Episodes:
             is_shared=is_shared,
             cause=anomaly.cause,
             last_step=anomaly.step,
+            first_loss=self.first_loss,
             num_skipped=int(bool(anomaly.skipped)),
         )
         self.last.follow(anomaly, loss, self._reach(anomaly.kind))
@@ -297,7 +312,8 @@ class Episodes:
         if episode is None or episode.is_over:
             return None
         episode.is_over = True
-        if episode.has_diverged and episode.cause == UNKNOWN_CAUSE:
+        is_unknown = episode.cause == UNKNOWN_CAUSE
+        if is_unknown and episode.has_diverged and episode.is_worse_than_at_first:
             episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_DIVERGING}
         return episode if episode.num_steps > 1 or episode.refined else None
 

@@ -109,6 +109,7 @@ class EvidenceGatherer:
             dead=judged.dead(),
             loss_score=self._course.score,
             usual_loss=self._course.expected,
+            first_loss=self._course.first,
             moved=moved,
             impossible=judged.impossible(scores.learning_rate),
             undivided={} if states is None else states.undivided(judgement.optimizer, odd),

@@ -56,6 +56,9 @@ class RankEvidence:
 
     loss_score: float = math.nan
     usual_loss: float = math.nan
+    first_loss: float = math.nan
+    """Median of the first losses of the run."""
+
     moved: tuple[str, ...] = ()
     """Weights whose update is an anomaly."""
 

@@ -52,7 +52,7 @@ def bad(evidence: CauseEvidence) -> Cause | None:
     the rise, or the data of the step before have their loss again.
     """
     blamed = evidence.blamed
-    if not _has_risen(evidence) or _earlier_rise(blamed) > 0:
+    if not _has_risen(evidence) or _earlier_rise(blamed) > 0 or _began_before(blamed):
         return None
     rose = _rise(blamed)
     others = [each for each in evidence.ranks if each.rank != blamed.rank]
@@ -121,9 +121,13 @@ def _changed_program(evidence: CauseEvidence) -> Cause | None:
     pairs = evidence.blamed.earlier_losses
     times = f"{again / then:.3g} times the loss that they had" if then else "another loss"
     what = f"computed again, the data of the step before have {times} ({again:.4g}, not {then:.4g})"
-    if len(pairs) > 1 and (
-        _are_alike([now / before for before, now in pairs])
-        or _are_alike([now - before for before, now in pairs])
+    if (
+        not evidence.blamed.odd_weights
+        and len(pairs) > 1
+        and (
+            _are_alike([now / before for before, now in pairs])
+            or _are_alike([now - before for before, now in pairs])
+        )
     ):
         return Cause(
             "loss",
@@ -173,6 +177,17 @@ def _earlier_rise(blamed: RankEvidence) -> float:
         return math.inf
     share = rise / max(abs(blamed.loss / blamed.usual_loss - 1), _SAME)
     return 0.0 if abs(rise) < _SAME or abs(share) < _NONE else share
+
+
+def _began_before(blamed: RankEvidence) -> bool:
+    """Tell whether the step before had much of the rise, so that it tells nothing of this step."""
+    if not blamed.earlier_loss or not blamed.own_losses:
+        return False
+    own = statistics.fmean(then for then, _ in blamed.own_losses)
+    if own == 0 or blamed.loss == 0:
+        return False
+    usual = blamed.usual_loss / blamed.loss
+    return blamed.earlier_loss[0] / own - usual > _SHARE * (1 - usual) > 0
 
 
 def _share_again(blamed: RankEvidence, number: int | None) -> float:

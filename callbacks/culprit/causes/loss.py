@@ -54,7 +54,8 @@ def scaled(evidence: CauseEvidence) -> Cause | None:
         if blamed.is_judged(number) and usual >= least
     )
     rise = blamed.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
-    if not rises or not rise >= _SCALED:
+    # Of a loss that is less than at first, the gradients rise like the loss with any bad data.
+    if not rises or not rise >= _SCALED or blamed.loss < blamed.first_loss:
         return None
     middle, num_odd = rises[len(rises) // 2], int(_ODD * len(rises))
     low, high = rises[num_odd], rises[-1 - num_odd]

@@ -74,6 +74,7 @@ def _why_odd(evidence: CauseEvidence, each: StepTrace) -> Cause | None:
         or any(map(blamed.has_higher_gradient, moved))
     ):
         return None
+    is_few = 0 < scores.num_moved < blamed.num_weights / 2
     number = f"{scores.num_moved:.0f} weight{'s' if scores.num_moved > 1 else ''}"
     size = f"too large for {number}" if scores.num_moved else f"{rise:.3g} times the usual one"
     ordinary = "gradients and learning rate were" if evidence.has_norms else "the rate was"
@@ -98,7 +99,7 @@ def _why_odd(evidence: CauseEvidence, each: StepTrace) -> Cause | None:
         largest = max(blamed.impossible.values())
         why = f"{what}: {largest:.3g} times the rate, which no moments of Adam give"
         return _state_changed(evidence, each, why, list(blamed.impossible))
-    if rise >= _UPDATE_RISE:
+    if rise >= _UPDATE_RISE and (not is_few or blamed.names):
         # Nothing else is in the update of most weights.
         return _state_changed(evidence, each, what)
     return Cause(

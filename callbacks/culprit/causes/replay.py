@@ -1,7 +1,13 @@
 """Rules for what a replay has found: of the step, or of the step and the one before."""
 
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
-from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, counted, outlier
+from mfwrap.callbacks.culprit.causes.evidence import (
+    Cause,
+    CauseEvidence,
+    counted,
+    has_higher_loss,
+    outlier,
+)
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay.replay import Origin
 
@@ -127,6 +133,8 @@ def difference(evidence: CauseEvidence) -> Cause | None:
             tensors=names,
             where="gradient",
         )
+    if found.where == "gradient" and has_higher_loss(evidence.blamed):
+        return None  # gradients rise with the loss, and by no backward of their own
     times = f"{found.ratio:.3g} times as large as on the data of the step before"
     if found.ratio == 0:
         times = "zero, which it is not on the data of the step before"

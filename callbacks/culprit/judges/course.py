@@ -100,6 +100,9 @@ class LossCourse:
     def __init__(self) -> None:
         self.shift: Shift | None = None
         """Shift that the last loss has shown; ``None`` without one."""
+        self.first = math.nan
+        """Median of the first five losses, or of those so far; NaN without losses."""
+        self._first: list[float] = []
         self.score = self.expected = math.nan
         """Deviations of the last loss from what was expected of it, and this number; NaN if they
         are unknown."""
@@ -139,6 +142,9 @@ class LossCourse:
         elif score < _DROP and log_score < _LOG_DROP and loss < _DROPPED * self.expected:
             found = "loss_drop"
         if counts:
+            if len(self._first) < _RECENT:
+                self._first.append(loss)
+                self.first = statistics.median(self._first)
             self._plain.add(loss)
             if not math.isnan(log):
                 self._log.add(log)
@@ -163,6 +169,7 @@ class LossCourse:
     def state_dict(self) -> dict[str, Any]:
         """Return the course, ready for JSON."""
         return {
+            "first": self._first,
             "plain": self._plain.state_dict(),
             "log": self._log.state_dict(),
             "num_shifts": self._num_shifts,
@@ -171,6 +178,8 @@ class LossCourse:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
+        self._first = list(state["first"])
+        self.first = statistics.median(self._first) if self._first else math.nan
         self._plain.load_state_dict(state["plain"])
         self._log.load_state_dict(state["log"])
         self._num_shifts, self._since_shift = state["num_shifts"], state["since_shift"]

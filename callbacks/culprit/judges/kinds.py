@@ -18,7 +18,12 @@ from mfwrap.callbacks.culprit.judges.growth import Growth, UpdateGrowth
 from mfwrap.callbacks.culprit.judges.judges import Scores
 from mfwrap.callbacks.culprit.judges.rates import RateCourse, RateRise
 from mfwrap.callbacks.culprit.judges.state import LIMIT as STATE_LIMIT
-from mfwrap.callbacks.culprit.judges.step import LIMITS, StepScores
+from mfwrap.callbacks.culprit.judges.step import (
+    EARLY_FACTOR,
+    FEWEST_NORMS,
+    LIMITS,
+    StepScores,
+)
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
 _FALL = 100.0
@@ -27,10 +32,6 @@ _FALL = 100.0
 _QUIET_STEPS = 50
 """Number of steps after a vanishing gradient in which another one is no anomaly. Batches from which
 nothing is to be learned may be ordinary, as in reinforcement learning."""
-
-_FEWEST_NORMS, _EARLY_FACTOR = 4, 60.0
-"""Number of distances of norms before a rise to less than so many times the usual one is a spike.
-The first gradients may be small by chance."""
 
 _FEW_UPDATES = 2
 """Number of updates in a row that must be too large together, wherever their size comes from."""
@@ -94,8 +95,8 @@ class StepKinds:
             if is_first:
                 return "vanishing_gradient"
         factor = self._spike_factor
-        if self._norms.num_distances < _FEWEST_NORMS:
-            factor = max(factor, _EARLY_FACTOR)
+        if self._norms.num_distances < FEWEST_NORMS:
+            factor = max(factor, EARLY_FACTOR)
         is_high = norm is not None and norm > factor * usual
         if is_high and score > LIMITS["global_norm"]:
             return "spike"

@@ -29,6 +29,10 @@ MOST_RISE = 4.0
 LEAST_FALL = 1 / 5
 """Smallest ratio of the norm of a second moment to an earlier one that is no anomaly."""
 
+_SETTLED, _EARLY_RISE = 20, 20.0
+"""Step from which on running statistics have settled: before, they grow up to tenfold from those of
+the first batch. And the smallest rise before that is an anomaly."""
+
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 """Optimizer states that average squares of gradients, and so fall slowly."""
 
@@ -110,6 +114,10 @@ class StateJudge:
         scores = window.scores(values)
         is_large = (values - window.expected > _LARGE_RISE) & (scores > LIMIT / 3)
         scores = torch.where(is_large, 3 * scores, scores)
+        if before.step < _SETTLED and before.tensors == taken.tensors:
+            is_buffer = torch.tensor([kind == BUFFER for kind, _ in taken.tensors])
+            is_little = taken.norms < _EARLY_RISE * before.norms
+            scores = torch.where(is_buffer.to(self._device) & is_little, torch.nan, scores)
         window.add(values)
         # The moments of an optimizer rise and fall with the gradients. If they change by
         # themselves, the next update is an anomaly.
@@ -162,8 +170,9 @@ class StateJudge:
             rise = norm / max(norm_before, floor, 1e-30)
             fall = norm / max(norm_before, 1e-30)
             has_fallen = key[0] in SECOND_MOMENTS and norm_before > 0 and fall < LEAST_FALL
+            is_early = key[0] == BUFFER and earlier[-1].step < _SETTLED
             # Written so that NaN counts as risen.
-            if has_fallen or not rise <= MOST_RISE:
+            if has_fallen or not rise <= (_EARLY_RISE if is_early else MOST_RISE):
                 rise = rise if math.isfinite(rise) else math.inf
                 rise = fall if has_fallen else rise
                 kind, name = key

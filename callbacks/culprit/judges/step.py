@@ -25,6 +25,10 @@ _FALL, _FALL_LIMIT = 30.0, -12.0
 """Smallest ratio of the usual norm of a group to one that has fallen too far, and the largest score
 of such a norm. Few rows may have no gradient for some weights, so it is farther than a spike."""
 
+FEWEST_NORMS, EARLY_FACTOR = 4, 60.0
+"""Number of distances of norms before a rise to less than so many times the usual one is a spike.
+The first gradients may be small by chance."""
+
 _FEWEST_DISTANCES = 8
 """Number of values after which a group's norm may have fallen too far."""
 
@@ -253,8 +257,11 @@ class StepJudge:
         is_ruined = ~changes.isfinite() & usual_updates.isfinite() & applied
         # Below the floor in this step and usually, a norm is but rounding.
         is_judged = torch.maximum(norms, usual_norms) >= _FLOOR * torch.minimum(norm, usual_norm)
-        group_scores = torch.where(is_judged | norm.isnan(), group_scores, torch.nan)
-        is_known = self._window.num_distances.split(self._split)[1] >= _FEWEST_DISTANCES
+        num_distances = self._window.num_distances.split(self._split)[1]
+        is_early = (num_distances < FEWEST_NORMS) & (norms < EARLY_FACTOR * usual_norms)
+        is_judged = (is_judged | norm.isnan()) & ~is_early
+        group_scores = torch.where(is_judged, group_scores, torch.nan)
+        is_known = num_distances >= _FEWEST_DISTANCES
         is_far = (norms > 0) & (norms < usual_norms / _FALL) & self._is_watched
         is_fallen = (group_scores < _FALL_LIMIT) & is_far & is_known
         # Without a gradient anywhere, there was nothing to learn, or the loss is at fault.

@@ -20,7 +20,7 @@ from mfwrap.callbacks.culprit.replay.recorder import (
 from mfwrap.callbacks.culprit.replay.replay import gradients_aside, undisturbed, with_aliases
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 
-_ODD = 4.0
+_ODD = 6.0
 """Smallest ratio of the sizes of a value in the two steps that is no ordinary difference."""
 
 _ODD_GRADIENT = 8.0

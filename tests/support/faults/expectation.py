@@ -311,7 +311,8 @@ def _own_place(fault: Fault, architecture: Architecture, network: nn.Module) -> 
         layers = planted_layers(architecture, fault)
         return tuple(f"{layer}.{architecture.router}" for layer in layers)
     if head is not None and what is What.LOSS_GRADIENT:
-        return (head,)
+        # The network's own forward, which computes the loss from what its head returns.
+        return ("", head)
     if head is not None and what is What.TIED_WEIGHT:
         weight = network.get_parameter(f"{head}.weight")
         return (head, *parameter_names(network, weight))

@@ -193,7 +193,7 @@ class Planting:
             changed_in_place(tensor, fault, fault.size)
         if fault.kind.what is What.ALL_WEIGHTS or fault.kind.how is How.ANEW:
             self._load(fault)
-        elif fault.kind.how is How.MISSING:
+        elif fault.kind.what is What.OPTIMIZER_STATE:
             self._optimizer.state.clear()
         elif fault.kind.how is How.SWAPPED:
             self._swap(fault)

@@ -212,8 +212,9 @@ def ended(*losses: float, first: Anomaly, is_over: bool = True):
 
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_loss_that_does_not_come_back_has_diverged(is_resumed):
-    """The last five losses tell. This is said, and is the cause if none is."""
+    """The last five losses tell. If they are worse than at first, it is the cause if none is."""
     episodes = Episodes(10)
+    episodes.first_loss = 3.0
     episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     for step in range(21, 24):
         assert episodes.pass_over(numbers(step, loss=5.0)) is None
@@ -293,3 +294,27 @@ def test_what_a_known_cause_explains(cause, explains):
 
     assert [episodes.explain(step) for step in (20, 25)] == [explains] * 2
     assert not episodes.explain(26)
+
+
+@pytest.mark.parametrize("first_loss", [None, 6.0])
+def test_a_loss_that_is_no_worse_than_at_first(first_loss):
+    """It has not come back, and that is no cause."""
+    episodes = Episodes(10)
+    episodes.first_loss = first_loss
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
+    for step in range(21, 29):
+        assert episodes.pass_over(numbers(step, loss=5.0)) is None
+    record = episodes.end().as_record()
+
+    assert "cause" not in record
+    assert record["diverged"].startswith("the loss has not come back")
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("expert_load", False), ("state_spike", True)])
+def test_a_consequence_is_no_cause(kind, is_told):
+    """What grows for many steps after a fault of an unknown cause does not explain it."""
+    episodes = Episodes(10)
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
+    episodes.add(anomaly(23, kind, cause="router"), 6.0, is_shared=False)
+
+    assert (episodes.last.cause == "router") is is_told

@@ -152,3 +152,18 @@ def test_data_that_do_not_have_their_loss_again(losses, again, name):
 
     assert found.name == name
     assert ("do not have it if they are computed again" in found.explanation) is (name != "data")
+
+
+def test_a_step_before_that_had_the_rise():
+    """It tells nothing of this step."""
+    own = {"own_losses": ((6.0, 6.0),)}
+    assert cause(rank={**own, "earlier_losses": ((3.1, 3.1),)}).name == "data"
+    assert cause(rank={**own, "earlier_losses": ((5.5, 5.5),)}).name != "data"
+
+
+def test_weights_that_have_moved_are_no_factor_in_the_loss():
+    """They may raise the loss of all micro-batches alike."""
+    alike = {"earlier_losses": ((2.0, 8.0), (4.0, 16.1))}
+    assert cause(rank=alike).name == "loss"
+    moved = {"moved": ("wte.weight",)}
+    assert cause(rank={**alike, **moved}).name == "unknown"

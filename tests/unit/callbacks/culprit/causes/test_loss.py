@@ -96,3 +96,10 @@ def test_a_loss_that_is_ruined_behind_the_network(loss, micro_losses, name):
     """It is the loop's, if the network has returned finite losses."""
     known = {"loss": loss, "micro_losses": micro_losses}
     assert cause("loss_not_finite", trace({}), rank=known).name == name
+
+
+def test_a_loss_that_is_less_than_at_first():
+    """Any bad data raise it like the gradients: a cross-entropy is about as large as they are."""
+    alike = {"loss": 30.0, "norms": (9.0, 10.0, 11.0)}
+    assert cause("spike", trace(HIGH_LOSS), rank={**alike, "first_loss": 20.0}).name == "loss"
+    assert cause("spike", trace(HIGH_LOSS), rank={**alike, "first_loss": 40.0}).name != "loss"

@@ -151,3 +151,13 @@ def test_second_moments_that_have_fallen_ruin_no_loss():
     fallen = {"states": (state("exp_avg_sq", "wte.weight", 1e-6),)}
     assert cause("state_spike", rank=fallen).name == "optimizer_state"
     assert cause("loss_not_finite", rank=fallen).name != "optimizer_state"
+
+
+def test_an_update_of_few_weights_whose_gradients_are_unknown():
+    """The global norm says little of one weight."""
+    moved = {"moved": ("wte.weight",)}
+    steps = trace({}, {}, {}, {"num_moved": 1, "update_ratio": 0.1})
+    alone = {**moved, "names": (), "norms": (), "usual_norms": (), "scores": ()}
+
+    assert cause("update_spike", steps, rank=moved).name == "optimizer_state"
+    assert cause("update_spike", steps, rank=alone, global_norm=1.0).name == "unknown"

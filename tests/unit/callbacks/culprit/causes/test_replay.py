@@ -70,14 +70,19 @@ def test_a_hook_that_changes_gradients(others, what):
     ("where", "ratio", "said"),
     [
         ("activation", 9.0, "the output of h.0 is 9 times as large as on the data of the step"),
-        ("gradient", 0.0, "a gradient of h.0 is the first that is zero, which it is not on the"),
+        ("activation", 0.0, "the output of h.0 is zero, which it is not on the data of the step"),
+        ("gradient", 30.0, "a gradient of h.0 is the first that is 30 times as large as on the"),
     ],
 )
 def test_the_first_value_that_differs_from_the_step_before(where, ratio, said):
     """Its module is the place."""
-    found = cause("spike", rank={"difference": Difference(where, "h.0", ratio)})
+    calm = {"difference": Difference(where, "h.0", ratio), "loss_score": 0.3}
+    found = cause("spike", rank=calm)
     assert (found.name, found.tensors, found.where) == (where, ("h.0",), where)
     assert said in found.explanation
+    # Where the loss has risen, so have the gradients.
+    high = cause("spike", rank={**calm, "loss_score": 20.0})
+    assert high.name == ("data" if where == "gradient" else where)
 
 
 def test_an_input_that_differs_from_the_step_before():

@@ -130,6 +130,21 @@ def test_a_rise_by_thousands_is_found_although_a_buffer_varies():
     assert StateScores(*training.judge.sample(0, None).tolist()).highest > LIMIT
 
 
+@pytest.mark.parametrize(("step", "is_found"), [(9, False), (59, True)])
+def test_statistics_that_have_not_settled(step, is_found):
+    """After the first batches, running statistics grow up to tenfold from what they began with."""
+    training = Training()
+    mean = training.network[1].running_mean
+    for each in (step - 3, step - 2, step - 1, step):
+        mean.fill_(1.0)
+        training.judge.sample(each, None)
+    mean.fill_(8.0)
+
+    assert bool(training.judge.risen(step + 1)) is is_found
+    mean.fill_(800.0)
+    assert training.judge.risen(step + 2)
+
+
 def test_a_weight_is_compared_with_its_last_finite_norm():
     """The first update of a run may ruin the weights, before their state is looked at again."""
     training = Training()

@@ -197,6 +197,15 @@ def test_weights_that_change_between_steps_are_found_unless_they_often_do():
     assert math.isnan(scores(judged(judge, 20)).num_changed)
 
 
+@pytest.mark.parametrize(("num_steps", "is_found"), [(3, False), (20, True)])
+def test_a_norm_among_the_first_ones(num_steps, is_found):
+    """It may have been small by chance, so only a far larger one is found."""
+    one = torch.tensor([1.0, 40.0, 1.0, 1.0])
+    assert (scores(judged(judge_after(num_steps), 5000, factors=one)).num_risen > 0) is is_found
+    far = torch.tensor([1.0, 1e6, 1.0, 1.0])
+    assert scores(judged(judge_after(num_steps), 5000, factors=far)).num_risen > 0
+
+
 def test_a_zero_norm_is_found_at_its_third_step():
     """A group that had gradients is dead at the third step without, and reported once."""
     dead = torch.tensor([1.0, 0.0, 1.0, 1.0])
