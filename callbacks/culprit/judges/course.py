@@ -35,6 +35,9 @@ logarithm. They fade with the number of values, to the shares below."""
 _LEAST = 0.05
 """Least share of the prior that is left."""
 
+_LEAST_OF_FIRST = 0.002
+"""Least deviation of a loss, as a share of the first losses."""
+
 _FEWEST_LOSSES = 3
 """Number of losses before one is judged: the first ones of a run may be anything."""
 
@@ -106,7 +109,7 @@ class LossCourse:
         self.score = self.expected = math.nan
         """Deviations of the last loss from what was expected of it, and this number; NaN if they
         are unknown."""
-        self._plain = _Series(lambda expected: _PRIOR * abs(expected))
+        self._plain = _Series(lambda expected: _PRIOR * abs(expected), self._least_deviation)
         self._log = _Series(lambda _: _LOG_PRIOR)
         self._num_shifts, self._since_shift = 0, _SHIFT_ENDS
 
@@ -152,6 +155,10 @@ class LossCourse:
             self._since_shift = self._since_shift + 1 if self.shift is None else 0
             self._num_shifts += self._since_shift == _SHIFT_ENDS
         return "loss_shift" if found is None and self.shift is not None else found
+
+    def _least_deviation(self) -> float:
+        """Return the deviation of a loss that was never noisy: a loss of almost zero may double."""
+        return 0.0 if math.isnan(self.first) else _LEAST_OF_FIRST * abs(self.first)
 
     def forget(self) -> None:
         """Forget how far the last loss was from what was expected of it."""
@@ -263,10 +270,13 @@ class _Series:
     Args:
         prior: Takes an expected value, and returns the deviation that is assumed before there are
             values.
+        least: Returns the least deviation.
     """
 
-    def __init__(self, prior: Callable[[float], float]) -> None:
-        self._prior = prior
+    def __init__(
+        self, prior: Callable[[float], float], least: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._prior, self._least = prior, least
         longest = max(number for number, _ in _SHIFTS)
         self._values: deque[float] = deque(maxlen=_RECENT + longest)
         self._distances: deque[float] = deque(maxlen=_LENGTH + longest)
@@ -290,7 +300,8 @@ class _Series:
         """Return how many deviations a value is above the expected one; NaN if unknown."""
         expected = self.expected(0)
         prior = self._prior(expected)
-        return (value - expected) / _deviation(self._distances, prior, rises=value > expected)
+        deviation = _deviation(self._distances, prior, rises=value > expected)
+        return (value - expected) / math.hypot(deviation, self._least())
 
     def last(self, number: int) -> _Last | None:
         """Return the last values beside what was expected before; ``None`` if nothing was."""
@@ -298,7 +309,7 @@ class _Series:
         if math.isnan(expected):
             return None
         before = list(self._distances)[: len(self._distances) - number][-_LENGTH:]
-        deviation = _deviation(before, self._prior(expected))
+        deviation = math.hypot(_deviation(before, self._prior(expected)), self._least())
         values = list(self._values)[-number:]
         scores = [(value - expected) / deviation for value in values]
         nearest = min(values, key=lambda value: abs(value - expected))

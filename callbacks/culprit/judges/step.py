@@ -39,6 +39,9 @@ _LONG_WAIT = 3
 """Number of steps that a group has waited for a gradient from which on it tells nothing more of
 other groups."""
 
+_EARLY_WAIT = 8
+"""Number of steps that a group with few norms so far may wait longer for a gradient."""
+
 _FEWEST_QUIET = 3
 """Number of steps without a change from outside after which one is an anomaly."""
 
@@ -268,6 +271,7 @@ class StepJudge:
         has_others = ~(norms == 0).all()
         is_zero = (norms == 0) & usual_norms.isfinite() & self._is_watched
         before, limit = self._zero_steps, _zero_limit(self._longest_zeros)
+        limit = torch.where(num_distances < FEWEST_NORMS, limit + _EARLY_WAIT, limit)
         counted = torch.where(is_zero, before + 1, 0)
         self._zero_steps = torch.where(applied & has_others, counted, before)
         # What ends by itself is usual, such as the head of another task, which waits for its turn.

@@ -51,6 +51,13 @@ def test_a_small_loss_after_a_large_one():
     assert found([*losses, 2.0]) == [(301, "loss_spike")]
 
 
+@pytest.mark.parametrize(("loss", "is_spike"), [(0.004, False), (0.1, True)])
+def test_a_loss_of_almost_nothing(loss, is_spike):
+    """Beside what the run began with, a loss that doubles is still almost nothing."""
+    losses = [*noisy(1.0, 8), *noisy(1e-3, 100, noise=0.02)]
+    assert (found([*losses, loss])[-1:] == [(109, "loss_spike")]) is is_spike
+
+
 def test_a_loss_that_stays_higher():
     """No step is far off alone. The numbers are those of the steps since then and before."""
     course = LossCourse()

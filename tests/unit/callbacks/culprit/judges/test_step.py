@@ -219,6 +219,14 @@ def test_a_zero_norm_is_found_at_its_third_step():
     assert found == [set()] * 3, "an expert without tokens is not dead"
 
 
+def test_a_zero_norm_among_the_first_ones():
+    """Little is known of the group, so it is dead only after a while."""
+    dead = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    judge = judge_after(2)
+    found = [anomalies(scores(judged(judge, 5000 + step, factors=dead))) for step in range(14)]
+    assert [step for step, each in enumerate(found, 1) if each] == [11]
+
+
 def test_gradients_that_are_zero_at_times_are_usual():
     """A group is dead only after more than twice as many steps as it has ever waited, and alone."""
     resting = torch.tensor([1.0, 0.0, 1.0, 1.0])
