@@ -107,7 +107,14 @@ CAUSES = (
     ),
     *(
         Cause(name, _what(What.UPDATE), "the optimizer's step leaves other weights, states or both")
-        for name in ("learning_rate", "setting", "weight_changed", "optimizer_state")
+        for name in (
+            "learning_rate",
+            "setting",
+            "weight_changed",
+            "optimizer_state",
+            "no_update",
+            "no_gradient",
+        )
     ),
     Cause(
         "loss",
