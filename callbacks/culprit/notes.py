@@ -113,7 +113,7 @@ class RunNotes:
         """Return the notes of a step, each of which is returned once in a run.
 
         Call it once for each step. Synchronizes with the device only if weights have changed
-        between two steps.
+        between two steps, or have not changed in several updates.
 
         Args:
             numbers: Numbers of the step, on the host.
@@ -181,7 +181,7 @@ class RunNotes:
             self._num_updates += 1
             if self._num_updates == _UPDATES and self._network is not None:
                 notes += _unreached(numbers, self._network, judgement.optimizer)
-        if self._num_still == _ZERO_STEPS:
+        if self._num_still == _ZERO_STEPS and not _are_mostly_zero(judgement.step.local_norm):
             said = f"most weights have not changed at all in the last {_ZERO_STEPS} updates, at a "
             said += f"learning rate of {scores.step.learning_rate:.3g}"
             look = "look whether the optimizer has these weights, and whether their type is too "
@@ -205,6 +205,11 @@ def _note(
         suggestion=suggestion,
         name=name,
     )
+
+
+def _are_mostly_zero(norms: Tensor) -> bool:
+    """Tell whether most norms are zero; false without norms. Synchronizes with the device."""
+    return (norms == 0).float().mean().item() > 1 / 2
 
 
 def _unreached(numbers: StepNumbers, network: nn.Module, optimizer: Any) -> list[Note]:
