@@ -43,6 +43,7 @@ def notes_of(
     network,
     change=None,
     num_steps=12,
+    *,
     optimizer_class=torch.optim.AdamW,
     local_norm=False,
     **settings,
