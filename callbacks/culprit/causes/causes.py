@@ -56,6 +56,7 @@ _RULES = (
     _Rule(loss.dropped, "inferred"),
     _Rule(gradients.of_one_layer, "inferred"),
     _Rule(data.changed_program, "inferred"),
+    _Rule(loss.common_term, "inferred"),
     _Rule(data.bad, "inferred"),
     _Rule(rate.growing_updates, "measured"),
     _Rule(rate.large_updates, "measured"),

@@ -10,6 +10,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     CauseEvidence,
     has_higher_loss,
     has_moved_far,
+    has_ordinary_gradients,
     outlier,
 )
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
@@ -32,9 +33,6 @@ _ORDINARY_RATIO = 0.05
 
 _LARGE_UPDATE = 2.5
 """Smallest rise of the updates that may have spoilt the weights."""
-
-_CALM = 3.0
-"""Largest score of the norms of ordinary gradients."""
 
 
 def changed_program(evidence: CauseEvidence) -> Cause | None:
@@ -66,7 +64,7 @@ def bad(evidence: CauseEvidence) -> Cause | None:
         )
     has_rows = blamed.search is not None and bool(blamed.search.rows)
     if number is None and not has_rows:
-        is_calm = _has_ordinary_gradients(evidence)
+        is_calm = has_ordinary_gradients(evidence)
         if is_calm or not blamed.earlier_losses:
             return _either(rose, evidence, is_calm=is_calm)
     where = "this step" if number is None else f"micro-batch {number}"
@@ -203,15 +201,6 @@ def _share_again(blamed: RankEvidence, number: int | None) -> float:
     then, again = (statistics.fmean(each) for each in zip(*pairs, strict=True))
     known = then != 0 and usual < 1 and math.isfinite(again)
     return (again / then - usual) / (1 - usual) if known else 1.0
-
-
-def _has_ordinary_gradients(evidence: CauseEvidence) -> bool:
-    """Tell whether the loss has risen, and no gradient has."""
-    blamed = evidence.blamed
-    scores = [*blamed.scores, evidence.now.scores.global_norm]
-    judged = [score for score in scores if not math.isnan(score)]
-    is_calm = bool(judged) and max(map(abs, judged)) < _CALM
-    return evidence.kind == "loss_spike" and is_calm
 
 
 def _is_ordinary(evidence: CauseEvidence) -> bool:

@@ -17,6 +17,9 @@ from mfwrap.callbacks.culprit.replay.verdict import Verdict
 _FEW_STEPS = 3
 """Number of steps before an anomaly among which an update may be its cause."""
 
+_CALM = 3.0
+"""Largest score of the norms of ordinary gradients."""
+
 
 class Cause(NamedTuple):
     """Cause of an anomaly in words."""
@@ -187,6 +190,14 @@ def outlier(values: Sequence[float]) -> int | None:
 def counted(names: Sequence[str], kind: str) -> str:
     """Name the first of some tensors, and say how many others there are."""
     return f"{names[0]} and {len(names) - 1} other {kind}" if len(names) > 1 else names[0]
+
+
+def has_ordinary_gradients(evidence: CauseEvidence) -> bool:
+    """Tell whether the loss has risen, and no gradient has."""
+    scores = [*evidence.blamed.scores, evidence.now.scores.global_norm]
+    judged = [score for score in scores if not math.isnan(score)]
+    is_calm = bool(judged) and max(map(abs, judged)) < _CALM
+    return evidence.kind == "loss_spike" and is_calm
 
 
 def has_higher_loss(rank: RankEvidence) -> bool:

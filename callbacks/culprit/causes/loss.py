@@ -4,7 +4,12 @@ import math
 import statistics
 
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
-from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, outlier
+from mfwrap.callbacks.culprit.causes.evidence import (
+    Cause,
+    CauseEvidence,
+    has_ordinary_gradients,
+    outlier,
+)
 
 _MULTIPLIED = 15.0
 """Smallest rise of a loss, or of its gradient, that may be a factor in the loss."""
@@ -16,6 +21,10 @@ the two. Of a squared error, the gradients rise as the root of the loss."""
 _UNIFORM, _ODD = 4.0, 0.1
 """Largest ratio of the rise of a group to that of the middle one if all were multiplied alike, and
 the share of the groups, at each end, that may be farther."""
+
+_FEWEST_ROWS, _LIKE_ROWS = 2, 0.15
+"""Smallest number of rows, and the largest difference of their losses as a share of their rise, if
+they have risen by the same amount."""
 
 _SHARE = 0.01
 """Smallest share of the usual global norm at which a group's rise is compared with the others'."""
@@ -67,6 +76,27 @@ def scaled(evidence: CauseEvidence) -> Cause | None:
         f"the loss and the gradients of all layers are about {rise:.3g} times the usual ones",
         _FACTOR,
         micro_batch=outlier(blamed.micro_losses),
+    )
+
+
+def common_term(evidence: CauseEvidence) -> Cause | None:
+    """Find a term that raises the loss of all rows by the same amount, and no gradient."""
+    blamed = evidence.blamed
+    known = () if blamed.search is None else blamed.search.losses
+    number = outlier(blamed.micro_losses)
+    losses = [loss for place, loss in known if number in {None, place}]
+    others = [loss for place, loss in known if number not in {None, place}]
+    if len(losses) < _FEWEST_ROWS or not has_ordinary_gradients(evidence):
+        return None
+    rise = statistics.fmean(losses) - (statistics.fmean(others) if others else blamed.usual_loss)
+    if rise <= 0 or max(losses) - min(losses) > _LIKE_ROWS * rise:
+        return None
+    return Cause(
+        "loss",
+        f"the losses of {len(losses)} rows have risen by about {rise:.4g} alike, and the gradients "
+        "of all layers are ordinary",
+        "look for a term of the loss that has changed",
+        micro_batch=number,
     )
 
 

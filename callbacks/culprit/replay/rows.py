@@ -70,6 +70,10 @@ class RowSearch(NamedTuple):
     """Whether the weights and the random numbers were those of the step; ``None`` without a
     search."""
 
+    losses: tuple[tuple[int, float], ...] = ()
+    """Micro-batch and loss of each row, if all were run and none is named; comparable with the loss
+    of the step."""
+
     span: str = ""
     """Where the rows of the step are in the data, if that is known and none is named."""
 
@@ -107,9 +111,9 @@ def find_rows(
             passes = _Passes(recorder, loss_scale)
             shares = None if _has_batch_norm(recorder.network) else _shares(passes)
             if shares is None:
-                rows, detail = _leave_out(passes, is_finite=is_finite)
+                found = _leave_out(passes, is_finite=is_finite)
             else:
-                rows, detail = _run_apart(passes, shares, is_finite=is_finite)
+                found = _run_apart(passes, shares, is_finite=is_finite)
     # The search runs code of the network, which may raise any error, also because the network
     # cannot take a part of a batch. The error must not end the training, nor leave the other ranks
     # in a collective.
@@ -117,7 +121,7 @@ def find_rows(
         text = str(error).partition("\n")[0]
         return RowSearch((), f"the search failed: {type(error).__name__}: {text}")
     same_random_numbers = shares is None or not passes.draw_random_numbers
-    return RowSearch(rows, detail, is_exact and same_random_numbers)
+    return found._replace(is_exact=is_exact and same_random_numbers)
 
 
 class _Part(NamedTuple):
@@ -290,10 +294,8 @@ def _combined(rule: str, weights: Sequence[float], losses: Mapping[int, float]) 
     return total if rule == "sum" else total / max(sum(weights), 1.0)
 
 
-def _run_apart(
-    passes: _Passes, shares: Sequence[Sequence[float]], *, is_finite: bool
-) -> tuple[tuple[BadRow, ...], str]:
-    """Run rows one by one, and return those that stand out, with a text about the search."""
+def _run_apart(passes: _Passes, shares: Sequence[Sequence[float]], *, is_finite: bool) -> RowSearch:
+    """Run rows one by one, and return those that stand out."""
 
     def run(part: _Part) -> _Value:
         share = [shares[part.micro_batch][row] for row in part.rows]
@@ -308,23 +310,25 @@ def _run_apart(
     ]
     parts = [part for part in parts if part.rows]
     num_rows = sum(len(part.rows) for part in parts)
-    how = "rows were run one by one"
+    how, are_all = "rows were run one by one", num_rows <= _MOST_SINGLE_ROWS
     while num_rows > _MOST_SINGLE_ROWS:
         how = "groups of rows were run first, then the rows of the worst groups"
         parts = _worst_groups(_groups(parts, num_rows, _NUM_GROUPS), run)
         if not parts:
-            return (), f"{how}: the groups are all non-finite, so no row is named"
+            return RowSearch((), f"{how}: the groups are all non-finite, so no row is named")
         num_rows = sum(len(part.rows) for part in parts)
     values = {part: run(part) for part in _groups(parts, num_rows, num_rows)}
     if len(values) < 2:
-        return (), "not searched: the step has only one row"
+        return RowSearch((), "not searched: the step has only one row")
     worst = _non_finite(values) or (_outliers(values) if is_finite else [])
     if not worst:
         alike = any(math.isinf(value.size) for value in values.values())
-        losses = [passes.own_loss(part, value) for part, value in values.items()]
-        low, high = min(losses), max(losses)
+        if alike:
+            return RowSearch((), f"{how}: all of a micro-batch are non-finite")
+        losses = [(part.micro_batch, passes.own_loss(part, one)) for part, one in values.items()]
+        low, high = min(loss for _, loss in losses), max(loss for _, loss in losses)
         what = f"none of {len(losses)} stands alone, with losses from {low:.4g} to {high:.4g}"
-        return (), f"{how}: {'all of a micro-batch are non-finite' if alike else what}"
+        return RowSearch((), f"{how}: {what}", losses=tuple(losses) if are_all else ())
     named = [
         dataclasses.replace(
             passes.place_of(part),
@@ -333,7 +337,7 @@ def _run_apart(
         )
         for part in worst[:_MOST_NAMED]
     ]
-    return tuple(named), f"{how}: {len(worst)} of {len(values)} stand out"
+    return RowSearch(tuple(named), f"{how}: {len(worst)} of {len(values)} stand out")
 
 
 def _groups(parts: Sequence[_Part], num_rows: int, num_groups: int) -> list[_Part]:
@@ -413,13 +417,13 @@ def _deviations(numbers: Sequence[float], which: int, least: float) -> float:
     return (numbers[which] - middle) / max(spread, least, _TINY)
 
 
-def _leave_out(passes: _Passes, *, is_finite: bool) -> tuple[tuple[BadRow, ...], str]:
-    """Put another row in the place of each row, and return a row that stands out, with a text."""
+def _leave_out(passes: _Passes, *, is_finite: bool) -> RowSearch:
+    """Put another row in the place of each row, and return a row that stands out."""
     whole = [_Part(n, tuple(range(batch.num_rows))) for n, batch in enumerate(passes.batches)]
     before, part = max(((passes.value(part), part) for part in whole), key=lambda e: e[0].size)
     how = "rows were left out in turn, because the rows of a batch may depend on each other"
     if math.isfinite(before.size) and not is_finite:
-        return (), f"{how}: the batches are finite"
+        return RowSearch((), f"{how}: the batches are finite")
     left = part.rows
     while True:
         size = -(-len(left) // _NUM_LEFT_OUT)
@@ -430,14 +434,14 @@ def _leave_out(passes: _Passes, *, is_finite: bool) -> tuple[tuple[BadRow, ...],
             break
         left = best
     if len(part.rows) < 2 or not _is_cured(before, best, values):
-        return (), f"{how}: none stands out"
+        return RowSearch((), f"{how}: none stands out")
     after = values[best]
     row = dataclasses.replace(
         passes.place_of(_Part(part.micro_batch, best)),
         loss_without=after.loss,
         gradient_norm_without=after.norm,
     )
-    return (row,), how
+    return RowSearch((row,), how)
 
 
 def _without(part: _Part, group: Sequence[int]) -> _Part:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mfwrap.callbacks.culprit.replay.rows import RowSearch
 from support.cause_evidence import HIGH_LOSS, NAN, cause, state, trace
 
 
@@ -103,3 +104,22 @@ def test_a_loss_that_is_less_than_at_first():
     alike = {"loss": 30.0, "norms": (9.0, 10.0, 11.0)}
     assert cause("spike", trace(HIGH_LOSS), rank={**alike, "first_loss": 20.0}).name == "loss"
     assert cause("spike", trace(HIGH_LOSS), rank={**alike, "first_loss": 40.0}).name != "loss"
+
+
+@pytest.mark.parametrize(
+    ("losses", "micro_batch", "name"),
+    [
+        (((0, 36.0), (0, 36.5), (1, 35.5), (1, 36.2)), None, "loss"),
+        (((0, 36.0), (0, 50.0), (1, 20.0), (1, 36.2)), None, "unknown"),
+        (((0, 3.0), (0, 3.5), (1, 35.5), (1, 36.2)), 1, "loss"),
+        ((), None, "unknown"),
+    ],
+)
+def test_rows_that_have_risen_by_the_same_amount(losses, micro_batch, name):
+    """Without larger gradients, a term of the loss has changed."""
+    micro_losses = (3.2, 35.8) if micro_batch is not None else (36.2, 35.8)
+    known = {"loss": 36.0, "micro_losses": micro_losses, "search": RowSearch((), "", losses=losses)}
+    found = cause(steps=trace({}), rank={**known, "loss_score": 20.0})
+
+    assert (found.name, found.micro_batch) == (name, micro_batch)
+    assert ("alike, and the gradients" in found.explanation) is (name == "loss")

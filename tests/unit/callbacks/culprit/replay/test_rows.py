@@ -108,7 +108,7 @@ def test_the_loss_of_a_row_is_not_its_share_of_the_step():
 def test_a_good_step_names_no_row():
     """If all rows are alike, none stands out; so too if all of them are non-finite."""
     step = planted("tokens", None, 0)
-    rows, detail, is_exact, _ = search(step.recorder)
+    rows, detail, is_exact, rows_losses, _ = search(step.recorder)
     losses = re.fullmatch(
         r"rows were run one by one: none of 16 stands alone, with losses from (.*) to (.*)",
         detail,
@@ -116,6 +116,8 @@ def test_a_good_step_names_no_row():
     assert (rows, is_exact) == ((), True)
     assert losses is not None
     assert 0 < float(losses[1]) < float(losses[2]) < 2 * float(losses[1])
+    assert len(rows_losses) == 16
+    assert min(loss for _, loss in rows_losses) == pytest.approx(float(losses[1]), rel=1e-3)
     with torch.no_grad():
         step.recorder.network.layers[1].weight.fill_(math.nan)
     step.recorder.network(**rows_of("tokens", 4))[0].backward()
