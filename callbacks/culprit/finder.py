@@ -103,7 +103,7 @@ class CulpritFinder:
         """Whether all ranks have judged the last step together."""
         self.judges = Judges(network, state_interval, step)
         """Look at each step, on the device."""
-        self.notes = RunNotes(network, self.judges, step)
+        self.notes = RunNotes(network, self.judges, step, recorder)
         """What should not be so in any run; call `of_step` after `judge`."""
         self._gatherer = EvidenceGatherer(network, self.judges, recorder, samples, self.notes)
         self._layers = LayerNames(network)

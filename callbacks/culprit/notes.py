@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
 from mfwrap.callbacks.culprit.judges.settings import listed
 from mfwrap.callbacks.culprit.judges.step import EXPERT
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
 from mfwrap.compatibility.torch import BatchNorm
@@ -31,6 +32,10 @@ _ODD_LOSS = 3.0
 _ZERO_STEPS = 3
 """Number of updates in a row with a learning rate of zero, or that change nothing, that are odd: a
 warm-up begins with one, and a schedule may end with another."""
+
+_QUIET = 3
+"""Number of steps in a row without gradients at their begin before one with them is odd. A loop may
+set them to zero in place."""
 
 _UPDATES = 10
 """Number of updates after which each trained weight must have had a gradient."""
@@ -89,19 +94,26 @@ class RunNotes:
     Before the first step, sizes of weights of the same role and shape. In the first step, the mode
     of the network, and its loss beside that of guessing. After ten updates, weights without a
     gradient. In all steps, settings that change, weights that change between two steps, a
-    learning rate of zero, and updates that change nothing.
+    learning rate of zero, updates that change nothing, and gradients that were not set to zero.
 
     Args:
         network: Network with or without wrappers; ``None`` if unknown.
         judges: Judges of the steps.
         step: Finished steps. What is compared at the start of a run is left out unless it is 0.
+        recorder: Recorder of the steps; ``None`` without a replay.
     """
 
-    def __init__(self, network: nn.Module | None, judges: Judges, step: int = 0) -> None:
-        self._judges = judges
+    def __init__(
+        self,
+        network: nn.Module | None,
+        judges: Judges,
+        step: int = 0,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self._judges, self._recorder = judges, recorder
         self._said: set[str] = set()
         self._changed: tuple[int, tuple[str, ...]] = (-_RECENT, ())
-        self._num_zero_rates = self._num_still = self._num_updates = 0
+        self._num_without = self._num_zero_rates = self._num_still = self._num_updates = 0
         self._is_first = step == 0 and network is not None
         self._network = None if network is None else unwrapped_network(network)
         self._odd_weight: tuple[str, str] | None = None
@@ -165,6 +177,13 @@ class RunNotes:
         if changes:
             look = "look at what sets it, and whether it was meant"
             notes.append(_note(numbers, "setting", listed(changes), look))
+        if self._recorder is not None:
+            kept = self._recorder.began_with_gradients
+            if kept and self._num_without >= _QUIET:
+                said = f"step {numbers.step} began with the gradients of the step before"
+                look = "look whether they are set to zero after each update"
+                notes.append(_note(numbers, "gradient", said, look))
+            self._num_without = 0 if kept else self._num_without + 1
         if scores.step.num_changed > 0:
             names = judgement.step.changed()
             self._changed = (numbers.step, names)

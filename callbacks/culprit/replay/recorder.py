@@ -81,6 +81,9 @@ class StepRecorder:
         self.network = network
         self.device = next((p.device for p in network.parameters()), torch.device("cpu"))
         self._this_step: list[RecordedCall] = []
+        self._begins_with_gradients = False
+        self.began_with_gradients = False
+        """Whether weights had gradients before the first call of the last completed step."""
         self.last_step: list[RecordedCall] = []
         """Calls of the last completed step, in their order."""
         self.earlier_step: list[RecordedCall] = []
@@ -96,6 +99,7 @@ class StepRecorder:
     def end_step(self) -> None:
         """Make the current step the last completed step; release the inputs of earlier steps."""
         self.earlier_step, self.last_step = self.last_step, self._this_step
+        self.began_with_gradients = bool(self._this_step) and self._begins_with_gradients
         self._this_step = []
 
     def close(self) -> None:
@@ -108,6 +112,11 @@ class StepRecorder:
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         if self._records(network):
+            if not self._this_step:
+                self._begins_with_gradients = any(
+                    weight.requires_grad and weight.grad is not None
+                    for weight in network.parameters()
+                )
             state = RandomState.now(self.device)
             autocast = _current_autocast(self.device.type)
             self._this_step.append(RecordedCall(positional, keywords, state, autocast))

@@ -261,3 +261,23 @@ def test_weights_without_a_gradient_have_no_update(tmp_path):
         local_norm=True,
     )
     assert notes == []
+
+
+@pytest.mark.parametrize(("set_to_none", "steps"), [(True, [8]), (False, [])])
+def test_gradients_that_are_not_set_to_zero(tmp_path, set_to_none, steps):
+    """The step that begins with them is noted, unless the loop always keeps them, as zeros."""
+    network = language_model().train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    with LoopMonitor(optimizer, tmp_path, model=network, replay=True) as monitor:
+        for step in range(1, 11):
+            loss = network(**tokens(step)).loss
+            loss.backward()
+            optimizer.step()
+            if step < 7:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            monitor.end_step(loss)
+
+    path = tmp_path / "anomalies.jsonl"
+    records = read_json_lines(path) if path.exists() else []
+    notes = [one for one in records if one["cause"] == "gradient"]
+    assert [(one["kind"], one["step"]) for one in notes] == [("note", step) for step in steps]
