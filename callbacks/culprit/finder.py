@@ -26,6 +26,7 @@ from mfwrap.callbacks.culprit.rank_evidence import (
     number_or_none,
 )
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, indices_of
+from mfwrap.callbacks.culprit.replay.reference import References
 from mfwrap.callbacks.culprit.replay.replay import Origin, origin_of_loss
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch, may_be_in_rows, with_samples
@@ -81,6 +82,7 @@ class CulpritFinder:
         step: Finished steps.
         recorder: Records the inputs of steps for a replay; ``None`` turns the replay off.
         samples: Searches the rows of the recorder; ``None`` turns the search off.
+        references: Calls of earlier steps, to compare the program with; ``None`` without a replay.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class CulpritFinder:
         step: int = 0,
         recorder: StepRecorder | None = None,
         samples: SampleSearch | None = None,
+        references: References | None = None,
     ) -> None:
         self.recorder = recorder
-        self._samples = samples
+        self._samples, self._references = samples, references
         self.episodes = Episodes(state_interval)
         self.num_scale_overflows = 0
         """Number of overflows so far that happened only because the loss scale was too high."""
@@ -105,7 +108,9 @@ class CulpritFinder:
         """Look at each step, on the device."""
         self.notes = RunNotes(network, self.judges, step, recorder)
         """What should not be so in any run; call `of_step` after `judge`."""
-        self._gatherer = EvidenceGatherer(network, self.judges, recorder, samples, self.notes)
+        self._gatherer = EvidenceGatherer(
+            network, self.judges, recorder, samples, references, self.notes
+        )
         self._layers = LayerNames(network)
         self._spike_factor = spike_factor
         self._limit = limit
@@ -157,6 +162,12 @@ class CulpritFinder:
             own = self._own_evidence("loss_not_finite", step)
             return self._lone_loss(step, own, [own])
         return self._finite(kinds, step) if kinds else None
+
+    def close(self) -> None:
+        """Remove all hooks from network and optimizer, but those of the recorder."""
+        self.judges.close()
+        if self._references is not None:
+            self._references.close()
 
     def forget(self, step: int) -> None:
         """Forget how unusual a step was, if that has a known cause.
@@ -230,6 +241,7 @@ class CulpritFinder:
 
     def _own_evidence(self, kind: Kind, step: _HostStep) -> RankEvidence:
         is_in_rows = kind not in NON_FINITE and may_be_in_rows(kind)
+        shift = self._kinds.shift(kind)
         return self._gatherer.gather(
             step.numbers,
             step.judgement,
@@ -238,6 +250,7 @@ class CulpritFinder:
             compares=is_in_rows or kind in _DROPS,
             searches=is_in_rows,
             weights_have_moved=step.weights_have_moved,
+            num_bad=1 if shift is None else shift.num_steps,
         )
 
     def _replayed_on_all(

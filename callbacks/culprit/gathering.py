@@ -18,6 +18,7 @@ from mfwrap.callbacks.culprit.replay.micro_batches import (
 )
 from mfwrap.callbacks.culprit.replay.precision import computes_in_float16
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay.reference import References
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.non_finite import BufferWatch
 from mfwrap.callbacks.shared.step_values import StepNumbers
@@ -36,6 +37,7 @@ class EvidenceGatherer:
         judges: Judges of the steps.
         recorder: Recorder of the network's calls; ``None`` without a replay.
         samples: Searches rows of finite steps; ``None`` without a replay.
+        references: Calls of earlier steps; ``None`` without a replay.
         notes: Knows which weights have changed lately; ``None`` if unknown.
     """
 
@@ -45,6 +47,7 @@ class EvidenceGatherer:
         judges: Judges,
         recorder: StepRecorder | None,
         samples: SampleSearch | None = None,
+        references: References | None = None,
         notes: RunNotes | None = None,
     ) -> None:
         self._notes = notes
@@ -52,7 +55,7 @@ class EvidenceGatherer:
         self._states, self._settings = judges.states, judges.settings
         self._course = judges.course
         self._recorder = recorder
-        self._samples = samples
+        self._samples, self._references = samples, references
         self._in_float16: bool | None = None
 
     def gather(
@@ -65,6 +68,7 @@ class EvidenceGatherer:
         compares: bool,
         searches: bool,
         weights_have_moved: bool,
+        num_bad: int = 1,
     ) -> RankEvidence:
         """Return this rank's evidence. Synchronizes with the device; starts no collective.
 
@@ -77,6 +81,7 @@ class EvidenceGatherer:
             compares: Whether the step is compared with the step before, if it begins an episode.
             searches: Whether rows of a finite step may be at fault, and are searched then.
             weights_have_moved: Whether a later update has already changed the weights.
+            num_bad: Number of last steps that went wrong, before which the program was good.
         """
         judged, states, recorder = judgement.step, self._states, self._recorder
         calls = [] if recorder is None else recorder.last_step
@@ -93,8 +98,16 @@ class EvidenceGatherer:
             search = self._samples.search(
                 numbers, is_finite=True, weights_have_moved=weights_have_moved
             )
+        program = None
+        if self._references is not None and is_first and (compares or num_bad > 1):
+            program = self._references.change(num_bad)
+            if program is not None and self._notes is not None:
+                # Weights that code has changed since then give other outputs, too.
+                changed = self._notes.changed_weights(numbers.step, program.num_steps)
+                program = None if changed else program
         return RankEvidence(
             search=search,
+            program=program,
             difference=difference,
             forward=() if judgement.forward is None else judgement.forward.rises(),
             rank=this_rank(),

@@ -137,17 +137,20 @@ class RunNotes:
         self._said.update(one.explanation for one in new)
         return new
 
-    def changed_weights(self, step: int) -> tuple[int, tuple[str, ...]] | None:
+    def changed_weights(
+        self, step: int, num_steps: int = _RECENT
+    ) -> tuple[int, tuple[str, ...]] | None:
         """Return the weights that have changed between two of the last steps, and when.
 
         Args:
             step: Step that may be a consequence.
+            num_steps: Number of steps in which the change must have been.
 
         Returns:
             The later one of the two steps, and names; ``None`` if no weight has changed.
         """
         changed, names = self._changed
-        return (changed, names) if step - changed <= _RECENT and names else None
+        return (changed, names) if step - changed <= num_steps and names else None
 
     def _of_first(self, numbers: StepNumbers) -> list[Note]:
         network, is_first, self._is_first = self._network, self._is_first, False

@@ -9,6 +9,7 @@ from mfwrap.callbacks.culprit.anomaly_log import GroupNorm, StateNorm
 from mfwrap.callbacks.culprit.judges.forward import ForwardRise
 from mfwrap.callbacks.culprit.judges.settings import SettingChange
 from mfwrap.callbacks.culprit.replay.difference import Difference
+from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
 
 _HEADROOM = 64.0
@@ -107,6 +108,9 @@ class RankEvidence:
     own_losses: tuple[tuple[float, float], ...] = ()
     """Loss of each micro-batch of this step, in the step and with the present weights; empty if
     unknown."""
+
+    program: ProgramChange | None = None
+    """What an earlier call gives now; ``None`` if it is unknown."""
 
     difference: Difference | None = None
     """Where the step first differs from the step before; ``None`` if it is unknown."""

@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from mfwrap.callbacks.culprit.finder import CulpritFinder
 from mfwrap.callbacks.culprit.rank_evidence import LARGEST_FLOAT16
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.culprit.replay.reference import References
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
@@ -59,6 +60,7 @@ def new_finder(
         step=global_step,
         recorder=recorder,
         samples=samples,
+        references=None if recorder is None else References(recorder),
     )
 
 

@@ -368,7 +368,7 @@ class TrainingStateRun:
     def close(self) -> None:
         """Close all files, and remove all hooks from network and optimizer."""
         if self.finder is not None:
-            self.finder.judges.close()
+            self.finder.close()
         self._log.close()
         self.writers.close()
         if self._fingerprints is not None:

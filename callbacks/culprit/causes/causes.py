@@ -53,6 +53,7 @@ _RULES = (
     _Rule(rate.raised, "measured"),
     _Rule(gradients.dead, "measured"),
     _Rule(replay.difference, "inferred"),
+    _Rule(replay.program, "measured"),
     _Rule(loss.dropped, "inferred"),
     _Rule(gradients.of_one_layer, "inferred"),
     _Rule(data.changed_program, "inferred"),

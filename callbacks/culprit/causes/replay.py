@@ -18,6 +18,11 @@ _NOT_AGAIN = (
 """What to do about a fault that three exact replays do not have."""
 
 
+_SHARE, _SAME = 0.4, 0.25
+"""Smallest share of the rise that earlier data must have if the program has changed, and the
+largest distance of outputs that are as before."""
+
+
 def first_non_finite(evidence: CauseEvidence) -> Cause | None:
     """Find the cause of the first non-finite value in its place."""
     origin = evidence.origin
@@ -154,4 +159,37 @@ def difference(evidence: CauseEvidence) -> Cause | None:
         "look at hooks and custom backwards there",
         tensors=(found.name,),
         where="gradient",
+    )
+
+
+def program(evidence: CauseEvidence) -> Cause | None:
+    """Find that the program gives something else for the data of an earlier step."""
+    found, blamed = evidence.blamed.program, evidence.blamed
+    if found is None or not found.then > 0 or blamed.odd_weights:
+        return None
+    usual, now = blamed.usual_loss, blamed.loss
+    if evidence.shift is not None and evidence.shift.of == "loss":
+        usual, now = evidence.shift.before, evidence.shift.now
+    # As ratios: the loop may divide the losses of the micro-batches by another number.
+    rise, again = now / usual - 1 if usual > 0 else 0.0, found.again / found.then - 1
+    is_worse = has_higher_loss(blamed) or evidence.shift is not None
+    if not (is_worse and rise > 0 and again >= _SHARE * rise):
+        return None
+    which = f"run again, the data of {found.num_steps} steps before"
+    loss = f"{found.again / found.then:.3g} times the loss that they had"
+    if found.name is None:
+        if not found.distance < _SAME:
+            return None
+        return Cause(
+            "loss",
+            f"{which} have {loss}, and the outputs that they had",
+            "look for what computes the loss from the outputs",
+        )
+    return Cause(
+        "activation",
+        f"{which} have {loss}, and another output of {found.name}, which has received what it did "
+        "then",
+        "look at the operations of this module, and at its hooks, masks and other arguments",
+        tensors=(found.name,),
+        where="activation",
     )

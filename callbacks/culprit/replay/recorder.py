@@ -54,6 +54,9 @@ class RecordedCall:
     autocast: Callable[[], AbstractContextManager[Any]]
     """Makes an autocast context with the settings of the call."""
 
+    step: int = 0
+    """Number of steps that were recorded before this one."""
+
     loss: Tensor | None = None
     """Copy of the loss that the network returned, shape ``()``; ``None`` if it returned none."""
 
@@ -81,6 +84,7 @@ class StepRecorder:
         self.network = network
         self.device = next((p.device for p in network.parameters()), torch.device("cpu"))
         self._this_step: list[RecordedCall] = []
+        self._num_steps = 0
         self._begins_with_gradients = False
         self.began_with_gradients = False
         """Whether weights had gradients before the first call of the last completed step."""
@@ -101,6 +105,7 @@ class StepRecorder:
         self.earlier_step, self.last_step = self.last_step, self._this_step
         self.began_with_gradients = bool(self._this_step) and self._begins_with_gradients
         self._this_step = []
+        self._num_steps += 1
 
     def close(self) -> None:
         """Stop recording and release all inputs."""
@@ -119,7 +124,8 @@ class StepRecorder:
                 )
             state = RandomState.now(self.device)
             autocast = _current_autocast(self.device.type)
-            self._this_step.append(RecordedCall(positional, keywords, state, autocast))
+            call = RecordedCall(positional, keywords, state, autocast, self._num_steps)
+            self._this_step.append(call)
 
     def _records(self, network: nn.Module) -> bool:
         if not (self.is_on and network.training and torch.is_grad_enabled()):
@@ -136,6 +142,11 @@ class StepRecorder:
             call.loss = loss.detach().clone().reshape(())
             if loss.requires_grad:
                 loss.register_hook(call.keep_gradient)
+
+    @property
+    def first_call(self) -> RecordedCall | None:
+        """The first call of the current step, while it is the only one and calls are recorded."""
+        return self._this_step[0] if self.is_on and len(self._this_step) == 1 else None
 
     def bad_micro_batch(self) -> tuple[int, RecordedCall] | None:
         """Return the first call of the last step whose loss was non-finite, with its number.

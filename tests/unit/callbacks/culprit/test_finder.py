@@ -99,6 +99,34 @@ def test_a_second_fault_that_is_smaller_than_the_first(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("is_by_code", [True, False])
+def test_a_module_that_computes_something_else_for_good(tmp_path, is_by_code):
+    """It is named by a call of an earlier step, unless the loop has changed its weights."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=2, n_positions=16)
+    network = GPT2LMHeadModel(config).train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, local_norm=True)
+    with LoopMonitor(cell, tmp_path, replay=True) as monitor:
+        for step in range(1, 34):
+            if step == 30 and is_by_code:
+                network.transformer.wpe.register_forward_hook(lambda *args: -9 * args[-1])
+            elif step == 30:
+                with torch.no_grad():
+                    network.transformer.wpe.weight *= -9
+            start = torch.randint(64, (4, 1), generator=torch.Generator().manual_seed(step))
+            rows = (start + torch.arange(16)) % 64
+            cell(input_ids=rows, labels=rows)
+            monitor.end_step()
+
+    begun = [one for one in records_of(tmp_path) if "explanation" in one and one["kind"] != "note"]
+    found = (begun[0]["step"], begun[0]["cause"], begun[0]["name"])
+    if is_by_code:
+        assert found == (30, "activation", "transformer.wpe")
+    else:
+        assert found[:2] == (30, "weight_changed")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_replay(kind, tmp_path):
     """Without a replay, a record names the layer of a backward fault, not of a forward fault."""

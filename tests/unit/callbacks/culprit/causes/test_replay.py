@@ -3,9 +3,11 @@
 import pytest
 
 from mfwrap.callbacks.culprit.replay.difference import Difference
+from mfwrap.callbacks.culprit.judges.course import Shift
+from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.replay import Origin
 from mfwrap.callbacks.culprit.replay.verdict import Verdict
-from support.cause_evidence import NAMES, NAN, cause
+from support.cause_evidence import NAMES, NAN, cause, trace
 
 
 @pytest.mark.parametrize(
@@ -90,3 +92,51 @@ def test_an_input_that_differs_from_the_step_before():
     found = cause("spike", rank={"difference": Difference("input", "pixels", 9.0)})
     assert (found.name, found.tensors, found.where) == ("data", (), None)
     assert "input `pixels` is 9 times as large" in found.explanation
+
+
+CHANGED = ProgramChange(num_steps=5, then=3.0, again=5.4, name="h.0.attn", distance=1.3)
+"""The earlier data have most of the rise of the loss from 3 to 6."""
+
+
+def test_a_program_that_has_changed():
+    """The first module that returns something else is the place; without one, the loss is it."""
+    module = cause(rank={"program": CHANGED})
+    loss = cause(rank={"program": CHANGED._replace(name=None, distance=0.05)})
+
+    assert (module.name, module.tensors, module.where) == (
+        "activation",
+        ("h.0.attn",),
+        "activation",
+    )
+    assert "the data of 5 steps before have 1.8 times the loss that they had" in module.explanation
+    assert (loss.name, loss.tensors) == ("loss", ())
+    assert "and the outputs that they had" in loss.explanation
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"program": CHANGED._replace(again=3.2)},
+        {"program": CHANGED._replace(again=NAN)},
+        {"program": CHANGED._replace(then=NAN)},
+        {"program": CHANGED._replace(then=0.0)},
+        {"program": CHANGED._replace(name=None, distance=0.6)},
+        {"program": CHANGED, "moved": ("wte.weight",)},
+        {"program": CHANGED, "loss_score": 0.3},
+    ],
+)
+def test_a_program_that_may_be_as_before(known):
+    """Earlier data must have much of the rise, and no weight may explain it."""
+    assert "run again" not in cause(rank=known).explanation
+
+
+def test_a_program_that_has_changed_before_a_shift():
+    """The rise is that of the shift."""
+    shift = Shift("loss", 3.0, 6.0, 3)
+    known = {"program": CHANGED, "loss": 6.1, "usual_loss": 6.0, "loss_score": 0.1}
+    found = cause("loss_shift", trace({}), rank=known, shift=shift, is_first=False)
+
+    assert found.name == "activation"
+    small = CHANGED._replace(again=3.6)
+    found = cause("loss_shift", trace({}), rank={**known, "program": small}, shift=shift)
+    assert found.name != "activation"
