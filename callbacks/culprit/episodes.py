@@ -214,8 +214,6 @@ class Episodes:
         self._state_interval = state_interval
         self.last: OpenEpisode | None = None
         """The last episode, which may be over."""
-        self.first_loss: float | None = None
-        """Loss at the begin of the run, from which on a loss has diverged; ``None`` if unknown."""
 
     def goes_on(self, step: int, kind: Kind, *, is_shared: bool) -> bool:
         """Tell whether an anomaly goes on with the last episode.
@@ -249,7 +247,12 @@ class Episodes:
         return step <= episode.last_step + _BACK
 
     def add(
-        self, anomaly: Anomaly, loss: float, *, is_shared: bool
+        self,
+        anomaly: Anomaly,
+        loss: float,
+        *,
+        is_shared: bool,
+        first_loss: float | None = None,
     ) -> tuple[bool, OpenEpisode | None]:
         """Add an anomaly to the last episode, or begin another one with it.
 
@@ -257,6 +260,8 @@ class Episodes:
             anomaly: Anomaly of the last step.
             loss: Loss of the step on this rank.
             is_shared: Whether all ranks have found the anomaly.
+            first_loss: Loss at the begin of the run, above which one that does not come back has
+                diverged; ``None`` if it is unknown.
 
         Returns:
             Whether the anomaly begins an episode, and the episode that this has ended.
@@ -280,7 +285,7 @@ class Episodes:
             is_shared=is_shared,
             cause=anomaly.cause,
             last_step=anomaly.step,
-            first_loss=self.first_loss,
+            first_loss=first_loss,
             num_skipped=int(bool(anomaly.skipped)),
         )
         self.last.follow(anomaly, loss, self._reach(anomaly.kind))

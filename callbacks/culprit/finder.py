@@ -141,7 +141,6 @@ class CulpritFinder:
         step = _HostStep(numbers, judgement, scores.step, weights_have_moved)
         applied = not (numbers.overflow or numbers.skipped)
         self._kinds.follow(numbers, scores.step, applied=applied)
-        self.episodes.first_loss = number_or_none(self.judges.course.first)
         trace = StepTrace(numbers.step, applied, scores.step, self._kinds.rate_rise)
         self._trace.append(trace)
         if trace.rate_rise is not None:

@@ -57,8 +57,8 @@ class RankEvidence:
 
     loss_score: float = math.nan
     usual_loss: float = math.nan
-    first_loss: float = math.nan
-    """Median of the first losses of the run."""
+    first_loss: float | None = None
+    """Median of the first losses of the run; ``None`` if it is unknown."""
 
     moved: tuple[str, ...] = ()
     """Weights whose update is an anomaly."""

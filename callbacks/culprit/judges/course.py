@@ -103,8 +103,8 @@ class LossCourse:
     def __init__(self) -> None:
         self.shift: Shift | None = None
         """Shift that the last loss has shown; ``None`` without one."""
-        self.first = math.nan
-        """Median of the first five losses, or of those so far; NaN without losses."""
+        self.first: float | None = None
+        """Median of the first five losses, or of those so far; ``None`` without losses."""
         self._first: list[float] = []
         self.score = self.expected = math.nan
         """Deviations of the last loss from what was expected of it, and this number; NaN if they
@@ -158,7 +158,7 @@ class LossCourse:
 
     def _least_deviation(self) -> float:
         """Return the deviation of a loss that was never noisy: a loss of almost zero may double."""
-        return 0.0 if math.isnan(self.first) else _LEAST_OF_FIRST * abs(self.first)
+        return 0.0 if self.first is None else _LEAST_OF_FIRST * abs(self.first)
 
     def forget(self) -> None:
         """Forget how far the last loss was from what was expected of it."""
@@ -186,7 +186,7 @@ class LossCourse:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
         self._first = list(state["first"])
-        self.first = statistics.median(self._first) if self._first else math.nan
+        self.first = statistics.median(self._first) if self._first else None
         self._plain.load_state_dict(state["plain"])
         self._log.load_state_dict(state["log"])
         self._num_shifts, self._since_shift = state["num_shifts"], state["since_shift"]

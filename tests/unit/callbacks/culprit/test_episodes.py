@@ -214,8 +214,7 @@ def ended(*losses: float, first: Anomaly, is_over: bool = True):
 def test_a_loss_that_does_not_come_back_has_diverged(is_resumed):
     """The last five losses tell. If they are worse than at first, it is the cause if none is."""
     episodes = Episodes(10)
-    episodes.first_loss = 3.0
-    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False, first_loss=3.0)
     for step in range(21, 24):
         assert episodes.pass_over(numbers(step, loss=5.0)) is None
     if is_resumed:
@@ -300,8 +299,7 @@ def test_what_a_known_cause_explains(cause, explains):
 def test_a_loss_that_is_no_worse_than_at_first(first_loss):
     """It has not come back, and that is no cause."""
     episodes = Episodes(10)
-    episodes.first_loss = first_loss
-    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False, first_loss=first_loss)
     for step in range(21, 29):
         assert episodes.pass_over(numbers(step, loss=5.0)) is None
     record = episodes.end().as_record()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mfwrap.callbacks.culprit.replay.difference import Difference
 from mfwrap.callbacks.culprit.judges.course import Shift
+from mfwrap.callbacks.culprit.replay.difference import Difference
 from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.replay import Origin
 from mfwrap.callbacks.culprit.replay.verdict import Verdict
