@@ -1,5 +1,6 @@
 """What a record must say about a fault, computed from the fault's fields."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ from support.faults.parts import planted_layers
 from support.faults.series import SAMPLE_INTERVAL
 
 __all__ = ["CAUSES", "WINDOW", "Cause", "Expectation", "expectation_of"]
+
+_POSITIONS = re.compile("position|places|rotary")
+"""Matches names of modules that turn positions into vectors."""
 
 WINDOW = 20
 """Steps in which a record of a fault that lasts or grows is in time, up to the next sample."""
@@ -323,6 +327,10 @@ def _own_place(fault: Fault, architecture: Architecture, network: nn.Module) -> 
     if head is not None and what is What.TIED_WEIGHT:
         weight = network.get_parameter(f"{head}.weight")
         return (head, *parameter_names(network, weight))
+    if what is What.POSITIONS and fault.where is Where.ALL:
+        # What turns positions into vectors is where other ones begin.
+        names = (name for name, _ in network.named_modules())
+        return tuple(name for name in names if _POSITIONS.search(name))
     if what in NETWORK_PARTS and fault.where is not Where.ALL:
         return planted_layers(architecture, fault)
     divides = what is What.INPUTS and fault.kind.how is How.ZERO
