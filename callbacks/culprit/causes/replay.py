@@ -22,6 +22,9 @@ _SHARE, _SAME = 0.4, 0.25
 """Smallest share of the rise that earlier data must have if the program has changed, and the
 largest distance of outputs that are as before."""
 
+_FAR = 3.0
+"""Smallest distance of an output that no few updates explain, whatever the loss is."""
+
 
 def first_non_finite(evidence: CauseEvidence) -> Cause | None:
     """Find the cause of the first non-finite value in its place."""
@@ -173,7 +176,8 @@ def program(evidence: CauseEvidence) -> Cause | None:
     # As ratios: the loop may divide the losses of the micro-batches by another number.
     rise, again = now / usual - 1 if usual > 0 else 0.0, found.again / found.then - 1
     is_worse = has_higher_loss(blamed) or evidence.shift is not None
-    if not (is_worse and rise > 0 and again >= _SHARE * rise):
+    is_far = found.name is not None and found.distance > _FAR
+    if not is_far and not (is_worse and rise > 0 and again >= _SHARE * rise):
         return None
     which = f"run again, the data of {found.num_steps} steps before"
     loss = f"{found.again / found.then:.3g} times the loss that they had"
@@ -187,8 +191,8 @@ def program(evidence: CauseEvidence) -> Cause | None:
         )
     return Cause(
         "activation",
-        f"{which} have {loss}, and another output of {found.name}, which has received what it did "
-        "then",
+        f"{which} have {loss}, and another output of {found.name}, {found.distance:.3g} times its "
+        "size away, which has received what it did then",
         "look at the operations of this module, and at its hooks, masks and other arguments",
         tensors=(found.name,),
         where="activation",

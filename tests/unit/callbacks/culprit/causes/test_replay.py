@@ -109,6 +109,9 @@ def test_a_program_that_has_changed():
         "activation",
     )
     assert "the data of 5 steps before have 1.8 times the loss that they had" in module.explanation
+    assert "1.3 times its size away" in module.explanation
+    far = cause(rank={"program": CHANGED._replace(again=3.1, distance=9.0)})
+    assert far.name == "activation"
     assert (loss.name, loss.tensors) == ("loss", ())
     assert "and the outputs that they had" in loss.explanation
 
