@@ -18,7 +18,7 @@ _NOT_AGAIN = (
 """What to do about a fault that three exact replays do not have."""
 
 
-_SHARE, _SAME = 0.4, 0.25
+_SHARE, _SAME = 0.4, 0.05
 """Smallest share of the rise that earlier data must have if the program has changed, and the
 largest distance of outputs that are as before."""
 

@@ -17,6 +17,7 @@ from support.paths import ROOT
 
 __all__ = [
     "DEVELOPMENT",
+    "JUMPING",
     "MOST_READINGS",
     "UNSEEN",
     "begin_reading",
@@ -47,6 +48,17 @@ DEVELOPMENT = (
     "scheduled weights",
     "heavy tails",
 )
+
+JUMPING = (
+    "harder tasks",
+    "clipped critic",
+    "target network",
+    "outlier rows",
+    "scheduled weights",
+    "heavy tails",
+)
+"""Kinds of the development half whose data, task or loss change in truth: no monitor that finds bad
+data can tell the first change from a fault."""
 
 UNSEEN = tuple(name for name in KINDS if name not in DEVELOPMENT)
 

@@ -101,7 +101,7 @@ CHANGED = ProgramChange(num_steps=5, then=3.0, again=5.4, name="h.0.attn", dista
 def test_a_program_that_has_changed():
     """The first module that returns something else is the place; without one, the loss is it."""
     module = cause(rank={"program": CHANGED})
-    loss = cause(rank={"program": CHANGED._replace(name=None, distance=0.05)})
+    loss = cause(rank={"program": CHANGED._replace(name=None, distance=0.03)})
 
     assert (module.name, module.tensors, module.where) == (
         "activation",
@@ -123,7 +123,7 @@ def test_a_program_that_has_changed():
         {"program": CHANGED._replace(again=NAN)},
         {"program": CHANGED._replace(then=NAN)},
         {"program": CHANGED._replace(then=0.0)},
-        {"program": CHANGED._replace(name=None, distance=0.6)},
+        {"program": CHANGED._replace(name=None, distance=0.1)},
         {"program": CHANGED, "moved": ("wte.weight",)},
         {"program": CHANGED, "loss_score": 0.3},
     ],
