@@ -41,28 +41,18 @@ class EpisodeLog:
         self._log = AnomalyLog(folder, rank, first_step=first_step)
         self._is_main = is_main
 
-    def add(
-        self,
-        anomaly: Anomaly | None,
-        numbers: StepNumbers,
-        *,
-        is_shared: bool,
-        first_loss: float | None = None,
-    ) -> None:
+    def add(self, anomaly: Anomaly | None, numbers: StepNumbers, *, is_shared: bool) -> None:
         """Add the judgement of a step.
 
         Args:
             anomaly: Anomaly of the step; ``None`` if it has none.
             numbers: Numbers of the step.
             is_shared: Whether all ranks have found the anomaly.
-            first_loss: Loss at the begin of the run; ``None`` if it is unknown.
         """
         if anomaly is None:
             self._write_end(self._episodes.pass_over(numbers))
             return
-        begins, ended = self._episodes.add(
-            anomaly, numbers.loss, is_shared=is_shared, first_loss=first_loss
-        )
+        begins, ended = self._episodes.add(anomaly, numbers.loss, is_shared=is_shared)
         self._write_end(ended)
         if begins and (self._is_main or not is_shared):
             self._log.write(anomaly)

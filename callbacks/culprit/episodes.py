@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly, Kind
+from mfwrap.callbacks.culprit.judges.course import LossCourse
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
 _GAP = 3
@@ -76,9 +77,6 @@ class OpenEpisode:
     usual_loss: float | None = None
     """Loss that was expected before the loss left its course; ``None`` if it has not."""
 
-    first_loss: float | None = None
-    """Loss at the begin of the run; ``None`` if it is unknown."""
-
     last_losses: list[float] = field(default_factory=list)
     """Loss of each of the last steps since it has left its course."""
 
@@ -146,12 +144,11 @@ class OpenEpisode:
         # Of non-finite losses, the median is NaN or infinite.
         return not statistics.median(self.last_losses) <= least
 
-    @property
-    def is_worse_than_at_first(self) -> bool:
-        """Whether the last losses are higher than those that the run began with."""
-        if self.first_loss is None or not self.last_losses:
+    def is_worse_than(self, loss: float | None) -> bool:
+        """Tell whether the last losses are higher than a loss; false if it is unknown."""
+        if loss is None or not self.last_losses:
             return False
-        return not statistics.median(self.last_losses) <= self.first_loss
+        return not statistics.median(self.last_losses) <= loss
 
     def has_ended_before(self, step: int) -> bool:
         """Tell whether too many good steps in a row have come before a step."""
@@ -208,10 +205,12 @@ class Episodes:
 
     Args:
         state_interval: Steps from one sample of the training state to the next.
+        course: Course of this rank's loss. A loss that does not come back has diverged if it is
+            worse than the first ones; ``None`` if they are unknown.
     """
 
-    def __init__(self, state_interval: int) -> None:
-        self._state_interval = state_interval
+    def __init__(self, state_interval: int, course: LossCourse | None = None) -> None:
+        self._state_interval, self._course = state_interval, course
         self.last: OpenEpisode | None = None
         """The last episode, which may be over."""
 
@@ -247,12 +246,7 @@ class Episodes:
         return step <= episode.last_step + _BACK
 
     def add(
-        self,
-        anomaly: Anomaly,
-        loss: float,
-        *,
-        is_shared: bool,
-        first_loss: float | None = None,
+        self, anomaly: Anomaly, loss: float, *, is_shared: bool
     ) -> tuple[bool, OpenEpisode | None]:
         """Add an anomaly to the last episode, or begin another one with it.
 
@@ -260,8 +254,6 @@ class Episodes:
             anomaly: Anomaly of the last step.
             loss: Loss of the step on this rank.
             is_shared: Whether all ranks have found the anomaly.
-            first_loss: Loss at the begin of the run, above which one that does not come back has
-                diverged; ``None`` if it is unknown.
 
         Returns:
             Whether the anomaly begins an episode, and the episode that this has ended.
@@ -285,7 +277,6 @@ class Episodes:
             is_shared=is_shared,
             cause=anomaly.cause,
             last_step=anomaly.step,
-            first_loss=first_loss,
             num_skipped=int(bool(anomaly.skipped)),
         )
         self.last.follow(anomaly, loss, self._reach(anomaly.kind))
@@ -318,7 +309,8 @@ class Episodes:
             return None
         episode.is_over = True
         is_unknown = episode.cause == UNKNOWN_CAUSE
-        if is_unknown and episode.has_diverged and episode.is_worse_than_at_first:
+        first = None if self._course is None else self._course.first
+        if is_unknown and episode.has_diverged and episode.is_worse_than(first):
             episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_DIVERGING}
         return episode if episode.num_steps > 1 or episode.refined else None
 

@@ -99,13 +99,13 @@ class CulpritFinder:
     ) -> None:
         self.recorder = recorder
         self._samples, self._references = samples, references
-        self.episodes = Episodes(state_interval)
         self.num_scale_overflows = 0
         """Number of overflows so far that happened only because the loss scale was too high."""
         self.is_shared = False
         """Whether all ranks have judged the last step together."""
         self.judges = Judges(network, state_interval, step)
         """Look at each step, on the device."""
+        self.episodes = Episodes(state_interval, self.judges.course)
         self.notes = RunNotes(network, self.judges, step, recorder)
         """What should not be so in any run; call `of_step` after `judge`."""
         self._gatherer = EvidenceGatherer(

@@ -444,8 +444,7 @@ class TrainingStateRun:
             is_shared = self.finder.is_shared
             episode = self.finder.episodes.last
             if anomaly is not None or (episode is not None and not episode.is_over):
-                first_loss = self.finder.judges.course.first
-                self._log.add(anomaly, numbers, is_shared=is_shared, first_loss=first_loss)
+                self._log.add(anomaly, numbers, is_shared=is_shared)
             if self.finder.episodes.last is not None:
                 self.finder.forget(numbers.step)
             notes = self.finder.notes.of_step(numbers, judgement, scores)

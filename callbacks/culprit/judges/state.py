@@ -115,9 +115,8 @@ class StateJudge:
         is_large = (values - window.expected > _LARGE_RISE) & (scores > LIMIT / 3)
         scores = torch.where(is_large, 3 * scores, scores)
         if before.step < _SETTLED and before.tensors == taken.tensors:
-            is_buffer = torch.tensor([kind == BUFFER for kind, _ in taken.tensors])
             is_little = taken.norms < _EARLY_RISE * before.norms
-            scores = torch.where(is_buffer.to(self._device) & is_little, torch.nan, scores)
+            scores = torch.where(self._layout(taken).is_buffer & is_little, torch.nan, scores)
         window.add(values)
         # The moments of an optimizer rise and fall with the gradients. If they change by
         # themselves, the next update is an anomaly.
@@ -314,8 +313,8 @@ class StateJudge:
         return torch.stack(floors) * self._layout(taken).roots if floors else taken.norms
 
     def _num_bad(self, taken: StateSample, before: StateSample) -> Tensor:
-        may_be_infinite = self._layout(taken).may_be_infinite
-        bad = torch.where(may_be_infinite, taken.norms.isnan(), ~taken.norms.isfinite())
+        is_buffer = self._layout(taken).is_buffer
+        bad = torch.where(is_buffer, taken.norms.isnan(), ~taken.norms.isfinite())
         if taken.tensors == before.tensors:
             bad &= before.norms.isfinite()
         return bad.sum(dim=0, keepdim=True).float()
@@ -337,9 +336,9 @@ class _Layout(NamedTuple):
     roots: Tensor
     """Square root of each tensor's number of elements, shape ``(K,)``, float32."""
 
-    may_be_infinite: Tensor
-    """Whether a tensor may hold infinities on purpose: a mask, or the initial range of an observer.
-    Shape ``(K,)``, bool."""
+    is_buffer: Tensor
+    """Whether a tensor is a buffer. It may hold infinities on purpose: a mask, or the range that an
+    observer begins with. Shape ``(K,)``, bool."""
 
 
 def _typical(sample: StateSample) -> dict[str, Tensor]:

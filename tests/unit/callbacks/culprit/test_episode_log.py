@@ -5,6 +5,7 @@ import pytest
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
+from mfwrap.callbacks.culprit.judges.course import LossCourse
 from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
 from mfwrap.records.json_lines import read_json_lines
 
@@ -17,7 +18,7 @@ def numbers(step: int) -> StepNumbers:
 def written(folder, *, is_main: bool, is_shared: bool) -> list[tuple]:
     """Return step, last step and number of steps of the records of an episode of 100 steps."""
     rank = 0 if is_main else 1
-    log = EpisodeLog(Episodes(10), folder, rank, first_step=0, is_main=is_main)
+    log = EpisodeLog(Episodes(10, LossCourse()), folder, rank, first_step=0, is_main=is_main)
     log.add(None, numbers(1), is_shared=False)
     for step in range(2, 102):
         bad = Anomaly(step=step, kind="gradient_not_finite", ranks=(), layer=None, skipped=True)
@@ -38,7 +39,7 @@ def test_a_hundred_skips_are_two_records(is_main, is_shared, tmp_path):
 
 def test_an_end_is_written_at_the_next_good_steps(tmp_path, caplog):
     """A run that goes on does not keep the end back."""
-    log = EpisodeLog(Episodes(10), tmp_path, 0, first_step=0, is_main=True)
+    log = EpisodeLog(Episodes(10, LossCourse()), tmp_path, 0, first_step=0, is_main=True)
     for step in (1, 2):
         bad = Anomaly(step=step, kind="spike", ranks=(), layer=None)
         log.add(bad, numbers(step), is_shared=True)

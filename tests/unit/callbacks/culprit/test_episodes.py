@@ -6,6 +6,7 @@ import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episodes import Episodes
+from mfwrap.callbacks.culprit.judges.course import LossCourse
 from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
 
 
@@ -21,7 +22,7 @@ def numbers(step: int, loss: float = 1.0, global_norm: float = 1.0) -> StepNumbe
 
 def begun(*anomalies: Anomaly, is_shared: bool = False) -> list[int]:
     """Return the steps at which episodes begin."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     return [one.step for one in anomalies if episodes.add(one, 6.0, is_shared=is_shared)[0]]
 
 
@@ -57,14 +58,14 @@ def test_an_overflow_is_over_after_a_good_step():
 
 def test_a_lone_loss_does_not_go_on_with_an_overflow_of_all_ranks():
     """The main process writes the overflow, but another rank may have the loss."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     assert episodes.add(anomaly(1, "gradient_not_finite"), 6.0, is_shared=True)[0]
     assert episodes.add(anomaly(2, "loss_not_finite"), 6.0, is_shared=False)[0]
 
 
 def test_the_end_has_the_number_of_steps():
     """A good step some steps later, or another episode, ends an episode of several steps."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     for step in (20, 21, 23):
         episodes.add(anomaly(step, skipped=step != 23), 6.0, is_shared=False)
     ends = [episodes.pass_over(numbers(step)) for step in range(24, 30)]
@@ -86,7 +87,7 @@ def test_the_end_has_the_number_of_steps():
 
 def test_an_episode_of_one_step_has_no_end():
     """Its record is whole."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     episodes.add(anomaly(20), 6.0, is_shared=False)
     assert episodes.add(anomaly(40), 6.0, is_shared=False) == (True, None)
     assert episodes.end() is None
@@ -94,7 +95,7 @@ def test_an_episode_of_one_step_has_no_end():
 
 def test_a_cause_that_is_found_later_completes_the_record():
     """A sample of the weights may name the cause of a rise of the loss."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     episodes.add(anomaly(20), 6.0, is_shared=False)
     later = anomaly(30, "state_spike", cause="weight_changed", explanation="it changed", name="w")
     episodes.add(later, 6.0, is_shared=False)
@@ -110,7 +111,7 @@ def test_a_cause_that_is_found_later_completes_the_record():
 
 def test_a_sample_alone_is_no_bad_step_of_an_episode():
     """It completes the record, and the episode still waits for its consequences."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     episodes.add(anomaly(20), 6.0, is_shared=False)
     later = anomaly(30, "state_spike", cause="weight_changed", explanation="it changed")
     episodes.add(later, 6.0, is_shared=False)
@@ -118,7 +119,7 @@ def test_a_sample_alone_is_no_bad_step_of_an_episode():
     (end,) = [each for each in ends if each is not None]
     assert (end.last_step, end.num_steps, ends.index(end)) == (20, 1, 10)
     assert end.refined["cause"] == "weight_changed"
-    grown = Episodes(10)
+    grown = Episodes(10, LossCourse())
     for step in (20, 30, 40):
         grown.add(anomaly(step, "state_spike"), 6.0, is_shared=False)
     assert grown.end().num_steps == 3
@@ -126,7 +127,7 @@ def test_a_sample_alone_is_no_bad_step_of_an_episode():
 
 def test_the_end_tells_how_far_something_has_grown():
     """The first record has only the beginning."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     for step, logit in ((45, 141), (50, 400), (55, 2000)):
         known = {"cause": "attention_logits", "explanation": f"the logit grew to {logit}"}
         episodes.add(anomaly(step, "attention_logits", **known), 6.0, is_shared=False)
@@ -137,7 +138,7 @@ def test_the_end_tells_how_far_something_has_grown():
 
 def test_an_episode_goes_on_after_a_resume():
     """The state goes through JSON."""
-    first, later = Episodes(10), Episodes(10)
+    first, later = Episodes(10, LossCourse()), Episodes(10, LossCourse())
     later.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert not later.goes_on(1, "loss_spike", is_shared=False)
     first.add(anomaly(20), 6.0, is_shared=False)
@@ -148,7 +149,7 @@ def test_an_episode_goes_on_after_a_resume():
 
 def test_an_episode_of_what_is_watched_every_few_steps_waits_for_the_next_look():
     """So it has one end, not one for each step in which logits are watched."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     ends = []
     for step in range(20, 60):
         if step in {20, 25, 30}:
@@ -163,7 +164,7 @@ def test_an_episode_of_what_is_watched_every_few_steps_waits_for_the_next_look()
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_level_that_stays_high_belongs_to_the_episode(kind, is_resumed):
     """Until loss or norm has come down half way; what is usual follows after three steps."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     known = {"usual_loss": 2.0, "losses": (6.0,), "usual_global_norm": 2.0, "global_norm": 8.0}
     # Half way is 4, for a norm by its logarithm.
     levels = [6.0, 5.5, 5.0, 5.0, 4.1, 3.9, 4.5, 3.9, 2.0, 2.0, 2.0, 5.0]
@@ -174,7 +175,7 @@ def test_a_level_that_stays_high_belongs_to_the_episode(kind, is_resumed):
             continue
         if is_resumed:
             saved = json.dumps(episodes.state_dict())
-            episodes = Episodes(10)
+            episodes = Episodes(10, LossCourse())
             episodes.load_state_dict(json.loads(saved))
         seen = {"loss": value} if kind == "loss_spike" else {"global_norm": value}
         ends.append(episodes.pass_over(numbers(step, **seen)))
@@ -184,7 +185,7 @@ def test_a_level_that_stays_high_belongs_to_the_episode(kind, is_resumed):
 
 def test_a_level_that_stays_becomes_usual():
     """An episode does not last for the rest of a run whose loss never comes back."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     ends = [episodes.pass_over(numbers(step, loss=5.0)) for step in range(21, 200)]
     (end,) = [each for each in ends if each is not None]
@@ -193,7 +194,7 @@ def test_a_level_that_stays_becomes_usual():
 
 def test_an_anomaly_at_a_level_that_stays_high_is_an_episode_of_its_own():
     """A fault that comes while the loss has not come back yet must not be hidden."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     for step in range(21, 30):
         assert episodes.pass_over(numbers(step, loss=5.0)) is None
@@ -202,9 +203,17 @@ def test_an_anomaly_at_a_level_that_stays_high_is_an_episode_of_its_own():
     assert (ended.last_step, ended.num_steps) == (29, 10)
 
 
+def course(*losses: float) -> LossCourse:
+    """Return the course of a run that has begun with these losses."""
+    begun = LossCourse()
+    for loss in losses:
+        begun.add(loss)
+    return begun
+
+
 def ended(*losses: float, first: Anomaly, is_over: bool = True):
     """Return the episode of an anomaly at step 20, after steps with these losses."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     episodes.add(first, 6.0, is_shared=False)
     ends = [episodes.pass_over(numbers(21 + place, loss)) for place, loss in enumerate(losses)]
     return next(filter(None, ends), None) or episodes.end()
@@ -213,13 +222,13 @@ def ended(*losses: float, first: Anomaly, is_over: bool = True):
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_loss_that_does_not_come_back_has_diverged(is_resumed):
     """The last five losses tell. If they are worse than at first, it is the cause if none is."""
-    episodes = Episodes(10)
-    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False, first_loss=3.0)
+    episodes = Episodes(10, course(3.0))
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     for step in range(21, 24):
         assert episodes.pass_over(numbers(step, loss=5.0)) is None
     if is_resumed:
         state = json.loads(json.dumps(episodes.state_dict()))
-        episodes = Episodes(10)
+        episodes = Episodes(10, course(3.0))
         episodes.load_state_dict(state)
     assert episodes.pass_over(numbers(24, loss=43.0)) is None
     end = episodes.end()
@@ -273,7 +282,7 @@ def test_a_spike_of_the_norm_with_a_loss_that_stays(kind, usual, has_diverged):
 @pytest.mark.parametrize(("loss", "has_diverged"), [(2.3, False), (2.5, True)])
 def test_a_loss_that_stays_little_higher(loss, has_diverged):
     """It has left its course, and that is no divergence."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     shift = anomaly(20, "loss_shift", usual_loss=2.0, since=18)
     episodes.add(shift, loss, is_shared=False)
     for step in range(21, 29):
@@ -287,7 +296,7 @@ def test_a_loss_that_stays_little_higher(loss, has_diverged):
 )
 def test_what_a_known_cause_explains(cause, explains):
     """The steps of its episode, and the few in which usual numbers seem unusual."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     assert not episodes.explain(19)
     episodes.add(anomaly(20, cause=cause), 6.0, is_shared=False)
 
@@ -295,11 +304,11 @@ def test_what_a_known_cause_explains(cause, explains):
     assert not episodes.explain(26)
 
 
-@pytest.mark.parametrize("first_loss", [None, 6.0])
-def test_a_loss_that_is_no_worse_than_at_first(first_loss):
+@pytest.mark.parametrize("first_losses", [(), (6.0,)])
+def test_a_loss_that_is_no_worse_than_at_first(first_losses):
     """It has not come back, and that is no cause."""
-    episodes = Episodes(10)
-    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False, first_loss=first_loss)
+    episodes = Episodes(10, course(*first_losses))
+    episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     for step in range(21, 29):
         assert episodes.pass_over(numbers(step, loss=5.0)) is None
     record = episodes.end().as_record()
@@ -311,7 +320,7 @@ def test_a_loss_that_is_no_worse_than_at_first(first_loss):
 @pytest.mark.parametrize(("kind", "is_told"), [("expert_load", False), ("state_spike", True)])
 def test_a_consequence_is_no_cause(kind, is_told):
     """What grows for many steps after a fault of an unknown cause does not explain it."""
-    episodes = Episodes(10)
+    episodes = Episodes(10, LossCourse())
     episodes.add(anomaly(20, usual_loss=2.0), 6.0, is_shared=False)
     episodes.add(anomaly(23, kind, cause="router"), 6.0, is_shared=False)
 
