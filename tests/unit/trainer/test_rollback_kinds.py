@@ -113,19 +113,20 @@ def growing_query(model, optimizer):
 
 def growing_updates(model, optimizer):
     """Let all updates grow by 6 percent each."""
-    sizes = (2e-3 * 1.06**number for number in itertools.count())
+    sizes = (1e-3 * 1.06**number for number in itertools.count())
 
     def grow():
         size = next(sizes)
         for weight in model.parameters():
             weight.data.mul_(1 + size)
 
-    return grown(optimizer, grow)
+    # Right before an update, it counts as a part of it.
+    return [unwrapped_optimizer(optimizer).register_step_pre_hook(lambda *_: grow())]
 
 
 PLANTS = {
     "local_norm_spike": lambda model, _: scaled_gradients(
-        [layer_of(model).input_layernorm.weight], 600.0
+        [model.model.layers[1].post_attention_layernorm.weight], 1800.0
     ),
     "update_spike": lambda _, optimizer: first_moments(optimizer, 1e3),
     "state_spike": flipped_bit,
@@ -145,7 +146,8 @@ def trained(folder, kind, *, updates_before=0, fault=None, skip_rows=None):
     rollback = Rollback(kinds=(kind,), max_rollbacks=2, updates_before=updates_before)
     callbacks = [
         TrainingStateMonitor(
-            max_attention_logit_format="jsonl",
+            # Logits grow with the weights, and come first.
+            max_attention_logit_format=None if kind == "update_growth" else "jsonl",
             expert_load_format="jsonl" if kind == "expert_load" else None,
             state_interval=10,
         )
