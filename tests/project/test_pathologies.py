@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mfwrap.records.json_lines import read_json_lines
 from mfwrap.records.run_record import read_run
 from support.pathologies import NAN_IMAGE, run_pathology
 

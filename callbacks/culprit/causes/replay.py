@@ -6,6 +6,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     CauseEvidence,
     counted,
     has_higher_loss,
+    has_moved_far,
     outlier,
 )
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
@@ -168,7 +169,9 @@ def difference(evidence: CauseEvidence) -> Cause | None:
 def program(evidence: CauseEvidence) -> Cause | None:
     """Find that the program gives something else for the data of an earlier step."""
     found, blamed = evidence.blamed.program, evidence.blamed
-    if found is None or not found.then > 0 or blamed.odd_weights:
+    # The call is run with the weights that the step has left.
+    has_moved = has_moved_far([evidence.now, *evidence.before]) or blamed.odd_weights
+    if found is None or not found.then > 0 or has_moved:
         return None
     usual, now = blamed.usual_loss, blamed.loss
     if evidence.shift is not None and evidence.shift.of == "loss":

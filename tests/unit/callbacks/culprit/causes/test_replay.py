@@ -133,6 +133,12 @@ def test_a_program_that_may_be_as_before(known):
     assert "run again" not in cause(rank=known).explanation
 
 
+def test_a_program_after_an_update_that_was_too_large():
+    """The weights give other outputs, too."""
+    moved = trace({"num_moved": 3, "global_norm": 20.0})
+    assert "run again" not in cause("spike", moved, rank={"program": CHANGED}).explanation
+
+
 def test_a_program_that_has_changed_before_a_shift():
     """The rise is that of the shift."""
     shift = Shift("loss", 3.0, 6.0, 3)
