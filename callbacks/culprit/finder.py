@@ -174,8 +174,13 @@ class CulpritFinder:
         What a fault has done to the numbers is not the run's own noise, in which a later fault
         would be lost. Call it for each step, after `episodes` has it.
         """
-        if self.episodes.explain(step):
-            self.judges.forget()
+        last = self.episodes.last
+        if last is None or not self.episodes.explain(step):
+            return
+        # What is usual of the global norm stays the same on all ranks.
+        is_of_all = last.is_shared or num_ranks() == 1
+        self.judges.forget(global_norm=is_of_all)
+        if is_of_all:
             self._kinds.forget()
 
     def _overflow(self, step: _HostStep) -> Anomaly | None:

@@ -107,10 +107,15 @@ class RobustWindow:
         self._expect()
 
     @torch.no_grad()
-    def forget(self) -> None:
-        """Forget how far the last value of each series was from what was expected of it."""
-        oldest = torch.full_like(self._distances[:, :1], torch.nan)
-        self._distances = torch.cat((oldest, self._distances[:, :-1]), dim=1)
+    def forget(self, first: int = 0) -> None:
+        """Forget how far the last value of a series was from what was expected of it.
+
+        Args:
+            first: Number of the first series that forgets; those before it do not.
+        """
+        oldest = torch.full_like(self._distances[first:, :1], torch.nan)
+        shorter = torch.cat((oldest, self._distances[first:, :-1]), dim=1)
+        self._distances = torch.cat((self._distances[:first], shorter))
         self._expect()
 
     def _expect(self) -> None:

@@ -201,11 +201,15 @@ class Judges:
         summary = torch.cat([judged.summary, unknown, forward])
         return Judgement(judged, summary, optimizer, self.forward.last)
 
-    def forget(self) -> None:
-        """Forget how far the numbers of the last step were from the usual ones."""
+    def forget(self, *, global_norm: bool) -> None:
+        """Forget how far the numbers of the last step were from the usual ones.
+
+        Args:
+            global_norm: Whether to forget that of the global norm, too.
+        """
         self.course.forget()
         if self._steps is not None:
-            self._steps.forget()
+            self._steps.forget(global_norm=global_norm)
 
     def _sample_updates(self) -> None:
         """Follow the weights, if others are trained now or if they have moved to other memory."""

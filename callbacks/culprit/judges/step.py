@@ -313,9 +313,13 @@ class StepJudge:
             travel=self._travel,
         )
 
-    def forget(self) -> None:
-        """Forget how far the numbers of the last step were from the usual ones."""
-        self._window.forget()
+    def forget(self, *, global_norm: bool) -> None:
+        """Forget how far the numbers of the last step were from the usual ones.
+
+        Args:
+            global_norm: Whether to forget that of the global norm, too.
+        """
+        self._window.forget(0 if global_norm else 1)
 
     def begin_travel(self) -> None:
         """Add up the updates of the weights from here on."""

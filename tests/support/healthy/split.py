@@ -25,6 +25,17 @@ __all__ = [
     "readings",
 ]
 
+JUMPING = (
+    "harder tasks",
+    "clipped critic",
+    "target network",
+    "outlier rows",
+    "scheduled weights",
+    "heavy tails",
+)
+"""Kinds of the development half whose data, task or loss change in truth: no monitor that finds bad
+data can tell the first change from a fault."""
+
 DEVELOPMENT = (
     "sparse rewards",
     "alternating tasks",
@@ -41,24 +52,8 @@ DEVELOPMENT = (
     "solved margins",
     "small normalized batches",
     "growing loss scale",
-    "harder tasks",
-    "clipped critic",
-    "target network",
-    "outlier rows",
-    "scheduled weights",
-    "heavy tails",
+    *JUMPING,
 )
-
-JUMPING = (
-    "harder tasks",
-    "clipped critic",
-    "target network",
-    "outlier rows",
-    "scheduled weights",
-    "heavy tails",
-)
-"""Kinds of the development half whose data, task or loss change in truth: no monitor that finds bad
-data can tell the first change from a fault."""
 
 UNSEEN = tuple(name for name in KINDS if name not in DEVELOPMENT)
 

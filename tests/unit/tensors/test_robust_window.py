@@ -159,6 +159,15 @@ def test_what_is_forgotten_was_no_jump() -> None:
     assert float(window.deviation) < float(kept.deviation) / 3
 
 
+def test_the_first_series_may_keep_what_the_others_forget() -> None:
+    """A series of all ranks stays the same on all of them."""
+    window = RobustWindow(2, prior=0.5)
+    for value in (0.0, 5.0):
+        window.add(torch.tensor([value, value]))
+    window.forget(1)
+    assert window.num_distances.tolist() == [1, 0]
+
+
 def test_a_new_level_is_expected_after_three_values() -> None:
     """A series that stays at a new level is no outlier for long."""
     scores = scores_of([0.0] * 30 + [9.0] * 4)

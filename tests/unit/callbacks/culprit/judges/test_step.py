@@ -312,3 +312,18 @@ def test_judging_reads_nothing_on_the_host():
     with HostReads() as reads:
         judge.judge(one, USUAL, Change(USUAL, USUAL, USUAL), one, APPLIED)
     assert reads.reads == []
+
+
+@pytest.mark.parametrize("global_norm", [True, False])
+def test_what_is_forgotten(global_norm):
+    """A step that one rank alone finds odd leaves what all ranks know of the global norm."""
+    kept, judge = judge_after(20), judge_after(20)
+    for one in (kept, judge):
+        for step in range(20, 23):
+            judged(one, step, factors=50.0)
+            if one is judge:
+                judge.forget(global_norm=global_norm)
+    before, after = (scores(judged(one, 23, factors=60.0)) for one in (kept, judge))
+
+    assert after.local_norm != before.local_norm
+    assert (after.global_norm != before.global_norm) is global_norm
