@@ -37,6 +37,9 @@ class RobustWindow:
     deviation fades with the number of values. A score is the distance from the expected value in
     deviations.
 
+    With `second`, values above and below what is expected have deviations of their own: that a
+    series falls, such as norms early in a training, does not make a rise ordinary.
+
     A NaN or an infinite value has no score and does not enter the window. Nothing synchronizes
     with the device. Give logarithms of quantities that vary by factors, such as norms.
 
@@ -49,8 +52,9 @@ class RobustWindow:
             or shape ``(K,)``.
         length: Number of values in the window.
         device: Device of the values.
-        second: Share of the second largest distance that is the least deviation. One outlier is
-            none, but a series that has two jumps among its last values jumps by its nature.
+        second: Share of the second largest distance in the same direction that is the least
+            deviation. One outlier is none, but a series that has two jumps among its last values
+            jumps by its nature.
     """
 
     def __init__(
@@ -69,8 +73,12 @@ class RobustWindow:
         self._prior = prior
         self.expected = torch.full((num_series,), torch.nan, device=device)
         """Median of each series' last five values, shape ``(K,)``, float32; NaN without values."""
-        self.deviation = prior.clone()
-        """Deviation of the next value from the expected one, shape ``(K,)``, float32."""
+        self._deviations = prior[None].clone()  # above and below, or one for both
+
+    @property
+    def deviation(self) -> Tensor:
+        """Deviation of a next value above the expected one, shape ``(K,)``, float32."""
+        return self._deviations[0]
 
     @property
     def num_distances(self) -> Tensor:
@@ -87,8 +95,12 @@ class RobustWindow:
             Shape ``(K,)``, float32; negative below the expected value, NaN where the value is not
             finite or nothing is expected yet.
         """
-        distances = (values.float() - self.expected) / self.deviation
-        return torch.where(_is_finite(distances), distances, torch.nan)
+        distances = values.float() - self.expected
+        deviations = self.deviation
+        if self._second:
+            deviations = torch.where(distances > 0, deviations, self._deviations[-1])
+        scores = distances / deviations
+        return torch.where(_is_finite(scores), scores, torch.nan)
 
     @torch.no_grad()
     def add(self, values: Tensor, counts: Tensor | None = None) -> None:
@@ -101,7 +113,7 @@ class RobustWindow:
         """
         values = values.detach().float()
         enters = _is_finite(values) if counts is None else _is_finite(values) & counts
-        distances = (values - self.expected).abs()
+        distances = values - self.expected
         self._values = _shifted(self._values, values, enters)
         self._distances = _shifted(self._distances, distances, enters & _is_finite(distances))
         self._expect()
@@ -120,26 +132,27 @@ class RobustWindow:
 
     def _expect(self) -> None:
         self.expected = _Sorted(self._values).quantile(0.5)
-        distances = _Sorted(self._distances)
+        distances = _Sorted(self._distances.abs())
         spread = torch.maximum(
             distances.quantile(0.5) * _TO_DEVIATION, distances.quantile(_HIGH) * _HIGH_TO_DEVIATION
         ).nan_to_num()
         number = distances.number.squeeze(1)
         if self._second:
-            spread = torch.maximum(spread, self._second * distances.second_largest())
+            jumps = _Sorted(self._distances).second_of_each_end()
+            spread = torch.maximum(spread, self._second * jumps)
         variance = spread.square() * (1 + _FEW / number.clamp(min=1))
         prior = self._prior * (_PRIOR_STEPS / (_PRIOR_STEPS + number)).clamp(min=_LEAST)
-        self.deviation = (prior.square() + variance).sqrt()
+        self._deviations = torch.atleast_2d((prior.square() + variance).sqrt())
 
     def replaced(self) -> list[tuple[object, str]]:
         """Return the attributes that `add` sets to new tensors: owners and names."""
-        return [(self, name) for name in ("_values", "_distances", "expected", "deviation")]
+        return [(self, name) for name in ("_values", "_distances", "expected", "_deviations")]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the window: ``values``, shape ``(K, 5)``, and ``distances``, ``(K, length)``.
 
         The oldest is first; NaN stands for values that there have not been yet. The tensors do not
-        change later.
+        change later. A distance is positive above the expected value.
         """
         return {"values": self._values, "distances": self._distances}
 
@@ -177,10 +190,18 @@ class _Sorted:
         place = ((self.number - 1).clamp(min=0) * share).long()
         return self._values.gather(1, place).squeeze(1)
 
-    def second_largest(self) -> Tensor:
-        """Return the second largest value of each row, shape ``(K,)``; 0 for fewer than two."""
-        values = self._values.gather(1, (self.number - 2).clamp(min=0))
-        return torch.where(self.number > 1, values, 0.0).squeeze(1)
+    def second_of_each_end(self) -> Tensor:
+        """Return how far the second values from both ends of each row are from 0.
+
+        Returns:
+            How far the second largest one is above 0, and the second smallest one below it, shape
+            ``(2, K)``; 0 for fewer than two values.
+        """
+        second = torch.full_like(self.number, min(1, self._values.shape[1] - 1))
+        places = torch.cat([(self.number - 2).clamp(min=0), second], dim=1)
+        largest, smallest = self._values.gather(1, places).T
+        ends = torch.stack([largest, -smallest]).clamp(min=0)
+        return torch.where(self.number.T > 1, ends, 0.0)
 
 
 def _shifted(window: Tensor, newest: Tensor, enters: Tensor) -> Tensor:

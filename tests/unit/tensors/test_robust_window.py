@@ -25,23 +25,25 @@ class Reference:
     def expected(self) -> float:
         return _lower_median(self.values[-5:])
 
-    @property
-    def deviation(self) -> float:
+    def deviation(self, sign: int) -> float:
         last = np.array(self.distances[-self.length :])
         number = len(last)
-        high = np.sort(last)[int(0.95 * (number - 1))] / 1.96 if number else 0.0
-        spread = max(1.4826 * _lower_median(list(last)), high) if number else 0.0
-        spread = max(spread, self.second * np.sort(last)[-2]) if number > 1 else spread
+        sizes = np.abs(last)
+        high = np.sort(sizes)[int(0.95 * (number - 1))] / 1.96 if number else 0.0
+        spread = max(1.4826 * _lower_median(list(sizes)), high) if number else 0.0
+        spread = max(spread, self.second * np.sort(sign * last)[-2]) if number > 1 else spread
         prior = (self.prior * max(3 / (3 + number), 0.15)) ** 2
         return math.sqrt(prior + spread**2 * (1 + 4 / max(number, 1)))
 
     def score(self, value: float) -> float:
-        return (value - self.expected) / self.deviation if math.isfinite(value) else math.nan
+        distance = value - self.expected
+        deviation = self.deviation(1 if distance > 0 else -1)
+        return distance / deviation if math.isfinite(value) else math.nan
 
     def add(self, value: float) -> None:
         if math.isfinite(value):
             if self.values:
-                self.distances.append(abs(value - self.expected))
+                self.distances.append(value - self.expected)
             self.values.append(value)
 
 
@@ -143,6 +145,17 @@ def test_a_second_jump_makes_jumps_ordinary() -> None:
     scores = scores_of([*[0.0] * 30, 10.0, *[0.0] * 10, 10.0, *[0.0] * 10, 10.0], second=0.3)
     assert scores[30] == scores[41] > 100
     assert scores[-1] < 4
+
+
+def test_falls_do_not_make_rises_ordinary() -> None:
+    """A series that has fallen twice may fall once more; that it rises is as far as before."""
+    before = [0.0] * 30
+    calm, fallen = (
+        scores_of([*before, *falls, *[0.0] * 5, 5.0], second=0.3)[-1]
+        for falls in ([0.0, 0.0], [-10.0, -10.0])
+    )
+    assert fallen == pytest.approx(calm, rel=0.1)
+    assert scores_of([*before, -10.0, 0.0, -10.0, 0.0, -10.0], second=0.3)[-1] > -4
 
 
 def test_what_is_forgotten_was_no_jump() -> None:
