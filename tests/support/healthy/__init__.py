@@ -1,1 +1,1 @@
-"""Healthy trainings with unusual numbers, on which each episode of the monitor is a false alarm."""
+"""Healthy trainings, on which each episode of the monitor is a false alarm."""

@@ -67,6 +67,10 @@ KINDS = {
     "more classes": Kind(make=tasks.more_classes, way="attach", goal=0.3),
     "differential equation": Kind(make=tasks.differential_equation, way="plain", goal=0.1),
     "colder answers": Kind(make=tasks.colder_answers, way="trainer", goal=0.05),
+    "masked words": Kind(make=tasks.masked_words, way="events", goal=0.5, max_norm=1.0),
+    "matched sets": Kind(make=tasks.matched_sets, way="events", goal=0.6, max_norm=0.1),
+    "segmented images": Kind(make=tasks.segmented_images, way="attach", goal=0.4, max_norm=12.0),
+    "forecasts": Kind(make=tasks.forecasts, way="trainer", goal=0.5, max_norm=1.0),
     # Pairs of views
     "image and text": Kind(make=contrasts.image_and_text, way="events", goal=0.2, max_norm=1.0),
     "averaged teacher": Kind(make=contrasts.averaged_teacher, way="plain", goal=0.1),
@@ -93,6 +97,8 @@ KINDS = {
     "gradual unfreezing": Kind(make=transfer.gradual_unfreezing, way="plain", goal=0.4),
     "frozen midway": Kind(make=transfer.frozen_midway, way="plain", goal=0.2),
     "resumed midway": Kind(make=transfer.resumed_midway, way="attach", goal=0.2, resumes=True),
+    "answers only": Kind(make=transfer.answers_only, way="events", goal=0.25, max_norm=1.0),
+    "ranked answers": Kind(make=transfer.ranked_answers, way="attach", goal=0.4, max_norm=1.0),
     # Schedules and optimizers
     "warm restarts": Kind(make=optimization.warm_restarts, way="events", goal=0.45, max_norm=1.0),
     "one cycle": Kind(make=optimization.one_cycle, way="loop", goal=0.45, max_norm=1.0),
@@ -101,6 +107,9 @@ KINDS = {
     "momentum": Kind(make=optimization.momentum, way="loop", goal=0.1),
     "factored moments": Kind(make=optimization.factored_moments, way="events", goal=0.45),
     "signs of momentum": Kind(make=optimization.signs_of_momentum, way="plain", goal=0.5),
+    "orthogonal updates": Kind(
+        make=optimization.orthogonal_updates, way="events", goal=0.45, max_norm=1.0
+    ),
     # Rows
     "unequal rows": Kind(make=rows.unequal_rows, way="attach", goal=0.5, max_norm=1.0),
     "heavy tails": Kind(make=rows.heavy_tails, way="events", goal=0.1, max_norm=10.0),
@@ -108,6 +117,8 @@ KINDS = {
     "class order": Kind(make=rows.class_order, way="plain", goal=0.25),
     "small data": Kind(make=rows.small_data, way="trainer", goal=0.15, max_norm=1.0),
     "rare positives": Kind(make=rows.rare_positives, way="events", goal=0.1),
+    "mixed sources": Kind(make=rows.mixed_sources, way="events", goal=0.3, max_norm=1.0),
+    "known facts": Kind(make=rows.known_facts, way="events", goal=0.1),
     # Noise, constraints, and losses that end at zero
     "solved margins": Kind(make=regularization.solved_margins, way="loop", goal=0.01),
     "dropout": Kind(make=regularization.dropout, way="trainer", goal=0.25),
@@ -116,6 +127,7 @@ KINDS = {
     ),
     "constrained weights": Kind(make=regularization.constrained_weights, way="loop", goal=0.25),
     "skipped layers": Kind(make=regularization.skipped_layers, way="attach", goal=0.3),
+    "mixed images": Kind(make=regularization.mixed_images, way="attach", goal=0.1, max_norm=5.0),
     # Precision and averages
     "bfloat16 weights": Kind(make=precision.bfloat16_weights, way="loop", goal=0.45, max_norm=1.0),
     "growing loss scale": Kind(make=precision.growing_loss_scale, way="events", goal=0.2),

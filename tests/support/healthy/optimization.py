@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingWarmRestarts,
     LinearLR,
     LRScheduler,
     OneCycleLR,
 )
+from transformers import get_cosine_schedule_with_warmup
 
+from mfwrap.optimizers import ChainedOptimizer, Muon, hidden_matrices
 from support.healthy.training import (
     Batch,
     Clusters,
@@ -33,6 +35,7 @@ __all__ = [
     "momentum",
     "more_micro_batches",
     "one_cycle",
+    "orthogonal_updates",
     "rate_to_zero",
     "signs_of_momentum",
     "warm_restarts",
@@ -147,3 +150,21 @@ class _Lion(Optimizer):
 def signs_of_momentum(seed: int, num_steps: int) -> Training:
     """Lion, with decay of the weights."""
     return _language(seed, lambda body: _Lion(body.parameters(), 1e-3))
+
+
+def orthogonal_updates(seed: int, num_steps: int) -> Training:
+    """Muon for the matrices and AdamW for embeddings and vectors, with one cosine schedule."""
+
+    def optimizer(body: nn.Module) -> ChainedOptimizer:
+        matrices = hidden_matrices(body)
+        others = [weight for name, weight in body.named_parameters() if name not in matrices]
+        return ChainedOptimizer(
+            Muon(matrices.values(), lr=5e-3, adjust_lr_fn="match_rms_adamw"),
+            AdamW(others, lr=5e-3, fused=True),
+        )
+
+    return _language(
+        seed,
+        optimizer,
+        lambda one: get_cosine_schedule_with_warmup(one, num_steps // 20, num_steps),
+    )

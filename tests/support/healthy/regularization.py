@@ -3,6 +3,11 @@
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    get_cosine_schedule_with_warmup,
+)
 
 from support.healthy.training import (
     Batch,
@@ -20,6 +25,7 @@ from support.healthy.training import (
 __all__ = [
     "constrained_weights",
     "dropout",
+    "mixed_images",
     "skipped_layers",
     "small_normalized_batches",
     "solved_margins",
@@ -111,3 +117,65 @@ class _Skipped(nn.Module):
 def skipped_layers(seed: int, num_steps: int) -> Training:
     """Stochastic depth: a layer that is left out has no gradient in this step."""
     return _classes(seed, _Skipped(), 16)
+
+
+def _mixed(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
+    """Blend each image with another one, or paste a part of another one into it."""
+    share = torch.rand((), generator=generator)
+    others = torch.randperm(len(images), generator=generator)
+    if torch.rand((), generator=generator) < 0.5:
+        images = share * images + (1 - share) * images[others]
+    else:
+        center, places = 16 * torch.rand(2, 1, generator=generator), torch.arange(16) + 0.5
+        rows, columns = (places - center).abs() < 8 * (1 - share).sqrt()
+        pasted = rows[:, None] & columns
+        images = torch.where(pasted, images[others], images)
+        share = 1 - pasted.float().mean()
+    targets = share * labels + (1 - share) * labels[others]
+    return {"images": images, "targets": 0.9 * targets + 0.1 / labels.shape[-1]}
+
+
+def mixed_images(seed: int, num_steps: int) -> Training:
+    """ConvNeXt as timm trains it: Mixup, CutMix, smoothed labels, and layers that are left out."""
+    body = ConvNextForImageClassification(
+        ConvNextConfig(
+            image_size=16,
+            patch_size=2,
+            num_stages=2,
+            hidden_sizes=[16, 32],
+            depths=[2, 2],
+            drop_path_rate=0.1,
+            num_labels=8,
+        )
+    )
+    coarse = torch.randn(8, 3, 4, 4, generator=dice(seed, 1))
+    patterns = nn.functional.interpolate(coarse, size=16, mode="bicubic")
+
+    def drawn(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(8, (rows,), generator=generator)
+        shifts = torch.randint(-3, 4, (rows, 2), generator=generator).tolist()
+        images = torch.stack(
+            [
+                patterns[label].roll(shift, (1, 2))
+                for label, shift in zip(labels, shifts, strict=True)
+            ]
+        )
+        return images + 1.5 * torch.randn(images.shape, generator=generator), labels
+
+    def loss(body: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(body(images).logits, targets)
+
+    def batch(step: int) -> Batch:
+        generator = dice(seed, 2, step)
+        images, labels = drawn(16, generator)
+        return _mixed(images, nn.functional.one_hot(labels, 8).float(), generator)
+
+    images, labels = drawn(256, dice(seed, 3))
+    optimizer = adam(body, 4e-3, weight_decay=0.05)
+    return one_part(
+        Objective(body, loss),
+        optimizer,
+        batch,
+        lambda: (body(images).logits.argmax(-1) != labels).float().mean().item(),
+        schedule=get_cosine_schedule_with_warmup(optimizer, num_steps // 20, num_steps),
+    )

@@ -1,8 +1,26 @@
-"""Several tasks, and tasks that become harder: losses that change on purpose."""
+"""Several tasks, tasks that become harder, and tasks with losses of their own."""
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import MultiStepLR, PolynomialLR
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    PatchTSTConfig,
+    PatchTSTForPrediction,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
+from support.healthy.images import (
+    Detector,
+    UNet,
+    boxed_images,
+    dice_and_entropy,
+    organ_images,
+    set_loss,
+)
 from support.healthy.training import (
     Batch,
     Clusters,
@@ -23,11 +41,15 @@ __all__ = [
     "alternating_tasks",
     "colder_answers",
     "differential_equation",
+    "forecasts",
     "harder_tasks",
     "longer_sequences",
+    "masked_words",
+    "matched_sets",
     "more_classes",
     "repeated_lessons",
     "scheduled_weights",
+    "segmented_images",
 ]
 
 
@@ -209,3 +231,114 @@ def colder_answers(seed: int, num_steps: int) -> Training:
 
     held_out = answered(512, dice(seed, 3)) | {"temperature": torch.tensor(1.0)}
     return one_part(Objective(body, loss), adam(body), batch, lambda: loss(body, **held_out).item())
+
+
+def masked_words(seed: int, num_steps: int) -> Training:
+    """BERT with dropout fills in 15 % of the tokens; most are masked, some wrong or unchanged."""
+    text, mask = Text(seed, 16), 16
+    body = BertForMaskedLM(
+        BertConfig(
+            vocab_size=17,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            initializer_range=0.1,
+        )
+    )
+
+    def loss(body: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        return body(input_ids=tokens, labels=labels).loss
+
+    def batch(step: int, rows: int = 16) -> Batch:
+        generator = dice(seed, 2, step)
+        tokens = text.draw(rows, 24, generator)
+        chosen, kept = torch.rand(2, rows, 24, generator=generator)
+        others = torch.randint(16, (rows, 24), generator=generator)
+        replaced = torch.where(kept < 0.8, mask, torch.where(kept < 0.9, others, tokens))
+        hidden = chosen < 0.15
+        return {
+            "tokens": torch.where(hidden, replaced, tokens),
+            "labels": torch.where(hidden, tokens, -100),
+        }
+
+    def held_out() -> float:
+        return loss(body, **batch(0, 128)).item()
+
+    optimizer = adam(body, weight_decay=0.01)
+    return one_part(
+        Objective(body, loss),
+        optimizer,
+        batch,
+        held_out,
+        schedule=get_linear_schedule_with_warmup(optimizer, num_steps // 10, num_steps),
+        watches=("max_attention_logit_format",),
+    )
+
+
+def matched_sets(seed: int, num_steps: int) -> Training:
+    """DETR: the loss matches queries with objects anew in each step; some images have none."""
+    body = Detector()
+    optimizer = adam(body, 2e-3, weight_decay=1e-4)
+    held_out = boxed_images(128, dice(seed, 3))
+    return one_part(
+        Objective(body, set_loss),
+        optimizer,
+        lambda step: boxed_images(16, dice(seed, 2, step)),
+        lambda: set_loss(body, **held_out).item(),
+        schedule=MultiStepLR(optimizer, [2 * num_steps // 3]),
+    )
+
+
+def segmented_images(seed: int, num_steps: int) -> Training:
+    """nnU-Net: batches of four images, Dice and cross entropy, and SGD with a momentum of 0.99."""
+    body = UNet()
+    optimizer = SGD(
+        body.parameters(), lr=0.01, momentum=0.99, nesterov=True, weight_decay=3e-5, fused=True
+    )
+    held_out = organ_images(64, dice(seed, 3))
+    return one_part(
+        Objective(body, dice_and_entropy),
+        optimizer,
+        lambda step: organ_images(4, dice(seed, 2, step)),
+        lambda: dice_and_entropy(body, **held_out).item(),
+        schedule=PolynomialLR(optimizer, num_steps, power=0.9),
+    )
+
+
+def forecasts(seed: int, num_steps: int) -> Training:
+    """PatchTST on series of other sizes, each with a season, a trend and noise that lasts."""
+    body = PatchTSTForPrediction(
+        PatchTSTConfig(
+            num_input_channels=1,
+            context_length=48,
+            prediction_length=12,
+            patch_length=8,
+            patch_stride=4,
+            d_model=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
+    )
+
+    def loss(body: nn.Module, past: Tensor, future: Tensor) -> Tensor:
+        return body(past_values=past, future_values=future).loss
+
+    def batch(step: int, rows: int = 16) -> Batch:
+        generator = dice(seed, 2, step)
+        size, trend, phase = torch.randn(3, rows, 1, generator=generator)
+        season = (torch.pi * (torch.arange(60) / 6 + 2 * phase)).sin()
+        noise = 0.2 * torch.randn(rows, 60, generator=generator)
+        for place in range(1, 60):
+            noise[:, place] += 0.7 * noise[:, place - 1]
+        series = (size / 2).exp() * (season + 0.02 * trend * torch.arange(60) + noise)
+        return {"past": series[:, :48, None], "future": series[:, 48:, None]}
+
+    def held_out() -> float:
+        return loss(body, **batch(0, 256)).item()
+
+    optimizer = adam(body, 1e-3)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_steps // 20, num_steps)
+    return one_part(Objective(body, loss), optimizer, batch, held_out, schedule=schedule)

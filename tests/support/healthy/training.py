@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mfwrap import ExponentialMovingAverage
 
@@ -26,7 +26,9 @@ __all__ = [
     "language_loss",
     "mlp",
     "one_part",
+    "pretrain",
     "small_gpt2",
+    "small_llama",
 ]
 
 Batch = dict[str, Tensor]
@@ -199,3 +201,29 @@ def language_loss(body: nn.Module, tokens: Tensor) -> Tensor:
     """Return the loss of a causal language model of transformers."""
     loss: Tensor = body(input_ids=tokens, labels=tokens).loss
     return loss
+
+
+def small_llama(vocabulary: int) -> LlamaForCausalLM:
+    """Return a Llama of two layers with 32 hidden units; the last token is for padding."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            pad_token_id=vocabulary - 1,
+            use_cache=False,
+        )
+    )
+
+
+def pretrain(body: nn.Module, text: Text, seed: int, num_steps: int = 60) -> None:
+    """Train a language model on another text, before the training that is followed."""
+    optimizer = adam(body, 5e-3)
+    for step in range(num_steps):
+        language_loss(body, text.draw(8, 16, dice(seed, 1, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
