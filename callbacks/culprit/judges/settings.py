@@ -20,6 +20,9 @@ _OF_STEPS = frozenset({"params", "lr", "initial_lr", "step"})
 
 _MODE = "training"
 
+_UNKNOWN = object()
+"""Value of an attribute that is no number now, such as a tensor that a forward has left there."""
+
 
 class SettingChange(NamedTuple):
     """A setting that has changed for the first time."""
@@ -64,8 +67,9 @@ class SettingWatch:
             step: Number of the step.
             optimizer: Optimizer with or without wrappers; ``None`` if unknown.
         """
-        before, now = self._of_modules, [owner.get(name) for _, owner, name in self._places]
-        self._of_modules = now
+        values = (owner.get(name) for _, owner, name in self._places)
+        now = [each if each is None or _is_number(each) else _UNKNOWN for each in values]
+        before, self._of_modules = self._of_modules, now
         groups_before, groups = self._of_optimizer, _of_groups(optimizer)
         self._of_optimizer = groups
         if before is None:
@@ -75,7 +79,7 @@ class SettingWatch:
             return
         if now != before:
             for (module, _, name), old, new in zip(self._places, before, now, strict=True):
-                if new != old:
+                if new != old and _UNKNOWN not in {old, new}:
                     self._note(SettingChange(f"`{name}` of {module}", old, new, step))
         if groups != groups_before:
             for name, new in groups.items():
@@ -140,6 +144,10 @@ def _of_groups(optimizer: Any) -> dict[str, Any]:
         of = "the optimizer" if len(inner.param_groups) == 1 else f"parameter group {number}"
         for key, value in group.items():
             numbers = value if isinstance(value, tuple) else (value,)
-            if key not in _OF_STEPS and all(type(each) in {float, int, bool} for each in numbers):
+            if key not in _OF_STEPS and all(map(_is_number, numbers)):
                 found[f"`{key}` of {of}"] = value
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in {float, int, bool}

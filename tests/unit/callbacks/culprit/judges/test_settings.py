@@ -95,6 +95,21 @@ def test_what_a_schedule_does_is_no_change():
     assert watched(decays) == []
 
 
+@pytest.mark.parametrize("later", [torch.ones(3), torch.ones(()), "text"])
+def test_a_number_that_becomes_something_else_is_no_setting(later):
+    """A forward may leave a tensor in an attribute that begins as a number."""
+    uses = {step: set_in_network("", temperature=later) for step in range(6, 9)}
+
+    assert watched({**uses, 9: set_in_network("", temperature=2.0)}) == []
+
+
+def test_a_number_that_is_switched_off():
+    """None is a value of a setting."""
+    off = watched({6: set_in_network("", temperature=None)})
+
+    assert off == ["`temperature` of the network changed from 1.0 to None in step 6"]
+
+
 def test_a_change_counts_once():
     """A setting that is put back, or changed again, is no new change."""
     there_and_back = {6: set_in_group(eps=1e-3), 7: set_in_group(eps=1e-8)}
