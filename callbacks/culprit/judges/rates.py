@@ -44,7 +44,7 @@ class RateCourse:
     def __init__(self) -> None:
         self._num_updates = 0
         self._recent: list[float] = []
-        self._last = math.inf
+        self._last: float | None = None
         self._highest = self._before_rise = 0.0
         self._rising = 0
 
@@ -58,7 +58,8 @@ class RateCourse:
         """
         if math.isnan(rate):
             return None
-        rising = self._rising + 1 if ordinary > self._last else 0
+        is_rise = self._last is not None and ordinary > self._last
+        rising = self._rising + 1 if is_rise else 0
         before = self._highest
         if rising > 1 and self._before_rise > 0:
             before = self._before_rise

@@ -16,9 +16,11 @@ def losses_of(calls: Sequence[RecordedCall]) -> tuple[float, ...]:
     Synchronizes with the device.
 
     Returns:
-        NaN for a micro-batch without a loss.
+        Empty unless the network returned each loss.
     """
-    return tuple(math.nan if call.loss is None else call.loss.item() for call in calls)
+    found = [call.loss for call in calls]
+    known = [loss.item() for loss in found if loss is not None]
+    return tuple(known) if len(known) == len(found) else ()
 
 
 def factor_change(now: Sequence[float], before: Sequence[float]) -> float | None:
@@ -63,9 +65,9 @@ def losses_again(
         Loss of each micro-batch then and with the present weights; empty if the network returned no
         loss, or if a call raises an error, such as out of memory.
     """
-    if any(call.loss is None for call in calls):
-        return ()
     then = losses_of(calls)
+    if not then:
+        return ()
     again = []
     try:
         with undisturbed(recorder), torch.no_grad():
