@@ -74,6 +74,7 @@ class RobustWindow:
         self.expected = torch.full((num_series,), torch.nan, device=device)
         """Median of each series' last five values, shape ``(K,)``, float32; NaN without values."""
         self._deviations = prior[None].clone()  # above and below, or one for both
+        self._has_new = torch.zeros(num_series, dtype=torch.bool, device=device)
 
     @property
     def deviation(self) -> Tensor:
@@ -115,19 +116,23 @@ class RobustWindow:
         enters = _is_finite(values) if counts is None else _is_finite(values) & counts
         distances = values - self.expected
         self._values = _shifted(self._values, values, enters)
-        self._distances = _shifted(self._distances, distances, enters & _is_finite(distances))
+        self._has_new = enters & _is_finite(distances)
+        self._distances = _shifted(self._distances, distances, self._has_new)
         self._expect()
 
     @torch.no_grad()
     def forget(self, first: int = 0) -> None:
-        """Forget how far the last value of a series was from what was expected of it.
+        """Forget how far the values were that the last call of `add` has included.
 
         Args:
             first: Number of the first series that forgets; those before it do not.
         """
-        oldest = torch.full_like(self._distances[first:, :1], torch.nan)
-        shorter = torch.cat((oldest, self._distances[first:, :-1]), dim=1)
-        self._distances = torch.cat((self._distances[:first], shorter))
+        forgets = self._has_new.clone()
+        forgets[:first] = False
+        oldest = torch.full_like(self._distances[:, :1], torch.nan)
+        shorter = torch.cat((oldest, self._distances[:, :-1]), dim=1)
+        self._distances = torch.where(forgets[:, None], shorter, self._distances)
+        self._has_new = self._has_new & ~forgets
         self._expect()
 
     def _expect(self) -> None:

@@ -172,6 +172,20 @@ def test_what_is_forgotten_was_no_jump() -> None:
     assert float(window.deviation) < float(kept.deviation) / 3
 
 
+def test_a_value_that_was_not_included_has_nothing_to_forget() -> None:
+    """What was usual before stays known."""
+    window = RobustWindow(2, prior=0.5)
+    for value in (0.0, 1.0, 2.0):
+        window.add(torch.tensor([value, value]))
+    window.add(torch.tensor([3.0, 3.0]), torch.zeros((), dtype=torch.bool))
+    window.forget()
+    assert window.num_distances.tolist() == [2, 2]
+    window.add(torch.tensor([3.0, math.nan]))
+    for _ in range(2):
+        window.forget()
+        assert window.num_distances.tolist() == [2, 2]
+
+
 def test_the_first_series_may_keep_what_the_others_forget() -> None:
     """A series of all ranks stays the same on all of them."""
     window = RobustWindow(2, prior=0.5)
