@@ -54,6 +54,7 @@ _RULES = (
     _Rule(gradients.dead, "measured"),
     _Rule(replay.difference, "inferred"),
     _Rule(replay.program, "measured"),
+    _Rule(data.shifted, "measured"),
     _Rule(loss.dropped, "inferred"),
     _Rule(gradients.of_one_layer, "inferred"),
     _Rule(data.changed_program, "inferred"),

@@ -89,6 +89,25 @@ def bad(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def shifted(evidence: CauseEvidence) -> Cause | None:
+    """Find data that have had a higher loss for some steps, while earlier data have theirs."""
+    found, shift = evidence.blamed.program, evidence.shift
+    if found is None or shift is None or shift.of != "loss" or not 0 < shift.before < shift.now:
+        return None
+    rise = found.again / found.then - 1 if found.then > 0 else math.nan
+    is_as_before = found.name is None and rise < _NONE * (shift.now / shift.before - 1)
+    share = _again(evidence.blamed.own_losses, shift.before / shift.now)
+    if not (is_as_before and share > 1 - _AGAIN):
+        return None
+    return Cause(
+        "data",
+        f"{shift}; with the present weights, the data of {found.num_steps} steps before have "
+        f"{found.again / found.then:.3g} times the loss that they had, and those of this step have "
+        "theirs again",
+        "look at the data of these steps, at their targets, and at what prepares them",
+    )
+
+
 def _has_risen(evidence: CauseEvidence) -> bool:
     """Tell whether the loss has risen, and no update before has spoilt the weights."""
     has_moved = any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before)
@@ -198,9 +217,22 @@ def _share_again(blamed: RankEvidence, number: int | None) -> float:
         others = [then for place, (then, _) in enumerate(pairs) if place != number]
         pairs = (pairs[number],)
         usual = statistics.median(others) / pairs[0][0] if pairs[0][0] else 1.0
+    share = _again(pairs, usual)
+    return 1.0 if math.isnan(share) else share
+
+
+def _again(pairs: Sequence[tuple[float, float]], usual: float) -> float:
+    """Return how much of their rise losses have once more; NaN if unknown.
+
+    Args:
+        pairs: Losses then and again.
+        usual: Usual loss, as a share of that then.
+    """
+    if not pairs:
+        return math.nan
     then, again = (statistics.fmean(each) for each in zip(*pairs, strict=True))
     known = then != 0 and usual < 1 and math.isfinite(again)
-    return (again / then - usual) / (1 - usual) if known else 1.0
+    return (again / then - usual) / (1 - usual) if known else math.nan
 
 
 def _is_ordinary(evidence: CauseEvidence) -> bool:

@@ -44,6 +44,10 @@ _FEWEST_LOSSES = 3
 _EARLY, _EARLY_FACTOR = 8, 3.0
 """Number of distances up to which a spike must be that many times larger."""
 
+_EARLY_RATIO = 20.0
+"""Smallest ratio of a loss to the largest one of the first losses that is a spike, however much
+these have fallen."""
+
 _FADES_AFTER = 1.5
 """Number of values after which half of the prior is left."""
 
@@ -125,6 +129,8 @@ class LossCourse:
         """
         self.shift = None
         self.score, self.expected = math.nan, self._plain.expected(0)
+        self._plain.begin()
+        self._log.begin()
         if not math.isfinite(loss):
             return None
         log = math.log(loss) if loss > 0 else math.nan
@@ -140,6 +146,9 @@ class LossCourse:
         if self._plain.num_distances < _FEWEST_LOSSES - 1:
             score = math.nan
         is_far = score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive)
+        if _FEWEST_LOSSES - 1 <= self._plain.num_distances < _EARLY:
+            # Losses that fall from the start on look like noise.
+            is_far |= 0 < _EARLY_RATIO * self._plain.highest < loss
         if is_far or (score > HIGHER and norm_score > HIGHER):
             found = "loss_spike"
         elif score < _DROP and log_score < _LOG_DROP and loss < _DROPPED * self.expected:
@@ -217,6 +226,7 @@ class NormCourse:
             Its shift; ``None`` if it has none.
         """
         self.score = math.nan
+        self._log.begin()
         if norm is None or not 0 < norm < math.inf:
             return None
         if self._log.num_distances >= _FEWEST_LOSSES - 1:
@@ -280,11 +290,17 @@ class _Series:
         longest = max(number for number, _ in _SHIFTS)
         self._values: deque[float] = deque(maxlen=_RECENT + longest)
         self._distances: deque[float] = deque(maxlen=_LENGTH + longest)
+        self._has_new = False
 
     @property
     def num_distances(self) -> int:
         """Number of known distances."""
         return len(self._distances)
+
+    @property
+    def highest(self) -> float:
+        """Largest of the last values; NaN without values."""
+        return max(self._values, default=math.nan)
 
     @property
     def early_factor(self) -> float:
@@ -316,16 +332,22 @@ class _Series:
         middle = statistics.median(values)
         return _Last(len(before), expected, nearest, middle, min(scores), max(scores))
 
+    def begin(self) -> None:
+        """Begin a step, which may have no value."""
+        self._has_new = False
+
     def add(self, value: float) -> None:
-        """Include a value."""
+        """Include the value of a step."""
         if self._values:
             self._distances.append(value - self.expected(0))
+            self._has_new = True
         self._values.append(value)
 
     def forget(self) -> None:
-        """Forget the distance of the last value."""
-        if self._distances:
+        """Forget the distance of the step's value, if it has one."""
+        if self._has_new:
             self._distances.pop()
+            self._has_new = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": list(self._values), "distances": list(self._distances)}

@@ -1,10 +1,13 @@
 """A higher loss is that of the data only if something speaks for them."""
 
 import dataclasses
+import math
 
 import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import BadRow
+from mfwrap.callbacks.culprit.judges.course import Shift
+from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
 from support.cause_evidence import HIGH_LOSS, NAN, RANK, cause, trace
 
@@ -53,6 +56,42 @@ def test_a_higher_loss_with_ordinary_gradients():
     assert "the gradients of all layers are ordinary" in said
     assert cause(steps=calm, rank={**ROWS, **high}).name == "data"
     assert cause(steps=calm, rank={"scores": (0.0, 4.0, 0.0), **high}).name == "data"
+
+
+@pytest.mark.parametrize(
+    ("program", "own", "name"),
+    [
+        ((3.0, 3.1), (6.0, 5.9), "data"),
+        ((3.0, 3.1), (6.0, 3.5), "unknown"),
+        ((3.0, 4.0), (6.0, 5.9), "unknown"),
+        ((3.0, math.nan), (6.0, 5.9), "unknown"),
+        ((math.nan, 3.1), (6.0, 5.9), "unknown"),
+    ],
+)
+def test_data_that_have_had_a_higher_loss_for_some_steps(program, own, name):
+    """With the same weights, earlier data have their loss again, and so have those of the step."""
+    known = {
+        "loss": 6.0,
+        "own_losses": (own,),
+        "program": ProgramChange(12, *program, None, 0.1),
+    }
+    found = cause("loss_shift", trace({}), rank=known, shift=Shift("loss", 3.0, 6.0, 3))
+
+    assert found.name == name
+    if name == "data":
+        assert found.explanation == (
+            "the loss has been about 6 for 3 steps, after about 3; with the present weights, the "
+            "data of 12 steps before have 1.03 times the loss that they had, and those of this "
+            "step have theirs again"
+        )
+
+
+def test_data_shift_only_a_loss_that_has_risen():
+    """A norm that shifts, or a loss that is lower now, tells nothing of the data."""
+    known = {"own_losses": ((6.0, 6.0),), "program": ProgramChange(12, 3.0, 3.0, None, 0.1)}
+
+    for shift in (Shift("global norm", 3.0, 6.0, 3), Shift("loss", 6.0, 3.0, 3)):
+        assert cause("norm_shift", trace({}), rank=known, shift=shift).name == "unknown"
 
 
 @pytest.mark.parametrize(

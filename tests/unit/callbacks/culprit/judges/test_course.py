@@ -242,6 +242,31 @@ def _of(course):
     return found.before, found.now
 
 
+def test_a_loss_far_above_the_first_ones_is_a_spike():
+    """However much they have fallen; a smaller rise after so few losses is none."""
+    for later, kind in ((69.0, "loss_spike"), (6.0, None)):
+        course = LossCourse()
+        for loss in (2.18, 0.51, 0.66, 0.88):
+            assert course.add(loss) is None
+        assert course.add(later) == kind
+
+
+def test_a_step_that_was_not_included_has_nothing_to_forget():
+    """A skipped update, or a loss or norm that is not finite, leaves the steps before as usual."""
+    course, norms = LossCourse(), NormCourse()
+    for loss in noisy(1.0, 30):
+        course.add(loss)
+        norms.add(loss)
+    before = course.state_dict(), norms.state_dict()
+    for loss, counts in ((5.0, False), (math.nan, True)):
+        course.add(loss, counts=counts)
+        norms.add(loss, counts=counts)
+        course.forget()
+        norms.forget()
+
+    assert (course.state_dict(), norms.state_dict()) == before
+
+
 def test_what_is_forgotten_is_no_noise():
     """A spike after forgotten ones is found, of the loss and of the norm."""
     scores = []
