@@ -1,6 +1,7 @@
 """Split the arguments of a call of the network into the rows of its batch."""
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -57,11 +58,11 @@ class BatchRows:
         # of the network's first argument.
         self.num_rows = Counter(sizes).most_common(1)[0][0]
 
-    def take(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments with these rows only, in this order."""
+    def take(self, rows: Sequence[int]) -> RecordedCall:
+        """Return the call with these rows only, in this order."""
         positional = tuple(self._taken(value, rows) for value in self._call.positional)
         keywords = {name: self._taken(value, rows) for name, value in self._call.keywords.items()}
-        return positional, keywords
+        return dataclasses.replace(self._call, positional=positional, keywords=keywords)
 
     def _taken(self, value: Any, rows: Sequence[int]) -> Any:
         if isinstance(value, Tensor):

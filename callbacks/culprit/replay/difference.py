@@ -17,7 +17,7 @@ from mfwrap.callbacks.culprit.replay.recorder import (
     loss_of,
     tensors_in,
 )
-from mfwrap.callbacks.culprit.replay.replay import gradients_aside, undisturbed, with_aliases
+from mfwrap.callbacks.culprit.replay.replay import attempted, gradients_aside, with_aliases
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 _ODD = 6.0
@@ -74,15 +74,9 @@ def first_difference(recorder: StepRecorder) -> Difference | None:
         ``None`` if nothing differs, if the first gradient of all does, which is that of the loss,
         or if a step cannot be run again.
     """
-    try:
-        with undisturbed(recorder):
-            now = _sizes_of(recorder, recorder.last_step)
-            before = _sizes_of(recorder, recorder.earlier_step)
-    # The calls run code of the network and of its hooks, which may raise any error. The error must
-    # not end the training, nor leave the other ranks in a collective.
-    except Exception:  # noqa: BLE001  (see above)
-        return None
-    return _hooked(now, before) or _compared(now, before)
+    steps = recorder.last_step, recorder.earlier_step
+    sizes = attempted(recorder, lambda: [_sizes_of(recorder, each) for each in steps], None)
+    return (_hooked(*sizes) or _compared(*sizes)) if sizes else None
 
 
 def _compared(now: "_Sizes", before: "_Sizes") -> Difference | None:
@@ -170,7 +164,6 @@ def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
     found: _Sizes = {}
     network = recorder.network
     for call in calls:
-        call.random.restore(recorder.device)
         sizes: dict[_Key, Tensor] = {}
         inputs = arguments_of(network, call.positional, call.keywords)
         for name, tensor in tensors_in(inputs):
@@ -181,9 +174,7 @@ def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
             gradients_aside(network) as weights,
             torch.enable_grad(),
         ):
-            with call.autocast():
-                output = network(*call.positional, **call.keywords)
-            loss = loss_of(output)
+            loss = loss_of(call.run(recorder))
             if loss is not None and loss.requires_grad:
                 seed = call.loss_gradient
                 loss.backward(torch.ones_like(loss) if seed is None else seed)

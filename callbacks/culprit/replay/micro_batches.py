@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mfwrap.callbacks.culprit.replay.recorder import RecordedCall, StepRecorder, loss_of
-from mfwrap.callbacks.culprit.replay.replay import undisturbed
+from mfwrap.callbacks.culprit.replay.replay import attempted
 
 
 def losses_of(calls: Sequence[RecordedCall]) -> tuple[float, ...]:
@@ -68,16 +68,11 @@ def losses_again(
     then = losses_of(calls)
     if not then:
         return ()
-    again = []
-    try:
-        with undisturbed(recorder), torch.no_grad():
-            for call in calls:
-                call.random.restore(recorder.device)
-                with call.autocast():
-                    loss = loss_of(recorder.network(*call.positional, **call.keywords))
-                again.append(math.nan if loss is None else loss.item())
-    # The call runs code of the network and of its hooks, which may raise any error. The error must
-    # not end the training, nor leave the other ranks in a collective.
-    except Exception:  # noqa: BLE001  (see above)
-        return ()
-    return tuple(zip(then, again, strict=True))
+
+    def again() -> tuple[tuple[float, float], ...]:
+        with torch.no_grad():
+            losses = [loss_of(call.run(recorder)) for call in calls]
+        known = [math.nan if loss is None else loss.item() for loss in losses]
+        return tuple(zip(then, known, strict=True))
+
+    return attempted(recorder, again, ())

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
-from mfwrap.callbacks.culprit.replay.replay import undisturbed
+from mfwrap.callbacks.culprit.replay.replay import attempted
 
 
 def computes_in_float16(recorder: StepRecorder) -> bool:
@@ -22,18 +22,15 @@ def computes_in_float16(recorder: StepRecorder) -> bool:
     Returns:
         False if nothing was recorded, or if the call raises an error.
     """
-    watch = _Float16()
-    try:
-        with undisturbed(recorder), torch.no_grad(), watch:
+
+    def has_seen() -> bool:
+        watch = _Float16()
+        with torch.no_grad(), watch:
             for call in recorder.last_step[:1]:
-                call.random.restore(recorder.device)
-                with call.autocast():
-                    recorder.network(*call.positional, **call.keywords)
-    # The call runs code of the network and of its hooks, which may raise any error. The error must
-    # not end the training, nor leave the other ranks in a collective.
-    except Exception:  # noqa: BLE001  (see above)
-        return False
-    return watch.has_seen
+                call.run(recorder)
+        return watch.has_seen
+
+    return attempted(recorder, has_seen, default=False)
 
 
 @final

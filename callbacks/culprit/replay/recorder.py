@@ -64,6 +64,16 @@ class RecordedCall:
     """Gradient that the step's backward passed to this loss: the loss scale and all factors of the
     loop. ``None`` if the backward did not reach the loss."""
 
+    def run(self, recorder: "StepRecorder") -> Any:
+        """Call the network again, with the random states and the autocast of the call.
+
+        Args:
+            recorder: Recorder of the network.
+        """
+        self.random.restore(recorder.device)
+        with self.autocast():
+            return recorder.network(*self.positional, **self.keywords)
+
     def keep_gradient(self, gradient: Tensor) -> None:
         """Keep the gradient of the loss; a hook of the loss calls this in the backward."""
         self.loss_gradient = gradient.detach()
@@ -147,17 +157,6 @@ class StepRecorder:
     def first_call(self) -> RecordedCall | None:
         """The first call of the current step, while it is the only one and calls are recorded."""
         return self._this_step[0] if self.is_on and len(self._this_step) == 1 else None
-
-    def bad_micro_batch(self) -> tuple[int, RecordedCall] | None:
-        """Return the first call of the last step whose loss was non-finite, with its number.
-
-        Reads the losses that the step itself returned, so later updates of the weights do not
-        matter. Synchronizes with the device.
-        """
-        for number, call in enumerate(self.last_step):
-            if call.loss is not None and not call.loss.isfinite():
-                return number, call
-        return None
 
 
 def _current_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:

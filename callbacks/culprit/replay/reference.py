@@ -14,7 +14,7 @@ from mfwrap.callbacks.culprit.replay.recorder import (
     loss_of,
     tensors_in,
 )
-from mfwrap.callbacks.culprit.replay.replay import undisturbed
+from mfwrap.callbacks.culprit.replay.replay import attempted
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 _INTERVAL = 8
@@ -121,16 +121,12 @@ class References:
         if not known:
             return None
         call, samples = known[-1]
-        try:
-            with undisturbed(self._recorder), torch.no_grad():
-                again, outputs = _called(self._recorder, call)
-            distances = _distances(samples, outputs)
-            then = math.nan if call.loss is None else call.loss.item()
-        # The call runs code of the network and of its hooks, which may raise any error. The error
-        # must not end the training, nor leave the other ranks in a collective.
-        except Exception:  # noqa: BLE001  (see above)
+        found = attempted(self._recorder, lambda: _called(self._recorder, call), None)
+        if found is None:
             return None
-        name, distance = _first_other(distances)
+        again, outputs = found
+        name, distance = _first_other(_distances(samples, outputs))
+        then = math.nan if call.loss is None else call.loss.item()
         return ProgramChange(last[0].step - call.step, then, again, name, distance)
 
 
@@ -186,12 +182,8 @@ class _Outputs:
 
 def _called(recorder: StepRecorder, call: RecordedCall) -> tuple[float, dict[_Key, Tensor]]:
     outputs = _Outputs(recorder.network)
-    try:
-        call.random.restore(recorder.device)
-        with call.autocast():
-            loss = loss_of(recorder.network(*call.positional, **call.keywords))
-    finally:
-        outputs.close()
+    with contextlib.closing(outputs), torch.no_grad():
+        loss = loss_of(call.run(recorder))
     return math.nan if loss is None else loss.item(), outputs.samples
 
 

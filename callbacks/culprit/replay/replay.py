@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from mfwrap.compatibility.torch import post_accumulate_hooks
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.norms import norms_of_each
 from mfwrap.tensors.shards import local_tensors
+
+_T = TypeVar("_T")
+_D = TypeVar("_D")
 
 
 class Origin(NamedTuple):
@@ -70,8 +73,7 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
     network = recorder.network
     with undisturbed(recorder):
         for number, inputs in enumerate(recorder.last_step):
-            inputs.random.restore(recorder.device)
-            origin = _replay_micro_batch(network, inputs, loss_scale)
+            origin = _replay_micro_batch(recorder, inputs, loss_scale)
             if origin is not None:
                 return origin._replace(micro_batch=number, indices=indices_of(network, inputs))
     return None
@@ -90,10 +92,8 @@ def unscaled_norm(recorder: StepRecorder, loss_scale: float) -> float:
     total = 0.0
     with undisturbed(recorder):
         for call in recorder.last_step:
-            call.random.restore(recorder.device)
             with gradients_aside(recorder.network) as weights, torch.enable_grad():
-                with call.autocast():
-                    loss = loss_of(recorder.network(*call.positional, **call.keywords))
+                loss = loss_of(call.run(recorder))
                 if loss is None or not loss.requires_grad:
                     continue
                 seed = call.loss_gradient
@@ -122,17 +122,29 @@ def undisturbed(recorder: StepRecorder) -> Iterator[None]:
                 buffer.copy_(content)
 
 
+def attempted(recorder: StepRecorder, act: Callable[[], _T], default: _D) -> _T | _D:
+    """Return what a function returns that calls the network, or a default if it raises an error.
+
+    The calls run code of the network and of its hooks, which may raise any error. The error must
+    not end the training, nor leave the other ranks in a collective.
+    """
+    try:
+        with undisturbed(recorder):
+            return act()
+    except Exception:  # noqa: BLE001  (see above)
+        return default
+
+
 def _replay_micro_batch(
-    network: nn.Module, inputs: RecordedCall, loss_scale: float
+    recorder: StepRecorder, inputs: RecordedCall, loss_scale: float
 ) -> Origin | None:
     """Check a micro-batch's inputs, forward and backward; the caller sets ``micro_batch``."""
+    network = recorder.network
     origin = _bad_input(network, inputs)
     if origin is not None:
         return origin
     with _Watch(network) as watch, gradients_aside(network) as weights, torch.enable_grad():
-        with inputs.autocast():
-            output = network(*inputs.positional, **inputs.keywords)
-        loss = loss_of(output)
+        loss = loss_of(inputs.run(recorder))
         if watch.origin is not None and watch.origin.where == "loss":
             return origin_of_loss(network, inputs)
         if watch.origin is None and loss is not None and loss.requires_grad:

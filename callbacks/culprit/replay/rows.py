@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -148,7 +149,7 @@ class _Passes:
     """Run the network on parts of the micro-batches of a step."""
 
     def __init__(self, recorder: StepRecorder, loss_scale: float) -> None:
-        self.network = recorder.network
+        self.network, self._recorder = recorder.network, recorder
         self.calls = recorder.last_step
         self.batches = [BatchRows(self.network, call) for call in self.calls]
         self.draw_random_numbers = False
@@ -163,13 +164,9 @@ class _Passes:
             part: Rows of a micro-batch, in any order; a row may be repeated.
             share: Factor of the part's loss in the loss of its micro-batch.
         """
-        call = self.calls[part.micro_batch]
-        positional, keywords = self.batches[part.micro_batch].take(part.rows)
-        call.random.restore(self._device)
-        before = RandomState.now(self._device)
+        call = self.batches[part.micro_batch].take(part.rows)
         with gradients_aside(self.network) as weights, torch.enable_grad():
-            with call.autocast():
-                loss = loss_of(self.network(*positional, **keywords))
+            loss = loss_of(call.run(self._recorder))
             if loss is None:
                 msg = "the network returned no loss"
                 raise ValueError(msg)
@@ -179,7 +176,7 @@ class _Passes:
             else:
                 loss.backward((seed * share).to(loss.dtype).reshape(loss.shape))
             norms = norms_of_each([w.grad for w in weights.values()], self._device)
-        self.draw_random_numbers |= before.differs_from(RandomState.now(self._device))
+        self.draw_random_numbers |= call.random.differs_from(RandomState.now(self._device))
         return _Value(loss.item(), norms.double().norm().item() / self._loss_scale)
 
     def loss(self, part: _Part, *, is_alone: bool = False) -> float:
@@ -190,13 +187,12 @@ class _Passes:
             is_alone: Whether the loss is that of the part alone, even if the Trainer has divided
                 the losses of the step by the number of all its targets.
         """
-        call = self.calls[part.micro_batch]
-        positional, keywords = self.batches[part.micro_batch].take(part.rows)
+        call = self.batches[part.micro_batch].take(part.rows)
         if is_alone:
-            keywords.pop(_NUM_TARGETS, None)
-            call.random.restore(self._device)
-        with torch.no_grad(), call.autocast():
-            loss = loss_of(self.network(*positional, **keywords))
+            others = {name: v for name, v in call.keywords.items() if name != _NUM_TARGETS}
+            call = dataclasses.replace(call, keywords=others)
+        with torch.no_grad():
+            loss = loss_of(call.run(self._recorder))
         return math.nan if loss is None else loss.item()
 
     def own_loss(self, part: _Part, value: _Value) -> float:
@@ -366,20 +362,14 @@ def _non_finite(values: Mapping[_Part, _Value]) -> list[_Part]:
 
     It is not if all rows are non-finite, or all of the several rows of a micro-batch.
     """
-    of_micro_batch: dict[int, list[_Part]] = {}
-    for part in values:
-        of_micro_batch.setdefault(part.micro_batch, []).append(part)
-    bad = {
-        number: [part for part in parts if math.isinf(values[part].size)]
-        for number, parts in of_micro_batch.items()
-    }
-    if all(len(bad[number]) == len(parts) for number, parts in of_micro_batch.items()):
+    bad = [part for part in values if math.isinf(values[part].size)]
+    if len(bad) == len(values):
         return []
+    all_of, bad_of = (Counter(part.micro_batch for part in each) for each in (values, bad))
     return [
         part
-        for number, parts in of_micro_batch.items()
-        if len(parts) == 1 or len(bad[number]) < len(parts)
-        for part in bad[number]
+        for part in bad
+        if all_of[part.micro_batch] == 1 or bad_of[part.micro_batch] < all_of[part.micro_batch]
     ]
 
 

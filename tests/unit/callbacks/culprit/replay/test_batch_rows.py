@@ -40,7 +40,8 @@ def test_what_is_split():
     batch = UserDict(images=column * 10, names=list("abcde"))
     call = rows(column, positions, batch, Pair(column, 2), scale=torch.tensor(3.0), flag=True)
     assert call.num_rows == 5
-    (first, whole, split, pair), others = call.take([3, 1])
+    taken = call.take([3, 1])
+    (first, whole, split, pair), others = taken.positional, taken.keywords
 
     assert first.tolist() == [3, 1]
     assert whole is positions

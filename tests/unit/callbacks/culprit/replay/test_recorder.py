@@ -1,8 +1,5 @@
 """A recorder keeps the inputs and the losses of the calls of one step."""
 
-import math
-
-import pytest
 import torch
 from torch import nn
 
@@ -65,19 +62,6 @@ def test_the_loss_and_what_the_loop_makes_of_it():
     (kept,) = recorder.last_step
 
     assert (kept.loss.item(), kept.loss_gradient.item()) == (before, 16.0)
-
-
-@pytest.mark.parametrize("bad", [None, 0, 1])
-def test_the_micro_batch_with_a_bad_loss(bad):
-    """The first call with a non-finite loss is returned, with its number."""
-    recorder = StepRecorder(Network())
-    for number in range(2):
-        inputs, targets = call()[0]
-        recorder.network(inputs, targets * math.nan if number == bad else targets)
-    recorder.end_step()
-    found = recorder.bad_micro_batch()
-
-    assert (None if found is None else found[0]) == bad
 
 
 def test_a_call_that_a_graph_captures_is_not_recorded(monkeypatch):
