@@ -4,19 +4,19 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import nn
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, Anomaly, Kind
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, Kind
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
 from mfwrap.callbacks.culprit.episodes import Episodes
-from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
+from mfwrap.callbacks.culprit.gathering import EvidenceGatherer, HostStep
 from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT
-from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
+from mfwrap.callbacks.culprit.judges.judges import Judges
 from mfwrap.callbacks.culprit.judges.kinds import StepKinds
-from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepScores
 from mfwrap.callbacks.culprit.layers import LayerNames, layer_of_rise
 from mfwrap.callbacks.culprit.notes import RunNotes
 from mfwrap.callbacks.culprit.rank_evidence import (
@@ -29,7 +29,7 @@ from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, indices_of
 from mfwrap.callbacks.culprit.replay.reference import References
 from mfwrap.callbacks.culprit.replay.replay import Origin, origin_of_loss
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
-from mfwrap.callbacks.culprit.replay.samples import SampleSearch, may_be_in_rows, with_samples
+from mfwrap.callbacks.culprit.replay.samples import SampleSearch, with_samples
 from mfwrap.callbacks.culprit.replay.verdict import Verdict, verdict_of
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import all_ranks_meet, gather_objects, num_ranks
@@ -45,20 +45,6 @@ _NOT_IN_ROWS = frozenset({"weight", "weights", "targets"})
 
 _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
 """Places at which a weight that has grown may show; ``None`` without a replay."""
-
-
-_DROPS = frozenset({"loss_drop", "local_norm_drop"})
-"""Kinds for which the step is compared with the step before, although no row stands out."""
-
-
-class _HostStep(NamedTuple):
-    """A step on the host, and what the judges found in it."""
-
-    numbers: StepNumbers
-    judgement: Judgement
-    scores: StepScores
-    weights_have_moved: bool
-    """Whether a later update has already changed the weights."""
 
 
 @final
@@ -122,8 +108,8 @@ class CulpritFinder:
     def judge(
         self,
         numbers: StepNumbers,
-        judgement: Judgement,
-        scores: Scores,
+        judgement: JudgedStep,
+        scores: StepScores,
         *,
         weights_have_moved: bool,
     ) -> Anomaly | None:
@@ -138,14 +124,14 @@ class CulpritFinder:
             scores: Its summary, on the host.
             weights_have_moved: Whether a later update has already changed the weights.
         """
-        step = _HostStep(numbers, judgement, scores.step, weights_have_moved)
+        step = HostStep(numbers, judgement, scores, weights_have_moved)
         applied = not (numbers.overflow or numbers.skipped)
-        self._kinds.follow(numbers, scores.step, applied=applied)
-        trace = StepTrace(numbers.step, applied, scores.step, self._kinds.rate_rise)
+        self._kinds.follow(numbers, scores, applied=applied)
+        trace = StepTrace(numbers.step, applied, scores, self._kinds.rate_rise)
         self._trace.append(trace)
         if trace.rate_rise is not None:
             self._raised = trace
-        elif self._raised is not None and not self._raised.rate_lasts(scores.step.learning_rate):
+        elif self._raised is not None and not self._raised.rate_lasts(scores.learning_rate):
             self._raised = None
         self.is_shared = numbers.overflow
         if numbers.overflow:
@@ -183,7 +169,7 @@ class CulpritFinder:
         if is_of_all:
             self._kinds.forget()
 
-    def _overflow(self, step: _HostStep) -> Anomaly | None:
+    def _overflow(self, step: HostStep) -> Anomaly | None:
         numbers = step.numbers
         own = self._own_evidence("gradient_not_finite", step)
         ranks = gather_objects(own)
@@ -227,7 +213,7 @@ class CulpritFinder:
         # A rank may have had an anomaly of its own, so that this step is not its first.
         return with_samples(found, gather_objects(search))
 
-    def _searched(self, kind: Kind, step: _HostStep) -> RowSearch | None:
+    def _searched(self, kind: Kind, step: HostStep) -> RowSearch | None:
         """Return the rows of this rank that stand out in a step that is not finite."""
         if self._samples is None or not self._is_first(kind, step):
             return None
@@ -235,7 +221,7 @@ class CulpritFinder:
             step.numbers, is_finite=False, weights_have_moved=step.weights_have_moved
         )
 
-    def _is_first(self, kind: Kind, step: _HostStep) -> bool:
+    def _is_first(self, kind: Kind, step: HostStep) -> bool:
         """Tell whether a step begins an episode.
 
         Only the first of several bad steps is replayed: a diverged run would otherwise replay every
@@ -243,22 +229,12 @@ class CulpritFinder:
         """
         return not self.episodes.goes_on(step.numbers.step, kind, is_shared=self.is_shared)
 
-    def _own_evidence(self, kind: Kind, step: _HostStep) -> RankEvidence:
-        is_in_rows = kind not in NON_FINITE and may_be_in_rows(kind)
-        shift = self._kinds.shift(kind)
-        return self._gatherer.gather(
-            step.numbers,
-            step.judgement,
-            step.scores,
-            is_first=self._is_first(kind, step),
-            compares=is_in_rows or kind in _DROPS,
-            searches=is_in_rows,
-            weights_have_moved=step.weights_have_moved,
-            num_bad=1 if shift is None else shift.num_steps,
-        )
+    def _own_evidence(self, kind: Kind, step: HostStep) -> RankEvidence:
+        is_first, shift = self._is_first(kind, step), self._kinds.shift(kind)
+        return self._gatherer.gather(kind, step, is_first=is_first, shift=shift)
 
     def _replayed_on_all(
-        self, step: _HostStep, own: RankEvidence, *, is_exact: bool
+        self, step: HostStep, own: RankEvidence, *, is_exact: bool
     ) -> list[Verdict | None]:
         """Return the verdict of each rank; ``None`` for one that has no fault or no recorder."""
         if self.recorder is None:
@@ -275,7 +251,7 @@ class CulpritFinder:
         return gather_objects(verdict)
 
     def _lone_loss(
-        self, step: _HostStep, own: RankEvidence, ranks: Sequence[RankEvidence]
+        self, step: HostStep, own: RankEvidence, ranks: Sequence[RankEvidence]
     ) -> Anomaly:
         """Return the anomaly of a step with a non-finite loss and finite gradients.
 
@@ -291,10 +267,10 @@ class CulpritFinder:
         numbers, recorder = step.numbers, self.recorder
         at_fault = tuple(each.rank for each in ranks if not math.isfinite(each.loss))
         found = Anomaly(step=numbers.step, kind="loss_not_finite", ranks=at_fault, layer=None)
-        bad = None if recorder is None else recorder.bad_micro_batch()
+        bad = [n for n, loss in enumerate(own.micro_losses) if not math.isfinite(loss)]
         origin = None
-        if recorder is not None and bad is not None:
-            number, call = bad
+        if recorder is not None and bad:
+            number, call = bad[0], recorder.last_step[bad[0]]
             origin = origin_of_loss(recorder.network, call)
             indices = indices_of(recorder.network, call)
             found = dataclasses.replace(found, micro_batch=number, indices=indices)
@@ -319,7 +295,7 @@ class CulpritFinder:
         scale = 1.0 if numbers.loss_scale is None else numbers.loss_scale
         return verdict_of(self.recorder, scale, loss_is_finite=False, is_exact=False).origin
 
-    def _finite(self, kinds: Sequence[Kind], step: _HostStep) -> Anomaly | None:
+    def _finite(self, kinds: Sequence[Kind], step: HostStep) -> Anomaly | None:
         """Return the anomaly of a step with finite gradients.
 
         Starts a collective only if all ranks have found the anomaly.
@@ -380,7 +356,7 @@ class CulpritFinder:
     def _completed(
         self,
         found: Anomaly,
-        step: _HostStep,
+        step: HostStep,
         ranks: Sequence[RankEvidence],
         *,
         origin: Origin | None = None,

@@ -1,12 +1,14 @@
 """Gather what this rank knows about a step that went wrong."""
 
 import math
-from typing import final
+from typing import NamedTuple, final
 
 from torch import nn
 
-from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges
-from mfwrap.callbacks.culprit.judges.step import StepScores
+from mfwrap.callbacks.culprit.anomaly_log import Kind
+from mfwrap.callbacks.culprit.judges.course import Shift
+from mfwrap.callbacks.culprit.judges.judges import Judges
+from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepScores
 from mfwrap.callbacks.culprit.notes import RunNotes
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, number_or_none
 from mfwrap.callbacks.culprit.replay.difference import first_difference
@@ -19,13 +21,26 @@ from mfwrap.callbacks.culprit.replay.micro_batches import (
 from mfwrap.callbacks.culprit.replay.precision import computes_in_float16
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.reference import References
-from mfwrap.callbacks.culprit.replay.samples import SampleSearch
+from mfwrap.callbacks.culprit.replay.samples import IN_ROWS, SampleSearch
 from mfwrap.callbacks.shared.non_finite import BufferWatch
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
 
 _MOST_BUFFERS = 8
 """Largest number of buffers of a rank in a record."""
+
+_DROPS = frozenset({"loss_drop", "local_norm_drop"})
+"""Kinds for which the step is compared with the step before, although no row stands out."""
+
+
+class HostStep(NamedTuple):
+    """A step on the host, and what the judges found in it."""
+
+    numbers: StepNumbers
+    judgement: JudgedStep
+    scores: StepScores
+    weights_have_moved: bool
+    """Whether a later update has already changed the weights."""
 
 
 @final
@@ -59,47 +74,38 @@ class EvidenceGatherer:
         self._in_float16: bool | None = None
 
     def gather(
-        self,
-        numbers: StepNumbers,
-        judgement: Judgement,
-        scores: StepScores,
-        *,
-        is_first: bool,
-        compares: bool,
-        searches: bool,
-        weights_have_moved: bool,
-        num_bad: int = 1,
+        self, kind: Kind, step: HostStep, *, is_first: bool, shift: Shift | None = None
     ) -> RankEvidence:
         """Return this rank's evidence. Synchronizes with the device; starts no collective.
 
         Args:
-            numbers: Loss, norm and other numbers of the step.
-            judgement: What the judges found in the step.
-            scores: Its scores, on the host.
-            is_first: Whether the step begins an episode. Only then is the loss of the step before
-                computed again.
-            compares: Whether the step is compared with the step before, if it begins an episode.
-            searches: Whether rows of a finite step may be at fault, and are searched then.
-            weights_have_moved: Whether a later update has already changed the weights.
-            num_bad: Number of last steps that went wrong, before which the program was good.
+            kind: Kind of the anomaly.
+            step: The step.
+            is_first: Whether the step begins an episode. Only then is anything run again.
+            shift: Shift of the loss or the global norm, if the anomaly is one.
         """
-        judged, states, recorder = judgement.step, self._states, self._recorder
+        numbers, judgement, scores = step.numbers, step.judgement, step.scores
+        is_in_rows = kind in IN_ROWS
+        compares = is_first and (is_in_rows or kind in _DROPS)
+        states, recorder = self._states, self._recorder
         calls = [] if recorder is None else recorder.last_step
         factors = factors_of(calls)
         earlier_factors = () if recorder is None else factors_of(recorder.earlier_step)
         risen = [] if states is None else states.risen(numbers.step, judgement.optimizer)
-        moved = judged.moved()
+        moved = judgement.moved()
         odd = {*moved, *(one.name for one in risen if one.kind == "weight")}
         asked = recorder if is_first and math.isfinite(numbers.loss) else None
         search, difference = None, None
-        if recorder is not None and is_first and compares:
+        if recorder is not None and compares:
             difference = first_difference(recorder)
-        if self._samples is not None and is_first and searches:
+        if self._samples is not None and is_first and is_in_rows:
             search = self._samples.search(
-                numbers, is_finite=True, weights_have_moved=weights_have_moved
+                numbers, is_finite=True, weights_have_moved=step.weights_have_moved
             )
         program = None
-        if self._references is not None and is_first and (compares or num_bad > 1):
+        # Before a shift, the program was good.
+        num_bad = 1 if shift is None else shift.num_steps
+        if self._references is not None and (compares or (is_first and num_bad > 1)):
             program = self._references.change(num_bad)
             if program is not None and self._notes is not None:
                 # Weights that code has changed since then give other outputs, too.
@@ -112,23 +118,23 @@ class EvidenceGatherer:
             forward=() if judgement.forward is None else judgement.forward.rises(),
             rank=this_rank(),
             loss=numbers.loss,
-            names=judged.names,
-            norms=tuple(judged.local_norm.tolist()),
-            usual_norms=tuple(judged.usual_norm.tolist()),
+            names=judgement.names,
+            norms=tuple(judgement.local_norm.tolist()),
+            usual_norms=tuple(judgement.usual_norm.tolist()),
             loss_scale=numbers.loss_scale,
             in_float16=self._computes_in_float16(numbers),
             usual_global_norm=number_or_none(scores.usual_global_norm),
-            scores=tuple(judged.local_norm_scores.tolist()),
-            dead=judged.dead(),
+            scores=tuple(judgement.local_norm_scores.tolist()),
+            dead=judgement.dead(),
             loss_score=self._course.score,
             usual_loss=self._course.expected,
             first_loss=self._course.first,
             moved=moved,
-            impossible=judged.impossible(scores.learning_rate),
+            impossible=judgement.impossible(scores.learning_rate),
             undivided={} if states is None else states.undivided(judgement.optimizer, odd),
-            driven=() if states is None else states.driven(risen, judged.travelled()),
+            driven=() if states is None else states.driven(risen, judgement.travelled()),
             settings=self._settings.changes(numbers.step),
-            changed=judged.changed(),
+            changed=judgement.changed(),
             changed_before=None
             if self._notes is None
             else self._notes.changed_weights(numbers.step),

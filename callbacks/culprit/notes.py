@@ -10,9 +10,10 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfwrap.callbacks.culprit.judges.judges import Judgement, Judges, Scores
+from mfwrap.callbacks.culprit.causes.evidence import Cause
+from mfwrap.callbacks.culprit.judges.judges import Judges
 from mfwrap.callbacks.culprit.judges.settings import listed
-from mfwrap.callbacks.culprit.judges.step import EXPERT
+from mfwrap.callbacks.culprit.judges.step import EXPERT, JudgedStep, StepScores
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
@@ -58,33 +59,26 @@ _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForTokenClas
 over classes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something that should not be so in any run. It may be meant, and need not do any harm."""
 
     step: int
     rank: int
-    cause: str
-    """As ``Anomaly.cause``."""
-
-    explanation: str
-    """A clause that says what was seen, with its numbers."""
-
-    suggestion: str
-    """What to look at, one clause."""
-
-    name: str | None = None
-    """Name of the weight, if it is one."""
+    cause: Cause
+    """What was seen, and what to look at."""
 
     def as_record(self) -> dict[str, Any]:
         """Return the known fields, ready for JSON; the kind is ``"note"``."""
-        words = {name: getattr(self, name) for name in ("cause", "explanation", "suggestion")}
-        name = {} if self.name is None else {"name": self.name}
-        return {"step": self.step, "kind": "note", "ranks": [self.rank], **words, **name}
+        cause = self.cause
+        words = {"cause": cause.name, "explanation": cause.explanation}
+        name = {"name": cause.tensors[0]} if cause.tensors else {}
+        known = {"step": self.step, "kind": "note", "ranks": [self.rank], **words}
+        return {**known, "suggestion": cause.suggestion, **name}
 
     def __str__(self) -> str:
         """Say the note in one line."""
-        return f"step {self.step}: note: {self.explanation}; {self.suggestion}"
+        return f"step {self.step}: note: {self.cause.explanation}; {self.cause.suggestion}"
 
 
 @final
@@ -121,7 +115,9 @@ class RunNotes:
             weights, norms = trainable(self._network), judges.states.weight_norms()
             self._odd_weight = _odd_weight(weights, norms)
 
-    def of_step(self, numbers: StepNumbers, judgement: Judgement, scores: Scores) -> list[Note]:
+    def of_step(
+        self, numbers: StepNumbers, judgement: JudgedStep, scores: StepScores
+    ) -> list[Note]:
         """Return the notes of a step, each of which is returned once in a run.
 
         Call it once for each step. Synchronizes with the device only if weights have changed
@@ -132,10 +128,10 @@ class RunNotes:
             judgement: What the judges found in the step.
             scores: Its summary, on the host.
         """
-        notes = [*self._of_first(numbers), *self._of_any(numbers, judgement, scores)]
-        new = [one for one in notes if one.explanation not in self._said]
+        found = [*self._of_first(numbers), *self._of_any(numbers, judgement, scores)]
+        new = [one for one in found if one.explanation not in self._said]
         self._said.update(one.explanation for one in new)
-        return new
+        return [Note(numbers.step, this_rank(), one) for one in new]
 
     def changed_weights(
         self, step: int, num_steps: int = _RECENT
@@ -152,7 +148,7 @@ class RunNotes:
         changed, names = self._changed
         return (changed, names) if step - changed <= num_steps and names else None
 
-    def _of_first(self, numbers: StepNumbers) -> list[Note]:
+    def _of_first(self, numbers: StepNumbers) -> list[Cause]:
         network, is_first, self._is_first = self._network, self._is_first, False
         if not is_first or network is None:
             return []
@@ -160,73 +156,62 @@ class RunNotes:
         if self._odd_weight is not None:
             name, said = self._odd_weight
             look = "look at its initialization, or at what has loaded it"
-            notes.append(_note(numbers, "weight_size", said, look, name))
+            notes.append(Cause("weight_size", said, look, tensors=(name,)))
         if self._judges.settings.began_in_evaluation and _depends_on_mode(network):
             said = "the network is in evaluation mode, and it has modules that behave otherwise "
             said += "in training"
-            notes.append(_note(numbers, "setting", said, "call `train()` before the first step"))
+            notes.append(Cause("setting", said, "call `train()` before the first step"))
         number = _num_classes(network)
         guess = math.log(number) if number > 1 else math.inf
         if numbers.loss - 1 > _ODD_LOSS * guess:
             said = f"the first loss is {numbers.loss:.4g}, and {guess:.4g} if all {number} classes "
             said += "were alike"
             look = "look at the initialization of the head, and whether the loss is a sum"
-            notes.append(_note(numbers, "first_loss", said, look))
+            notes.append(Cause("first_loss", said, look))
         return notes
 
-    def _of_any(self, numbers: StepNumbers, judgement: Judgement, scores: Scores) -> list[Note]:
+    def _of_any(
+        self, numbers: StepNumbers, judgement: JudgedStep, scores: StepScores
+    ) -> list[Cause]:
         notes = []
         changes = self._judges.settings.changes(numbers.step, num_steps=1)
         if changes:
             look = "look at what sets it, and whether it was meant"
-            notes.append(_note(numbers, "setting", listed(changes), look))
+            notes.append(Cause("setting", listed(changes), look))
         if self._recorder is not None:
             kept = self._recorder.began_with_gradients
             if kept and self._num_without >= _QUIET:
                 said = f"step {numbers.step} began with the gradients of the step before"
                 look = "look whether they are set to zero after each update"
-                notes.append(_note(numbers, "gradient", said, look))
+                notes.append(Cause("gradient", said, look))
             self._num_without = 0 if kept else self._num_without + 1
-        if scores.step.num_changed > 0:
-            names = judgement.step.changed()
+        if scores.num_changed > 0:
+            names = judgement.changed()
             self._changed = (numbers.step, names)
             more = f" and {len(names) - 1} other weights" if len(names) > 1 else ""
             said = f"{names[0]}{more} changed between two steps"
             look = "if no code of yours changes weights, suspect the memory"
-            notes.append(_note(numbers, "weight_changed", said, look, names[0]))
+            notes.append(Cause("weight_changed", said, look, tensors=names[:1]))
         if not (numbers.overflow or numbers.skipped):
-            is_zero = scores.step.learning_rate == 0
+            is_zero = scores.learning_rate == 0
             self._num_zero_rates = self._num_zero_rates + 1 if is_zero else 0
-            is_still = scores.step.update_ratio == 0 < scores.step.learning_rate
+            is_still = scores.update_ratio == 0 < scores.learning_rate
             has_gradient = numbers.global_norm is None or numbers.global_norm > 0
             self._num_still = self._num_still + 1 if is_still and has_gradient else 0
             self._num_updates += 1
             if self._num_updates == _UPDATES and self._network is not None:
-                notes += _unreached(numbers, self._network, judgement.optimizer)
-        if self._num_still == _ZERO_STEPS and not _are_mostly_zero(judgement.step.local_norm):
+                notes += _unreached(self._network, judgement.optimizer)
+        if self._num_still == _ZERO_STEPS and not _are_mostly_zero(judgement.local_norm):
             said = f"most weights have not changed at all in the last {_ZERO_STEPS} updates, at a "
-            said += f"learning rate of {scores.step.learning_rate:.3g}"
+            said += f"learning rate of {scores.learning_rate:.3g}"
             look = "look whether the optimizer has these weights, and whether their type is too "
             look += "coarse for such updates"
-            notes.append(_note(numbers, "no_update", said, look))
+            notes.append(Cause("no_update", said, look))
         if self._num_zero_rates == _ZERO_STEPS:
             said = f"the learning rate of the last {_ZERO_STEPS} updates was zero"
             look = "look at the schedule: it may have ended before the training"
-            notes.append(_note(numbers, "learning_rate", said, look))
+            notes.append(Cause("learning_rate", said, look))
         return notes
-
-
-def _note(
-    numbers: StepNumbers, cause: str, said: str, suggestion: str, name: str | None = None
-) -> Note:
-    return Note(
-        step=numbers.step,
-        rank=this_rank(),
-        cause=cause,
-        explanation=said,
-        suggestion=suggestion,
-        name=name,
-    )
 
 
 def _are_mostly_zero(norms: Tensor) -> bool:
@@ -234,7 +219,7 @@ def _are_mostly_zero(norms: Tensor) -> bool:
     return (norms == 0).float().mean().item() > 1 / 2
 
 
-def _unreached(numbers: StepNumbers, network: nn.Module, optimizer: Any) -> list[Note]:
+def _unreached(network: nn.Module, optimizer: Any) -> list[Cause]:
     """Return a note of the weights that the optimizer has, and that have had no gradient."""
     optimizer = unwrapped_optimizer(optimizer)
     if not isinstance(optimizer, Optimizer):
@@ -252,7 +237,7 @@ def _unreached(numbers: StepNumbers, network: nn.Module, optimizer: Any) -> list
         return []
     others = f" and {len(empty) - 1} other trained weights have" if len(empty) > 1 else " has"
     said = f"{empty[0]}{others} had no gradient in {_UPDATES} updates"
-    return [_note(numbers, "no_gradient", said, "look at what uses them", empty[0])]
+    return [Cause("no_gradient", said, "look at what uses them", tensors=(empty[0],))]
 
 
 def _odd_weight(

@@ -17,7 +17,7 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
-from mfwrap.callbacks.culprit.judges.judges import Judgement, Scores
+from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepScores
 from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.step_values import (
@@ -58,7 +58,7 @@ class _Step(NamedTuple):
     """Metrics whose values are on the device."""
 
     linearity: float | None
-    judgement: Judgement | None
+    judgement: JudgedStep | None
     """What the judges found; ``None`` if steps are not judged, or without an output."""
 
 
@@ -166,7 +166,7 @@ class TrainingStateRun:
         }
         self._reads = DeferredReads()
         # Steps that are written, and not judged yet.
-        self._unjudged: deque[tuple[StepNumbers, Judgement | None, Sequence[float]]] = deque()
+        self._unjudged: deque[tuple[StepNumbers, JudgedStep | None, Sequence[float]]] = deque()
         self._last_scale: float | None = None
 
     def begin_step(self, global_step: int, optimizer: Any = None) -> None:
@@ -257,7 +257,7 @@ class TrainingStateRun:
                 optimizer,
                 forward,
                 noise_scale=noise_scale,
-                judged=None if judgement is None else judgement.step,
+                judged=judgement,
             )
         step = _Step(
             number=global_step,
@@ -430,14 +430,14 @@ class TrainingStateRun:
     def _judge(
         self,
         numbers: StepNumbers,
-        judgement: Judgement | None,
+        judgement: JudgedStep | None,
         host_values: Sequence[float],
         *,
         weights_have_moved: bool,
     ) -> None:
         anomaly = None
         if self.finder is not None and judgement is not None:
-            scores = Scores.of(host_values)
+            scores = StepScores(*host_values)
             anomaly = self.finder.judge(
                 numbers, judgement, scores, weights_have_moved=weights_have_moved
             )
@@ -450,7 +450,7 @@ class TrainingStateRun:
             notes = self.finder.notes.of_step(numbers, judgement, scores)
             if notes:
                 said = None if anomaly is None else anomaly.cause
-                self._log.note(one for one in notes if one.cause != said)
+                self._log.note(one for one in notes if one.cause.name != said)
             if anomaly is not None:
                 self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None

@@ -3,6 +3,7 @@
 import math
 
 from mfwrap.callbacks.culprit.causes.evidence import Cause, CauseEvidence, counted
+from mfwrap.callbacks.culprit.replay.samples import IN_ROWS
 
 _VARIANCE = 3.0
 """Largest ratio of the rise of a variance to the square of that of the mean, if both are of inputs
@@ -23,8 +24,7 @@ def changed(evidence: CauseEvidence) -> Cause | None:
         )
     if evidence.blamed.weights and not evidence.blamed.buffers:
         return None  # another weight gives other statistics
-    of_step = {"spike", "local_norm_spike", "loss_spike"}
-    if evidence.kind in of_step and not evidence.blamed.buffers:
+    if evidence.kind in IN_ROWS and not evidence.blamed.buffers:
         return Cause(
             "data",
             f"the batch is far from those before: it changed the running statistics in {names[0]}",

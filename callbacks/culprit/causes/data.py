@@ -37,10 +37,42 @@ _LARGE_UPDATE = 2.5
 
 def changed_program(evidence: CauseEvidence) -> Cause | None:
     """Find that the program or the weights have changed: other data have a higher loss, too."""
-    share = _earlier_rise(evidence.blamed)
-    if not _has_risen(evidence) or share <= 0:
+    blamed = evidence.blamed
+    share = _earlier_rise(blamed)
+    if not _has_risen(evidence) or share <= 0 or blamed.earlier_loss is None:
         return None
-    return _changed_program(evidence) if share >= _SHARE else _changed_little(evidence.blamed)
+    then, again = blamed.earlier_loss
+    had = f"the data of the step before have {again / then:.3g} times the loss that they had"
+    if share < _SHARE:
+        return Cause(
+            UNKNOWN_CAUSE,
+            f"{_rise(blamed)}, and computed again, {had}",
+            "look for what has changed in the program, and at the samples of this step",
+        )
+    if not _is_ordinary(evidence):
+        return None
+    what = f"computed again, {had} ({again:.4g}, not {then:.4g})"
+    pairs = blamed.earlier_losses
+    if (
+        not blamed.odd_weights
+        and len(pairs) > 1
+        and (
+            _are_alike([now / before for before, now in pairs])
+            or _are_alike([now - before for before, now in pairs])
+        )
+    ):
+        return Cause(
+            "loss",
+            f"{what}, all micro-batches by the same factor or amount, although the update between "
+            "was ordinary",
+            "look for a factor or a term of the loss that has changed",
+        )
+    return Cause(
+        UNKNOWN_CAUSE,
+        f"{what}, although the update between was ordinary: not the data have changed, but the "
+        "weights or what is computed with them",
+        "look for a setting, a mode or a branch that has changed in the program",
+    )
 
 
 def bad(evidence: CauseEvidence) -> Cause | None:
@@ -127,49 +159,6 @@ def _either(rose: str, evidence: CauseEvidence, *, is_calm: bool) -> Cause | Non
         f"{rose}, and {what} ordinary: either the data of this step are at fault, or the "
         "computation of the loss",
         "look at the samples of this step, and at what has changed in the program",
-    )
-
-
-def _changed_program(evidence: CauseEvidence) -> Cause | None:
-    """Tell what has changed if the data of the step before have another loss now."""
-    if not _is_ordinary(evidence) or evidence.blamed.earlier_loss is None:
-        return None
-    then, again = evidence.blamed.earlier_loss
-    pairs = evidence.blamed.earlier_losses
-    times = f"{again / then:.3g} times the loss that they had" if then else "another loss"
-    what = f"computed again, the data of the step before have {times} ({again:.4g}, not {then:.4g})"
-    if (
-        not evidence.blamed.odd_weights
-        and len(pairs) > 1
-        and (
-            _are_alike([now / before for before, now in pairs])
-            or _are_alike([now - before for before, now in pairs])
-        )
-    ):
-        return Cause(
-            "loss",
-            f"{what}, all micro-batches by the same factor or amount, although the update between "
-            "was ordinary",
-            "look for a factor or a term of the loss that has changed",
-        )
-    return Cause(
-        UNKNOWN_CAUSE,
-        f"{what}, although the update between was ordinary: not the data have changed, but the "
-        "weights or what is computed with them",
-        "look for a setting, a mode or a branch that has changed in the program",
-    )
-
-
-def _changed_little(blamed: RankEvidence) -> Cause | None:
-    """Say that the weights or the program have changed, but not as much as the loss has."""
-    if blamed.earlier_loss is None:
-        return None
-    then, again = blamed.earlier_loss
-    return Cause(
-        UNKNOWN_CAUSE,
-        f"{_rise(blamed)}, and computed again, the data of the step before have "
-        f"{again / then:.3g} times the loss that they had",
-        "look for what has changed in the program, and at the samples of this step",
     )
 
 

@@ -176,10 +176,9 @@ class LossCourse:
 
     def _shift(self) -> Shift | None:
         for number, limit in _SHIFTS:
-            last = self._plain.last(number)
-            least = limit * 2**self._num_shifts
-            if last is not None and last.lowest > least and last.num_before >= _FEWEST:
-                return Shift("loss", last.expected, last.middle, number)
+            expected, values, scores = self._plain.last(number, _FEWEST)
+            if scores and min(scores) > limit * 2**self._num_shifts:
+                return Shift("loss", expected, statistics.median(values), number)
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,13 +234,13 @@ class NormCourse:
             return None
         self._log.add(math.log(norm))
         number, limit = _NORM_SHIFT
-        last = self._log.last(number)
-        if last is None or last.num_before < number:
+        expected, values, scores = self._log.last(number, number)
+        if not scores or not (min(scores) > limit or max(scores) < -limit):
             return None
-        is_far = last.lowest > limit or last.highest < -limit
-        if not is_far or abs(last.nearest - last.expected) < math.log(_NORM_RATIO):
+        if min(abs(value - expected) for value in values) < math.log(_NORM_RATIO):
             return None
-        return Shift("global norm", math.exp(last.expected), math.exp(last.middle), number)
+        middle = statistics.median(values)
+        return Shift("global norm", math.exp(expected), math.exp(middle), number)
 
     def forget(self) -> None:
         """Forget how far the last norm was from what was expected of it."""
@@ -254,23 +253,6 @@ class NormCourse:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
         self._log.load_state_dict(state)
-
-
-class _Last(NamedTuple):
-    """The last values of a series, beside what was expected before them."""
-
-    num_before: int
-    """Number of known distances before."""
-
-    expected: float
-    nearest: float
-    """The one that is nearest to what was expected."""
-
-    middle: float
-    lowest: float
-    """Smallest score."""
-
-    highest: float
 
 
 @final
@@ -319,18 +301,19 @@ class _Series:
         deviation = _deviation(self._distances, prior, rises=value > expected)
         return (value - expected) / math.hypot(deviation, self._least())
 
-    def last(self, number: int) -> _Last | None:
-        """Return the last values beside what was expected before; ``None`` if nothing was."""
-        expected = self.expected(number)
-        if math.isnan(expected):
-            return None
+    def last(self, number: int, fewest: int) -> tuple[float, list[float], list[float]]:
+        """Return what was expected before the last values, these values, and their scores.
+
+        Args:
+            number: Number of values.
+            fewest: Number of distances that must be known before; otherwise there are no scores.
+        """
+        expected, values = self.expected(number), list(self._values)[-number:]
         before = list(self._distances)[: len(self._distances) - number][-_LENGTH:]
+        if len(before) < fewest:
+            return expected, values, []
         deviation = math.hypot(_deviation(before, self._prior(expected)), self._least())
-        values = list(self._values)[-number:]
-        scores = [(value - expected) / deviation for value in values]
-        nearest = min(values, key=lambda value: abs(value - expected))
-        middle = statistics.median(values)
-        return _Last(len(before), expected, nearest, middle, min(scores), max(scores))
+        return expected, values, [(value - expected) / deviation for value in values]
 
     def begin(self) -> None:
         """Begin a step, which may have no value."""

@@ -37,23 +37,11 @@ _CALM = 0.5
 """Largest share of the worst module's rise that the modules of other layers may have."""
 
 
-class _Limits(NamedTuple):
-    level: float
-    """Smallest value that is a sudden anomaly."""
-
-    rise: float
-    """Smallest ratio of such a value to the expected one."""
-
-    grown_level: float
-    """Smallest value to which growth is an anomaly."""
-
-    grown: float
-    """Smallest ratio of the ends of the fitted line."""
-
-
-_LIMITS = {LOGITS: _Limits(30.0, 6.0, 100.0, 3.0), LOAD: _Limits(1.7, 1.6, 1.7, 1.6)}
-"""Logits of healthy small networks grow up to thirtyfold in 64 steps, and reach about 50. From 100
-on, Kimi K2 (2025) clips them."""
+_LIMITS = {LOGITS: (30.0, 6.0, 100.0, 3.0), LOAD: (1.7, 1.6, 1.7, 1.6)}
+"""Smallest value that is a sudden anomaly, and smallest ratio of it to the expected one; smallest
+value to which growth is an anomaly, and smallest ratio of the ends of the fitted line. Logits of
+healthy small networks grow up to thirtyfold in 64 steps, and reach about 50. From 100 on, Kimi K2
+(2025) clips them."""
 
 
 class ForwardRise(NamedTuple):
@@ -74,16 +62,6 @@ class ForwardRise(NamedTuple):
     """Whether the modules of this kind have risen much less elsewhere."""
 
 
-class ForwardScores(NamedTuple):
-    """The summary of a judgement, on the host."""
-
-    num_logits: float
-    """Number of modules whose attention logits are an anomaly; NaN without watched forwards."""
-
-    num_loads: float
-    """Number of modules whose load of experts is an anomaly; NaN without watched forwards."""
-
-
 class JudgedForward(NamedTuple):
     """Judgement of the watched forwards of a step, on the device. ``K`` is the number of series."""
 
@@ -91,7 +69,8 @@ class JudgedForward(NamedTuple):
     """Kind and module of each series, with a slash between them."""
 
     summary: Tensor
-    """Shape ``(len(ForwardScores._fields),)``, float32."""
+    """Number of modules whose attention logits, and whose load of experts, are an anomaly. Shape
+    ``(2,)``, float32."""
 
     values: Tensor
     """Logarithms of the last watched values, the newest last. Shape ``(K, 64)``, float32."""
@@ -159,14 +138,13 @@ class ForwardJudge:
         self.last: JudgedForward | None = None
         """Judgement of the last watched step."""
         self._names: tuple[str, ...] = ()
-        self._limits = torch.empty(0, len(_Limits._fields))
+        self._limits = torch.empty(0, 4)
         self._is_load = torch.empty(0, dtype=torch.bool)
         self._values = torch.empty(0, _LENGTH)
         self._was_high = torch.empty(0, dtype=torch.bool)
         # An uneven load must last for two steps, the first of which may follow an earlier one.
         self._window = NamedWindow(second=0.0)
-        self.is_new = False
-        """Whether forwards have been judged since the last call of `take`."""
+        self._is_new = False
 
     @torch.no_grad()
     def add(self, logits: Mapping[str, Tensor], shares: Mapping[str, Tensor]) -> None:
@@ -192,24 +170,24 @@ class ForwardJudge:
         is_known = values.abs() < torch.inf
         moved = torch.cat((self._values[:, 1:], values[:, None]), dim=1)
         self._values = torch.where(is_known[:, None], moved, self._values)
-        limits, is_load = self._limits, self._is_load
-        is_large = values > limits[:, 0]
-        is_high = (scores > _LIMIT) & is_large & (values - expected > limits[:, 1])
+        level, rise, grown_level, grown = self._limits.unbind(dim=1)
+        is_load = self._is_load
+        is_high = (scores > _LIMIT) & (values > level) & (values - expected > rise)
         is_sudden = is_high & (self._was_high | ~is_load)
         self._was_high = torch.where(is_known, is_high, self._was_high)
         lines = [line_growth(self._values[:, -span:], _LEAST_FIT) for span in _SPANS]
         growth = torch.stack(lines)
         is_settled = ~is_load | (self._values.isfinite().sum(dim=1) > _SETTLED)
-        has_grown = (values > limits[:, 2]) & (growth > limits[:, 3]) & is_settled
+        has_grown = (values > grown_level) & (growth > grown) & is_settled
         growth = torch.where(has_grown, growth, 0.0)
         is_bad = is_sudden | (growth > 0).any(dim=0)
         summary = torch.stack([(is_bad & ~is_load).sum(), (is_bad & is_load).sum()]).float()
         self.last = JudgedForward(self._names, summary, self._values, expected, growth, is_sudden)
-        self.is_new = True
+        self._is_new = True
 
     def take(self) -> Tensor | None:
         """Return the summary of the forwards since the last call; ``None`` if none were watched."""
-        is_new, self.is_new = self.is_new, False
+        is_new, self._is_new = self._is_new, False
         return self.last.summary if is_new and self.last is not None else None
 
     def _make_room(self, names: Sequence[str], device: torch.device) -> None:

@@ -1,10 +1,9 @@
 """Judge each step on the device, and some steps' weights, optimizer state and buffers."""
 
 import contextlib
-import itertools
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Mapping
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -12,45 +11,15 @@ from torch.optim import Optimizer
 
 from mfwrap import StepReport
 from mfwrap.callbacks.culprit.judges.course import LossCourse
-from mfwrap.callbacks.culprit.judges.forward import ForwardJudge, ForwardScores, JudgedForward
+from mfwrap.callbacks.culprit.judges.forward import ForwardJudge
 from mfwrap.callbacks.culprit.judges.settings import SettingWatch
-from mfwrap.callbacks.culprit.judges.state import StateJudge, StateScores
-from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge, StepScores
+from mfwrap.callbacks.culprit.judges.state import StateJudge
+from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepJudge
 from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample, ordinary_update
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
 from mfwrap.compatibility.graphs import idle_in_graphs
 from mfwrap.tensors.shards import on_device
 from mfwrap.tensors.wrappers import trainable, unwrapped_optimizer
-
-
-class Scores(NamedTuple):
-    """What the judges found, on the host."""
-
-    step: StepScores
-    state: StateScores
-    forward: ForwardScores
-
-    @classmethod
-    def of(cls, host_values: Sequence[float]) -> "Scores":
-        """Return the scores from the elements of ``Judgement.summary``."""
-        values = iter(host_values)
-        step = StepScores(*itertools.islice(values, len(StepScores._fields)))
-        state = StateScores(*itertools.islice(values, len(StateScores._fields)))
-        return cls(step, state, ForwardScores(*values))
-
-
-class Judgement(NamedTuple):
-    """What the judges found in a step, on the device."""
-
-    step: JudgedStep
-    summary: Tensor
-    """Shape ``(S,)``, float32: the fields of `StepScores`, `StateScores` and `ForwardScores`."""
-
-    optimizer: Any
-    """Optimizer, for a later look at its state; ``None`` if unknown."""
-
-    forward: JudgedForward | None = None
-    """Judgement of the last forwards that were watched."""
 
 
 @final
@@ -149,7 +118,7 @@ class Judges:
         optimizer: Any = None,
         *,
         measures_updates: bool = True,
-    ) -> Judgement:
+    ) -> JudgedStep:
         """Judge a step, and include it in what is usual.
 
         Args:
@@ -183,10 +152,12 @@ class Judges:
             rate_factor=1.0 if report is None else report.learning_rate_factor,
             ordinary_update=ordinary_update(optimizer),
         )
-        unknown = judged.summary.new_full((len(StateScores._fields),), torch.nan)
+        device = judged.summary.device
+        unknown = torch.full((2,), torch.nan, device=device)
+        state = unknown
         is_first, self._is_first = self._is_first, False
         if self.states is not None and step % self._interval == 0:
-            unknown = on_device(self.states.sample(step, optimizer), unknown.device)
+            state = on_device(self.states.sample(step, optimizer), device)
             self._sample_updates()
             judge.begin_travel()
         elif self.states is not None and is_first:
@@ -194,12 +165,13 @@ class Judges:
             self.states.look(step, optimizer)
             judge.begin_travel()
         self._of_ranks = None
-        forward = self.forward.take() if self.forward.is_new else None
-        if forward is None:
-            forward = judged.summary.new_full((len(ForwardScores._fields),), torch.nan)
-        forward = on_device(forward, judged.summary.device)
-        summary = torch.cat([judged.summary, unknown, forward])
-        return Judgement(judged, summary, optimizer, self.forward.last)
+        watched = self.forward.take()
+        forward = unknown if watched is None else on_device(watched, device)
+        return judged._replace(
+            summary=torch.cat([judged.summary, state, forward]),
+            optimizer=optimizer,
+            forward=self.forward.last,
+        )
 
     def forget(self, *, global_norm: bool) -> None:
         """Forget how far the numbers of the last step were from the usual ones.

@@ -15,7 +15,6 @@ from mfwrap.callbacks.culprit.judges.course import (
     Shift,
 )
 from mfwrap.callbacks.culprit.judges.growth import Growth, UpdateGrowth
-from mfwrap.callbacks.culprit.judges.judges import Scores
 from mfwrap.callbacks.culprit.judges.rates import RateCourse, RateRise
 from mfwrap.callbacks.culprit.judges.state import LIMIT as STATE_LIMIT
 from mfwrap.callbacks.culprit.judges.step import (
@@ -77,14 +76,13 @@ class StepKinds:
         if applied:
             self.growth = self._updates.add(scores.update_ratio, scores.learning_rate)
 
-    def shared(self, numbers: StepNumbers, scores: Scores) -> Kind | None:
+    def shared(self, numbers: StepNumbers, scores: StepScores) -> Kind | None:
         """Return the kind of an anomaly that all ranks find together, if their states are equal.
 
         It depends on the global norms of this step and the steps before. They are the same on all
         ranks, unless one rank alone has loaded a state. Call this once for each step.
         """
-        norm, step = numbers.global_norm, scores.step
-        usual, score = step.usual_global_norm, step.global_norm
+        norm, usual, score = numbers.global_norm, scores.usual_global_norm, scores.global_norm
         self._since_fall += 1
         # A norm of zero has no score. With a loss of zero, as is usual for this run, there was
         # nothing to learn.
@@ -102,28 +100,27 @@ class StepKinds:
             return "spike"
         return None
 
-    def own(self, scores: Scores) -> list[Kind]:
+    def own(self, scores: StepScores) -> list[Kind]:
         """Return the kinds of anomalies that other ranks may not have found.
 
         Early warnings come last, because what they warn of may be in the same step.
         """
-        step, state, forward = scores
-        has_changed = state.highest > STATE_LIMIT or state.num_bad > 0
+        has_changed = scores.highest_state > STATE_LIMIT or scores.num_bad_states > 0
         kinds: dict[Kind, bool] = {
             "gradient_not_finite": self._is_ruined,
             # Each rank has a schedule of its own.
-            "learning_rate_spike": self.rate_rise is not None or step.lowest_rate < 0,
+            "learning_rate_spike": self.rate_rise is not None or scores.lowest_rate < 0,
             "state_spike": has_changed,
             "loss_spike": self._of_course == "loss_spike",
             "loss_drop": self._of_course == "loss_drop",
-            "local_norm_spike": step.num_risen > 0,
-            "update_spike": step.num_moved > 0 or self._moves_too_far(),
-            "zero_gradient": step.num_dead > 0,
-            "local_norm_drop": step.num_fallen > 0,
+            "local_norm_spike": scores.num_risen > 0,
+            "update_spike": scores.num_moved > 0 or self._moves_too_far(),
+            "zero_gradient": scores.num_dead > 0,
+            "local_norm_drop": scores.num_fallen > 0,
             "loss_shift": self._of_course == "loss_shift",
             "norm_shift": self._of_norm is not None,
-            "attention_logits": forward.num_logits > 0,
-            "expert_load": forward.num_loads > 0,
+            "attention_logits": scores.num_logits > 0,
+            "expert_load": scores.num_loads > 0,
             "update_growth": self.growth is not None,
         }
         return [kind for kind, is_found in kinds.items() if is_found]

@@ -65,16 +65,6 @@ class StateSample(NamedTuple):
     """Shape ``(K,)``, float32."""
 
 
-class StateScores(NamedTuple):
-    """The summary of a sample, on the host."""
-
-    highest: float
-    """Highest score of the norm of a weight or a buffer; NaN without a score."""
-
-    num_bad: float
-    """Number of tensors that have become non-finite since the sample before."""
-
-
 @final
 class StateJudge:
     """Score the norms of weights, optimizer state and buffers by the samples before.
@@ -104,7 +94,9 @@ class StateJudge:
             optimizer: Optimizer with or without wrappers; ``None`` if unknown.
 
         Returns:
-            The fields of `StateScores`, float32.
+            The highest score of the norm of a weight or a buffer, NaN without a score, and the
+            number of tensors that have become non-finite since the sample before; shape ``(2,)``,
+            float32.
         """
         taken = self._measure(step, optimizer)
         before = self._samples[-1] if self._samples else taken

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from mfwrap.callbacks.culprit.judges.forward import JudgedForward
 from mfwrap.callbacks.culprit.judges.updates import Change
 from mfwrap.callbacks.culprit.judges.windows import NamedWindow
 
@@ -56,7 +57,7 @@ class JudgedStep(NamedTuple):
     """Judgement of a step, on the device. ``G`` is the number of groups, ``P`` that of weights."""
 
     summary: Tensor
-    """Shape ``(len(StepScores._fields),)``, float32."""
+    """The fields of `StepScores`, float32; those of state and forwards come with `Judges`."""
 
     names: tuple[str, ...]
     """Names of the groups of gradients; empty without local norms."""
@@ -90,6 +91,12 @@ class JudgedStep(NamedTuple):
     """Sum of the root mean squares of each weight's updates that were no anomalies, since the last
     sample of the weights. Shape ``(P,)``, float32; infinite if an update has made the weight
     non-finite."""
+
+    optimizer: Any = None
+    """Optimizer, for a later look at its state; ``None`` if unknown."""
+
+    forward: JudgedForward | None = None
+    """Judgement of the last forwards that were watched."""
 
     def changed(self) -> tuple[str, ...]:
         """Return the weights that have changed between two steps; synchronizes."""
@@ -173,6 +180,18 @@ class StepScores(NamedTuple):
     update_ratio: float
     """Median over the weights of the ratio of the update to the weight, both as root mean squares.
     Ordinary ratios are about 1e-3."""
+
+    highest_state: float = math.nan
+    """Highest score of the norm of a weight or a buffer, in a step with a sample of the state."""
+
+    num_bad_states: float = math.nan
+    """Number of tensors of the state that have become non-finite since the sample before."""
+
+    num_logits: float = math.nan
+    """Number of modules whose attention logits are an anomaly; NaN without watched forwards."""
+
+    num_loads: float = math.nan
+    """Number of modules whose load of experts is an anomaly; NaN without watched forwards."""
 
 
 @final

@@ -5,15 +5,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, Anomaly, BadRow, Kind
+from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow, Kind
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.rows import RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.records.skipped_rows import RowPlace, RowPlaces
 
-_OF_DATA: frozenset[Kind] = NON_FINITE | {"spike", "loss_spike", "local_norm_spike"}
-"""Kinds of anomalies that a sample may have caused."""
+IN_ROWS: frozenset[Kind] = frozenset({"spike", "loss_spike", "local_norm_spike"})
+"""Kinds of finite anomalies that a row may have caused."""
 
 _CAUSES_IN_DATA = frozenset({"data", "rank_data"})
 
@@ -108,11 +108,6 @@ def _placed(row: BadRow, place: RowPlace | None) -> BadRow:
     # If the batch has indices, they are those that the data set itself gave.
     index = place.index if row.index is None else row.index
     return dataclasses.replace(row, index=index, epoch=place.row.epoch, position=place.row.position)
-
-
-def may_be_in_rows(kind: Kind) -> bool:
-    """Return whether a row may have caused an anomaly of this kind."""
-    return kind in _OF_DATA
 
 
 def with_samples(anomaly: Anomaly, searches: Sequence[RowSearch | None]) -> Anomaly:

@@ -16,9 +16,7 @@ from mfwrap import MFTrainOneStepCell
 from mfwrap.callbacks import LoopMonitor
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.finder import CulpritFinder
-from mfwrap.callbacks.culprit.judges.forward import ForwardScores
-from mfwrap.callbacks.culprit.judges.judges import Scores
-from mfwrap.callbacks.culprit.judges.state import StateScores
+from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import all_ranks_meet, gather_objects
@@ -27,34 +25,26 @@ from support.cause_evidence import ORDINARY
 __all__ = ["LONE", "explain_overflow", "find_alone", "find_together", "load_alone", "raise_rate"]
 
 NAN = math.nan
-_QUIET = Scores(
-    ORDINARY._replace(usual_global_norm=1.0),
-    StateScores(highest=NAN, num_bad=NAN),
-    ForwardScores(num_logits=NAN, num_loads=NAN),
-)
+_QUIET = ORDINARY._replace(usual_global_norm=1.0)
 _LIMIT = 65504.0
 
 
-def _step(**step: float) -> Scores:
-    return _QUIET._replace(step=_QUIET.step._replace(**step))
-
-
-LONE: dict[str, tuple[Scores, float]] = {
-    "spike": (_step(usual_global_norm=0.01, global_norm=20.0), 1.0),
-    "vanishing_gradient": (_step(usual_global_norm=1e4, global_norm=-20.0), 1.0),
-    "learning_rate_spike": (_step(learning_rate=0.1), 1.0),
+LONE: dict[str, tuple[StepScores, float]] = {
+    "spike": (_QUIET._replace(usual_global_norm=0.01, global_norm=20.0), 1.0),
+    "vanishing_gradient": (_QUIET._replace(usual_global_norm=1e4, global_norm=-20.0), 1.0),
+    "learning_rate_spike": (_QUIET._replace(learning_rate=0.1), 1.0),
     "loss_not_finite": (_QUIET, NAN),
     "loss_spike": (_QUIET, 50.0),
     "loss_drop": (_QUIET, 1e-3),
     "loss_shift": (_QUIET, 1.0),
     "norm_shift": (_QUIET, 1.0),
-    "local_norm_spike": (_step(num_risen=1), 1.0),
-    "update_spike": (_step(num_moved=1), 1.0),
-    "local_norm_drop": (_step(num_fallen=1), 1.0),
-    "zero_gradient": (_step(num_dead=1), 1.0),
-    "state_spike": (_QUIET._replace(state=StateScores(highest=20.0, num_bad=0)), 1.0),
-    "attention_logits": (_QUIET._replace(forward=ForwardScores(num_logits=1, num_loads=0)), 1.0),
-    "expert_load": (_QUIET._replace(forward=ForwardScores(num_logits=0, num_loads=1)), 1.0),
+    "local_norm_spike": (_QUIET._replace(num_risen=1), 1.0),
+    "update_spike": (_QUIET._replace(num_moved=1), 1.0),
+    "local_norm_drop": (_QUIET._replace(num_fallen=1), 1.0),
+    "zero_gradient": (_QUIET._replace(num_dead=1), 1.0),
+    "state_spike": (_QUIET._replace(highest_state=20.0, num_bad_states=0), 1.0),
+    "attention_logits": (_QUIET._replace(num_logits=1, num_loads=0), 1.0),
+    "expert_load": (_QUIET._replace(num_logits=0, num_loads=1), 1.0),
     "update_growth": (_QUIET, 1.0),
 }
 """Scores and loss with which one rank alone finds an anomaly, by its kind."""
@@ -79,7 +69,7 @@ class _Judged:
         self.finder = CulpritFinder(self.network, spike_factor=2.0, limit=_LIMIT, recorder=recorder)
         self._step = 0
 
-    def judge(self, scores: Scores, **values: Any) -> Anomaly | None:
+    def judge(self, scores: StepScores, **values: Any) -> Anomaly | None:
         self._step += 1
         self.finder.judges.begin_step(self._step)
         known = {"loss": 1.0, "overflow": False, "global_norm": 1.0, "skipped": False, **values}
@@ -100,7 +90,7 @@ def find_alone(rank: int, kind: str) -> list[Any]:
     for step in range(1, 100):
         if kind == "update_growth" and rank == 1:
             with _alone():
-                anomaly = judged.judge(_step(update_ratio=0.004 * 1.05**step))
+                anomaly = judged.judge(_QUIET._replace(update_ratio=0.004 * 1.05**step))
         elif kind in _SHIFTS and rank == 1 and step > 50:
             with _alone():
                 anomaly = judged.judge(_QUIET, **_SHIFTS[kind])
@@ -140,9 +130,8 @@ def explain_overflow(rank: int) -> list[Any]:
     judged = _Judged(replays=True)
     judged.judge(_QUIET)
     usual = 1e3 if rank == 0 else 1e-6
-    anomaly = judged.judge(
-        _step(usual_global_norm=usual), overflow=True, skipped=True, loss_scale=2.0**10 - rank
-    )
+    scores = _QUIET._replace(usual_global_norm=usual)
+    anomaly = judged.judge(scores, overflow=True, skipped=True, loss_scale=2.0**10 - rank)
     gather_objects("after the overflow")
     return [anomaly is None, judged.finder.num_scale_overflows]
 

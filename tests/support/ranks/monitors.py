@@ -332,7 +332,7 @@ def judged_norms(judges: Judges, *norms: float) -> list[float]:
     report = types.SimpleNamespace(
         local_norm_names=names, learning_rates=torch.zeros(0), learning_rate_factor=1.0
     )
-    return judges.end_step(1, output, report, None).step.usual_norm.tolist()
+    return judges.end_step(1, output, report, None).usual_norm.tolist()
 
 
 def refuse_a_folder(rank: int, folder: str) -> str:

@@ -20,7 +20,7 @@ from mfwrap import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, MFTrain
 from mfwrap.callbacks import LoopMonitor, TrainingStateMonitor
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.finder import CulpritFinder
-from mfwrap.callbacks.culprit.judges.judges import Scores
+from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.tensors.norm_groups import group_parameters
@@ -45,7 +45,7 @@ def judged(finder, step=1, *, names=(), norms=None, moved=False, **values) -> An
     numbers = StepNumbers(
         step=step, **{"loss_scale": None, "consecutive_skips": int(known["skipped"]), **known}
     )
-    scores = Scores.of(judgement.summary.tolist())
+    scores = StepScores(*judgement.summary.tolist())
     return finder.judge(numbers, judgement, scores, weights_have_moved=moved)
 
 

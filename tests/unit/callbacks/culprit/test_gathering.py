@@ -5,8 +5,9 @@ import math
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.gathering import EvidenceGatherer
-from mfwrap.callbacks.culprit.judges.judges import Judges, Scores
+from mfwrap.callbacks.culprit.gathering import EvidenceGatherer, HostStep
+from mfwrap.callbacks.culprit.judges.judges import Judges
+from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch
 from mfwrap.callbacks.shared.step_values import StepNumbers
@@ -51,16 +52,9 @@ def gathered(*, is_first: bool = True, loss: float = 1.0, records: bool = True):
         skipped=False,
         consecutive_skips=0,
     )
-    scores = Scores.of(judgement.summary.tolist()).step
-    return gatherer.gather(
-        numbers,
-        judgement,
-        scores,
-        is_first=is_first,
-        compares=True,
-        searches=True,
-        weights_have_moved=False,
-    )
+    scores = StepScores(*judgement.summary.tolist())
+    step = HostStep(numbers, judgement, scores, weights_have_moved=False)
+    return gatherer.gather("loss_spike", step, is_first=is_first)
 
 
 def test_all_evidence_of_a_step():

@@ -167,15 +167,15 @@ def test_a_run_that_continues():
     network = language_model().eval()
     with torch.no_grad():
         network.transformer.h[2].attn.c_attn.weight *= 25
-    judged = SimpleNamespace(step=SimpleNamespace(changed=lambda: ()))
-    scores = SimpleNamespace(step=ORDINARY)
+    judged = SimpleNamespace(changed=lambda: ())
+    scores = ORDINARY
     numbers = numbers_of(1, StepValues(loss=1e6, global_norm=1.0))
     found = []
     for step in (0, 50):
         judges = Judges(network, 10, step)
         judges.settings.look(step, None)
         notes = RunNotes(network, judges, step)
-        found.append([one.cause for one in notes.of_step(numbers, judged, scores)])
+        found.append([one.cause.name for one in notes.of_step(numbers, judged, scores)])
         assert notes.of_step(numbers, judged, scores) == []
     assert found == [["weight_size", "setting", "first_loss"], []]
 
@@ -183,9 +183,9 @@ def test_a_run_that_continues():
 def test_weights_that_have_changed_lately():
     """They are remembered for three steps, for what follows from the change."""
     notes = RunNotes(None, Judges(None, 10))
-    judged = SimpleNamespace(step=SimpleNamespace(changed=lambda: ("a", "b")))
+    judged = SimpleNamespace(changed=lambda: ("a", "b"))
     for step, number in ((19, 0), (20, 2), (21, 0)):
-        scores = SimpleNamespace(step=ORDINARY._replace(num_changed=number))
+        scores = ORDINARY._replace(num_changed=number)
         notes.of_step(numbers_of(step, StepValues(loss=1.0, global_norm=1.0)), judged, scores)
     assert [notes.changed_weights(step) for step in (23, 24)] == [(20, ("a", "b")), None]
 
@@ -193,8 +193,8 @@ def test_weights_that_have_changed_lately():
 def test_a_network_that_is_unknown():
     """Only what is seen in the numbers is noted."""
     notes = RunNotes(None, Judges(None, 10))
-    judged = SimpleNamespace(step=SimpleNamespace(changed=lambda: ()))
-    scores = SimpleNamespace(step=ORDINARY._replace(learning_rate=0.0))
+    judged = SimpleNamespace(changed=lambda: ())
+    scores = ORDINARY._replace(learning_rate=0.0)
     numbers = numbers_of(1, StepValues(loss=1e6, global_norm=1.0))
     found = [notes.of_step(numbers, judged, scores) for _ in range(5)]
     assert [len(each) for each in found] == [0, 0, 1, 0, 0]

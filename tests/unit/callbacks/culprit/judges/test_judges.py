@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.judges.judges import Judges, Scores
+from mfwrap.callbacks.culprit.judges.judges import Judges
+from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.compatibility.graphs import capturing
 from support.ranks.monitors import judged_norms, save_usual_norms
 
@@ -19,10 +20,10 @@ def test_a_sample_of_the_state_is_taken_at_its_interval():
     """Between samples the scores of the state are unknown."""
     judges = Judges(nn.Linear(2, 2), 3)
     found = [
-        Scores.of(judges.end_step(step, torch.ones(()), None, None).summary.tolist())
+        StepScores(*judges.end_step(step, torch.ones(()), None, None).summary.tolist())
         for step in range(1, 7)
     ]
-    assert [math.isnan(each.state.num_bad) for each in found] == [True, True, False] * 2
+    assert [math.isnan(each.num_bad_states) for each in found] == [True, True, False] * 2
 
 
 def test_watched_forwards_are_judged():
@@ -32,7 +33,7 @@ def test_watched_forwards_are_judged():
         if step % 2:
             judges.forward.add({"attn": torch.tensor([1.5**step])}, {})
         judgement = judges.end_step(step, torch.ones(()), None, None)
-        found.append(Scores.of(judgement.summary.tolist()).forward.num_logits)
+        found.append(StepScores(*judgement.summary.tolist()).num_logits)
     assert all(math.isnan(each) for each in found[1::2])
     assert (found[0], found[-1]) == (0, 1)
     assert judgement.forward is not None
@@ -62,8 +63,8 @@ def test_updates_are_measured_unless_several_may_have_passed():
     network.weight.data.add_(1.0)
     logged = judges.end_step(1, torch.ones(()), None, None, measures_updates=False)
     measured = judges.end_step(2, torch.ones(()), None, None)
-    assert (logged.step.change, logged.step.moved(), logged.step.travelled()) == (None, (), {})
-    assert measured.step.change.update.tolist() == [1.0, 0.0]
+    assert (logged.change, logged.moved(), logged.travelled()) == (None, (), {})
+    assert measured.change.update.tolist() == [1.0, 0.0]
 
 
 def test_updates_add_up_from_one_sample_to_the_next():
@@ -73,7 +74,7 @@ def test_updates_add_up_from_one_sample_to_the_next():
     travelled = []
     for step in range(1, 6):
         network.weight.data.add_(1.0)
-        judged = judges.end_step(step, torch.ones(()), None, None).step
+        judged = judges.end_step(step, torch.ones(()), None, None)
         travelled.append(judged.travelled()["weight"])
     assert travelled == [1.0, 1.0, 2.0, 1.0, 2.0]
 
@@ -98,9 +99,7 @@ def test_evidence_is_the_same_after_a_resume():
             optimizer.step()
             if step == 7:
                 network.bias.data.mul_(100)
-            travelled = judges.end_step(
-                step, torch.ones(()), None, None, optimizer
-            ).step.travelled()
+            travelled = judges.end_step(step, torch.ones(()), None, None, optimizer).travelled()
         return judges.states.risen(8, optimizer), travelled
 
     expected = evidence_of(None)
@@ -115,7 +114,7 @@ def test_a_change_before_the_step_is_no_update():
     judges = Judges(network, 10)
     network.weight.data.add_(1.0)
     judges.begin_step(1)
-    judged = judges.end_step(1, torch.ones(()), None, None).step
+    judged = judges.end_step(1, torch.ones(()), None, None)
     assert (judged.change.update.tolist(), judged.change.outside.tolist()) == ([0, 0], [1, 0])
     assert judged.changed() == ("weight",)
 
@@ -132,7 +131,7 @@ def test_what_a_loop_does_around_the_update_is_no_update():
         network.weight.grad = torch.full((2, 2), -update)
         optimizer.step()
         network.weight.data.add_(after)
-        change = judges.end_step(number, torch.ones(()), None, None).step.change
+        change = judges.end_step(number, torch.ones(()), None, None).change
         return change.update[0].item(), change.outside[0].item()
 
     assert step(1, 0.25, 1.0, 2.0) == pytest.approx((1.0, 0.25))
@@ -153,7 +152,7 @@ def test_a_captured_update_measures_nothing():
         optimizer.step()
     network.weight.data.add_(1.0)
 
-    change = judges.end_step(1, torch.ones(()), None, None).step.change
+    change = judges.end_step(1, torch.ones(()), None, None).change
     assert change.update[0].item() == pytest.approx(0.0, abs=1e-6)
 
 
@@ -176,7 +175,7 @@ def test_weights_that_are_added_later_are_measured():
     network = nn.Sequential(nn.Linear(2, 2))
     judges = Judges(network, 2)
     network.append(nn.Linear(2, 2))
-    weights = [judges.end_step(n, torch.ones(()), None, None).step.weights for n in (1, 2, 3)]
+    weights = [judges.end_step(n, torch.ones(()), None, None).weights for n in (1, 2, 3)]
     assert [len(names) for names in weights] == [2, 2, 4]
 
 

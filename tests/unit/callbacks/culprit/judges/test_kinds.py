@@ -6,21 +6,15 @@ import math
 import pytest
 
 from mfwrap.callbacks.culprit.judges.course import LossCourse
-from mfwrap.callbacks.culprit.judges.forward import ForwardScores
-from mfwrap.callbacks.culprit.judges.judges import Scores
 from mfwrap.callbacks.culprit.judges.kinds import StepKinds
-from mfwrap.callbacks.culprit.judges.state import StateScores
+from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
 from support.cause_evidence import ORDINARY
 
 
-def scores(state: StateScores | None = None, num_logits: float = 0.0, **step: float) -> Scores:
+def scores(num_logits: float = 0.0, **step: float) -> StepScores:
     """Return the scores of a step that is ordinary but for these."""
-    return Scores(
-        ORDINARY._replace(**step),
-        state or StateScores(highest=math.nan, num_bad=math.nan),
-        ForwardScores(num_logits=num_logits, num_loads=math.nan),
-    )
+    return ORDINARY._replace(num_logits=num_logits, **step)
 
 
 def numbers(norm: float | None, loss: float = 1.0) -> StepNumbers:
@@ -41,8 +35,8 @@ def kinds_after(num_steps: int) -> StepKinds:
     [
         (scores(), []),
         (scores(num_changed=1, num_risen=1), ["local_norm_spike"]),
-        (scores(StateScores(highest=20.0, num_bad=0)), ["state_spike"]),
-        (scores(StateScores(highest=math.nan, num_bad=1)), ["state_spike"]),
+        (scores(highest_state=20.0, num_bad_states=0), ["state_spike"]),
+        (scores(num_bad_states=1), ["state_spike"]),
         (scores(num_risen=1, num_logits=1), ["local_norm_spike", "attention_logits"]),
         (scores(num_risen=2), ["local_norm_spike"]),
         (scores(num_moved=2), ["update_spike"]),
@@ -65,7 +59,7 @@ def test_a_warm_up_begins_with_rises_of_the_rate():
         for _ in range(2):
             rate *= 6
             step = scores(learning_rate=rate, ordinary_rate=rate, num_risen=2)
-            kinds.follow(numbers(1.0), step.step, applied=True)
+            kinds.follow(numbers(1.0), step, applied=True)
             found.append(kinds.own(step)[0])
             assert kinds.shared(numbers(1.0), step) is None
         assert found == ["local_norm_spike", "learning_rate_spike"]
