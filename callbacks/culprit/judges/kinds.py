@@ -87,13 +87,15 @@ class StepKinds:
         # A norm of zero has no score. With a loss of zero, as is usual for this run, there was
         # nothing to learn.
         is_empty = norm == 0 == numbers.loss and not self._course.score < -LOSS_LIMIT
-        has_fallen = norm is not None and norm < usual / _FALL
+        is_early = self._norms.num_distances < FEWEST_NORMS
+        # The first loss and its gradients may be of another size than all later ones.
+        has_fallen = norm is not None and norm < usual / _FALL and not (is_early and norm > 0)
         if has_fallen and not is_empty and not score >= -LIMITS["global_norm"]:
             is_first, self._since_fall = self._since_fall > _QUIET_STEPS, 0
             if is_first:
                 return "vanishing_gradient"
         factor = self._spike_factor
-        if self._norms.num_distances < FEWEST_NORMS:
+        if is_early:
             factor = max(factor, EARLY_FACTOR)
         is_high = norm is not None and norm > factor * usual
         if is_high and score > LIMITS["global_norm"]:
