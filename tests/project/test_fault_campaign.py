@@ -169,6 +169,11 @@ def test_the_ways_train_alike(tmp_path: Path):
         (How.TRANSPOSED, [[1.0, 3.0], [-2.0, 4.0]]),
         (How.REORDERED, [[-2.0, 1.0], [4.0, 3.0]]),
         (How.TRUNCATED, [[1.0, 0.0], [3.0, 0.0]]),
+        (How.REPEATED, [[1.0, -2.0], [1.0, -2.0]]),
+        (How.MIXED, [[2.0, 1.0], [2.0, 1.0]]),
+        (How.PROBABILITIES, [[0.9525741, 0.0474259], [0.2689414, 0.7310586]]),
+        (How.LOGARITHMS, [[0.0, -torch.inf], [-1.2039728, -0.3566750]]),
+        (How.FLOAT8, [[1.015625, -2.03125], [3.125, 4.0625]]),
     ],
 )
 def test_a_tensor_is_changed(how: How, expected: list[list[float]]):

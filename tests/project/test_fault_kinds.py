@@ -1,5 +1,6 @@
 """Check what the kinds of planted faults do that other tests do not see in the series of a run."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,14 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from support.faults.architecture import Architecture, Rows, collated
-from support.faults.faults import NETWORK_PARTS, Course, Fault, How, Kind, What, Where
+from support.faults.architecture import LENGTH, Architecture, Rows, collated
+from support.faults.faults import NETWORK_PARTS, Course, Fault, How, Kind, Moment, What, Where
 from support.faults.judged_networks import JUDGED_NETWORKS
 from support.faults.networks import new_network, target_weights, weight_groups
 from support.faults.parts import plant_in_part
 from support.faults.planting import plant_in_batch
 from support.faults.training import NUM_MICRO_BATCHES, Case, Training
 from support.faults.updates import KeptGradients, PlantedUpdates
+
+# peft uses `is_gradient_checkpointing`, which transformers has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 PARTS = [
     (name, what)
@@ -28,6 +32,8 @@ HOWS = {
     What.RESIDUAL: How.MISSING,
     What.TIED_WEIGHT: How.STALE,
     What.ROUTING: How.CONSTANT,
+    What.NORM: How.MISSING,
+    What.LAYER: How.REPEATED,
 }
 
 
@@ -92,7 +98,8 @@ def test_each_weight_is_in_one_group(name: str):
     assert len(groups) == len(architecture.layers) + 1
     assert all(groups)
     grouped = [id(weight) for group in groups for weight in group.values()]
-    assert sorted(grouped) == sorted(id(weight) for weight in network.parameters())
+    trainable = [weight for weight in network.parameters() if weight.requires_grad]
+    assert sorted(grouped) == sorted(map(id, trainable))
 
 
 def _step(weight: nn.Parameter, optimizer: SGD, *gradients: float) -> None:
@@ -181,6 +188,75 @@ def test_targets_are_shifted_within_their_row():
 
         expected = before.roll(1, 1) if before.dim() > 1 else (before + 1) % 4
         assert batch["labels"].equal(expected)
+
+
+def test_the_second_half_of_the_targets_does_not_count():
+    """The first half of the targets is as it was."""
+    architecture = JUDGED_NETWORKS["temporal"]
+    rows = Rows(architecture, 4)
+    batch = collated([rows[number] for number in range(4)])
+    before, half = batch["labels"].clone(), LENGTH // 2
+
+    plant_in_batch(batch, _fault(What.TARGETS, How.TRUNCATED), architecture, 4, dict)
+
+    assert batch["labels"][:, :half].equal(before[:, :half])
+    assert (batch["labels"][:, half:] == -100).all()
+    assert batch["input_ids"].equal(before)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [(How.REPEATED, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]), (How.TRUNCATED, [0, 1, 2, 3, 4] + 5 * [0])],
+)
+def test_a_sequence_is_another_one_for_inputs_and_targets(how: How, expected: list[int]):
+    """Each token is there twice, or padding takes the place of the second half."""
+    tokens = torch.arange(LENGTH)[None]
+    batch = {"input_ids": tokens.clone(), "labels": tokens.clone()}
+
+    plant_in_batch(batch, _fault(What.SEQUENCE, how), JUDGED_NETWORKS["temporal"], 4, dict)
+
+    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [expected]
+
+
+@pytest.mark.parametrize("what", [What.GRADIENT, What.OPTIMIZER_STATE])
+def test_what_belongs_to_weights_is_swapped(what: What):
+    """A weight gets the gradient or the state of another one of its shape."""
+    fault = _fault(what, How.SWAPPED, num_steps=100, where=Where.ALL, moment=Moment.BETWEEN)
+    fault = replace(fault, kind=replace(fault.kind, course=Course.BRIEF))
+    training = Training(Case(architecture="flow", way="cell", optimizer="sgd", fault=fault), None)
+    one, other = (training.network.get_parameter(f"blocks.{each}.up.bias") for each in (0, 1))
+
+    for step in range(1, 5):
+        training.begin_step(step)
+        for weight in training.network.parameters():
+            weight.grad = torch.zeros_like(weight)
+        assert one.grad is not None
+        one.grad += 1.0
+        training.optimizer.step()
+
+    momentum = [
+        training.optimizer.state[each]["momentum_buffer"][0].item() for each in (one, other)
+    ]
+    decay = 0.9
+    kept = 1 + decay + decay**2
+    if what is What.GRADIENT:
+        assert momentum == pytest.approx([decay * kept, 1.0], rel=1e-2)
+    else:
+        assert momentum == pytest.approx([1.0, decay * kept], rel=1e-2)
+
+
+def test_a_kept_loss_is_added_up():
+    """From the first step of the fault on, the loop adds the losses of all micro-batches before."""
+    fault = _fault(What.OUTER_LOSS, How.KEPT, num_steps=100, where=Where.ALL)
+    training = Training(Case(architecture="flow", way="plain loop", fault=fault), None)
+
+    losses = [
+        training.outer_loss(torch.tensor(1.0), step, micro_batch).item()
+        for step in (3, 4, 5)
+        for micro_batch in range(2)
+    ]
+
+    assert losses == [1.0, 1.0, 1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("how", [How.REPEATED, How.SORTED])

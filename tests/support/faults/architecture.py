@@ -76,6 +76,13 @@ class Architecture:
     parts: tuple[str, ...] = ()
     """Parts that the network has, by the names in `NETWORK_PARTS`."""
 
+    frequencies: str | None = None
+    """Name of the buffer with the frequencies of the rotations that tell positions."""
+
+    counter: str | None = None
+    """Name of the first module that divides by the number of tokens or points that
+    ``attention_mask`` leaves, which must not be zero."""
+
     divider: str | None = None
     """Name of a module that divides by the spread of the inputs, so that it must not be zero."""
 

@@ -44,6 +44,21 @@ def _truncated(tensor: Tensor, *_: object) -> Tensor:
     return new
 
 
+def _with_repeated_half(tensor: Tensor, *_: object) -> Tensor:
+    half = len(tensor) // 2
+    return torch.cat([tensor[:half], tensor[:half], tensor[2 * half :]])
+
+
+def _logarithms(tensor: Tensor, size: float, _: Fault) -> Tensor:
+    exact = tensor.softmax(-1)
+    # Rounding has no slope, so the backward passes it over.
+    return (exact + ((exact * size).round() / size - exact).detach()).log()
+
+
+def _in_float8(tensor: Tensor, size: float, _: Fault) -> Tensor:
+    return (tensor / size).to(torch.float8_e4m3fn).to(tensor.dtype) * size
+
+
 def _clamped(tensor: Tensor, size: float, _: Fault) -> Tensor:
     limit = tensor.detach().abs().max() / size
     return torch.maximum(torch.minimum(tensor, limit), -limit)
@@ -68,6 +83,11 @@ _CHANGES: dict[How, Callable[[Tensor, float, Fault], Tensor]] = {
     How.REORDERED: lambda tensor, *_: tensor.flip(-1),
     How.TRUNCATED: _truncated,
     How.CLAMPED: _clamped,
+    How.REPEATED: _with_repeated_half,
+    How.MIXED: lambda tensor, *_: (tensor + tensor.roll(1, 0)) / 2,
+    How.PROBABILITIES: lambda tensor, *_: tensor.softmax(-1),
+    How.LOGARITHMS: _logarithms,
+    How.FLOAT8: _in_float8,
 }
 
 

@@ -3,7 +3,14 @@
 import random
 from collections.abc import Callable, Sequence
 
-from support.faults.architecture import BATCH_SIZE, NUM_CLASSES, Architecture, tokens, turns
+from support.faults.architecture import (
+    BATCH_SIZE,
+    NUM_CLASSES,
+    VOCABULARY,
+    Architecture,
+    tokens,
+    turns,
+)
 from support.faults.faults import (
     DATA,
     FLOWING,
@@ -75,17 +82,31 @@ _OWN_SIZES = {
     (What.NORM_EPSILON, How.RAISED): (1e5, 1e9),
     (What.RESIDUAL, How.RAISED): (2.0, 30.0),
     (What.AUXILIARY_WEIGHT, How.RAISED): (30.0, 1e4),
+    (What.EMBEDDING, How.RAISED): (3.0, 100.0),
+    (What.ADAPTER_SCALE, How.RAISED): (3.0, 100.0),
+    (What.LOGITS, How.LOGARITHMS): (10.0, 300.0),
+    (What.ACTIVATION_GRADIENT, How.FLOAT8): (300.0, 3e5),
 }
 _LASTING_SIZES = {
     (What.INPUTS, How.RAISED): (2.0, 255.0),
     (What.TARGET_VALUES, How.RAISED): (2.0, 1e3),
     (What.UPDATE, How.REPEATED): (3.0, 30.0),
+    (What.GRADIENT, How.RAISED): (2.0, 64.0),
+    (What.OUTER_LOSS, How.LOWERED): (2.0, 64.0),
 }
-"""Sizes of faults that no outlier has, but a unit or a number of calls."""
+"""Sizes of faults that no outlier has, but a unit, or a number of calls, ranks or micro-batches."""
 _GROWTH = (1.2, 2.0)
 
 
-_OF_VALUES = {How.RAISED, How.NAN, How.ZERO, How.SHIFTED, How.REORDERED}
+_OF_VALUES = {
+    How.RAISED,
+    How.NAN,
+    How.INFINITE,
+    How.ZERO,
+    How.SHIFTED,
+    How.REORDERED,
+    How.MIXED,
+}
 """What happens to inputs that are not numbers of tokens."""
 
 
@@ -123,6 +144,8 @@ def _has_targets(architecture: Architecture, how: How) -> bool:
         return has_classes and architecture.ignores
     if how is How.SHIFTED:
         return has_classes
+    if how is How.TRUNCATED:
+        return architecture.num_targets == VOCABULARY and architecture.ignores
     return has_classes or _has_values(architecture)
 
 
@@ -139,6 +162,10 @@ _NEEDS: dict[What, Callable[[Architecture, How], bool]] = {
     What.TARGET_VALUES: lambda network, _: _has_values(network),
     What.INPUTS: _has_inputs,
     What.VOCABULARY: lambda network, _: network.row in {tokens, turns},
+    What.SEQUENCE: lambda network, _: network.row in {tokens, turns},
+    What.PADDING_MASK: lambda network, _: network.counter is not None,
+    What.FROZEN_WEIGHT: lambda network, _: "adapter_scale" in network.parts,
+    What.FREQUENCIES: lambda network, _: network.frequencies is not None,
     What.BATCH: lambda network, how: how is not How.SORTED or network.num_targets == NUM_CLASSES,
     What.LOGITS: lambda network, _: network.num_targets is not None and network.head is not None,
 }
@@ -150,7 +177,11 @@ _EARLY = {
     (What.UPDATE, How.MISSING): 1.0,
     (What.GROUP_RATE, How.ZERO): 1.0,
     (What.CLIPPING, How.LOWERED): 1.0,
-    # What it has learned matters for these, as for its parts.
+    # These parts matter from the start.
+    (What.NORM, How.MISSING): 0.5,
+    (What.LAYER, How.REPEATED): 0.5,
+    (What.EMBEDDING, How.RAISED): 0.5,
+    # What it has learned matters for these, as for the other parts.
     (What.WEIGHT, How.SWAPPED): 0.0,
     (What.WEIGHT, How.ANEW): 0.0,
     (What.WEIGHT, How.TRANSPOSED): 0.0,
@@ -159,6 +190,11 @@ _EARLY = {
     (What.TARGETS, How.SHIFTED): 0.0,
     (What.VOCABULARY, How.PERMUTED): 0.0,
     (What.LOGITS, How.PERMUTED): 0.0,
+    (What.WEIGHT, How.MIXED): 0.0,
+    (What.WEIGHT, How.REPEATED): 0.0,
+    (What.SEQUENCE, How.REPEATED): 0.0,
+    (What.SEQUENCE, How.TRUNCATED): 0.0,
+    (What.TARGETS, How.TRUNCATED): 0.0,
 }
 """Share of the faults in the first 20 steps, if it is not a half. Without any, they are later."""
 
@@ -280,7 +316,7 @@ def _draw_fault(
 
 def _is_of_one_rank(dice: random.Random, kind: Kind, num_ranks: int) -> bool:
     # The ranks have the same types, and DistributedDataParallel sends the buffers of rank 0.
-    is_of_all = kind.what is What.BUFFER or kind.how is How.FLOAT16
+    is_of_all = kind.what in {What.BUFFER, What.FREQUENCIES} or kind.how is How.FLOAT16
     return num_ranks > 1 and not is_of_all and dice.random() < 0.5
 
 
@@ -296,6 +332,12 @@ _LAYER_OR_ALL = (Where.LAYER, Where.ALL, Where.ALL)
 _OWN_WHERES: dict[tuple[What, How], tuple[Where, ...]] = {
     (What.WEIGHT, How.SWAPPED): (Where.TENSOR, Where.LAYER, Where.LAYER),
     (What.WEIGHT, How.ANEW): (Where.TENSOR, Where.LAYER, Where.LAYER),
+    (What.WEIGHT, How.MIXED): _LAYER_OR_ALL,
+    (What.GRADIENT, How.SWAPPED): _LAYER_OR_ALL,
+    (What.OPTIMIZER_STATE, How.SWAPPED): _LAYER_OR_ALL,
+    (What.ACTIVATION, How.TRANSPOSED): _LAYER_OR_ALL,
+    (What.ACTIVATION_GRADIENT, How.FLOAT8): _LAYER_OR_ALL,
+    (What.WEIGHT, How.REPEATED): (Where.TENSOR, Where.LAYER, Where.ALL),
     (What.WEIGHT, How.TRANSPOSED): (Where.TENSOR, Where.LAYER, Where.ALL),
     (What.GRADIENT, How.KEPT): (Where.ALL,),
     (What.UPDATE, How.MISSING): _LAYER_OR_ALL,
@@ -304,10 +346,16 @@ _OWN_WHERES: dict[tuple[What, How], tuple[Where, ...]] = {
     (What.RESIDUAL, How.RAISED): _LAYER_OR_ALL,
     (What.RESIDUAL, How.MISSING): _LAYER_OR_ALL,
     (What.ROUTING, How.CONSTANT): _LAYER_OR_ALL,
+    (What.ROUTING, How.ZERO): _LAYER_OR_ALL,
+    (What.NORM, How.MISSING): _LAYER_OR_ALL,
+    (What.LAYER, How.REPEATED): _LAYER_OR_ALL,
+    (What.ADAPTER_SCALE, How.RAISED): _LAYER_OR_ALL,
     (What.GROUP_RATE, How.RAISED): (Where.LAYER,),
     (What.GROUP_RATE, How.ZERO): (Where.LAYER,),
     (What.GROUP_WEIGHT_DECAY, How.RAISED): (Where.LAYER,),
     (What.LOGITS, How.PERMUTED): (Where.TENSOR,),
+    (What.LOGITS, How.PROBABILITIES): (Where.TENSOR,),
+    (What.LOGITS, How.LOGARITHMS): (Where.TENSOR,),
     (What.LOGITS, How.INFINITE): (Where.TENSOR, Where.TENSOR, Where.ELEMENT),
 }
 
@@ -320,7 +368,13 @@ def _wheres(kind: Kind) -> tuple[Where, ...]:
         wheres = _OWN_WHERES[what, how]
     elif how is How.BIT:
         wheres = (Where.ELEMENT,)
-    elif what in {What.WEIGHT, What.GRADIENT, What.FIRST_MOMENT, What.SECOND_MOMENT}:
+    elif what in {
+        What.WEIGHT,
+        What.FROZEN_WEIGHT,
+        What.GRADIENT,
+        What.FIRST_MOMENT,
+        What.SECOND_MOMENT,
+    }:
         wheres = (Where.TENSOR, Where.LAYER, Where.ALL)
         if is_brief and how not in {How.PERMUTED, How.STALE}:
             wheres += (*wheres, Where.ELEMENT, Where.ROW)
@@ -328,16 +382,27 @@ def _wheres(kind: Kind) -> tuple[Where, ...]:
         wheres = (Where.TENSOR, Where.LAYER)
         if is_brief and how in {How.NAN, How.INFINITE, How.RAISED}:
             wheres += (Where.LAYER, Where.ELEMENT)
-    elif what is What.BUFFER:
+    elif what in {What.BUFFER, What.FREQUENCIES}:
         wheres = (Where.ELEMENT, Where.TENSOR)
     elif how is How.ROUNDED:
         wheres = (Where.LAYER,)
     return wheres
 
 
+_IN_MEMORY = OPTIMIZER_STATES | {
+    What.WEIGHT,
+    What.FROZEN_WEIGHT,
+    What.ALL_WEIGHTS,
+    What.BUFFER,
+    What.FREQUENCIES,
+}
+
+
 def _moment(dice: random.Random, kind: Kind) -> Moment:
     if kind.how is How.ROUNDED:
         return Moment.AFTER
-    if kind.what in {What.WEIGHT, What.ALL_WEIGHTS, What.BUFFER} | OPTIMIZER_STATES:
+    if kind.what is What.GRADIENT and kind.how is How.SWAPPED:
+        return Moment.BETWEEN
+    if kind.what in _IN_MEMORY:
         return dice.choice(list(Moment))
     return Moment.BEFORE

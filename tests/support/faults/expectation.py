@@ -13,7 +13,6 @@ from support.faults.faults import (
     GROUP_SETTINGS,
     HYPERPARAMETERS,
     LOSSES,
-    MOMENTS,
     NETWORK_PARTS,
     NETWORK_SETTINGS,
     OPTIMIZER_STATES,
@@ -25,7 +24,7 @@ from support.faults.faults import (
     Where,
 )
 from support.faults.networks import parameter_names, target_modules, target_weights
-from support.faults.parts import planted_layers
+from support.faults.parts import embedding_name, planted_layers
 from support.faults.series import SAMPLE_INTERVAL
 
 __all__ = ["CAUSES", "WINDOW", "Cause", "Expectation", "expectation_of"]
@@ -105,6 +104,8 @@ CAUSES = (
             What.ATTENTION_SCALE,
             What.NORM_EPSILON,
             What.AUXILIARY_WEIGHT,
+            What.EMBEDDING,
+            What.ADAPTER_SCALE,
             What.DTYPE,
         ),
         "a number, a mode or a type that the program has set is another one",
@@ -156,7 +157,7 @@ CAUSES = (
     ),
     Cause(
         "weight_changed",
-        _what(What.WEIGHT, What.ALL_WEIGHTS, What.TIED_WEIGHT),
+        _what(What.WEIGHT, What.FROZEN_WEIGHT, What.ALL_WEIGHTS, What.TIED_WEIGHT),
         "weights are others than those that the update has left",
     ),
     Cause(
@@ -170,12 +171,12 @@ CAUSES = (
         "moments or counts are others than the update has left",
     ),
     Cause("batch_norm", _what(What.BUFFER), "the buffer is a running variance of a BatchNorm"),
-    Cause("buffer_changed", _what(What.BUFFER), "the buffer is another one"),
+    Cause("buffer_changed", _what(What.BUFFER, What.FREQUENCIES), "the buffer is another one"),
     Cause(
         "batch_norm",
         lambda of: (
             of.fault.kind.what is What.INPUTS
-            and of.fault.kind.how in {How.NAN, How.RAISED, How.SHIFTED}
+            and of.fault.kind.how in {How.NAN, How.INFINITE, How.RAISED, How.SHIFTED}
             and of.architecture.buffer is not None
         ),
         "an input that a BatchNorm averages is in its running statistics from then on",
@@ -190,22 +191,24 @@ CAUSES = (
         "rank_differs",
         lambda of: (
             of.fault.rank is not None
-            and of.fault.kind.what in {What.WEIGHT, What.ALL_WEIGHTS, What.GRADIENT}
+            and of.fault.kind.what
+            in {What.WEIGHT, What.FROZEN_WEIGHT, What.ALL_WEIGHTS, What.GRADIENT}
         ),
         "what the ranks have in common differs on one of them",
     ),
     Cause(
         "activation",
-        _what(What.ACTIVATION, What.LOGITS, *set(NETWORK_PARTS) - {What.AUXILIARY_WEIGHT}),
+        _what(
+            What.ACTIVATION,
+            What.LOGITS,
+            What.FREQUENCIES,
+            *set(NETWORK_PARTS) - {What.AUXILIARY_WEIGHT},
+        ),
         "a module's output is not what its inputs make it",
     ),
     Cause(
         "activation",
-        lambda of: (
-            of.fault.kind.what is What.INPUTS
-            and of.fault.kind.how is How.ZERO
-            and of.architecture.divider is not None
-        ),
+        lambda of: _zero_divider(of.fault, of.architecture) is not None,
         "a module divides by zero",
     ),
     Cause(
@@ -221,14 +224,14 @@ CAUSES = (
     ),
     Cause(
         "dead_layer",
-        lambda of: of.fault.kind.what in FLOWING and of.fault.kind.how is How.ZERO,
-        "weights behind a zero have no gradient",
+        lambda of: of.fault.kind.what in FLOWING and of.fault.kind.how in {How.ZERO, How.FLOAT8},
+        "weights behind a zero have no gradient, and small numbers are zero in float8",
     ),
     Cause(
         "attention_logits",
         lambda of: (
             of.is_in(of.architecture.query)
-            and of.fault.kind.what in {What.WEIGHT, What.ACTIVATION}
+            and of.fault.kind.what in {What.WEIGHT, What.FROZEN_WEIGHT, What.ACTIVATION}
             and of.fault.kind.how is How.RAISED
         ),
         "the logits grow with the projection that the fault is in",
@@ -281,16 +284,17 @@ def expectation_of(fault: Fault, architecture: Architecture, network: nn.Module)
     )
 
 
-_SAMPLED = {What.WEIGHT, What.ALL_WEIGHTS, What.BUFFER, *OPTIMIZER_STATES}
+_SAMPLED = {What.WEIGHT, What.ALL_WEIGHTS, What.BUFFER, What.FREQUENCIES, *OPTIMIZER_STATES}
 """What the monitor reads every ten steps, so that a record is in time up to the next sample."""
 
 
 _OF_WEIGHTS = {
     What.WEIGHT,
+    What.FROZEN_WEIGHT,
     What.GRADIENT,
     What.UPDATE,
     *GROUP_SETTINGS,
-    *MOMENTS,
+    *OPTIMIZER_STATES,
 }
 
 
@@ -333,5 +337,15 @@ def _own_place(fault: Fault, architecture: Architecture, network: nn.Module) -> 
         return tuple(name for name in names if _POSITIONS.search(name))
     if what in NETWORK_PARTS and fault.where is not Where.ALL:
         return planted_layers(architecture, fault)
-    divides = what is What.INPUTS and fault.kind.how is How.ZERO
-    return (architecture.divider,) if divides and architecture.divider is not None else ()
+    place = _zero_divider(fault, architecture)
+    if what is What.EMBEDDING:
+        place = embedding_name(network)
+    elif what is What.FREQUENCIES:
+        place = architecture.frequencies
+    return () if place is None else (place,)
+
+
+def _zero_divider(fault: Fault, architecture: Architecture) -> str | None:
+    """Return the name of the module that divides by zero; ``None`` for none."""
+    dividers = {What.INPUTS: architecture.divider, What.PADDING_MASK: architecture.counter}
+    return dividers.get(fault.kind.what) if fault.kind.how is How.ZERO else None

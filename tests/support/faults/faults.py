@@ -91,6 +91,19 @@ class What(StrEnum):
     LOSS_GRADIENT = "loss gradient"
     """Gradient of the loss by the logits, while the loss is right."""
 
+    SEQUENCE = "sequence"
+    """Tokens of a row, which are its inputs and its targets."""
+
+    PADDING_MASK = "padding mask"
+    """Mask that tells which tokens or points of a row there are."""
+
+    NORM = "norm"
+    LAYER = "layer"
+    EMBEDDING = "embedding"
+    ADAPTER_SCALE = "adapter scale"
+    FROZEN_WEIGHT = "frozen weight"
+    FREQUENCIES = "rotary frequencies"
+
 
 class How(StrEnum):
     """How it is changed."""
@@ -159,7 +172,17 @@ class How(StrEnum):
     """Features, such as columns or channels, in reverse order."""
 
     TRUNCATED = "truncated"
-    """To the first half; the rest is zero."""
+    """To the first half; the rest is zero, or padding if only targets are truncated."""
+
+    MIXED = "mixed"
+    """The mean with the next row, or with the weights of another run."""
+
+    PROBABILITIES = "as probabilities"
+    LOGARITHMS = "as logarithms"
+    """Of probabilities in steps of one divided by the size, so that small ones are zero."""
+
+    FLOAT8 = "in float8"
+    """Divided by the size before they are rounded, and multiplied by it afterwards."""
 
 
 class Course(StrEnum):
@@ -288,11 +311,25 @@ NETWORK_PARTS = {
     What.TIED_WEIGHT: "tied_weight",
     What.ROUTING: "routing",
     What.AUXILIARY_WEIGHT: "auxiliary_weight",
+    What.NORM: "norm",
+    What.LAYER: "layer",
+    What.EMBEDDING: "embedding",
+    What.ADAPTER_SCALE: "adapter_scale",
 }
 """Parts of the network, by the names in `Architecture.parts`."""
 
 LOSSES = frozenset({What.LOSS, What.OUTER_LOSS, What.LOSS_GRADIENT})
-DATA = frozenset({What.INPUTS, What.TARGETS, What.TARGET_VALUES, What.BATCH, What.VOCABULARY})
+DATA = frozenset(
+    {
+        What.INPUTS,
+        What.TARGETS,
+        What.TARGET_VALUES,
+        What.BATCH,
+        What.VOCABULARY,
+        What.SEQUENCE,
+        What.PADDING_MASK,
+    }
+)
 GROUP_SETTINGS = frozenset({What.GROUP_RATE, What.GROUP_WEIGHT_DECAY})
 OPTIMIZER_STATES = frozenset({*MOMENTS, What.OPTIMIZER_STATE})
 _NUMBERS = {What.RATE, What.STEP_COUNT, *HYPERPARAMETERS, *NETWORK_SETTINGS} - {What.MODE}
@@ -300,6 +337,15 @@ _OF_NUMBERS = {How.RAISED, How.LOWERED, How.ZERO, How.NEGATED}
 _NON_FINITE = {How.NAN, How.INFINITE}
 _SQUARES = {What.BUFFER, What.SECOND_MOMENT}
 _TENSORS = _STATE | FLOWING - {What.LOGITS}
+_GROWING = {
+    What.WEIGHT,
+    What.FROZEN_WEIGHT,
+    What.ACTIVATION,
+    What.GRADIENT,
+    What.RATE,
+    What.GROUP_RATE,
+    What.LOSS,
+}
 _CODE = {
     *GROUP_SETTINGS,
     What.CLIPPING,
@@ -312,6 +358,23 @@ _WRONG_PREPROCESSING = {
     How.REPEATED,
     How.SORTED,
     How.TRUNCATED,
+    How.MIXED,
+}
+_WRONG_CODE = {
+    How.ZERO,
+    How.CLAMPED,
+    How.TERM,
+    How.PERMUTED,
+    How.SWAPPED,
+    How.TRANSPOSED,
+    How.PROBABILITIES,
+    How.LOGARITHMS,
+    How.FLOAT8,
+}
+_WRONG_FACTORS = {
+    (What.LOSS, How.RAISED),
+    (What.OUTER_LOSS, How.LOWERED),
+    (What.GRADIENT, How.RAISED),
 }
 _OF_TENSORS = {
     How.RAISED,
@@ -361,6 +424,21 @@ _HOWS: tuple[tuple[set[What] | frozenset[What], set[How]], ...] = (
     ({What.AUXILIARY_WEIGHT}, {How.RAISED}),
     ({What.LOGITS}, {How.INFINITE, How.PERMUTED}),
     ({What.LOSS_GRADIENT}, {How.NAN}),
+    ({What.SEQUENCE}, {How.REPEATED, How.TRUNCATED}),
+    ({What.PADDING_MASK}, {How.ZERO}),
+    ({What.INPUTS}, {How.INFINITE, How.MIXED}),
+    ({What.TARGETS}, {How.TRUNCATED}),
+    ({What.LOGITS}, {How.PROBABILITIES, How.LOGARITHMS}),
+    ({What.OUTER_LOSS}, {How.KEPT}),
+    ({What.BETAS, What.OPTIMIZER_STATE, What.GRADIENT}, {How.SWAPPED}),
+    ({What.NORM}, {How.MISSING}),
+    ({What.LAYER}, {How.REPEATED}),
+    ({What.EMBEDDING, What.ADAPTER_SCALE, What.FROZEN_WEIGHT}, {How.RAISED}),
+    ({What.ROUTING}, {How.ZERO}),
+    ({What.ACTIVATION}, {How.TRANSPOSED}),
+    ({What.ACTIVATION_GRADIENT}, {How.FLOAT8}),
+    ({What.WEIGHT}, {How.MIXED, How.REPEATED}),
+    ({What.FREQUENCIES}, {How.NAN}),
 )
 """What can be changed how, before `_EXCLUDED`."""
 
@@ -404,9 +482,10 @@ _EXCLUDED: tuple[tuple[str, _Predicate], ...] = (
         ),
     ),
     (
-        "in the backward of an activation, a factor or a lost value is what goes wrong",
+        "in the backward of an activation, a factor, a lost value or a type is what goes wrong",
         lambda what, how, _: (
-            what is What.ACTIVATION_GRADIENT and how not in {How.RAISED, How.ZERO, How.NAN}
+            what is What.ACTIVATION_GRADIENT
+            and how not in {How.RAISED, How.ZERO, How.NAN, How.FLOAT8}
         ),
     ),
     (
@@ -435,9 +514,10 @@ _EXCLUDED: tuple[tuple[str, _Predicate], ...] = (
         ),
     ),
     (
-        "outside of the network, a loss has a wrong factor or is lost",
+        "outside of the network, a loss has a wrong factor, is added up or is lost",
         lambda what, how, _: (
-            what is What.OUTER_LOSS and how not in {How.RAISED, How.NEGATED, How.NAN}
+            what is What.OUTER_LOSS
+            and how not in {How.RAISED, How.LOWERED, How.NEGATED, How.NAN, How.KEPT}
         ),
     ),
     (
@@ -465,11 +545,7 @@ _EXCLUDED: tuple[tuple[str, _Predicate], ...] = (
     (
         "only a size grows, where each step multiplies",
         lambda what, how, course: (
-            course is Course.GROWING
-            and not (
-                how is How.RAISED
-                and what in {What.WEIGHT, What.ACTIVATION, What.RATE, What.GROUP_RATE, What.LOSS}
-            )
+            course is Course.GROWING and not (how is How.RAISED and what in _GROWING)
         ),
     ),
     (
@@ -493,17 +569,21 @@ _EXCLUDED: tuple[tuple[str, _Predicate], ...] = (
         lambda what, how, course: (
             what in FLOWING | LOSSES
             and course is Course.LASTING
-            and how not in {How.ZERO, How.NEGATED, How.CLAMPED, How.TERM, How.KEPT, How.PERMUTED}
-            and (what, how) != (What.LOSS, How.RAISED)
+            and how not in {How.NEGATED, How.KEPT, *_WRONG_CODE}
+            and (what, how) not in _WRONG_FACTORS
         ),
     ),
     (
-        "a branch that is cut off, a clip, a term or an order is in the code for good",
+        "a branch that is cut off, a clip, a term, an order or a type is in the code for good",
         lambda what, how, course: (
             what in FLOWING | LOSSES
             and course is Course.BRIEF
-            and how in {How.ZERO, How.CLAMPED, How.TERM, How.PERMUTED}
+            and (how in _WRONG_CODE or (what is What.OUTER_LOSS and how in {How.LOWERED, How.KEPT}))
         ),
+    ),
+    (
+        "an adapter that is merged into frozen weights is merged again and again",
+        lambda what, _, course: what is What.FROZEN_WEIGHT and course is not Course.GROWING,
     ),
     (
         "a loader mixes rows up, and a unit is wrong, for good; a source has bad rows for a while",

@@ -1,19 +1,29 @@
-"""Small networks that rules are judged on: of libraries from their configurations, and in torch."""
+"""Small networks that rules are or were judged on, of libraries and in torch."""
 
 import functools
+import math
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, mse_loss, relu, silu
+from torch.nn.functional import cross_entropy, gelu, mse_loss, pad, relu, silu
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     ResNetConfig,
@@ -43,6 +53,9 @@ _SIGNAL = 64
 _PATCH = 2
 _IDS = 12
 """Number of users, and of items."""
+
+_POINTS = 8
+"""Most points of a set."""
 
 
 def _opt(width: int) -> OPTForCausalLM:
@@ -158,12 +171,20 @@ class _Decoder(nn.Module):
             mask = attention_mask[0, 0]
         for block in self.blocks:
             hidden = block(hidden, mask)
-        logits = self.settings["temperature"] * self.head(self.norm(hidden))
-        smoothing = self.settings["label_smoothing"]
-        loss = cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing
-        )
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        return _next_tokens(self.settings, self.head(self.norm(hidden)), labels)
+
+
+def _next_tokens(
+    settings: dict[str, float], logits: Tensor, labels: Tensor
+) -> SequenceClassifierOutput:
+    """Return the loss and the logits of the next tokens, by the settings of a network."""
+    logits = settings["temperature"] * logits
+    loss = cross_entropy(
+        logits[:, :-1].flatten(0, 1),
+        labels[:, 1:].flatten(),
+        label_smoothing=settings["label_smoothing"],
+    )
+    return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 class _Classifier(nn.Module):
@@ -357,6 +378,168 @@ def _rating(generator: torch.Generator) -> dict[str, Tensor]:
     return {"values": values, "users": user, "items": item, "labels": rating + noise}
 
 
+def _gpt_neo(width: int) -> GPTNeoForCausalLM:
+    words = {"vocab_size": VOCABULARY, "max_position_embeddings": _POSITIONS, "use_cache": False}
+    sizes = {"hidden_size": width, "num_layers": 2, "num_heads": 2, "initializer_range": 0.1}
+    attention = {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPTNeoForCausalLM(GPTNeoConfig(**words, **ends, **sizes, **attention))
+
+
+def _olmoe(width: int) -> OlmoeForCausalLM:
+    words = {"vocab_size": VOCABULARY, "pad_token_id": None, "eos_token_id": 0, "use_cache": False}
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return OlmoeForCausalLM(OlmoeConfig(**words, **sizes, **heads, **experts))
+
+
+def _phi_with_adapters(width: int) -> nn.Module:
+    words = {"vocab_size": VOCABULARY, "max_position_embeddings": _POSITIONS, "use_cache": False}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "initializer_range": 0.2, "resid_pdrop": 0.0}
+    # Both maps of these adapters begin with parts of the weights, so none of them is zero.
+    adapters = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
+        modules_to_save=["lm_head"],
+        init_lora_weights="olora",
+    )
+    return get_peft_model(PhiForCausalLM(PhiConfig(**words, **sizes, **heads)), adapters)
+
+
+def _convnext(width: int) -> ConvNextForImageClassification:
+    sizes = {"num_stages": 2, "hidden_sizes": [width, 2 * width], "depths": [1, 1]}
+    start = {"patch_size": 2, "layer_scale_init_value": 0.1, "num_labels": NUM_CLASSES}
+    return ConvNextForImageClassification(ConvNextConfig(**sizes, **start))
+
+
+class _MaskedMean(nn.Module):
+    """The mean of the points that there are, of which a set must have one."""
+
+    def forward(self, points: Tensor, mask: Tensor) -> Tensor:
+        """Return a vector for each set."""
+        weights = mask.to(points.dtype)[..., None]
+        return (weights * points).sum(1) / weights.sum(1)
+
+
+class _SetBlock(nn.Module):
+    """Each point gets the mean of its set."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.own, self.common = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, points: Tensor, mean: Tensor) -> Tensor:
+        """Return the points after the block."""
+        return points + relu(self.own(self.norm(points)) + self.common(mean)[:, None])
+
+
+class _SetClassifier(_Classifier):
+    """A classifier of sets of points, in any order and of any number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.stem = nn.Linear(NUM_CLASSES, width)
+        self.mean = _MaskedMean()
+        self.blocks = nn.ModuleList(_SetBlock(width) for _ in range(2))
+
+    def forward(
+        self, values: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> SequenceClassifierOutput:
+        """Return the loss and the logits."""
+        points = self.stem(values)
+        for block in self.blocks:
+            points = block(points, self.mean(points, attention_mask))
+        return self.classified(self.mean(points, attention_mask), labels)
+
+
+def _set(generator: torch.Generator) -> dict[str, Tensor]:
+    """Return points of which one coordinate is larger on average: its number is the class."""
+    label = torch.randint(NUM_CLASSES, (), generator=generator)
+    points = torch.randn(_POINTS, NUM_CLASSES, generator=generator)
+    points[:, label] += 1
+    number = torch.randint(_POINTS // 2, _POINTS + 1, (), generator=generator)
+    return {"values": points, "attention_mask": torch.arange(_POINTS) < number, "labels": label}
+
+
+class _Coupling(nn.Module):
+    """Scale and shift one half of the features by the other, and change their places."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_FEATURES // 2, 2 * width), nn.Linear(2 * width, _FEATURES)
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the new values, and the logarithm of the volume's change."""
+        first, second = values.chunk(2, -1)
+        scale, shift = self.down(silu(self.up(first))).chunk(2, -1)
+        scale = scale.tanh()
+        return torch.cat([second * scale.exp() + shift, first], -1), scale.sum(-1)
+
+
+class _Flow(nn.Module):
+    """A normalizing flow, whose loss is the negative log-likelihood of the values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Coupling(width) for _ in range(4))
+        self.scale = nn.Parameter(torch.zeros(_FEATURES))
+
+    def forward(self, values: Tensor) -> SequenceClassifierOutput:
+        """Return the loss and the codes."""
+        codes, volume = values * self.scale.exp(), self.scale.sum()
+        for block in self.blocks:
+            codes, more = block(codes)
+            volume = volume + more
+        loss = (codes.square().sum(-1) / 2 - volume).mean() / _FEATURES + math.log(2 * math.pi) / 2
+        return SequenceClassifierOutput(loss=loss, logits=codes)
+
+
+def _mixture(generator: torch.Generator) -> dict[str, Tensor]:
+    mixing = torch.linspace(-1, 1, 2 * _FEATURES).mul(5).sin().view(2, _FEATURES)
+    noise = 0.3 * torch.randn(_FEATURES, generator=generator)
+    return {"values": torch.randn(2, generator=generator).sign() @ mixing + noise}
+
+
+class _TemporalBlock(nn.Module):
+    """A convolution over the tokens before, with gaps between them."""
+
+    def __init__(self, width: int, gap: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.convolution = nn.Conv1d(width, 2 * width, 2, dilation=gap)
+        self.down = nn.Linear(2 * width, width)
+        self._gap = gap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states after the block."""
+        before = pad(self.norm(hidden).transpose(1, 2), (self._gap, 0))
+        return hidden + self.down(gelu(self.convolution(before)).transpose(1, 2))
+
+
+class _TemporalNetwork(nn.Module):
+    """A language model of causal convolutions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(_TemporalBlock(width, gap) for gap in (1, 2))
+        self.head = nn.Linear(width, VOCABULARY)
+        self.settings = {"temperature": 1.0, "label_smoothing": 0.0}
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> SequenceClassifierOutput:
+        """Return the loss and the logits."""
+        del attention_mask
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return _next_tokens(self.settings, self.head(hidden), labels)
+
+
 def _numbered(pattern: str) -> tuple[str, ...]:
     return tuple(pattern.format(number) for number in range(2))
 
@@ -377,9 +560,11 @@ _CLASSES: dict[str, Any] = {
 }
 _VALUES: dict[str, Any] = {"inputs": "values", "ignores": False, "head": "head"}
 _BLOCKS: dict[str, Any] = {"layers": ("blocks.0", "blocks.1")}
+_BLOCK_PARTS = ("norm_epsilon", "norm", "residual", "layer")
 
+_FAST = (1e-2, 2e-2)
+_fast = functools.partial(Architecture, rates=_FAST)
 _unseen = functools.partial(Architecture, is_unseen=True)
-_fast = functools.partial(_unseen, rates=(1e-2, 2e-2))
 
 JUDGED_NETWORKS = {
     "opt": _fast(
@@ -442,7 +627,7 @@ JUDGED_NETWORKS = {
     "mixer": _fast(
         make=_Mixer, row=image, **_CLASSES, **_BLOCKS, parts=("norm_epsilon", "residual")
     ),
-    "signals": _unseen(
+    "signals": Architecture(
         make=_SignalClassifier,
         row=_signal,
         **_CLASSES | {"inputs": "signals"},
@@ -456,6 +641,68 @@ JUDGED_NETWORKS = {
         **_BLOCKS,
         parts=("norm_epsilon", "residual"),
     ),
-    "recommender": _unseen(make=_Recommender, row=_rating, **_VALUES, layers=("bottom", "top")),
+    "recommender": Architecture(
+        make=_Recommender, row=_rating, **_VALUES, layers=("bottom", "top")
+    ),
+    "gpt neo": _unseen(
+        make=_gpt_neo,
+        **_LANGUAGE,
+        rates=_FAST,
+        layers=_numbered("transformer.h.{}"),
+        query="attn.attention.q_proj",
+        parts=("positions", *_BLOCK_PARTS, "embedding", "tied_weight"),
+    ),
+    "olmoe": _unseen(
+        make=_olmoe,
+        **_LANGUAGE,
+        rates=_FAST,
+        layers=_numbered("model.layers.{}"),
+        query="self_attn.q_proj",
+        router="mlp.gate",
+        frequencies="model.rotary_emb.inv_freq",
+        # Its own forward computes the loss that balances the experts, a mean over the tokens.
+        counter="",
+        parts=(
+            "positions",
+            "attention_scale",
+            *_BLOCK_PARTS,
+            "embedding",
+            "routing",
+            "auxiliary_weight",
+        ),
+    ),
+    "phi with adapters": _unseen(
+        make=_phi_with_adapters,
+        **_LANGUAGE | {"head": "base_model.model.lm_head"},
+        rates=_FAST,
+        layers=_numbered("base_model.model.model.layers.{}"),
+        query="self_attn.q_proj",
+        frequencies="base_model.model.model.rotary_emb.inv_freq",
+        parts=("positions", "attention_scale", *_BLOCK_PARTS, "embedding", "adapter_scale"),
+    ),
+    "convnext": _unseen(
+        make=_convnext,
+        row=_photo,
+        **_CLASSES | {"head": "classifier", "settings": ("temperature", "mode")},
+        layers=_numbered("convnext.encoder.stages.{}.layers.0"),
+        parts=_BLOCK_PARTS,
+    ),
+    "set": _unseen(
+        make=_SetClassifier,
+        row=_set,
+        **_CLASSES | {"inputs": "values"},
+        **_BLOCKS,
+        rates=_FAST,
+        counter="mean",
+        parts=_BLOCK_PARTS,
+    ),
+    "flow": _unseen(make=_Flow, row=_mixture, inputs="values", layers=_numbered("blocks.{}")),
+    "temporal": _unseen(
+        make=_TemporalNetwork,
+        **_LANGUAGE | {"head": "head", "settings": ("temperature", "label_smoothing")},
+        **_BLOCKS,
+        rates=_FAST,
+        parts=(*_BLOCK_PARTS, "embedding"),
+    ),
 }
-"""Architectures that rules must not be written on, by name."""
+"""Architectures by name. Rules must not be written on those that are unseen; the others were."""

@@ -53,11 +53,18 @@ def parameter_names(network: nn.Module, weight: nn.Parameter) -> list[str]:
 def target_weights(
     network: nn.Module, architecture: Architecture, fault: Fault
 ) -> dict[str, nn.Parameter]:
-    """Return the trainable weights that a fault is in, by name."""
-    named = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
-    if fault.kind.how is How.TRANSPOSED:
+    """Return the weights that a fault is in, by name: trainable ones, unless it says otherwise."""
+    is_frozen = fault.kind.what is What.FROZEN_WEIGHT
+    named = {
+        name: weight
+        for name, weight in network.named_parameters()
+        if weight.requires_grad is not is_frozen
+    }
+    # An adapter is merged into matrices.
+    is_moved = fault.kind.what is What.WEIGHT and fault.kind.how in {How.TRANSPOSED, How.REPEATED}
+    if is_frozen or is_moved:
         named = {name: weight for name, weight in named.items() if weight.dim() > 1}
-    if fault.where is Where.ALL:
+    if fault.where is Where.ALL and fault.kind.how is not How.SWAPPED:
         return named
     if fault.kind.what in GROUP_SETTINGS:
         return weight_groups(network, architecture)[group_of(architecture, fault)]
@@ -80,7 +87,7 @@ def target_weights(
 def _swapped(
     named: dict[str, nn.Parameter], architecture: Architecture, fault: Fault
 ) -> dict[str, nn.Parameter]:
-    """Return pairs of weights of the same shape, one after the other: of two layers, or one."""
+    """Return pairs of weights of the same shape, in turn: all of them, of two layers, or one."""
     if fault.where is Where.LAYER:
         number = group_of(architecture, fault)
         layer, other = architecture.layers[number - 1], architecture.layers[number]
@@ -99,6 +106,9 @@ def _swapped(
     for name, weight in named.items():
         if weight.numel() > 1:
             by_shape.setdefault(weight.shape, {})[name] = weight
+    if fault.where is Where.ALL:
+        names = [list(group)[: len(group) // 2 * 2] for group in by_shape.values()]
+        return {name: named[name] for group in names for name in group}
     neighbors = [
         dict(pair) for group in by_shape.values() for pair in itertools.pairwise(group.items())
     ]
@@ -221,7 +231,8 @@ class PlantedNetwork:
             return output
 
         network.forward = with_marks
-        if fault is not None and fault.kind.what in FLOWING and fault.kind.how is not How.KEPT:
+        is_in_pass = fault is not None and fault.kind.how not in {How.KEPT, How.SWAPPED}
+        if fault is not None and fault.kind.what in FLOWING and is_in_pass:
             self._plant(fault)
 
     @property

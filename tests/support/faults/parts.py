@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from support.faults.architecture import Architecture
+from support.faults.architecture import VOCABULARY, Architecture
 from support.faults.faults import Fault, How, What, Where
 
-__all__ = ["plant_in_part", "planted_layers"]
+__all__ = ["embedding_name", "plant_in_part", "planted_layers"]
 
 _LARGE = 1e4
 """Router logit of an expert that all tokens go to."""
@@ -65,8 +65,13 @@ def _plant_in_numbers(
     for layer in planted_layers(architecture, fault):
         for module in network.get_submodule(layer).modules():
             for name in names:
-                if hasattr(module, name):
-                    yield _set(module, name, fault.size * getattr(module, name))
+                number = getattr(module, name, None)
+                if isinstance(number, dict) and fault.kind.what is What.ADAPTER_SCALE:
+                    # Adapters have a number by the name of each.
+                    new = {each: fault.size * scale for each, scale in number.items()}
+                    yield _set(module, name, new)
+                elif isinstance(number, float) and fault.kind.what is not What.ADAPTER_SCALE:
+                    yield _set(module, name, fault.size * number)
 
 
 def _plant_in_auxiliary_weight(
@@ -76,7 +81,7 @@ def _plant_in_auxiliary_weight(
     yield _set(network, "router_aux_loss_coef", weight * fault.size)
 
 
-def _set(owner: Any, name: str, value: float) -> _Undo:
+def _set(owner: Any, name: str, value: Any) -> _Undo:
     before = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, before)
@@ -112,13 +117,55 @@ def _plant_in_tied_weight(
     yield head.register_forward_hook(after).remove
 
 
+def _plant_in_norm(network: nn.Module, architecture: Architecture, fault: Fault) -> Iterator[_Undo]:
+    """Leave the norms of layers out."""
+
+    def after(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        # The weights keep gradients, which ranks wait for.
+        return inputs[0] + 0 * output
+
+    for layer in planted_layers(architecture, fault):
+        for module in network.get_submodule(layer).modules():
+            if any(hasattr(module, name) for name in _EPSILONS):
+                yield module.register_forward_hook(after).remove
+
+
+def _plant_in_layer(
+    network: nn.Module, architecture: Architecture, fault: Fault
+) -> Iterator[_Undo]:
+    """Call layers a second time, on what they return."""
+
+    def after(layer: nn.Module, inputs: Any, keywords: dict[str, Any], output: Any) -> Any:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        return layer.forward(hidden, *inputs[1:], **keywords)
+
+    for name in planted_layers(architecture, fault):
+        yield network.get_submodule(name).register_forward_hook(after, with_kwargs=True).remove
+
+
+def embedding_name(network: nn.Module) -> str:
+    """Return the name of the module that turns tokens into vectors."""
+    return next(
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings >= VOCABULARY
+    )
+
+
+def _plant_in_embedding(network: nn.Module, _: Architecture, fault: Fault) -> Iterator[_Undo]:
+    embedding = network.get_submodule(embedding_name(network))
+    yield embedding.register_forward_hook(lambda _, __, output: fault.size * output).remove
+
+
 def _plant_in_routing(
     network: nn.Module, architecture: Architecture, fault: Fault
 ) -> Iterator[_Undo]:
-    """Send all tokens to the same expert first."""
+    """Send all tokens to the same expert first, or lose what one expert returns."""
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         logits, scores, indices = output
+        if fault.kind.how is How.ZERO:
+            return logits, scores.masked_fill(indices == fault.pick % logits.shape[1], 0), indices
         constant = torch.zeros_like(logits)
         constant[:, fault.pick % logits.shape[1]] = _LARGE
         new = (logits + constant).float().softmax(-1).topk(indices.shape[-1], -1)
@@ -138,4 +185,8 @@ _PLANT: dict[What, Callable[[nn.Module, Architecture, Fault], Iterator[_Undo]]] 
     What.TIED_WEIGHT: _plant_in_tied_weight,
     What.ROUTING: _plant_in_routing,
     What.AUXILIARY_WEIGHT: _plant_in_auxiliary_weight,
+    What.NORM: _plant_in_norm,
+    What.LAYER: _plant_in_layer,
+    What.EMBEDDING: _plant_in_embedding,
+    What.ADAPTER_SCALE: _plant_in_numbers,
 }

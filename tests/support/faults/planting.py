@@ -28,6 +28,11 @@ from support.faults.updates import KeptGradients, PlantedUpdates
 
 __all__ = ["Planting", "plant_in_batch"]
 
+_KEPT_GRADIENTS = (What.GRADIENT, How.KEPT)
+_OF_OTHER_RUN = {How.ANEW, How.MIXED}
+_FROM_ELSEWHERE = {How.STALE, How.SWAPPED, *_OF_OTHER_RUN}
+"""What takes new values from others, not from those of the same tensor."""
+
 _OTHER_SEED = 1_000
 """What the seed of the other run is higher by."""
 
@@ -56,8 +61,12 @@ def plant_in_batch(
         others = torch.randperm(VOCABULARY, generator=generator)
         for name in (architecture.inputs, "labels"):
             batch[name][rows] = others[batch[name][rows]]
+    elif fault.kind.what is What.SEQUENCE:
+        for name in (architecture.inputs, "labels"):
+            batch[name][rows] = _other_sequence(batch[name][rows], fault)
     elif fault.kind.what in DATA - {What.BATCH}:
-        name = architecture.inputs if fault.kind.what is What.INPUTS else "labels"
+        names = {What.INPUTS: architecture.inputs, What.PADDING_MASK: "attention_mask"}
+        name = names.get(fault.kind.what, "labels")
         if fault.kind.how is How.STALE:
             batch[name][rows] = older()[name][rows]
         else:
@@ -75,17 +84,28 @@ def _spoilt(entry: Tensor, fault: Fault) -> Tensor:
     if how is How.NOISE and not is_number:
         generator = torch.Generator().manual_seed(fault.pick)
         return torch.randint(int(entry.max()) + 1, entry.shape, generator=generator)
-    if how is How.SHIFTED and not is_number:
-        return _shifted(entry, fault)
-    if how is How.NAN:
-        new = entry.clone()
-        new.view(len(new), -1)[:, fault.pick % new[0].numel()] = torch.nan
+    if fault.kind.what is What.TARGETS and how in {How.SHIFTED, How.TRUNCATED}:
+        return _other_targets(entry, fault)
+    if how in {How.NAN, How.INFINITE}:
+        new, place = entry.clone(), fault.pick % entry[0].numel()
+        one = new.view(len(new), -1)[:, place]
+        one.copy_(changed(one, fault, fault.size))
         return new
     return changed(entry, fault, fault.size).clone()
 
 
-def _shifted(targets: Tensor, fault: Fault) -> Tensor:
-    """Return targets of the token before or behind, or classes that are counted from one."""
+def _other_sequence(tokens: Tensor, fault: Fault) -> Tensor:
+    """Return each token twice, or the first half in front of padding that counts."""
+    if fault.kind.how is How.REPEATED:
+        return tokens.repeat_interleave(2, -1)[..., : tokens.shape[-1]].clone()
+    return changed(tokens, fault, fault.size)
+
+
+def _other_targets(targets: Tensor, fault: Fault) -> Tensor:
+    """Return half of the targets, those of the token before or behind, or classes from one on."""
+    if fault.kind.how is How.TRUNCATED:
+        place = torch.arange(targets.shape[-1])
+        return targets.masked_fill(place >= targets.shape[-1] // 2, -100)
     if targets.dim() > 1:
         return targets.roll(1 if fault.pick % 2 == 0 else -1, -1)
     return (targets + 1) % NUM_CLASSES
@@ -126,7 +146,7 @@ class Planting:
             self._updates = PlantedUpdates(
                 optimizer, list(target_weights(network, architecture, fault).values()), fault
             )
-        elif fault is not None and fault.kind.how is How.KEPT:
+        elif fault is not None and (fault.kind.what, fault.kind.how) == _KEPT_GRADIENTS:
             self._gradients = KeptGradients(network, optimizer)
 
     def begin_step(self, step: int) -> None:
@@ -191,12 +211,13 @@ class Planting:
         # A weight that grows has been multiplied in the steps before.
         for tensor in self._tensors(fault):
             changed_in_place(tensor, fault, fault.size)
-        if fault.kind.what is What.ALL_WEIGHTS or fault.kind.how is How.ANEW:
+        is_of_other_run = fault.kind.what is What.WEIGHT and fault.kind.how in _OF_OTHER_RUN
+        if fault.kind.what is What.ALL_WEIGHTS or is_of_other_run:
             self._load(fault)
+        elif fault.kind.how is How.SWAPPED and fault.kind.what not in HYPERPARAMETERS:
+            self._swap(fault)
         elif fault.kind.what is What.OPTIMIZER_STATE:
             self._optimizer.state.clear()
-        elif fault.kind.how is How.SWAPPED:
-            self._swap(fault)
         elif fault.kind.how is How.STALE and fault.kind.what is What.WEIGHT:
             self._go_back(fault)
         elif fault.kind.how is How.ROUNDED:
@@ -207,26 +228,39 @@ class Planting:
     def _tensors(self, fault: Fault) -> list[Tensor]:
         """Return the tensors in memory that `changed_in_place` changes."""
         what = fault.kind.what
-        if fault.kind.how in {How.STALE, How.SWAPPED, How.ANEW}:
+        if fault.kind.how in _FROM_ELSEWHERE:
             return []
+        if what is What.FREQUENCIES:
+            return [self._network.get_buffer(self._architecture.frequencies or "")]
         if what is What.BUFFER:
             layers = self._architecture.layers
             name = f"{layers[(fault.layer or 0) % len(layers)]}.{self._architecture.buffer}"
             return [self._network.get_buffer(name)]
-        if what is not What.WEIGHT and what not in MOMENTS:
+        if what not in {What.WEIGHT, What.FROZEN_WEIGHT, *MOMENTS}:
             return []
         return self._kept(fault)
 
     def _kept(self, fault: Fault) -> list[Tensor]:
-        """Return the weights or states that a fault is in."""
+        """Return the weights, gradients or states that a fault is in."""
         what = fault.kind.what
         weights = list(target_weights(self._network, self._architecture, fault).values())
-        if what is What.WEIGHT:
+        if what in {What.WEIGHT, What.FROZEN_WEIGHT}:
             return [weight.data for weight in weights]
+        if what is What.GRADIENT:
+            return [
+                torch.zeros_like(weight) if weight.grad is None else weight.grad
+                for weight in weights
+            ]
         states = [self._optimizer.state.get(weight, {}) for weight in weights]
         return [state[name] for state in states for name in MOMENTS[what] if name in state]
 
     def _swap(self, fault: Fault) -> None:
+        if fault.kind.what is What.OPTIMIZER_STATE:
+            keys = list(target_weights(self._network, self._architecture, fault).values())
+            state = self._optimizer.state
+            for one, other in zip(keys[::2], keys[1::2], strict=True):
+                state[one], state[other] = state[other], state[one]
+            return
         weights = self._kept(fault)
         for first, second in zip(weights[::2], weights[1::2], strict=True):
             old = first.clone()
@@ -246,11 +280,12 @@ class Planting:
             with torch.random.fork_rng():
                 new = new_network(self._architecture, width=self._width, seed=seed).state_dict()
         weights = dict(self._network.named_parameters())
-        if fault.kind.how is How.ANEW:
+        if fault.kind.what is What.WEIGHT:
             weights = target_weights(self._network, self._architecture, fault)
         with torch.no_grad():
             for name, weight in weights.items():
-                weight.copy_(new[name])
+                is_mixed = fault.kind.how is How.MIXED
+                weight.copy_((weight + new[name]) / 2 if is_mixed else new[name])
 
     def _go_back(self, fault: Fault) -> None:
         weights = target_weights(self._network, self._architecture, fault)
@@ -264,6 +299,8 @@ class Planting:
 
 def _changed_hyperparameter(value: Any, fault: Fault) -> Any:
     if isinstance(value, tuple):
+        if fault.kind.how is How.SWAPPED:
+            return value[::-1]
         if fault.kind.how is How.RAISED:
             return tuple(1 - (1 - beta) / fault.size for beta in value)
         return tuple(beta / fault.size for beta in value)

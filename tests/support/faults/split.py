@@ -1,11 +1,10 @@
 """Which kinds of faults rules are written on, and which they are judged on.
 
-The first judged half was drawn, with a fixed seed, from all kinds that there were. It was opened
-after the reading below, which is of that half: rules have been written on its kinds and networks
-since. The present judged half was made afterwards, of new kinds on new networks, from what goes
-wrong in trainings and without a look at the rules. After its only reading, the second in all, the
-records of wrong causes have been looked at, too, and rules mended. So the last reading needs kinds
-and networks that are made for it. A kind never goes back to the judged half.
+The first judged half was drawn, with a fixed seed, from all kinds that there were. The second was
+made of new kinds on new networks, from what goes wrong in trainings and without a look at the
+rules. Each was opened after its only reading, of which `READINGS` has the score: rules have been
+written on its kinds and networks since. The present judged half is the third. It was made as the
+second, and is for the last reading. A kind never goes back to the judged half.
 """
 
 from collections.abc import Sequence
@@ -108,10 +107,6 @@ WRITTEN_ON = (
     "all weights averaged",
     "dtype float16, lasting",
     "dtype rounded, lasting",
-)
-"""Kinds whose runs and records may be looked at while rules are written."""
-
-JUDGED_ON = (
     "weight swapped",
     "weight initialized anew",
     "weight transposed",
@@ -153,6 +148,36 @@ JUDGED_ON = (
     "logits infinite",
     "logits permuted, lasting",
     "loss gradient NaN",
+)
+"""Kinds whose runs and records may be looked at while rules are written."""
+
+JUDGED_ON = (
+    "weight repeated",
+    "weight mixed",
+    "gradient raised, lasting",
+    "gradient raised, growing",
+    "gradient swapped, lasting",
+    "activation transposed, lasting",
+    "activation gradient in float8, lasting",
+    "betas swapped, lasting",
+    "outer loss lowered, lasting",
+    "outer loss kept, lasting",
+    "inputs infinite",
+    "inputs mixed, lasting",
+    "targets truncated, lasting",
+    "optimizer state swapped",
+    "routing zero, lasting",
+    "logits as probabilities, lasting",
+    "logits as logarithms, lasting",
+    "sequence repeated, lasting",
+    "sequence truncated, lasting",
+    "padding mask zero",
+    "norm missing, lasting",
+    "layer repeated, lasting",
+    "embedding raised, lasting",
+    "adapter scale raised, lasting",
+    "frozen weight raised, growing",
+    "rotary frequencies NaN",
 )
 """Kinds whose score shows whether the rules hold for faults that nobody has listed."""
 

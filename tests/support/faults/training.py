@@ -100,6 +100,7 @@ class Training:
         self.dtype = getattr(torch, case.dtype)
         self.network.to(self.dtype)
         self._fault = case.fault
+        self._kept_loss: float | Tensor = 0.0
         if self._fault is not None and self._fault.kind.how is How.FLOAT16:
             self._to_float16(self._fault)
         self.rank, self.num_ranks = 0, 1
@@ -214,6 +215,10 @@ class Training:
         """Return what a loop makes of the loss of a micro-batch outside of the network."""
         fault = self._fault_in(step, self.rank, micro_batch)
         if fault is None or fault.kind.what is not What.OUTER_LOSS:
+            return loss
+        if fault.kind.how is How.KEPT:
+            loss = loss + self._kept_loss
+            self._kept_loss = loss.detach()
             return loss
         return changed(loss, fault, fault.size)
 
