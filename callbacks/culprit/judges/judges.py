@@ -152,26 +152,31 @@ class Judges:
             rate_factor=1.0 if report is None else report.learning_rate_factor,
             ordinary_update=ordinary_update(optimizer),
         )
-        device = judged.summary.device
-        unknown = torch.full((2,), torch.nan, device=device)
-        state = unknown
-        is_first, self._is_first = self._is_first, False
-        if self.states is not None and step % self._interval == 0:
-            state = on_device(self.states.sample(step, optimizer), device)
-            self._sample_updates()
-            judge.begin_travel()
-        elif self.states is not None and is_first:
-            # Now the optimizer has a state.
-            self.states.look(step, optimizer)
-            judge.begin_travel()
         self._of_ranks = None
-        watched = self.forward.take()
-        forward = unknown if watched is None else on_device(watched, device)
+        unknown = judged.summary.new_full((2,), torch.nan)
+        found = (self._sampled(step, optimizer, judge), self.forward.take())
+        known = [unknown if one is None else on_device(one, unknown.device) for one in found]
         return judged._replace(
-            summary=torch.cat([judged.summary, state, forward]),
+            summary=torch.cat([judged.summary, *known]),
             optimizer=optimizer,
             forward=self.forward.last,
         )
+
+    def _sampled(self, step: int, optimizer: Any, judge: StepJudge) -> Tensor | None:
+        """Return the scores of a sample of the state, if it is time for one."""
+        is_first, self._is_first = self._is_first, False
+        if self.states is None:
+            return None
+        if step % self._interval == 0:
+            found = self.states.sample(step, optimizer)
+            self._sample_updates()
+            judge.begin_travel()
+            return found
+        if is_first:
+            # Now the optimizer has a state.
+            self.states.look(step, optimizer)
+            judge.begin_travel()
+        return None
 
     def forget(self, *, global_norm: bool) -> None:
         """Forget how far the numbers of the last step were from the usual ones.

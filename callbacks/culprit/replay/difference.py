@@ -1,15 +1,15 @@
 """Find where a finite step first differs from the step before, by running both again."""
 
-import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.replay.batch_rows import is_target
+from mfwrap.callbacks.culprit.replay.module_calls import ModuleCall, ModuleCalls, Value
 from mfwrap.callbacks.culprit.replay.recorder import (
     RecordedCall,
     StepRecorder,
@@ -18,7 +18,6 @@ from mfwrap.callbacks.culprit.replay.recorder import (
     tensors_in,
 )
 from mfwrap.callbacks.culprit.replay.replay import attempted, gradients_aside, with_aliases
-from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 _ODD = 6.0
 """Smallest ratio of the sizes of a value in the two steps that is no ordinary difference."""
@@ -147,16 +146,7 @@ def _is_odd(ratio: float, limit: float) -> bool:
     return not 1 / limit <= ratio <= limit
 
 
-class _Key(NamedTuple):
-    """A value of a step."""
-
-    what: str
-    name: str
-    number: int
-    """Number of the call of the module."""
-
-
-_Sizes = dict[_Key, list[float]]
+_Sizes = dict[Value, list[float]]
 """Root mean square in each micro-batch, in the order of the step."""
 
 
@@ -164,11 +154,11 @@ def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
     found: _Sizes = {}
     network = recorder.network
     for call in calls:
-        sizes: dict[_Key, Tensor] = {}
+        sizes: dict[Value, Tensor] = {}
         inputs = arguments_of(network, call.positional, call.keywords)
         for name, tensor in tensors_in(inputs):
             if tensor.is_floating_point() and not is_target(name, tensor):
-                sizes[_Key("input", name, 0)] = _size([tensor])
+                sizes[Value("input", name)] = _size([tensor])
         with (
             _Meter(network, sizes) as meter,
             gradients_aside(network) as weights,
@@ -180,9 +170,9 @@ def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
                 loss.backward(torch.ones_like(loss) if seed is None else seed)
             for name, weight in weights.items():
                 if weight.grad is not None:
-                    sizes[_Key("weight", name, 0)] = _size([weight.grad])
+                    sizes[Value("weight", name)] = _size([weight.grad])
                     if name in meter.products:
-                        key = _Key("change of weight", name, 0)
+                        key = Value("change of weight", name)
                         sizes[key] = _share(meter.products[name], weight.grad)
         numbers = torch.stack([size.to(recorder.device) for size in sizes.values()]).tolist()
         for key, number in zip(sizes, numbers, strict=True):
@@ -205,7 +195,7 @@ def _share(before: Tensor, after: Tensor) -> Tensor:
 
 
 @final
-class _Meter:
+class _Meter(ModuleCalls):
     """Measure what each module receives and returns, and the gradients of both.
 
     Args:
@@ -213,10 +203,8 @@ class _Meter:
         sizes: Gets the root mean squares, in the order of the step.
     """
 
-    def __init__(self, network: nn.Module, sizes: dict[_Key, Tensor]) -> None:
-        self._network, self._sizes = network, sizes
-        self._handles = contextlib.ExitStack()
-        self._numbers: dict[str, int] = {}
+    def __init__(self, network: nn.Module, sizes: dict[Value, Tensor]) -> None:
+        self._sizes = sizes
         # The gradient of a weight that two modules use is that of both, in each step.
         self._linear = {
             name: f"{name}.weight"
@@ -225,75 +213,43 @@ class _Meter:
         }
         self.products: dict[str, Tensor] = {}
         """Gradients of weights of linear layers, computed from what these have received."""
+        super().__init__(each for each in network.named_modules() if each[0])
 
-    def __enter__(self) -> "_Meter":
-        for name, module in self._network.named_modules():
-            if name:
-                before = module.register_forward_pre_hook(self._received(name), with_kwargs=True)
-                first = module.register_forward_hook(self._made(name), prepend=True)
-                after = module.register_forward_hook(self._returned(name))
-                for handle in (before, first, after):
-                    self._handles.callback(handle.remove)
-                keep_out_of_copies(module, before, first, after)
-        return self
+    def received(self, call: ModuleCall, arguments: Any) -> Any:
+        self._measure(call.value("received"), arguments)
+        of_input = call.value("gradient of input")
+        return with_aliases(arguments, lambda one: self._measure_gradient(one, of_input))
 
-    def __exit__(self, *_: object) -> None:
-        self._handles.close()
+    def made(self, call: ModuleCall, inputs: tuple[Any, ...], output: Any) -> None:
+        for _, tensor in tensors_in(output):
+            # A tensor that was made in no operation has no gradient of its own.
+            if tensor.grad_fn is not None:
+                self._compare(tensor, call.value("change of output"))
+                if call.name in self._linear and inputs:
+                    self._multiply(tensor, inputs[0].detach(), self._linear[call.name])
 
-    def _received(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
-        def measure(_: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            number = self._numbers[name] = self._numbers.get(name, -1) + 1
-            self._measure(_Key("received", name, number), (positional, keywords))
-            key = _Key("gradient of input", name, number)
-            return with_aliases((positional, keywords), lambda one: self._follow(one, key))
+    def returned(self, call: ModuleCall, output: Any) -> None:
+        self._measure(call.value("returned"), output)
+        for _, tensor in tensors_in(output):
+            # The gradient of a loss that a module inside of the network returns is its factor.
+            if tensor.requires_grad and tensor.numel() > 1:
+                self._measure_gradient(tensor, call.value("gradient of output"))
 
-        return measure
-
-    def _returned(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            number = self._numbers[name]
-            self._measure(_Key("returned", name, number), output)
-            for _, tensor in tensors_in(output):
-                # The gradient of a loss that a module inside of the network returns is its factor.
-                if tensor.requires_grad and tensor.numel() > 1:
-                    self._follow(tensor, _Key("gradient of output", name, number))
-
-        return measure
-
-    def _made(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Return a hook that follows the gradient of what the forward of a module has made."""
-
-        def follow(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            key = _Key("change of output", name, self._numbers[name])
-            for _, tensor in tensors_in(output):
-                # A tensor that was made in no operation has no gradient of its own.
-                if tensor.grad_fn is not None:
-                    self._compare(tensor, key)
-                    if name in self._linear and inputs:
-                        self._multiply(tensor, inputs[0].detach(), self._linear[name])
-
-        return follow
-
-    def _compare(self, tensor: Tensor, key: _Key) -> None:
+    def _compare(self, tensor: Tensor, value: Value) -> None:
         """Compare the gradient of an output after all hooks on it with that before."""
         early: list[Tensor] = []
 
-        def compare(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[place]
+        def compare(gradient: Tensor | None) -> None:
             if early and gradient is not None:
-                self._sizes[key] = _share(early.pop(), gradient)
+                self._sizes[value] = _share(early.pop(), gradient)
 
-        node, place = tensor.grad_fn, tensor.output_nr
-        assert node is not None  # noqa: S101  (for mypy)
-        self._handles.callback(tensor.register_hook(early.append).remove)
-        # A hook of the operation that has made a tensor runs after all hooks of the tensor.
-        self._handles.callback(node.register_prehook(compare).remove)
+        self.follow(tensor, early.append)
+        self.follow_made(tensor, compare)
 
     def _multiply(self, tensor: Tensor, received: Tensor, name: str) -> None:
         """Compute the gradient of a linear layer's weight from that of its output."""
 
-        def multiply(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[place]
+        def multiply(gradient: Tensor | None) -> None:
             if gradient is None:
                 return
             of_rows = gradient.reshape(-1, gradient.shape[-1]).float()
@@ -301,22 +257,20 @@ class _Meter:
             known = self.products.get(name)
             self.products[name] = product if known is None else known + product
 
-        node, place = tensor.grad_fn, tensor.output_nr
-        assert node is not None  # noqa: S101  (for mypy)
-        self._handles.callback(node.register_prehook(multiply).remove)
+        self.follow_made(tensor, multiply)
 
-    def _measure(self, key: _Key, value: Any) -> None:
+    def _measure(self, value: Value, found: Any) -> None:
         # The only element of a tensor is that of a loss, which the finder compares itself.
         tensors = [
-            one for _, one in tensors_in(value) if one.is_floating_point() and one.numel() > 1
+            one for _, one in tensors_in(found) if one.is_floating_point() and one.numel() > 1
         ]
         if tensors:
-            self._sizes[key] = _size(tensors)
+            self._sizes[value] = _size(tensors)
 
-    def _follow(self, tensor: Tensor, key: _Key) -> None:
+    def _measure_gradient(self, tensor: Tensor, value: Value) -> None:
         def measure(gradient: Tensor) -> None:
             size = _size([gradient])
-            known = self._sizes.get(key)
-            self._sizes[key] = size if known is None else torch.maximum(known, size)
+            known = self._sizes.get(value)
+            self._sizes[value] = size if known is None else torch.maximum(known, size)
 
-        self._handles.callback(tensor.register_hook(measure).remove)
+        self.follow(tensor, measure)

@@ -1,13 +1,13 @@
 """Keep what modules returned in an earlier step, to tell whether the program has changed since."""
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from mfwrap.callbacks.culprit.replay.module_calls import ModuleCall, ModuleCalls, Value
 from mfwrap.callbacks.culprit.replay.recorder import (
     RecordedCall,
     StepRecorder,
@@ -51,7 +51,7 @@ class ProgramChange(NamedTuple):
 
 class _Reference(NamedTuple):
     call: RecordedCall
-    samples: Mapping["_Key", Tensor]
+    samples: Mapping[Value, Tensor]
 
 
 @final
@@ -130,47 +130,22 @@ class References:
         return ProgramChange(last[0].step - call.step, then, again, name, distance)
 
 
-class _Key(NamedTuple):
-    what: str
-    name: str
-    number: int
-    """Number of the call of the module."""
-
-
 @final
-class _Outputs:
-    """Take samples of what the modules of a network receive and return, until it is closed."""
+class _Outputs(ModuleCalls):
+    """Take samples of what the outer modules of a network receive and return."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.samples: dict[_Key, Tensor] = {}
-        self._numbers: dict[str, int] = {}
-        self._handles = contextlib.ExitStack()
+        self.samples: dict[Value, Tensor] = {}
         named = [(n, m) for n, m in network.named_modules() if n and n.count(".") < _DEPTH]
-        for name, module in named[:_MOST]:
-            before = module.register_forward_pre_hook(self._received(name), with_kwargs=True)
-            after = module.register_forward_hook(self._returned(name))
-            for handle in (before, after):
-                self._handles.callback(handle.remove)
-            keep_out_of_copies(module, before, after)
+        super().__init__(named[:_MOST])
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._handles.close()
+    def received(self, call: ModuleCall, arguments: Any) -> None:
+        self._take(call.value("received"), arguments)
 
-    def _received(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def take(_: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            number = self._numbers[name] = self._numbers.get(name, -1) + 1
-            self._take(_Key("received", name, number), (positional, keywords))
+    def returned(self, call: ModuleCall, output: Any) -> None:
+        self._take(call.value("returned"), output)
 
-        return take
-
-    def _returned(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def take(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._take(_Key("returned", name, self._numbers[name]), output)
-
-        return take
-
-    def _take(self, key: _Key, value: Any) -> None:
+    def _take(self, key: Value, value: Any) -> None:
         tensors = (one for _, one in tensors_in(value) if one.is_floating_point())
         first = next((one for one in tensors if one.numel() > 1), None)
         if first is not None:
@@ -180,14 +155,13 @@ class _Outputs:
             self.samples[key] = flat[::distance].float().clone()
 
 
-def _called(recorder: StepRecorder, call: RecordedCall) -> tuple[float, dict[_Key, Tensor]]:
-    outputs = _Outputs(recorder.network)
-    with contextlib.closing(outputs), torch.no_grad():
+def _called(recorder: StepRecorder, call: RecordedCall) -> tuple[float, dict[Value, Tensor]]:
+    with _Outputs(recorder.network) as outputs, torch.no_grad():
         loss = loss_of(call.run(recorder))
     return math.nan if loss is None else loss.item(), outputs.samples
 
 
-def _distances(then: Mapping[_Key, Tensor], now: Mapping[_Key, Tensor]) -> dict[_Key, float]:
+def _distances(then: Mapping[Value, Tensor], now: Mapping[Value, Tensor]) -> dict[Value, float]:
     """Return the distance of each value from that of then, in the order of the call."""
     found = {}
     for key, sample in then.items():
@@ -201,7 +175,7 @@ def _distances(then: Mapping[_Key, Tensor], now: Mapping[_Key, Tensor]) -> dict[
     return found
 
 
-def _first_other(distances: Mapping[_Key, float]) -> tuple[str | None, float]:
+def _first_other(distances: Mapping[Value, float]) -> tuple[str | None, float]:
     """Return the first module that returns something else, and by how much.
 
     Of a module and those inside of it, the innermost one is first. In a module that holds others,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.replay.batch_rows import IGNORED, is_target
+from mfwrap.callbacks.culprit.replay.module_calls import ModuleCall, ModuleCalls
 from mfwrap.callbacks.culprit.replay.recorder import (
     RandomState,
     RecordedCall,
@@ -21,7 +22,6 @@ from mfwrap.callbacks.culprit.replay.recorder import (
     tensors_in,
 )
 from mfwrap.compatibility.torch import post_accumulate_hooks
-from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.norms import norms_of_each
 from mfwrap.tensors.shards import local_tensors
 
@@ -215,7 +215,7 @@ class _Flow:
 
 
 @final
-class _Watch:
+class _Watch(ModuleCalls):
     """Find the first module with a non-finite output, or a non-finite gradient of its output.
 
     A module that receives a non-finite value and returns one is not at fault: the forward that
@@ -229,7 +229,6 @@ class _Watch:
     def __init__(self, network: nn.Module) -> None:
         self.origin: Origin | None = None
         self._network = network
-        self._handles = contextlib.ExitStack()
         self._masks: dict[str, nn.Module] = {}
         """Modules whose output holds -inf that has not yet turned out to be a mask."""
 
@@ -238,59 +237,33 @@ class _Watch:
 
         self._flows: dict[int, tuple[weakref.ref[Tensor], _Flow]] = {}
         """Tensors that modules have received and returned, by identity. They are not kept alive."""
+        super().__init__(network.named_modules())
 
-    def __enter__(self) -> "_Watch":
-        for name, module in self._network.named_modules():
-            # Hooks run in the order of their registration. The first sees the gradient of an output
-            # before other hooks, the last sees output and inputs after any change by them: one of
-            # them may be at fault.
-            first = module.register_forward_hook(self._watch_gradient(name), prepend=True)
-            before = module.register_forward_pre_hook(self._watch_inputs(name), with_kwargs=True)
-            last = module.register_forward_hook(self._watch_output(name))
-            for handle in (first, before, last):
-                self._handles.callback(handle.remove)
-            keep_out_of_copies(module, first, before, last)
-        return self
+    def received(self, call: ModuleCall, arguments: Any) -> Any:
+        # Before the call: an operation in place may overwrite the input with its output.
+        self._running.append(_Running(call.name, call.module, *_non_finite(arguments)))
+        if not call.name:
+            return None
+        # The gradient of an alias is what the backward of this module makes. That of the tensor
+        # also has the shares of others who use it.
+        return with_aliases(arguments, lambda one: self._follow_input(call.name, one))
 
-    def __exit__(self, *_: object) -> None:
-        self._handles.close()
+    def made(self, call: ModuleCall, _: Any, output: Any) -> None:
+        for _, tensor in tensors_in(output) if call.name else ():
+            if tensor.requires_grad and self._flow_of(tensor).returned_by is None:
+                self.follow(tensor, self._notice_between(self._flow_of(tensor)))
 
-    def _watch_inputs(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
-        def look(module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            # Before the call: an operation in place may overwrite the input with its output.
-            found = _non_finite((positional, keywords))
-            self._running.append(_Running(name, module, *found))
-            if not name:
-                return None
-            # The gradient of an alias is what the backward of this module makes. That of the tensor
-            # also has the shares of others who use it.
-            return with_aliases((positional, keywords), lambda one: self._follow_input(name, one))
-
-        return look
-
-    def _watch_gradient(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            for _, tensor in tensors_in(output) if name else ():
-                if tensor.requires_grad and self._flow_of(tensor).returned_by is None:
-                    self._follow(tensor, self._notice_between(self._flow_of(tensor)))
-
-        return look
-
-    def _watch_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        by_hook = Origin("gradient", name, 0, by_hook=True)
-
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            ended = self._running.pop()
-            if self.origin is None:
-                self._judge(ended, output)
-            for _, tensor in tensors_in(output) if name else ():
-                if tensor.requires_grad:
-                    flow = self._flow_of(tensor)
-                    flow.returned_by = name
-                    flow.caller = self._running[-1].name if self._running else ""
-                    self._follow(tensor, self._notice(lambda: by_hook))
-
-        return look
+    def returned(self, call: ModuleCall, output: Any) -> None:
+        by_hook = Origin("gradient", call.name, 0, by_hook=True)
+        ended = self._running.pop()
+        if self.origin is None:
+            self._judge(ended, output)
+        for _, tensor in tensors_in(output) if call.name else ():
+            if tensor.requires_grad:
+                flow = self._flow_of(tensor)
+                flow.returned_by = call.name
+                flow.caller = self._running[-1].name if self._running else ""
+                self.follow(tensor, self._notice(lambda: by_hook))
 
     def _flow_of(self, tensor: Tensor) -> _Flow:
         reference, flow = self._flows.get(id(tensor), (None, None))
@@ -298,9 +271,6 @@ class _Watch:
             flow = _Flow()
             self._flows[id(tensor)] = (weakref.ref(tensor), flow)
         return flow
-
-    def _follow(self, tensor: Tensor, look: Callable[[Tensor], None]) -> None:
-        self._handles.callback(tensor.register_hook(look).remove)
 
     def _notice(self, origin: Callable[[], Origin | None]) -> Callable[[Tensor], None]:
         """Return a hook that asks for the origin of the first non-finite gradient."""
@@ -316,7 +286,7 @@ class _Watch:
         flow = self._flow_of(alias)
         # A module such as an identity may return the alias: then others use it.
         blamed = Origin("gradient", name, 0)
-        self._follow(alias, self._notice(lambda: blamed if flow.returned_by is None else None))
+        self.follow(alias, self._notice(lambda: blamed if flow.returned_by is None else None))
 
     def _notice_between(self, flow: _Flow) -> Callable[[Tensor], None]:
         """Return a hook that blames the code behind a module for a non-finite gradient."""
