@@ -45,7 +45,7 @@ _RULES = (
     _Rule(loss.scaled_outside, "measured"),
     _Rule(loss.vanished, "inferred"),
     _Rule(gradients.applied, "measured"),
-    _Rule(buffers.changed, "measured"),
+    _Rule(buffers.changed, "inferred"),
     _Rule(replay.first_non_finite, "measured"),
     _Rule(replay.verdict, "measured"),
     _Rule(loss.ruined_outside, "measured"),

@@ -25,6 +25,9 @@ _NONE, _SHARE = 0.15, 0.4
 """Largest share of the rise that the data of the step before may have if the data of the step are
 at fault, and the smallest one that they have if these are not."""
 
+_MOST = 1.0
+"""Largest rise of a loss that is as before, as a share of it, however far the step's has risen."""
+
 _AGAIN = 0.25
 """Smallest share of its rise that a step must have once more if its data are at fault."""
 
@@ -127,7 +130,7 @@ def shifted(evidence: CauseEvidence) -> Cause | None:
     if found is None or shift is None or shift.of != "loss" or not 0 < shift.before < shift.now:
         return None
     rise = found.again / found.then - 1 if found.then > 0 else math.nan
-    is_as_before = found.name is None and rise < _NONE * (shift.now / shift.before - 1)
+    is_as_before = found.name is None and rise < min(_NONE * (shift.now / shift.before - 1), _MOST)
     share = _again(evidence.blamed.own_losses, shift.before / shift.now)
     if not (is_as_before and share > 1 - _AGAIN):
         return None
@@ -182,7 +185,7 @@ def _earlier_rise(blamed: RankEvidence) -> float:
     if math.isnan(rise):
         return math.inf
     share = rise / max(abs(blamed.loss / blamed.usual_loss - 1), _SAME)
-    return 0.0 if abs(rise) < _SAME or abs(share) < _NONE else share
+    return 0.0 if abs(rise) < _SAME or (abs(share) < _NONE and rise < _MOST) else share
 
 
 def _began_before(blamed: RankEvidence) -> bool:

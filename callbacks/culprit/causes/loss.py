@@ -65,7 +65,7 @@ def scaled(evidence: CauseEvidence) -> Cause | None:
     rise = blamed.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
     # Of a loss that is less than at first, the gradients rise like the loss with any bad data.
     is_little = blamed.first_loss is not None and blamed.loss < blamed.first_loss
-    if not rises or not rise >= _SCALED or is_little:
+    if not rises or not rise >= _SCALED or is_little or evidence.raised is not None:
         return None
     middle, num_odd = rises[len(rises) // 2], int(_ODD * len(rises))
     low, high = rises[num_odd], rises[-1 - num_odd]
@@ -122,7 +122,8 @@ def vanished(evidence: CauseEvidence) -> Cause | None:
     blamed = evidence.blamed
     share = abs(blamed.loss / blamed.usual_loss) if blamed.usual_loss else math.nan
     change = blamed.factor_change
-    if share < 1 / _MULTIPLIED:
+    # A rate that is too high may throw the loss anywhere.
+    if share < 1 / _MULTIPLIED and evidence.raised is None:
         return _fallen_loss(share)
     if change is not None and change < 1 / _MULTIPLIED:
         return Cause(
@@ -130,7 +131,7 @@ def vanished(evidence: CauseEvidence) -> Cause | None:
             f"the loss was multiplied by {change:.3g} before the backward",
             _OUTSIDE,
         )
-    if norm == 0:
+    if norm == 0 or evidence.raised is not None:
         return None
     what = f"the global norm is {norm / usual:.3g} times the usual one, the loss has not fallen"
     if change is None:

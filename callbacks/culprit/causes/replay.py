@@ -44,8 +44,8 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
         ),
         "weights": Cause(
             UNKNOWN_CAUSE,
-            "an earlier update made most weights non-finite",
-            "look at the steps before",
+            "most weights were non-finite before the step",
+            "look at the update before, and at code that changes weights",
         ),
         "weight": Cause(
             "weight_changed",

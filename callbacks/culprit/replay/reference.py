@@ -30,6 +30,9 @@ _OTHER, _SAME = 0.8, 0.25
 """Smallest distance of two outputs that are others, and the largest one of values that are as
 before, as shares of the earlier value. Few updates make a difference between the two."""
 
+_FARTHER = 3.0
+"""Smallest ratio of the distance of an output that is another one to that of the weight."""
+
 
 class ProgramChange(NamedTuple):
     """What an earlier call gives with the present weights and the present program."""
@@ -58,8 +61,8 @@ class _Reference(NamedTuple):
 class References:
     """Take samples of the first call of each eighth step, and keep the last two.
 
-    Costs at most 256 elements of what each of the outer modules receives and returns, in the eighth
-    step, and the inputs of two calls; does not synchronize with the device.
+    Costs at most 256 elements of what each of the outer modules receives and returns, and of its
+    weight, in the eighth step, and the inputs of two calls; does not synchronize with the device.
 
     Args:
         recorder: Recorder of the network.
@@ -141,6 +144,7 @@ class _Outputs(ModuleCalls):
 
     def received(self, call: ModuleCall, arguments: Any) -> None:
         self._take(call.value("received"), arguments)
+        self._take(call.value("weight"), list(call.module.parameters(recurse=False)))
 
     def returned(self, call: ModuleCall, output: Any) -> None:
         self._take(call.value("returned"), output)
@@ -186,6 +190,8 @@ def _first_other(distances: Mapping[Value, float]) -> tuple[str | None, float]:
         parts = [far for each, far in returned.items() if each.name.startswith(f"{key.name}.")]
         # What an embedding receives are numbers of tokens, which are those of then.
         received = distances.get(key._replace(what="received"), 0.0)
-        if distance > _OTHER and max(received, *parts, 0.0) < _SAME + _SAME * bool(parts):
+        # Another weight, by the updates since then, gives another output.
+        least = max(_OTHER, _FARTHER * distances.get(key._replace(what="weight"), 0.0))
+        if distance > least and max(received, *parts, 0.0) < _SAME + _SAME * bool(parts):
             return key.name, distance
     return None, next(reversed(returned.values()), math.nan)

@@ -325,9 +325,9 @@ def _own_place(fault: Fault, architecture: Architecture, network: nn.Module) -> 
     if what in {What.AUXILIARY_WEIGHT, What.ROUTING}:
         layers = planted_layers(architecture, fault)
         return tuple(f"{layer}.{architecture.router}" for layer in layers)
-    if head is not None and what is What.LOSS_GRADIENT:
+    if what is What.LOSS_GRADIENT:
         # The network's own forward, which computes the loss from what its head returns.
-        return ("", head)
+        return ("", *([] if head is None else [head]))
     if head is not None and what is What.TIED_WEIGHT:
         weight = network.get_parameter(f"{head}.weight")
         return (head, *parameter_names(network, weight))

@@ -115,6 +115,15 @@ def test_the_data_of_the_step_before_have_another_loss(losses, name, said):
     assert said in found.explanation
 
 
+def test_a_small_share_of_a_huge_rise_is_a_rise():
+    """Data that have four times their loss do not have it again, whatever the loss is now."""
+    known = {"loss": 1000.0, "loss_score": 200.0, "earlier_losses": ((3.0, 12.0),)}
+    found = cause("spike", trace(HIGH_LOSS), rank=known)
+
+    assert found.name == "unknown"
+    assert "the data of the step before have 4 times the loss that they had" in found.explanation
+
+
 def test_after_a_large_update_nothing_is_said():
     """The weights may have another loss, for the data of the step before, too."""
     large = trace({"update_ratio": 0.2}, HIGH_LOSS)

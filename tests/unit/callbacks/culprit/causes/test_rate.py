@@ -27,6 +27,12 @@ def test_a_rate_that_has_stayed_high():
     assert found.name == "learning_rate"
     assert found.explanation.startswith("the learning rate of step 2 was 0.3")
     assert cause("zero_gradient", trace({}), rank=dead).name == "dead_layer"
+    alike = {"loss": 30.0, "norms": (9.0, 10.0, 11.0)}
+    for raised, name in ((None, "loss"), (jump._replace(step=2), "learning_rate")):
+        assert cause("spike", trace(HIGH_LOSS), rank=alike, raised=raised).name == name
+        low = {"norms": (1e-3,) * 3, "loss": 0.003}
+        fallen = cause("vanishing_gradient", trace({}), rank=low, global_norm=1e-3, raised=raised)
+        assert fallen.name == name
     assert jump.rate_lasts(0.3)
     assert jump.rate_lasts(0.02)
     assert not jump.rate_lasts(0.001)

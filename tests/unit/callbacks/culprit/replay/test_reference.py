@@ -90,6 +90,15 @@ def test_code_of_a_block_that_has_changed():
     assert found.distance > 1
 
 
+def test_updates_that_have_made_another_weight():
+    """An embedding gives other vectors for the same tokens, by no change of the program."""
+    training = Training(rate=0.05)
+    training.run(8)
+    training.network.embedding.weight.data *= 0.01
+    training.run(3)
+    assert training.references.change(1).name is None
+
+
 def test_a_module_whose_output_a_hook_changes():
     """The hook is part of the program."""
     training = Training()
