@@ -88,7 +88,8 @@ class RunNotes:
     Before the first step, sizes of weights of the same role and shape. In the first step, the mode
     of the network, and its loss beside that of guessing. After ten updates, weights without a
     gradient. In all steps, settings that change, weights that change between two steps, a
-    learning rate of zero, updates that change nothing, and gradients that were not set to zero.
+    learning rate of zero, updates that change nothing, gradients that were not set to zero, and a
+    cross-entropy below zero.
 
     Args:
         network: Network with or without wrappers; ``None`` if unknown.
@@ -110,6 +111,7 @@ class RunNotes:
         self._num_without = self._num_zero_rates = self._num_still = self._num_updates = 0
         self._is_first = step == 0 and network is not None
         self._network = None if network is None else unwrapped_network(network)
+        self._num_classes = 0 if self._network is None else _num_classes(self._network)
         self._odd_weight: tuple[str, str] | None = None
         if judges.states is not None and self._is_first and self._network is not None:
             weights, norms = trainable(self._network), judges.states.weight_norms()
@@ -161,7 +163,7 @@ class RunNotes:
             said = "the network is in evaluation mode, and it has modules that behave otherwise "
             said += "in training"
             notes.append(Cause("setting", said, "call `train()` before the first step"))
-        number = _num_classes(network)
+        number = self._num_classes
         guess = math.log(number) if number > 1 else math.inf
         if numbers.loss - 1 > _ODD_LOSS * guess:
             said = f"the first loss is {numbers.loss:.4g}, and {guess:.4g} if all {number} classes "
@@ -174,6 +176,12 @@ class RunNotes:
         self, numbers: StepNumbers, judgement: JudgedStep, scores: StepScores
     ) -> list[Cause]:
         notes = []
+        own = [] if self._recorder is None else self._recorder.last_step
+        # Another loss of the same network, such as that of a policy, may be negative.
+        if numbers.loss < 0 < self._num_classes and any(call.loss is not None for call in own):
+            self._num_classes = 0
+            said = f"the loss is {numbers.loss:.4g}, and a cross-entropy is never below zero"
+            notes.append(Cause("loss", said, "look for a wrong sign, or a term that is subtracted"))
         changes = self._judges.settings.changes(numbers.step, num_steps=1)
         if changes:
             look = "look at what sets it, and whether it was meant"

@@ -39,6 +39,12 @@ _FACTOR = "look for a factor in the loss, such as a wrong reduction or weight"
 
 def scaled_outside(evidence: CauseEvidence) -> Cause | None:
     """Find a factor between the loss of the network and the backward, by the loss's gradient."""
+    if any(factor < 0 for factor in evidence.blamed.factors):
+        return Cause(
+            "loss",
+            "the loss was multiplied by a negative number before the backward",
+            "look for a wrong sign: the updates raise the loss of the network",
+        )
     number = outlier(evidence.blamed.factors)
     change = evidence.blamed.factor_change
     if number is None and not (change is not None and change >= _MULTIPLIED):

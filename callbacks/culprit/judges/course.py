@@ -151,7 +151,11 @@ class LossCourse:
             is_far |= 0 < _EARLY_RATIO * self._plain.highest < loss
         if is_far or (score > HIGHER and norm_score > HIGHER):
             found = "loss_spike"
-        elif score < _DROP and log_score < _LOG_DROP and loss < _DROPPED * self.expected:
+        elif (
+            score < _DROP
+            and (log_score < _LOG_DROP or loss < 0 > self.expected)
+            and loss < min(_DROPPED * self.expected, self.expected / _DROPPED)
+        ):
             found = "loss_drop"
         if counts:
             if len(self._first) < _RECENT:

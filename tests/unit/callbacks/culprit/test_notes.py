@@ -11,6 +11,7 @@ from mfwrap import MFTrainOneStepCell
 from mfwrap.callbacks import LoopMonitor
 from mfwrap.callbacks.culprit.judges.judges import Judges
 from mfwrap.callbacks.culprit.notes import RunNotes
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepValues, numbers_of
 from mfwrap.records.json_lines import read_json_lines
 from support.cause_evidence import ORDINARY
@@ -46,6 +47,7 @@ def notes_of(
     *,
     optimizer_class=torch.optim.AdamW,
     local_norm=False,
+    replay=False,
     **settings,
 ):
     """Train a network, and return the notes of the run.
@@ -57,12 +59,13 @@ def notes_of(
         num_steps: Number of steps.
         optimizer_class: Class of the optimizer.
         local_norm: Whether the step measures the norms of the weights' gradients.
+        replay: Whether the monitor replays steps.
         settings: Its settings.
     """
     optimizer = optimizer_class(network.parameters(), **{"lr": 1e-3, **settings})
     loop = SimpleNamespace(network=network, optimizer=optimizer)
     cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, local_norm=local_norm)
-    with LoopMonitor(cell, folder) as monitor:
+    with LoopMonitor(cell, folder, replay=replay) as monitor:
         for step in range(1, num_steps + 1):
             if change is not None:
                 change(step, loop)
@@ -160,6 +163,36 @@ def test_a_learning_rate_of_zero(tmp_path):
 
     (note,) = notes_of(tmp_path, language_model().train(), change, num_steps=14)
     assert (note["step"], note["cause"]) == (10, "learning_rate")
+
+
+class NegatedForCausalLM(GPT2LMHeadModel):
+    """A network that returns its loss with the wrong sign."""
+
+    def forward(self, input_ids, labels):
+        """Return the loss alone."""
+        return -super().forward(input_ids, labels=labels).loss
+
+
+def test_a_cross_entropy_below_zero(tmp_path):
+    """It is noted once."""
+    network = NegatedForCausalLM(language_model().config).train()
+    (note,) = notes_of(tmp_path, network, replay=True)
+    assert (note["step"], note["cause"]) == (2, "loss")  # the first step is not recorded yet
+    assert note["explanation"].endswith("and a cross-entropy is never below zero")
+
+
+def test_another_loss_of_a_language_model_may_be_negative():
+    """Such as that of a policy, which the network does not return."""
+    network = language_model().train()
+    recorder = StepRecorder(network)
+    notes = RunNotes(network, Judges(network, 10), 50, recorder)
+    judged = SimpleNamespace(changed=lambda: ())
+    numbers = numbers_of(51, StepValues(loss=-1.0, global_norm=1.0))
+    for batch, expected in (({}, []), ({"labels": tokens(1)["labels"]}, ["loss"])):
+        network(input_ids=tokens(1)["input_ids"], **batch)
+        recorder.end_step()
+        found = notes.of_step(numbers, judged, ORDINARY)
+        assert [one.cause.name for one in found] == expected
 
 
 def test_a_run_that_continues():

@@ -44,6 +44,13 @@ def test_a_factor_outside_of_the_network_explains_statistics_that_have_moved():
     assert cause("spike", rank=buffers).name == "loss"
 
 
+def test_a_negative_factor():
+    """The gradient of the loss tells the sign, whatever the loss is."""
+    found = cause("loss_drop", trace({}), rank={"loss": -3.0, "factors": (-0.5, -0.5)})
+    assert found.name == "loss"
+    assert found.explanation == "the loss was multiplied by a negative number before the backward"
+
+
 def test_a_factor_of_all_micro_batches_shows_against_the_step_before():
     """So a step with one micro-batch has a culprit, too; a loss scale changes by small factors."""
     found = cause("spike", rank={"factors": (1000.0,), "factor_change": 1000.0})

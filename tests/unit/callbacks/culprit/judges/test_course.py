@@ -251,6 +251,15 @@ def test_a_loss_far_above_the_first_ones_is_a_spike():
         assert course.add(later) == kind
 
 
+def test_a_loss_below_zero_drops_as_well():
+    """It has no logarithm; a loss that is a little lower is no drop."""
+    for later, kind in ((-40.0, "loss_drop"), (-1.3, None)):
+        course = LossCourse()
+        for loss in noisy(-1.0, 30):
+            assert course.add(loss) is None
+        assert course.add(later) == kind
+
+
 def test_a_step_that_was_not_included_has_nothing_to_forget():
     """A skipped update, or a loss or norm that is not finite, leaves the steps before as usual."""
     course, norms = LossCourse(), NormCourse()
