@@ -1,11 +1,13 @@
 """Resolve public names: import them on first use, and explain absent and misspelled names."""
 
+import contextlib
 import difflib
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
+from importlib.abc import MetaPathFinder
 from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
 _ACCUMULATION = "`MFTrainOneStepCell(..., gradient_accumulation_steps=micro_size)`"
 _PIPELINE = (
@@ -59,24 +61,24 @@ ABSENT_NAMES: Mapping[str, str] = MappingProxyType(
         "Tensor": "`torch.tensor`",
         "WithEvalCell": "`with torch.no_grad():` around the network and its loss function",
         "WithGradCell": "`mfwrap.GradOperation`",
+        "amp": "`mfwrap.DynamicLossScaler`, `mfwrap.StaticLossScaler` and `mfwrap.all_finite`, or "
+        "`torch.amp`",
         "build_train_network": "`mfwrap.Model`, and its `train_network`",
         "build_wrapper": "`mfwrap.MFTrainOneStepCell`, or a recipe that `mfwrap train` runs",
         "get_grad": "`dict(gradients)[identifier]`: with `return_ids` each gradient comes with its "
         "id",
         "load_checkpoint": "`torch.load` with `weights_only`",
         "load_param_into_net": "`network.load_state_dict(...)`",
+        "nn": "`torch.nn`; MindSpore's training cells are names of `mfwrap` itself, such as "
+        "`mfwrap.TrainOneStepWithLossScaleCell`",
+        "ops": "`torch`, which has these functions itself",
         "save_checkpoint": "`torch.save`, or `mfwrap.callbacks.ModelCheckpoint`",
         "set_auto_parallel_context": "`accelerate launch` in front of the script",
         "set_context": "`Accelerator(cpu=True)` before anything else to stay on the CPU; "
         "accelerate finds other devices by itself",
     }
 )
-"""Replacement for each MindSpore and MindFormers name that `mfwrap` does not have.
-
-Do not add a name that a function of torch has. To pickle a function without ``__module__``, pickle
-looks up its name in every loaded module. Pickle handles an AttributeError there, but not the
-ImportError that these names raise.
-"""
+"""Replacement for each MindSpore and MindFormers name that `mfwrap` does not have."""
 
 _SIGTERM = (
     "`mfwrap.trainer.MFTrainer`, which saves a checkpoint on SIGTERM, or "
@@ -143,6 +145,16 @@ def hint(name: object, known: Collection[str]) -> str:
     return f"; known: {sorted(known)}" if len(known) <= _MAX_LISTED else ""
 
 
+_OTHER_HOMES = (
+    "mfwrap.callbacks",
+    "mfwrap.schedules",
+    "mfwrap.optimizers",
+    "mfwrap.trainer",
+    "mfwrap.accelerate",
+)
+"""Packages whose public names people look for in `mfwrap` itself, as in ``mindspore``."""
+
+
 def package_getattr(
     package: str,
     homes: Mapping[str, str] = MappingProxyType({}),
@@ -154,20 +166,67 @@ def package_getattr(
         package: The package's ``__name__``.
         homes: Maps a public name to the module that defines it. The module is imported when the
             name is first used, so importing the package alone stays quick.
-        absent: Maps each name that is absent from the package to a replacement. Using such a name
-            raises an ImportError that states the replacement. (An AttributeError would not reach
-            the user: ``from package import name`` replaces it with an ImportError of its own.)
+        absent: Maps each name that is absent from the package to a replacement. Looking it up
+            raises an AttributeError that states the replacement, and ``from package import name``
+            an ImportError that does.
     """
+    if absent:
+        _finder.add(package, absent)
 
     def getattribute(name: str) -> Any:
         if name in homes:
             found = getattr(importlib.import_module(homes[name]), name)
             vars(sys.modules[package])[name] = found  # no call the next time
             return found
-        if name in absent:
-            msg = f"{package} has no `{name}`; write {absent[name]}"
-            raise ImportError(msg, name=package)
-        msg = f"module {package!r} has no attribute {name!r}"
+        advice = _advice(package, name, absent)
+        msg = f"module {package!r} has no attribute {name!r}" if advice is None else advice
         raise AttributeError(msg)
 
     return getattribute
+
+
+def _advice(package: str, name: str, absent: Mapping[str, str]) -> str | None:
+    """Return a sentence about an absent name; ``None`` if it is unknown."""
+    replacement = absent.get(name) or _elsewhere(package, name)
+    return None if replacement is None else f"{package} has no `{name}`; write {replacement}"
+
+
+def _elsewhere(package: str, name: str) -> str | None:
+    """Return where a public class is that somebody looks for in `mfwrap` itself."""
+    # Tools ask for many names, and the packages take seconds to import.
+    if package != __package__ or not name[:1].isupper():
+        return None
+    for home in _OTHER_HOMES:
+        with contextlib.suppress(ImportError):
+            if name in importlib.import_module(home).__all__:
+                return f"`{home}.{name}`"
+    return None
+
+
+@final
+class _AbsentNames(MetaPathFinder):
+    """Say what to write instead of an absent name that is imported from a package.
+
+    Where a package does not have a name, ``from package import name`` asks for a module of this
+    name. The answer comes last, where every import has failed before.
+    """
+
+    def __init__(self) -> None:
+        self._absent: dict[str, Mapping[str, str]] = {}
+
+    def add(self, package: str, absent: Mapping[str, str]) -> None:
+        """Add the absent names of a package."""
+        self._absent[package] = absent
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+
+    def find_spec(self, fullname: str, _path: Any = None, _target: Any = None) -> None:
+        """Raise an ImportError if a replacement is known; otherwise, find nothing."""
+        package, _, name = fullname.rpartition(".")
+        if package in self._absent:
+            advice = _advice(package, name, self._absent[package])
+            if advice is not None:
+                raise ImportError(advice, name=package)
+
+
+_finder = _AbsentNames()
