@@ -35,7 +35,7 @@ class OverflowCheckedStep(TrainOneStepWithLossScaleCell):
         status, scaling_sens = self.start_overflow_check(loss, scaling_sens)
         scaling_sens_filled = torch.ones_like(loss) * scaling_sens.to(loss.dtype)
         grads = self.grad(self.network, self.weights)(*inputs, scaling_sens_filled)
-        grads = [gradient / scaling_sens for gradient in grads]
+        grads = self.hyper_map(lambda gradient: gradient / scaling_sens, grads)
         if self.checks_before_reduction:
             cond = self.get_overflow_status(status, grads)
         grads = self.grad_reducer(grads)

@@ -1,6 +1,6 @@
 """The attributes and methods of MindSpore's cells from which you can build a training step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,18 @@ class StepParts:
         self.reducer_flag = self.grad_reducer.sends
         """Whether `grad_reducer` averages any gradient over several ranks."""
 
+    def hyper_map(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        """Apply a function to each element of nested tuples and lists: MindSpore's ``HyperMap()``.
+
+        Args:
+            operation: Function with one parameter for each of `arguments`.
+            arguments: Tuples or lists of the same structure, such as gradients and weights.
+
+        Returns:
+            The results, in the same structure.
+        """
+        return pytree.tree_map(operation, *arguments)
+
     def apply_gradients(self, grads: Sequence[Tensor]) -> None:
         """Do one update of the optimizer: MindSpore's ``self.optimizer(grads)``.
 
@@ -168,6 +180,9 @@ class LossScaleHooks(StepParts):
     ) -> None:
         super().__init__(network, optimizer, parameters, lr_scheduler=lr_scheduler, ema=ema)
         self.__loss_scale = loss_scale
+        self.loss_scaling_manager = loss_scale.update_cell
+        """Update cell of the loss scale, which `process_loss_scale` calls; ``None`` for a fixed
+        scale."""
         parts = distributed_parts(network)
         self.__agreement = RankAgreement(parts[0].process_group) if parts else None
 

@@ -53,6 +53,21 @@ class TestStepParts:
         for ours, theirs in zip(*(cell.network.parameters() for cell in cells), strict=True):
             assert torch.equal(ours, theirs)
 
+    def test_hyper_map_keeps_the_structure(self):
+        """It maps a function of one or several arguments over nested tuples and lists."""
+        cell = probe_with(TrainOneStepCell)
+        nested = (torch.ones(2), [torch.full((1,), 2.0)])
+
+        first, [second] = cell.hyper_map(lambda one, other: one + 10 * other, nested, nested)
+        assert (first.tolist(), second.tolist()) == ([11.0, 11.0], [22.0])
+        assert cell.hyper_map(torch.neg, (torch.ones(1),)) == (-torch.ones(1),)
+
+    def test_a_step_may_have_a_map_of_its_own(self):
+        """MindSpore's wrappers set `hyper_map` themselves."""
+        cell = probe_with(TrainOneStepCell)
+        cell.hyper_map = map
+        assert cell.hyper_map is map
+
     def test_a_documented_step_reads_nothing_on_the_host(self):
         """With a fused optimizer, a step with MindSpore's lines does not synchronize."""
         network, batches = Classifier(), labelled_batches(3)
@@ -309,6 +324,18 @@ class TestSeams:
 
         with pytest.raises(TypeError, match="`compute_output` must hold tensors"):
             cell.get_overflow_status(False, value)  # noqa: FBT003  (MindSpore's signature)
+
+    def test_the_update_cell_is_an_attribute(self):
+        """A step of one's own may call it as MindSpore's do; a fixed scale has none."""
+        manager = DynamicLossScaleUpdateCell(1024.0, 2, 100)
+        cell = probe_with(TrainOneStepWithLossScaleCell, manager)
+        overflow = cell.loss_scaling_manager(cell.scale_sense, torch.tensor(data=True))
+
+        assert cell.loss_scaling_manager is manager
+        assert overflow.item()
+        assert cell.scale_sense.item() == 512
+        fixed = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(8.0))
+        assert fixed.loss_scaling_manager is None
 
     def test_process_loss_scale_changes_the_scale_and_returns_the_flag(self):
         """``process_loss_scale`` updates the scale by its rule and returns the flag."""
