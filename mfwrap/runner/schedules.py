@@ -96,7 +96,7 @@ def read_schedule(
     probe = torch.optim.SGD([torch.zeros(1)], lr=rate or 1.0)
     length = total_steps or (max_steps if max_steps > 0 else _ANY_LENGTH)
     checked = settings | ({"total_steps": length} if _has_length(kind) else {})
-    objects.build(path, functools.partial(kind, probe), checked, known=_keys_of(kind))
+    objects.build(path, functools.partial(kind, probe), checked, known=keys_of(kind))
     return ScheduleChoice(kind, settings, total_steps), rate
 
 
@@ -104,7 +104,7 @@ def _has_length(kind: type[FormulaLR]) -> bool:
     return "total_steps" in inspect.signature(kind).parameters
 
 
-def _keys_of(kind: type[FormulaLR]) -> set[str]:
+def keys_of(kind: type[FormulaLR]) -> set[str]:
     """Return the keys that a schedule's section may have: its arguments and the learning rate."""
     parameters = inspect.signature(kind).parameters
     has_warm_up = "warm_up" in parameters

@@ -14,12 +14,21 @@ from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.training import Layout
 from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.ranges import is_number
+from mfwrap.runner.schedules import keys_of
 from mfwrap.runner.sections import SCHEDULE_ALIASES, GroupedSection
+from mfwrap.schedules.names import SCHEDULES
 
 _WITHOUT_LENGTH = frozenset(
     {"ConstantWarmUpLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts"}
 )
 """Schedules that do not depend on the length of the training, unless a share of it is set."""
+
+_KEYS = {key for each in SCHEDULES.values() for key in keys_of(each)} - {
+    "base_lr",
+    "learning_rate",
+    "total_steps",
+}
+"""Keys of all schedules that are no rate and no length."""
 
 
 def take_schedules(
@@ -137,11 +146,9 @@ def _convert(
             says = "expected warmup_steps, because total_steps says nothing about an epoch's length"
             raise source.document.error((*path, "warmup_epochs"), says)
         schedule |= _warm_up(source, (*path, "warmup_epochs"), epochs, training)
-    kind = str(schedule.get("type"))
-    needs_length = (
-        SCHEDULE_ALIASES.get(kind, kind) not in _WITHOUT_LENGTH
-        or schedule.get("warmup_ratio") is not None
-    )
+    kind = SCHEDULE_ALIASES.get(str(schedule.get("type")), str(schedule.get("type")))
+    _ignore_keys_of_others(source, path, kind, schedule)
+    needs_length = kind not in _WITHOUT_LENGTH or schedule.get("warmup_ratio") is not None
     if "max_steps" in training and needs_length and not has_length:
         says = (
             "required with runner_config.stop_step, because MindFormers' schedule then has the "
@@ -154,6 +161,16 @@ def _convert(
             says = f"expected a number to scale, because lr_scale is true, got {shown(rate)}"
             raise source.document.error((*path, "learning_rate"), says)
         schedule["learning_rate"] = rate * factor
+
+
+def _ignore_keys_of_others(
+    source: SourceFile, path: Path, kind: str, schedule: dict[str, Any]
+) -> None:
+    """Drop the keys that only other schedules have: MindFormers takes them, and reads none."""
+    if kind in SCHEDULES:
+        for key in sorted(schedule.keys() & _KEYS - keys_of(SCHEDULES[kind])):
+            del schedule[key]
+            source.without_effect.append(".".join(map(str, (*path, key))))
 
 
 def _warm_up(

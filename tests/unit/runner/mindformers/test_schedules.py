@@ -40,6 +40,16 @@ def test_warm_up_epochs(epochs):
     assert all(int(100 * steps * ratio) == epochs * steps for steps in (1, 3, 7, 1251, 99991))
 
 
+def test_a_key_of_another_schedule_has_no_effect():
+    """MindFormers' schedules take any key, and read only their own; a misspelt one is an error."""
+    found, recipe = imported({"lr_schedule": {**CONSTANT, "lr_end": 1e-7, "num_cycles": 1}})
+
+    assert recipe["lr_schedule"] == CONSTANT
+    assert "lr_schedule.lr_end, lr_schedule.num_cycles" in found.notes[-1]
+    with pytest.raises(RecipeError, match=r"lr_schedule\.warmup_step: unknown key; did you mean"):
+        imported({"lr_schedule": {**CONSTANT, "warmup_step": 1}})
+
+
 def test_a_scaled_learning_rate():
     """``lr_scale`` multiplies the learning rate by the share of the batch in the factor."""
     changes = {
