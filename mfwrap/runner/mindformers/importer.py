@@ -15,6 +15,7 @@ from mfwrap.runner.mindformers.architectures.convert import (
 from mfwrap.runner.mindformers.losses import LOSSES, Loss
 from mfwrap.runner.mindformers.monitors import saves_by_callback, take_monitors
 from mfwrap.runner.mindformers.precision import take_precision
+from mfwrap.runner.mindformers.pynative import convert_pynative, is_pynative
 from mfwrap.runner.mindformers.schedules import take_schedules
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.step import take_optimizer, take_wrapper
@@ -117,10 +118,14 @@ _READ = ("run_mode", "only_save_strategy", "train_dataset", "train_dataset_task"
 
 def _convert(source: SourceFile) -> dict[str, Any]:
     """Return the sections of the recipe, without empty ones."""
-    for name in _SECTIONS:
-        if (name,) in source and not isinstance(source.document.data[name], dict):
-            says = f"expected a mapping, got {shown(source.document.data[name])}"
-            raise source.document.error((name,), says)
+    if is_pynative(source):
+        try:
+            return convert_pynative(source)
+        except RecipeError as error:
+            says = "the file was read as one of MindFormers' PyNative trainer, by its sections"
+            msg = f"{error}; {says}"
+            raise RecipeError(msg) from error
+    source.check_mappings(_SECTIONS)
     finetunes = _check_is_training(source)
     task = _take_task(source)
     layout = take_layout(source)

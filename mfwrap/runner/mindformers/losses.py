@@ -10,6 +10,7 @@ from mfwrap.runner.document import Path
 LOSSES: Mapping[str, str] = MappingProxyType(
     {
         "architecture": "a part of the network that transformers' model does not have",
+        "callbacks": "classes of the file's author, which may do anything",
         "attention": "which tokens attend to which",
         "dropout": "a dropout that transformers' model does not have",
         "gradients": "how gradients of several processes are combined",
@@ -21,7 +22,9 @@ LOSSES: Mapping[str, str] = MappingProxyType(
         "optimizer": "which matrices Muon orthogonalizes",
         "precision": "a dtype that torch cannot compute in",
         "quantization": "quantized weights",
+        "rampup": "a batch that grows during the training",
         "resume": "the state of an earlier run",
+        "weight_decay": "which weights have weight decay",
         "weights": "the weights that the training starts from",
     }
 )

@@ -147,7 +147,7 @@ def _convert(
             raise source.document.error((*path, "warmup_epochs"), says)
         schedule |= _warm_up(source, (*path, "warmup_epochs"), epochs, training)
     kind = SCHEDULE_ALIASES.get(str(schedule.get("type")), str(schedule.get("type")))
-    _ignore_keys_of_others(source, path, kind, schedule)
+    ignore_keys_of_others(source, path, kind, schedule)
     needs_length = kind not in _WITHOUT_LENGTH or schedule.get("warmup_ratio") is not None
     if "max_steps" in training and needs_length and not has_length:
         says = (
@@ -163,7 +163,7 @@ def _convert(
         schedule["learning_rate"] = rate * factor
 
 
-def _ignore_keys_of_others(
+def ignore_keys_of_others(
     source: SourceFile, path: Path, kind: str, schedule: dict[str, Any]
 ) -> None:
     """Drop the keys that only other schedules have: MindFormers takes them, and reads none."""

@@ -1,6 +1,6 @@
 """Read a MindFormers file key by key, and keep account of what became of each key."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any, final
 
@@ -98,6 +98,13 @@ class SourceFile:
     def lose(self, name: str, path: Path, says: str) -> None:
         """Add a loss; see `Loss`."""
         self.losses.append(Loss(name, path, says))
+
+    def check_mappings(self, names: Iterable[str]) -> None:
+        """Raise `RecipeError` if a section that the file has is not a mapping."""
+        for name in names:
+            value = self.document.data.get(name)
+            if not (_is_empty(value) or isinstance(value, dict)):
+                raise self.document.error((name,), f"expected a mapping, got {shown(value)}")
 
     def ignore(self, *path: str) -> None:
         """Take a value, if it is there, that does not change the numbers of a training."""

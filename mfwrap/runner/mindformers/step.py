@@ -113,7 +113,7 @@ def take_optimizer(source: SourceFile) -> dict[str, Any]:
     if isinstance(kind, str):
         optimizer["type"] = _OPTIMIZER_NAMES.get(kind, kind)
     if optimizer.get("type") == "Muon":
-        _complete_muon(source, optimizer)
+        complete_muon(source, optimizer)
     is_undecayed = str(optimizer.get("type")).endswith("AdamWeightDecay")
     if optimizer.get("eps") is None and is_undecayed:
         optimizer["eps"] = 1e-6
@@ -129,7 +129,7 @@ def take_optimizer(source: SourceFile) -> dict[str, Any]:
     return optimizer
 
 
-def _complete_muon(source: SourceFile, optimizer: dict[str, Any]) -> None:
+def complete_muon(source: SourceFile, optimizer: dict[str, Any]) -> None:
     """Set what MindFormers' Muon does if the file says nothing, or something else.
 
     Source: MindFormers, ``GPTModel.make_model_muon_fns``. Its Muon takes only networks with

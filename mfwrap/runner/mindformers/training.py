@@ -23,7 +23,7 @@ _RUNNER_WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 
 
-_RECOMPUTATION = next(
+RECOMPUTATION = next(
     name
     for name in ("activation_checkpointing", "gradient_checkpointing")
     if name in {field.name for field in fields(TrainingArguments)}
@@ -109,7 +109,7 @@ def take_training(source: SourceFile, layout: Layout, *, recomputes: bool) -> di
             training[key] = value
     training |= _take_order(source)
     if _recomputes(source) or recomputes:
-        training[_RECOMPUTATION] = True
+        training[RECOMPUTATION] = True
     source.ignore_keys((runner,), _RUNNER_WITHOUT_EFFECT)
     source.refuse_left((runner,), {"batch_size", "epochs", "gradient_accumulation_steps"})
     return training | take_evaluation(source, training)

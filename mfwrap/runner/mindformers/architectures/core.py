@@ -135,7 +135,8 @@ def _lose_what_transformers_lacks(keys: Keys, kind: str) -> None:
     elif kind in {"qwen3", "qwen3_moe", "deepseek_v3"}:
         fixed["attention_bias"] = False  # with True, transformers adds one to the output as well
     if kind != "glm4_moe":
-        fixed["use_qk_norm"] = kind in {"qwen3", "qwen3_moe"}
+        # Latent attention normalizes what queries and keys are projected from.
+        fixed["use_qk_norm"] = kind in {"qwen3", "qwen3_moe", "deepseek_v3"}
     for key, value in fixed.items():
         keys.is_equal(key, value, f"transformers' {kind} has {value}")
     for key in ("window_size", "softmax_scale", "nope_layer_interval", "param_init_std_rules"):

@@ -77,10 +77,22 @@ def convert_experts(keys: Keys, kind: str, known: Collection[str]) -> dict[str, 
         says = f"transformers' {kind} has no shared experts"
         keys.is_equal("n_shared_experts", 0, says, "architecture")
         keys.is_equal("moe_shared_expert_intermediate_size", None, says, "architecture")
+    else:
+        _check_shared_size(keys)
     if "routed_scaling_factor" not in known:
         says = f"transformers' {kind} does not scale the routed experts' output"
         keys.is_equal("routed_scaling_factor", 1.0, says, "moe")
     return _dense_layers(keys, known)
+
+
+def _check_shared_size(keys: Keys) -> None:
+    """Add a loss if the shared experts together have another size than so many of the others."""
+    size = keys.value("moe_shared_expert_intermediate_size")
+    number = keys.peek_size("n_shared_experts", 1)
+    each = keys.peek_size("moe_intermediate_size", size or 1)
+    if size is not None and size != number * each:
+        says = f"the shared experts have size {shown(size)}; the recipe's {number} x {each}"
+        keys.lose("architecture", "moe_shared_expert_intermediate_size", says)
 
 
 def _lose_group_score(keys: Keys, kind: str) -> None:

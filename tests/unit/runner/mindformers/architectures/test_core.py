@@ -170,6 +170,23 @@ def test_deepseek_v3_predicts_a_second_token_by_default():
     assert model.config["q_lora_rank"] is None
 
 
+@pytest.mark.parametrize(
+    ("setting", "is_lost"),
+    [
+        ("qk_layernorm: true", False),
+        ("qk_layernorm: false", True),
+        ("moe_shared_expert_intermediate_size: 32", False),
+        ("moe_shared_expert_intermediate_size: 16", True),
+    ],
+)
+def test_parts_of_deepseek_v3(setting, is_lost):
+    """Its attention normalizes the latent queries and keys; two shared experts have two sizes."""
+    sizes = "n_shared_experts: 2, moe_intermediate_size: 16"
+    model = converted(f"{{model_type: deepseek_v3, {sizes}, {setting}}}")
+
+    assert ("architecture" in [loss.name for loss in model.losses]) is is_lost
+
+
 def test_other_model_types_have_the_names_of_transformers():
     """A model type without a network in MindFormers' core is carried over as it is."""
     text = "model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 2"

@@ -1,0 +1,277 @@
+"""A file of MindFormers' PyNative trainer becomes a recipe of the same step."""
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+
+from mfwrap.runner import RecipeError, import_mindformers, parse_recipe
+from support.mindformers_files import ABSENT
+
+FILE: dict[str, Any] = {
+    "checkpoint": {
+        "enable_save": True,
+        "save_path": "./saved",
+        "save_max": 3,
+        "save_interleaved_steps": 20,
+        "no_save_optim": False,
+        "load_path": "",
+        "no_load_optim": True,
+    },
+    "training": {
+        "steps": 40,
+        "local_batch_size": 2,
+        "global_batch_size": 8,
+        "max_norm": 0.5,
+        "seed": 7,
+        "deterministic": True,
+    },
+    "parallelism": {"tensor_parallel": 2, "pipeline_parallel_layers_per_stage": None},
+    "optimizer": {"type": "AdamW", "betas": [0.9, 0.99], "eps": 1e-7, "weight_decay": 0.1},
+    "lr_scheduler": {"type": "CosineWithWarmUpLR", "learning_rate": 1e-3, "warmup_ratio": 0.1},
+    "train_dataset": {
+        "dataloader": {"type": "MindDataset", "dataset_files": "/data", "shuffle": True},
+        "drop_remainder": False,
+        "num_parallel_workers": 8,
+    },
+    "model": {
+        "model_type": "qwen3",
+        "architectures": "Qwen3ForCausalLM",
+        "seq_length": 32,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 300,
+        "hidden_dropout": 0.0,
+        "params_dtype": "float32",
+        "compute_dtype": "bfloat16",
+    },
+    "context": {"mode": 1, "device_target": "Ascend"},
+    "profiler": {"enable_profiling": False},
+}
+
+
+def imported(changes=None, accept=()):
+    """Return what is imported of the file with changes, by dotted names, and the recipe."""
+    file = copy.deepcopy(FILE)
+    for name, value in (changes or {}).items():
+        *outer, key = name.split(".")
+        section = file
+        for each in outer:
+            section = section.setdefault(each, {})
+        if value is ABSENT:
+            section.pop(key, None)
+        else:
+            section[key] = value
+    found = import_mindformers(yaml.safe_dump(file), "f.yaml", accept)
+    parse_recipe(found.text, "f.yaml")
+    return found, yaml.safe_load(found.text)
+
+
+def lost(changes):
+    """Return the names of what the file with changes loses."""
+    with pytest.raises(RecipeError) as raised:
+        imported(changes)
+    return str(raised.value).partition("--accept ")[2].split(" --accept ")
+
+
+def test_a_whole_file():
+    """Each section arrives, and nothing is lost."""
+    found, recipe = imported()
+
+    assert found.losses == []
+    assert recipe["training"] == {
+        "max_steps": 40,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "seed": 7,
+        "save_strategy": "steps",
+        "save_steps": 20,
+        "save_total_limit": 3,
+        "output_dir": "./saved",
+        "bf16": True,
+    }
+    assert recipe["runner_wrapper"] == {
+        "type": "MFTrainOneStepCell",
+        "scale_sense": 1.0,
+        "use_clip_grad": True,
+        "max_grad_norm": 0.5,
+        "calculate_per_token_loss": False,
+    }
+    assert recipe["optimizer"] == FILE["optimizer"]
+    assert recipe["lr_schedule"] == FILE["lr_scheduler"]
+    assert recipe["data"] == {
+        "type": "mindformers",
+        "loader": "MindDataset",
+        "path": "/data",
+        "sequence_length": 32,
+    }
+    assert recipe["model"]["config"]["model_type"] == "qwen3"
+    assert recipe["model"]["dtype"] == "float32"
+    assert recipe["callbacks"] == [{"type": "MFLossMonitor"}]
+
+
+def test_defaults():
+    """What the file leaves out has MindFormers' defaults."""
+    names = ("shuffle", "drop_remainder", "learning_rate")
+    sections = ("train_dataset.dataloader", "train_dataset", "lr_scheduler")
+    missing = {f"{section}.{name}": ABSENT for section, name in zip(sections, names, strict=True)}
+    whole = {"checkpoint": ABSENT, "training": {}, "optimizer": ABSENT}
+    _, recipe = imported({**whole, **missing})
+
+    assert recipe["training"] == {
+        "max_steps": 1000,
+        "per_device_train_batch_size": 1,
+        "seed": 42,
+        "save_strategy": "steps",
+        "save_steps": 1000,
+        "save_total_limit": 5,
+        "train_sampling_strategy": "sequential",
+        "dataloader_drop_last": True,
+        "bf16": True,
+    }
+    assert recipe["optimizer"] == {
+        "type": "AdamW",
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }
+    assert recipe["runner_wrapper"]["max_grad_norm"] == 1.0
+    assert recipe["lr_schedule"]["learning_rate"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"model.hidden_dropout": ABSENT}, ["dropout"]),
+        ({"model.calculate_per_token_loss": True}, ["gradients"]),
+        ({"parallelism.disable_gradient_division": False}, ["gradients"]),
+        ({"training.rampup_batch_size": [2, 2, 100]}, ["rampup"]),
+        ({"checkpoint.load_path": "/old"}, ["weights"]),
+        (
+            {"checkpoint.load_path": "/old", "checkpoint.no_load_optim": False},
+            ["weights", "resume"],
+        ),
+        ({"optimizer.weight_decay_exclude": ["*norm*"]}, ["weight_decay"]),
+        ({"callbacks": [{"type": "Mine", "every": 2}]}, ["callbacks"]),
+        ({"lora_config": {"target_modules": "linear_qkv"}}, ["lora"]),
+    ],
+)
+def test_losses(changes, names):
+    """What changes the numbers and cannot be carried over is a loss by its name."""
+    assert lost(changes) == names
+    found, _ = imported(changes, accept=names)
+    assert [loss.name for loss in found.losses] == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "value"),
+    [
+        ({"training.max_norm": 0}, ("runner_wrapper", "use_clip_grad"), False),
+        ({"checkpoint.enable_save": False}, ("training", "save_strategy"), "no"),
+        ({"checkpoint.no_save_optim": True}, ("training", "save_only_model"), True),
+        ({"training.global_batch_size": 9}, ("training", "gradient_accumulation_steps"), 4),
+        ({"monitor.tensorboard.output_dir": "/t"}, ("callbacks", 0, "tensorboard_dir"), "/t"),
+        (
+            {"monitor.train_state.local_loss": True},
+            ("monitor_config",),
+            {"monitor_on": True, "local_loss_format": "log"},
+        ),
+        (
+            {"monitor.train_state.local_norm": ["a.b"]},
+            ("monitor_config", "target"),
+            [r"a\.b"],
+        ),
+        (
+            {"callbacks": [{"type": "MaxLogitsMonitor"}]},
+            ("monitor_config", "max_attention_logit_format"),
+            "log",
+        ),
+        ({"lr_scheduler": {"type": "CosineWithWarmUpLR"}}, ("lr_schedule", "warmup_steps"), 0),
+        (
+            {"lr_scheduler": {"type": "CosineAnnealingLR", "base_lr": 1e-3, "t_max": 10,
+                              "learning_rate": 1e-5}},
+            ("lr_schedule",),
+            {"type": "CosineAnnealingLR", "base_lr": 1e-3, "t_max": 10},
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_key_becomes(changes, place, value):
+    """Each key becomes what the step, the Trainer or a monitor has for it."""
+    _, found = imported(changes)
+    for key in place:
+        found = found[key]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    "section", [{"mode": "full"}, {"mode": "select"}, {"full_recompute": True}]
+)
+def test_recomputation(section):
+    """Which layers recompute their activations does not change the numbers."""
+    assert True in imported({"recompute": section})[1]["training"].values()
+    before, after = (imported(change)[1]["training"] for change in ({}, {"recompute": section}))
+    (added,) = after.keys() - before.keys()
+    assert added.endswith("_checkpointing")
+    assert imported({"recompute": {"mode": "None"}})[1]["training"] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"training.stepz": 3}, r"training\.stepz: unknown key"),
+        ({"parallelism.tensor_paralel": 3}, r"tensor_paralel: unknown key; did you mean"),
+        ({"checkpoint.save_maxx": 3}, r"checkpoint\.save_maxx: unknown key"),
+        ({"training.steps": "ten"}, r"training\.steps: expected an integer >= 1"),
+        ({"training.global_batch_size": 1}, "expected at least local_batch_size, 2, got 1"),
+        ({"optimizer.type": "Lion"}, r"expected one of \['AdamW', 'Muon'\], got 'Lion'"),
+        ({"lr_scheduler": ABSENT}, "lr_scheduler: required"),
+        ({"train_dataset.dataloader.type": "Mine"}, r"dataloader\.type: expected one of"),
+        ({"model": 3}, "model: expected a mapping, got 3"),
+        ({"model.hidden_sise": 3}, r"model\.hidden_sise: unknown key"),
+        ({"callbacks": {}}, None),
+        ({"callbacks": "Mine"}, "callbacks: expected a list"),
+        ({"lr_scheduler.warmup_step": 3}, r"lr_schedule\.warmup_step: unknown key"),
+    ],
+)
+def test_errors(changes, says):
+    """One sentence says what is wrong, and where."""
+    if says is None:
+        imported(changes)
+        return
+    with pytest.raises(RecipeError, match=says) as raised:
+        imported(changes)
+    assert ("PyNative" in str(raised.value)) == ("warmup_step" not in says)
+
+
+def test_what_mindformers_does_otherwise_is_said():
+    """The rules of mfwrap's step hold."""
+    notes = " ".join(imported({"optimizer.use_fused": True})[0].notes)
+
+    for says in (
+        "MindFormers adds 1e-6 to the norm",
+        "a gradient that is not finite is skipped",
+        "MindFormers takes labels as they are",
+        "fused optimizer lags by one rate",
+        "divide training.gradient_accumulation_steps by n",
+    ):
+        assert says in notes
+
+
+def test_a_muon():
+    """It is that of the graph mode, with the decay of this trainer."""
+    _, recipe = imported(
+        {"optimizer": {"type": "Muon", "momentum": 0.9, "comm_strategy": "allgather"}},
+        accept=["optimizer"],
+    )
+
+    assert recipe["optimizer"] == {
+        "type": "Muon",
+        "momentum": 0.9,
+        "weight_decay": 0.01,
+        "qk_clip_threshold": 100,
+    }
