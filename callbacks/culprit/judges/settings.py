@@ -67,8 +67,7 @@ class SettingWatch:
             step: Number of the step.
             optimizer: Optimizer with or without wrappers; ``None`` if unknown.
         """
-        values = (owner.get(name) for _, owner, name in self._places)
-        now = [each if each is None or _is_number(each) else _UNKNOWN for each in values]
+        now = [place.value() for place in self._places]
         before, self._of_modules = self._of_modules, now
         groups_before, groups = self._of_optimizer, _of_groups(optimizer)
         self._of_optimizer = groups
@@ -78,9 +77,10 @@ class SettingWatch:
             self.began_in_evaluation = now[:1] == [False]
             return
         if now != before:
-            for (module, _, name), old, new in zip(self._places, before, now, strict=True):
+            for place, old, new in zip(self._places, before, now, strict=True):
                 if new != old and _UNKNOWN not in {old, new}:
-                    self._note(SettingChange(f"`{name}` of {module}", old, new, step))
+                    name = f"`{place.name}` of {place.module}"
+                    self._note(SettingChange(name, old, new, step))
         if groups != groups_before:
             for name, new in groups.items():
                 old = groups_before.get(name, new)
@@ -111,19 +111,42 @@ def listed(changes: Sequence[SettingChange]) -> str:
     return f"{changes[0]}{others}"
 
 
-def _places(network: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield name of a module, the dictionary that holds a setting, and the setting's name."""
+class _Place(NamedTuple):
+    """Where a setting of a module is."""
+
+    module: str
+    attributes: dict[str, Any]
+    """All attributes of the module."""
+
+    holder: str | None
+    """Attribute that has the setting among its entries; ``None`` for an attribute of its own."""
+
+    name: str
+
+    def value(self) -> Any:
+        """Return the number that is there now."""
+        found: Any = self.attributes
+        if self.holder is not None:
+            # Code may put another dictionary in its place.
+            found = _settings_in(self.attributes.get(self.holder))
+        value = _UNKNOWN if found is None else found.get(self.name)
+        return value if value is None or _is_number(value) else _UNKNOWN
+
+
+def _places(network: nn.Module) -> Iterator[_Place]:
+    """Yield the places of all settings; the first one is the mode of the network."""
     seen = set()
     for name, module in network.named_modules():
-        where = name or "the network"
-        yield where, vars(module), _MODE
-        for owner in (vars(module), *filter(None, map(_settings_in, vars(module).values()))):
-            if id(owner) in seen:
+        where, own = name or "the network", vars(module)
+        yield _Place(where, own, None, _MODE)
+        for holder in (None, *own):
+            owner = own if holder is None else _settings_in(own[holder])
+            if owner is None or id(owner) in seen:
                 continue
             seen.add(id(owner))
             for key, value in owner.items():
                 if type(key) is str and type(value) is float:
-                    yield where, owner, key
+                    yield _Place(where, own, holder, key)
 
 
 def _settings_in(value: Any) -> dict[str, Any] | None:

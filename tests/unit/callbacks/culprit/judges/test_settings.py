@@ -74,6 +74,10 @@ def set_in_network(place, **settings):
             "`kl_weight` of the network changed from 0.1 to 9.0 in step 6",
         ),
         (
+            set_in_network("", settings={"kl_weight": 9.0}),
+            "`kl_weight` of the network changed from 0.1 to 9.0 in step 6",
+        ),
+        (
             lambda network, _: network.eval(),
             "`training` of the network changed from True to False in step 6",
         ),
