@@ -91,6 +91,15 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def frozen_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the other parameters of a model, with or without wrappers, by plain name."""
+    return {
+        plain_name(name): parameter
+        for name, parameter in unwrapped_network(model).named_parameters()
+        if not parameter.requires_grad and parameter.numel()
+    }
+
+
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of a model, with or without wrappers, by plain name."""
     return {

@@ -19,7 +19,7 @@ from mfwrap.callbacks.culprit.judges.updates import Change, UpdateSample, ordina
 from mfwrap.collectives import gather_objects, num_ranks, this_rank
 from mfwrap.compatibility.graphs import idle_in_graphs
 from mfwrap.tensors.shards import on_device
-from mfwrap.tensors.wrappers import trainable, unwrapped_optimizer
+from mfwrap.tensors.wrappers import frozen_weights, trainable, unwrapped_optimizer
 
 
 @final
@@ -44,6 +44,8 @@ class Judges:
         self._names: tuple[str, ...] = ()
         self._scalars: set[str] = set()
         self._updates: UpdateSample | None = None
+        self._frozen: tuple[str, ...] = ()
+        self._of_frozen: UpdateSample | None = None
         self._change: Change | None = None
         self._hears_updates = False
         self._step = step + 1
@@ -149,6 +151,7 @@ class Judges:
             change,
             None if rates is None or not rates.numel() else rates,
             applied,
+            of_frozen=None if self._of_frozen is None else self._of_frozen.measure().update,
             rate_factor=1.0 if report is None else report.learning_rate_factor,
             ordinary_update=ordinary_update(optimizer),
         )
@@ -192,7 +195,11 @@ class Judges:
         """Follow the weights, if others are trained now or if they have moved to other memory."""
         if self._network is None:
             return
-        weights = trainable(self._network)
+        weights, frozen = trainable(self._network), frozen_weights(self._network)
+        if not frozen:
+            self._of_frozen, self._frozen = None, ()
+        elif self._of_frozen is None or not self._of_frozen.is_of(list(frozen.values())):
+            self._of_frozen, self._frozen = UpdateSample(list(frozen.values())), tuple(frozen)
         if self._updates is None or not self._updates.is_of(list(weights.values())):
             self._updates, self._change = UpdateSample(list(weights.values())), None
             self._names = tuple(weights)
@@ -200,9 +207,10 @@ class Judges:
 
     def _judge_of(self, names: tuple[str, ...], device: torch.device) -> StepJudge:
         judge = self._steps
-        if judge is None or (judge.names, judge.weights) != (names, self._names):
+        watched = (*self._names, *self._frozen)
+        if judge is None or (judge.names, judge.watched) != (names, watched):
             saved = self._saved if judge is None else judge.state_dict()
-            judge = self._steps = StepJudge(names, self._names, device, self._scalars)
+            judge = self._steps = StepJudge(names, self._names, device, self._scalars, self._frozen)
             if saved is not None:
                 judge.load_state_dict(saved)
         return judge

@@ -11,6 +11,7 @@ from torch import Tensor
 from mfwrap.callbacks.culprit.judges.forward import JudgedForward
 from mfwrap.callbacks.culprit.judges.updates import Change
 from mfwrap.callbacks.culprit.judges.windows import NamedWindow
+from mfwrap.tensors.shards import on_device
 
 LIMITS = {"global_norm": 8.0, "local_norm": 9.0, "update": 10.0}
 """Smallest scores that are anomalies, see `RobustWindow`."""
@@ -87,6 +88,13 @@ class JudgedStep(NamedTuple):
     update_scores: Tensor
     """Scores of the updates divided by the learning rate, shape ``(P,)``, float32."""
 
+    watched: tuple[str, ...]
+    """Names of the weights that are measured, and of frozen ones."""
+
+    outside: Tensor | None
+    """Change of these weights that is no update, shape ``(len(watched),)``, float32; ``None`` if
+    unknown."""
+
     travel: Tensor
     """Sum of the root mean squares of each weight's updates that were no anomalies, since the last
     sample of the weights. Shape ``(P,)``, float32; infinite if an update has made the weight
@@ -100,10 +108,10 @@ class JudgedStep(NamedTuple):
 
     def changed(self) -> tuple[str, ...]:
         """Return the weights that have changed between two steps; synchronizes."""
-        if self.change is None or self.change.outside is None:
+        if self.outside is None:
             return ()
-        changes = self.change.outside.tolist()
-        return tuple(n for n, size in zip(self.weights, changes, strict=True) if size != 0)
+        changes = self.outside.tolist()
+        return tuple(n for n, size in zip(self.watched, changes, strict=True) if size != 0)
 
     def travelled(self) -> dict[str, float]:
         """Return `travel` by weight, empty if no changes were measured; synchronizes."""
@@ -205,6 +213,7 @@ class StepJudge:
         names: Names of the ``G`` groups of gradients.
         weights: Names of the ``P`` weights whose updates are measured.
         device: Device of the numbers.
+        frozen: Names of weights that no update changes.
         scalars: Names of weights with one element, whose gradient may be zero at any step.
     """
 
@@ -214,9 +223,11 @@ class StepJudge:
         weights: Sequence[str],
         device: torch.device | str,
         scalars: Collection[str] = (),
+        frozen: Sequence[str] = (),
     ) -> None:
         self.names = tuple(names)
         self.weights = tuple(weights)
+        self.watched = (*weights, *frozen)
         sizes = {"global_norm": 1, "local_norm": len(names), "update": len(weights)}
         self._priors = [_PRIORS[kind] for kind, size in sizes.items() for _ in range(size)]
         self._split = list(sizes.values())
@@ -225,7 +236,7 @@ class StepJudge:
         self._windows = NamedWindow()
         self._window = self._windows.use(self._series, self._priors, device)
         self._device = torch.device(device)
-        self._quiet_steps = torch.zeros(len(weights), dtype=torch.int32, device=device)
+        self._quiet_steps = torch.zeros(len(self.watched), dtype=torch.int32, device=device)
         self._travel = torch.zeros(len(weights), device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
         self._longest_zeros = torch.zeros_like(self._zero_steps)
@@ -241,6 +252,7 @@ class StepJudge:
         learning_rates: Tensor | None,
         applied: Tensor,
         *,
+        of_frozen: Tensor | None = None,
         rate_factor: float = 1.0,
         ordinary_update: float = 0.0,
     ) -> JudgedStep:
@@ -253,6 +265,7 @@ class StepJudge:
             learning_rates: Learning rates of the parameter groups; ``None`` if unknown.
             applied: Whether the update was applied, shape ``()``, bool. A skipped step is scored,
                 but changes nothing of what is usual.
+            of_frozen: Changes of the frozen weights since the last step; ``None`` without any.
             rate_factor: Factor that lowers the learning rate of the step for a while. The return to
                 the ordinary rate does not count as a rise.
             ordinary_update: Largest update, divided by the rate, that is never an anomaly.
@@ -297,6 +310,9 @@ class StepJudge:
         ended = torch.where(self._zero_steps == 0, before, 0)
         self._longest_zeros = torch.maximum(self._longest_zeros, ended)
         is_dead = self._zero_steps >= limit
+        outside = None if change is None else change.outside
+        if outside is not None and of_frozen is not None:
+            outside = torch.cat([outside, on_device(of_frozen, outside.device)])
         summary = torch.cat(
             [
                 norm_score,
@@ -307,7 +323,7 @@ class StepJudge:
                 (is_dead & (before < limit)).sum(dim=0, keepdim=True),
                 highest(update_scores),
                 ((update_scores > LIMITS["update"]) | is_ruined).sum(dim=0, keepdim=True),
-                unknown if change is None else self._num_changed(change.outside, unknown),
+                self._num_changed(outside, unknown),
                 rate,
                 lowest,
                 rate if rate_factor == 1 else rate / rate_factor,
@@ -329,6 +345,8 @@ class StepJudge:
             change=change,
             ordinary_update=ordinary_update,
             update_scores=update_scores,
+            watched=self.watched,
+            outside=outside,
             travel=self._travel,
         )
 

@@ -26,6 +26,24 @@ def test_a_sample_of_the_state_is_taken_at_its_interval():
     assert [math.isnan(each.num_bad_states) for each in found] == [True, True, False] * 2
 
 
+def test_a_frozen_weight_that_changes():
+    """It is a change from outside, of a weight that has no updates."""
+    network = nn.Linear(2, 2)
+    network.bias.requires_grad_(requires_grad=False)
+    judges, found = Judges(network, 10), []
+    for step in range(1, 9):
+        judges.begin_step(step)
+        network.weight.data += 0.1
+        if step == 6:
+            network.bias.data += 1
+        found.append(judges.end_step(step, torch.ones(()), None, None))
+
+    assert [each.changed() for each in found] == [("bias",) if n == 6 else () for n in range(1, 9)]
+    scores = StepScores(*found[5].summary.tolist())
+    assert (found[5].weights, scores.num_changed) == (("weight",), 1)
+    assert scores.update_ratio > 0
+
+
 def test_watched_forwards_are_judged():
     """Scores of forwards are known in the steps that are watched, and are part of the state."""
     judges, later, found = Judges(None, 10), Judges(None, 10), []
