@@ -177,8 +177,9 @@ class Anomaly:
     """What to do, in a clause."""
 
     where: str | None = None
-    """``"input"``, ``"targets"`` (a micro-batch without targets), ``"weight"``, ``"weights"`` (most
-    weights are non-finite), ``"activation"``, ``"loss"`` or ``"gradient"``."""
+    """``"input"``, ``"targets"`` (a micro-batch without targets), ``"mask"`` (one without tokens),
+    ``"weight"``, ``"weights"`` (most weights are non-finite), ``"activation"``, ``"loss"`` or
+    ``"gradient"``."""
 
     name: str | None = None
     """Name of the first culprit: an input of the network, a weight, or a module. A module is the
@@ -344,8 +345,9 @@ class Anomaly:
         if self.where == "weight":
             return self._weight()
         whole = {
-            "weights": "most weights have non-finite elements: an earlier update ruined them",
+            "weights": "most weights were non-finite before the step",
             "targets": f"the micro-batch has no targets, all of `{self.name}` is ignored",
+            "mask": f"the micro-batch has no tokens, all of `{self.name}` is zero",
             "loss": "the outputs of all modules are finite, the loss is not",
         }
         if self.explanation is not None and (

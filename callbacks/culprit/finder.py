@@ -40,7 +40,7 @@ _MOST_GROUPS = 8
 _TRACE = 10
 """Number of steps whose scores are kept, at least."""
 
-_NOT_IN_ROWS = frozenset({"weight", "weights", "targets"})
+_NOT_IN_ROWS = frozenset({"weight", "weights", "targets", "mask"})
 """Places of a fault for which all rows are alike."""
 
 _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
@@ -423,7 +423,7 @@ class CulpritFinder:
         self, evidence: RankEvidence, origin: Origin | None, *, loss_is_finite: bool
     ) -> str | None:
         if origin is not None:
-            if origin.where in {"input", "targets"} or not (origin.name or origin.beside):
+            if origin.where in {"input", "targets", "mask"} or not (origin.name or origin.beside):
                 return None
             return self._layers.of(origin.name) if origin.name else ""
         if evidence.weights:

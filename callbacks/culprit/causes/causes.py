@@ -43,6 +43,7 @@ _RULES = (
     _Rule(optimizer.odd_update, "inferred"),
     _Rule(weights.grown, "inferred"),
     _Rule(loss.scaled_outside, "measured"),
+    _Rule(loss.risen_outside, "measured"),
     _Rule(loss.vanished, "inferred"),
     _Rule(gradients.applied, "measured"),
     _Rule(buffers.changed, "inferred"),

@@ -12,6 +12,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     has_moved_far,
     has_ordinary_gradients,
     outlier,
+    rises_of_loss,
 )
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 
@@ -27,6 +28,10 @@ at fault, and the smallest one that they have if these are not."""
 
 _MOST = 1.0
 """Largest rise of a loss that is as before, as a share of it, however far the step's has risen."""
+
+_OF_NETWORK, _CLEAR = 0.5, 2.5
+"""Smallest share of the rise that the losses which the network returned must have, and the rise of
+the step's loss from which on that is asked: the data of one earlier step say little about less."""
 
 _AGAIN = 0.25
 """Smallest share of its rise that a step must have once more if its data are at fault."""
@@ -85,7 +90,8 @@ def bad(evidence: CauseEvidence) -> Cause | None:
     the rise, or the data of the step before have their loss again.
     """
     blamed = evidence.blamed
-    if not _has_risen(evidence) or _earlier_rise(blamed) > 0 or _began_before(blamed):
+    began_elsewhere = _began_before(blamed) or _began_behind(evidence)
+    if not _has_risen(evidence) or _earlier_rise(blamed) > 0 or began_elsewhere:
         return None
     rose = _rise(blamed)
     others = [each for each in evidence.ranks if each.rank != blamed.rank]
@@ -130,6 +136,9 @@ def shifted(evidence: CauseEvidence) -> Cause | None:
     if found is None or shift is None or shift.of != "loss" or not 0 < shift.before < shift.now:
         return None
     rise = found.again / found.then - 1 if found.then > 0 else math.nan
+    rises = rises_of_loss(evidence)
+    if rises is None or not rises[1] - 1 > _OF_NETWORK * (rises[0] - 1):
+        return None
     is_as_before = found.name is None and rise < min(_NONE * (shift.now / shift.before - 1), _MOST)
     share = _again(evidence.blamed.own_losses, shift.before / shift.now)
     if not (is_as_before and share > 1 - _AGAIN):
@@ -197,6 +206,12 @@ def _began_before(blamed: RankEvidence) -> bool:
         return False
     usual = blamed.usual_loss / blamed.loss
     return blamed.earlier_loss[0] / own - usual > _SHARE * (1 - usual) > 0
+
+
+def _began_behind(evidence: CauseEvidence) -> bool:
+    """Tell whether most of the rise began behind the network, which returned other losses."""
+    rises = rises_of_loss(evidence)
+    return rises is not None and 1 + (rises[1] - 1) / _OF_NETWORK < rises[0] > _CLEAR
 
 
 def _share_again(blamed: RankEvidence, number: int | None) -> float:

@@ -1,6 +1,7 @@
 """Evidence of an anomaly and its cause, as the rules take and return them."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -198,6 +199,26 @@ def has_ordinary_gradients(evidence: CauseEvidence) -> bool:
     judged = [score for score in scores if not math.isnan(score)]
     is_calm = bool(judged) and max(map(abs, judged)) < _CALM
     return evidence.kind == "loss_spike" and is_calm
+
+
+def rises_of_loss(evidence: CauseEvidence) -> tuple[float, float] | None:
+    """Return by which factors the loss of the step has risen, and that of the network's calls.
+
+    As ratios, because the loop may divide the losses of the micro-batches by another number.
+
+    Returns:
+        ``None`` if a loss is unknown, or not above zero.
+    """
+    blamed, shift = evidence.blamed, evidence.shift
+    usual, now = blamed.usual_loss, blamed.loss
+    earlier = [then for then, _ in blamed.earlier_losses]
+    if shift is not None and shift.of == "loss":
+        usual, now = shift.before, shift.now
+        earlier = [] if blamed.program is None else [blamed.program.then]
+    if not (earlier and blamed.micro_losses):
+        return None
+    before, own = statistics.fmean(earlier), statistics.fmean(blamed.micro_losses)
+    return (now / usual, own / before) if min(usual, now, before, own) > 0 else None
 
 
 def has_higher_loss(rank: RankEvidence) -> bool:

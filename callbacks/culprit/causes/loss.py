@@ -9,6 +9,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     CauseEvidence,
     has_ordinary_gradients,
     outlier,
+    rises_of_loss,
 )
 
 _MULTIPLIED = 15.0
@@ -31,6 +32,10 @@ _SHARE = 0.01
 
 _ALIKE = 2.0
 """Largest ratio of two losses that are alike but for their sign."""
+
+_OUTSIDE_RISE, _OUTSIDE_SHARE = 2.5, 0.2
+"""Smallest rise of the step's loss that began behind the network, and the largest share of it that
+the network's own losses have."""
 
 _OUTSIDE = "look at the code between the network's output and the backward"
 
@@ -55,6 +60,23 @@ def scaled_outside(evidence: CauseEvidence) -> Cause | None:
         f"{what} was multiplied before the backward",
         _OUTSIDE,
         micro_batch=number,
+    )
+
+
+def risen_outside(evidence: CauseEvidence) -> Cause | None:
+    """Find that the loss of the step has risen, and those that the network returned have not."""
+    rises = rises_of_loss(evidence)
+    if rises is None:
+        return None
+    whole, own = rises
+    if whole < _OUTSIDE_RISE or not own < 1 + _OUTSIDE_SHARE * (whole - 1):
+        return None
+    return Cause(
+        "loss",
+        f"the loss of the step is {whole:.3g} times the usual one, and what the network returned "
+        f"is {own:.3g} times that of an earlier step",
+        "look at the code between the network's output and the backward: losses that are added "
+        "up, or divided by another number",
     )
 
 

@@ -42,6 +42,11 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
             f"a micro-batch has no targets, all of `{name}` is ignored",
             "leave such samples out, or take a loss that is a sum over targets",
         ),
+        "mask": Cause(
+            "data",
+            f"all of `{name}` is zero, so a micro-batch has no tokens",
+            "leave such samples out",
+        ),
         "weights": Cause(
             UNKNOWN_CAUSE,
             "most weights were non-finite before the step",
@@ -98,7 +103,7 @@ def _of_gradient(origin: Origin) -> str:
         return f"a hook on the output of {origin.name} made its gradient non-finite"
     made = "made a non-finite gradient from finite values"
     if not origin.beside:
-        return f"the backward of {origin.name} {made}"
+        return f"the backward of {origin.name or 'the network'} {made}"
     where = f"the forward of {origin.name}" if origin.name else "the network's own forward"
     return f"the backward of the code in {where} behind {origin.beside} {made}"
 

@@ -25,6 +25,9 @@ from mfwrap.compatibility.torch import post_accumulate_hooks
 from mfwrap.tensors.norms import norms_of_each
 from mfwrap.tensors.shards import local_tensors
 
+_MASK = "attention_mask"
+"""Argument of transformers' networks that says which tokens are none."""
+
 _T = TypeVar("_T")
 _D = TypeVar("_D")
 
@@ -33,8 +36,9 @@ class Origin(NamedTuple):
     """Where in a step the first non-finite value arises."""
 
     where: str
-    """``"input"``, ``"targets"`` (a micro-batch without targets), ``"weight"``, ``"weights"`` (most
-    weights are non-finite), ``"activation"``, ``"loss"`` or ``"gradient"``."""
+    """``"input"``, ``"targets"`` (a micro-batch without targets), ``"mask"`` (one that hides all
+    tokens), ``"weight"``, ``"weights"`` (most weights are non-finite), ``"activation"``, ``"loss"``
+    or ``"gradient"``."""
 
     name: str
     """Name of the module, parameter or input; empty for the network itself."""
@@ -251,7 +255,7 @@ class _Watch(ModuleCalls):
     def made(self, call: ModuleCall, _: Any, output: Any) -> None:
         for _, tensor in tensors_in(output) if call.name else ():
             if tensor.requires_grad and self._flow_of(tensor).returned_by is None:
-                self.follow(tensor, self._notice_between(self._flow_of(tensor)))
+                self.follow(tensor, self._notice_between(self._flow_of(tensor), call.name))
 
     def returned(self, call: ModuleCall, output: Any) -> None:
         by_hook = Origin("gradient", call.name, 0, by_hook=True)
@@ -288,11 +292,18 @@ class _Watch(ModuleCalls):
         blamed = Origin("gradient", name, 0)
         self.follow(alias, self._notice(lambda: blamed if flow.returned_by is None else None))
 
-    def _notice_between(self, flow: _Flow) -> Callable[[Tensor], None]:
-        """Return a hook that blames the code behind a module for a non-finite gradient."""
-        return self._notice(
-            lambda: Origin("gradient", flow.caller, 0, beside=flow.returned_by or "")
-        )
+    def _notice_between(self, flow: _Flow, maker: str) -> Callable[[Tensor], None]:
+        """Return a hook that blames the code behind a module for a non-finite gradient.
+
+        What no module has returned, a hook on the output of the module `maker` has replaced.
+        """
+
+        def origin() -> Origin:
+            if flow.returned_by is None:
+                return Origin("gradient", maker, 0, by_hook=True)
+            return Origin("gradient", flow.caller, 0, beside=flow.returned_by)
+
+        return self._notice(origin)
 
     def _judge(self, ended: _Running, output: Any) -> None:
         name = ended.name
@@ -386,7 +397,8 @@ def _origin_in(network: nn.Module, module: nn.Module, name: str) -> Origin:
 def origin_of_loss(network: nn.Module, inputs: RecordedCall) -> Origin:
     """Return the origin of a non-finite loss of a call with finite outputs of all modules.
 
-    It is a non-finite input, targets that are all ignored, or the loss. Synchronizes.
+    It is a non-finite input, targets that are all ignored, a mask that hides all tokens, or the
+    loss. Synchronizes.
     """
     origin = _bad_input(network, inputs)
     if origin is not None:
@@ -394,6 +406,9 @@ def origin_of_loss(network: nn.Module, inputs: RecordedCall) -> Origin:
     for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
         if is_target(name, tensor) and bool((tensor == IGNORED).all()):
             return Origin("targets", name, 0)
+        is_mask = name.rpartition(".")[2] == _MASK and not tensor.is_floating_point()
+        if is_mask and not tensor.any():
+            return Origin("mask", name, 0)
     return Origin("loss", "", 0)
 
 
@@ -415,11 +430,18 @@ def _nan_or_inf(tensor: Tensor) -> Tensor:
     return ~(tensor < float("inf"))
 
 
+def _is_additive_mask(name: str, tensor: Tensor) -> bool:
+    """Tell whether a tensor is one that is added to scores: of 0 and -inf, or by its name."""
+    is_named = any(word in name for word in ("mask", "bias"))
+    return is_named or bool(((tensor == 0) | (tensor == -float("inf"))).all())
+
+
 def _bad_input(network: nn.Module, inputs: RecordedCall) -> Origin | None:
     for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
         if not tensor.is_floating_point():
             continue
-        bad = _nan_or_inf(tensor.detach())
+        found = tensor.detach()
+        bad = _nan_or_inf(found) if _is_additive_mask(name, found) else ~found.isfinite()
         if bad.any():
             rows = bad.reshape(len(bad), -1).any(dim=1).tolist() if bad.dim() else []
             numbers = tuple(number for number, is_bad in enumerate(rows) if is_bad)

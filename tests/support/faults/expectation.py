@@ -228,6 +228,16 @@ CAUSES = (
         "weights behind a zero have no gradient, and small numbers are zero in float8",
     ),
     Cause(
+        "dead_layer",
+        lambda of: of.fault.kind.what is What.NORM and of.fault.kind.how is How.MISSING,
+        "the weights of what is left out have no gradient",
+    ),
+    Cause(
+        "gradient",
+        lambda of: of.fault.kind.how is How.LOGARITHMS,
+        "a logarithm has no finite gradient at zero",
+    ),
+    Cause(
         "attention_logits",
         lambda of: (
             of.is_in(of.architecture.query)

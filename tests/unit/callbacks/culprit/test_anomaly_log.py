@@ -150,10 +150,7 @@ LINES = {
     ),
     "all weights": (
         {"kind": "loss_not_finite", "layer": None, "where": "weights", "name": ""},
-        (
-            "step 7: non-finite loss on rank 1: most weights have non-finite elements: an earlier "
-            "update ruined them"
-        ),
+        ("step 7: non-finite loss on rank 1: most weights were non-finite before the step"),
     ),
     "input": (
         {

@@ -72,6 +72,7 @@ def test_data_that_have_had_a_higher_loss_for_some_steps(program, own, name):
     """With the same weights, earlier data have their loss again, and so have those of the step."""
     known = {
         "loss": 6.0,
+        "micro_losses": own[:1],
         "own_losses": (own,),
         "program": ProgramChange(12, *program, None, 0.1),
     }
@@ -84,6 +85,13 @@ def test_data_that_have_had_a_higher_loss_for_some_steps(program, own, name):
             "data of 12 steps before have 1.03 times the loss that they had, and those of this "
             "step have theirs again"
         )
+
+
+@pytest.mark.parametrize(("own", "name"), [(29.0, "data"), (20.0, "data"), (9.0, "unknown")])
+def test_most_of_the_rise_is_that_of_the_network(own, name):
+    """The rest is of the code behind it."""
+    known = {"loss": 30.0, "loss_score": 90.0, "micro_losses": (own,)}
+    assert cause(steps=trace(HIGH_LOSS), rank=known).name == name
 
 
 def test_data_shift_only_a_loss_that_has_risen():

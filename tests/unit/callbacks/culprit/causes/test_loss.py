@@ -2,6 +2,8 @@
 
 import pytest
 
+from mfwrap.callbacks.culprit.judges.course import Shift
+from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
 from support.cause_evidence import HIGH_LOSS, NAN, cause, state, trace
 
@@ -49,6 +51,32 @@ def test_a_negative_factor():
     found = cause("loss_drop", trace({}), rank={"loss": -3.0, "factors": (-0.5, -0.5)})
     assert found.name == "loss"
     assert found.explanation == "the loss was multiplied by a negative number before the backward"
+
+
+@pytest.mark.parametrize(
+    ("own", "name"), [((3.1,), "loss"), ((1.5, 1.6), "loss"), ((30.0,), "data"), ((), "data")]
+)
+def test_a_loss_that_rises_behind_the_network(own, name):
+    """What the network returned is as in the step before, whatever the loop divides it by."""
+    known = {"loss": 30.0, "loss_score": 90.0, "micro_losses": own}
+    assert cause("loss_spike", trace(HIGH_LOSS), rank=known).name == name
+
+
+def test_a_shift_of_a_loss_behind_the_network():
+    """The network's loss is compared with that of the call of an earlier step."""
+    shift = Shift("loss", 3.0, 30.0, 6)
+    known = {
+        "loss": 30.0,
+        "micro_losses": (3.2,),
+        "own_losses": ((3.2, 3.2),),
+        "program": ProgramChange(12, 3.0, 3.0, None, 0.1),
+    }
+    found = cause("loss_shift", trace({}), rank=known, shift=shift, is_first=False)
+
+    assert found.name == "loss"
+    assert "10 times the usual one, and what the network returned is 1.07 times" in (
+        found.explanation
+    )
 
 
 def test_a_factor_of_all_micro_batches_shows_against_the_step_before():

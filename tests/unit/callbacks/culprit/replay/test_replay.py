@@ -87,7 +87,7 @@ def test_a_weight():
     assert replay_step(recorder, 1.0) == Origin("weight", "last.bias", 0)
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_an_input(value):
     """A non-finite input is reported with its name in ``forward``, its rows and batch indices."""
     (inputs, targets), _ = call()
@@ -101,9 +101,9 @@ def test_an_input(value):
 
 def test_a_mask_may_be_minus_infinity():
     """In a tensor without a gradient, -inf is not a fault."""
-    recorder = recorded(call(mask=torch.full((3, 3), -INF)))
-
-    assert replay_step(recorder, 1.0) is None
+    slopes = torch.where(torch.eye(3) > 0, -1.5, -INF)
+    for name, tensor in (("mask", slopes), ("of_scores", torch.zeros(3, 3).fill_diagonal_(-INF))):
+        assert replay_step(recorded(call(**{name: tensor})), 1.0) is None
 
 
 def test_a_loss():
@@ -367,6 +367,36 @@ def test_weights_that_an_update_has_ruined():
             weight.fill_(NAN)
 
     assert replay_step(recorder, 1.0) == Origin("weights", "", 0)
+
+
+class Counting(nn.Module):
+    """A network that divides its loss by the number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, inputs, attention_mask):
+        """Return the mean over the tokens."""
+        return (self.linear(inputs)[..., 0] * attention_mask).sum() / attention_mask.sum()
+
+
+def test_a_micro_batch_without_tokens():
+    """The mask that hides all of them is named."""
+    inputs = torch.randn(2, 3, 4)
+    good, bad = ((inputs, torch.full((2, 3), value)) for value in (1, 0))
+    recorder = recorded((good, {}), (bad, {}), network=Counting())
+
+    assert replay_step(recorder, 1.0) == Origin("mask", "attention_mask", 1)
+
+
+def test_a_hook_whose_backward_is_not_finite():
+    """A hook that replaces an output is named by the module, also if the values are finite."""
+    network = Network()
+    network.last.register_forward_hook(lambda *args: (args[-1] * 0).abs().sqrt() + args[-1])
+    found = replay_step(recorded(call(), network=network), 1.0)
+
+    assert found == Origin("gradient", "last", 0, by_hook=True)
 
 
 def test_a_micro_batch_without_targets():
