@@ -1,7 +1,8 @@
 """The section ``optimizer`` of a recipe, and the optimizer that it builds."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, final
@@ -14,9 +15,10 @@ from transformers import Trainer, TrainingArguments
 from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer, Muon, QKClip, hidden_matrices
 from mfwrap.runner.document import RecipeDocument
 from mfwrap.runner.objects import RecipeObjects
-from mfwrap.runner.parameter_groups import RateGroup, parameter_groups
+from mfwrap.runner.parameter_groups import RateGroup, first_match, parameter_groups
 from mfwrap.runner.ranges import check_range, is_number
 from mfwrap.runner.sections import OPTIMIZER_KEYS_WITHOUT_MEANING, MuonSection
+from mfwrap.tensors.wrappers import plain_name
 
 Make = Callable[[nn.Module, list[dict[str, Any]], TrainingArguments], Optimizer]
 """Function that builds an optimizer for a network, its parameter groups and the training's
@@ -41,6 +43,10 @@ class OptimizerChoice:
     qk_clip_threshold: float | None = None
     """Limit of the attention logits, see `QKClip`; ``None`` for no limit."""
 
+    decay_rules: tuple[Sequence[str], Sequence[str]] = ((), ())
+    """Patterns of names of the parameters with and without weight decay; the first rule counts, and
+    what none matches has it by its kind. Source: MindFormers, ``weight_decay_include``."""
+
     def build(
         self, arguments: TrainingArguments, network: nn.Module, decayed: Collection[str]
     ) -> Optimizer:
@@ -49,7 +55,7 @@ class OptimizerChoice:
         Args:
             arguments: Arguments of the training.
             network: Network to train.
-            decayed: Names of the parameters with weight decay.
+            decayed: Names of the parameters that have weight decay by their kind.
 
         Raises:
             RecipeError: If a group of ``grouped_lr_schedule`` has no parameter, or the attention
@@ -67,6 +73,10 @@ class OptimizerChoice:
     def _optimizer(
         self, arguments: TrainingArguments, network: nn.Module, decayed: Collection[str]
     ) -> Optimizer:
+        names = [name for name, _ in network.named_parameters()]
+        rules = {name: first_match(plain_name(name), self.decay_rules) for name in names}
+        by_kind = {None: decayed, 0: names}
+        decayed = [name for name in names if name in by_kind.get(rules[name], ())]
         groups = parameter_groups(
             self.document, network, self.rate_groups, decayed, arguments.weight_decay
         )
@@ -205,6 +215,9 @@ _ARGUMENTS: Mapping[str, str] = {
 }
 """Field of ``TrainingArguments`` for each key of the section ``optimizer``."""
 
+_DECAY_RULES = ("weight_decay_include", "weight_decay_exclude")
+"""Keys of all optimizers that choose the parameters with weight decay."""
+
 _OF_MUON: Mapping[str, str] = {"adamw_betas": "betas", "adamw_eps": "eps"}
 """Key of the section for each key that MindFormers' Muon has instead."""
 
@@ -237,9 +250,11 @@ def read_optimizer(
         names = {
             key: _OF_MUON.get(key, key) for key in (*_OF_MUON, "learning_rate", "weight_decay")
         }
-        others = {*names, *OPTIMIZER_KEYS_WITHOUT_MEANING}
+        others = {*names, *_DECAY_RULES, *OPTIMIZER_KEYS_WITHOUT_MEANING}
         own = {key: settings.pop(key) for key in settings.keys() - others}
-    settings = objects.kept(path, settings, names, OPTIMIZER_KEYS_WITHOUT_MEANING)
+    include, exclude = (_patterns(objects, settings, key) for key in _DECAY_RULES)
+    known = {**names, **dict.fromkeys(_DECAY_RULES)}
+    settings = objects.kept(path, settings, known, OPTIMIZER_KEYS_WITHOUT_MEANING)
     arguments: dict[str, Any] = {} if kind.optim is None else {"optim": kind.optim}
     for key, value in settings.items():
         for argument, number in _numbers(objects, key, names[key], value).items():
@@ -256,7 +271,19 @@ def read_optimizer(
         choice = OptimizerChoice(objects.document, make, qk_clip_threshold=threshold)
     elif kind.make is not None:
         choice = OptimizerChoice(objects.document, kind.make)
+    if include or exclude:
+        choice = choice or OptimizerChoice(objects.document)
+        choice = dataclasses.replace(choice, decay_rules=(include, exclude))
     return choice, arguments, kind.defaults
+
+
+def _patterns(objects: RecipeObjects, settings: dict[str, Any], key: str) -> list[str]:
+    """Take a list of patterns of names."""
+    value = settings.pop(key, None) or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        says = f"expected a list of patterns of names, got {value!r}"
+        raise objects.document.error(("optimizer", key), says)
+    return value
 
 
 def _numbers(objects: RecipeObjects, key: str, name: str, value: Any) -> dict[str, Any]:

@@ -11,6 +11,11 @@ from typing import Any
 from mfwrap.runner.document import Path, shown
 from mfwrap.runner.mindformers.architectures.convert import convert_model, num_parameters
 from mfwrap.runner.mindformers.precision import take_precision
+from mfwrap.runner.mindformers.rate_groups import (
+    MODEL_TYPES,
+    converted_patterns,
+    parameter_names,
+)
 from mfwrap.runner.mindformers.schedules import ignore_keys_of_others
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.step import complete_muon
@@ -55,7 +60,8 @@ _MONITORED = {
 """Arguments of `TrainingStateMonitor` by the keys of ``monitor.train_state``."""
 
 _OPTIMIZERS = ("AdamW", "Muon")
-_OF_ADAMW = frozenset({"type", "betas", "eps", "weight_decay"})
+_DECAY_RULES = ("weight_decay_include", "weight_decay_exclude")
+_OF_ADAMW = frozenset({"type", "betas", "eps", "weight_decay", *_DECAY_RULES})
 _LOGITS = frozenset({"MaxLogitsMonitor", "MaxLogitsReset"})
 _ALWAYS_LOGGED = {"type": "MFLossMonitor"}
 _LOADERS = (
@@ -94,7 +100,7 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
         "data": data,
         "training": training,
         "runner_wrapper": _take_wrapper(source),
-        "optimizer": _take_optimizer(source),
+        "optimizer": _take_optimizer(source, config),
         "lr_schedule": _take_schedule(source),
         **monitors,
     }
@@ -248,17 +254,32 @@ def _take_wrapper(source: SourceFile) -> dict[str, Any]:
     return wrapper
 
 
-def _take_optimizer(source: SourceFile) -> dict[str, Any]:
+def _decay_rules(
+    source: SourceFile, section: dict[str, Any], config: dict[str, Any]
+) -> dict[str, list[str]]:
+    """Take the patterns of names that choose the weights with weight decay, and convert them."""
+    rules = {rule: section.pop(rule) for rule in _DECAY_RULES if section.get(rule)}
+    if not rules:
+        return {}
+    patterns = None
+    if config.get("model_type") in MODEL_TYPES:
+        patterns = converted_patterns(parameter_names(config, _TASK), list(rules.values()))
+    if patterns is None:
+        says = "mfwrap cannot convert the names of MindFormers' parameters"
+        place: Path = ("optimizer", next(iter(rules)))
+        source.lose("weight_decay", place, f"{says}; biases and norms have no weight decay")
+        return {}
+    return dict(zip(rules, patterns, strict=True))
+
+
+def _take_optimizer(source: SourceFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return the section ``optimizer``, with MindFormers' defaults."""
     section = source.mapping("optimizer")
     kind = section.setdefault("type", "AdamW")
     if kind not in _OPTIMIZERS:
         says = f"expected one of {list(_OPTIMIZERS)}, got {shown(kind)}"
         raise source.document.error(("optimizer", "type"), says)
-    for rule in ("weight_decay_include", "weight_decay_exclude"):
-        if section.pop(rule, None):
-            says = "the file chooses the weights with weight decay by their names"
-            source.lose("weight_decay", ("optimizer", rule), f"{says}; the recipe by their kinds")
+    section |= _decay_rules(source, section, config)
     section.setdefault("weight_decay", 0.01)
     if kind == "Muon":
         for key in ("betas", "comm_strategy", "ns_coefficients", "use_fused_adamw"):

@@ -1,8 +1,13 @@
 """Convert the parameter names of MindFormers' ``grouped_lr_schedule`` to those of transformers."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
+
+from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.table import TASKS
 from mfwrap.runner.parameter_groups import first_match
 
 MODEL_TYPES = frozenset({"deepseek_v3", "qwen2", "qwen3", "qwen3_moe"})
@@ -29,6 +34,18 @@ _NAMES = (
 )
 """Parts of the names in transformers, and what MindFormers has there. MindFormers has one weight
 for queries, keys and values, and one for the two inner projections of an MLP."""
+
+
+def parameter_names(config: Mapping[str, Any], task: str) -> list[str]:
+    """Return the names of the parameters of a recipe's network, without memory for them.
+
+    Args:
+        config: Section ``model.config`` of the recipe.
+        task: Task of the recipe.
+    """
+    with torch.device("meta"):
+        network = ModelSettings(config=dict(config)).make_model(TASKS[task].auto_class)
+    return [name for name, _ in network.named_parameters()]
 
 
 def converted_patterns(

@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from mfwrap.recipes.models.settings import ModelSettings
-from mfwrap.recipes.tasks.table import TASKS
 from mfwrap.runner.document import Path, shown
-from mfwrap.runner.mindformers.rate_groups import MODEL_TYPES, converted_patterns
+from mfwrap.runner.mindformers.rate_groups import (
+    MODEL_TYPES,
+    converted_patterns,
+    parameter_names,
+)
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.training import Layout
 from mfwrap.runner.objects import RecipeObjects
@@ -105,9 +105,7 @@ def _grouped(
         return {"lr_schedule": default}
     patterns = None
     if config.get("model_type") in MODEL_TYPES and not is_adapted:
-        with torch.device("meta"):
-            network = ModelSettings(config=dict(config)).make_model(TASKS[task].auto_class)
-        names = [name for name, _ in network.named_parameters()]
+        names = parameter_names(config, task)
         patterns = converted_patterns(names, [schedule["params"] for schedule in grouped])
     if patterns is None:
         says = "mfwrap cannot convert the names of MindFormers' parameters in the groups"

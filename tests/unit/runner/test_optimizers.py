@@ -63,6 +63,27 @@ def test_adam_weight_decay(name, fp32_state):
         assert group["fp32_state"] is fp32_state
 
 
+@pytest.mark.parametrize("name", ["AdamW", "AdamWeightDecay", "Muon"])
+def test_weight_decay_by_patterns(name):
+    """The first rule that matches a name counts, and otherwise the kind of the parameter."""
+    network = Block()
+    rules = {"weight_decay_include": ["norm*", "embed"], "weight_decay_exclude": ["*.weight"]}
+    optimizer = built(network, type=name, weight_decay=0.1, **rules)
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+    assert {name for name, each in network.named_parameters() if decays[id(each)]} == {
+        "embed.weight",
+        "norm.weight",
+        "norm.bias",
+    }
+    with pytest.raises(RecipeError, match=r"weight_decay_include: expected a list of patterns"):
+        parsed(optimizer={"type": name, "weight_decay_include": "norm"})
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["AdamW", "FusedAdamW", "AdamWeightDecayX"])
 def test_adamw_for_half_precision_weights(name, dtype):

@@ -156,7 +156,7 @@ def test_defaults():
             {"checkpoint.load_path": "/old", "checkpoint.no_load_optim": False},
             ["weights", "resume"],
         ),
-        ({"optimizer.weight_decay_exclude": ["*norm*"]}, ["weight_decay"]),
+        ({"optimizer.weight_decay_exclude": ["no_such_name"]}, ["weight_decay"]),
         ({"callbacks": [{"type": "Mine", "every": 2}]}, ["callbacks"]),
         ({"lora_config": {"target_modules": "linear_qkv"}}, ["lora"]),
     ],
@@ -175,6 +175,26 @@ def test_losses(changes, names):
         ({"checkpoint.enable_save": False}, ("training", "save_strategy"), "no"),
         ({"checkpoint.no_save_optim": True}, ("training", "save_only_model"), True),
         ({"training.global_batch_size": 9}, ("training", "gradient_accumulation_steps"), 4),
+        (
+            {"optimizer.weight_decay_exclude": ["*.linear_qkv.*"],
+             "optimizer.weight_decay_include": ["layernorm", "decoder.layers.1.mlp.linear_fc2"]},
+            ("optimizer",),
+            FILE["optimizer"] | {
+                "weight_decay_include": [
+                    "model.layers.*.self_attn.q_norm.weight",
+                    "model.layers.*.self_attn.k_norm.weight",
+                    "model.layers.*.input_layernorm.weight",
+                    "model.layers.*.post_attention_layernorm.weight",
+                    "model.layers.1.mlp.down_proj.weight",
+                    "model.norm.weight",
+                ],
+                "weight_decay_exclude": [
+                    "model.layers.*.self_attn.q_proj.weight",
+                    "model.layers.*.self_attn.k_proj.weight",
+                    "model.layers.*.self_attn.v_proj.weight",
+                ],
+            },
+        ),
         ({"monitor.tensorboard.output_dir": "/t"}, ("callbacks", 0, "tensorboard_dir"), "/t"),
         (
             {"monitor.train_state.local_loss": True},
