@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
 ]
 
-MOST_EPISODES, MOST_JUMPS = 2, 12
+MOST_EPISODES, MOST_JUMPS = 2, 16
 """Largest number of episodes in one run of 400 steps of each kind of the development half: of those
 that stay as they are, and of those that jump."""
 

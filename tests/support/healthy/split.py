@@ -33,6 +33,8 @@ JUMPING = (
     "outlier rows",
     "scheduled weights",
     "heavy tails",
+    "more classes",
+    "late judge",
 )
 """Kinds of the development half whose data, task or loss change in truth: no monitor that finds bad
 data can tell the first change from a fault."""
@@ -53,10 +55,8 @@ DEVELOPMENT = (
     "solved margins",
     "small normalized batches",
     "growing loss scale",
-    "more classes",
     "differential equation",
     "skipped layers",
-    "late judge",
     "rare positives",
     "group advantages",
     "low-rank embeddings",
