@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any, Self, final
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,11 +93,16 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
 
 
 def frozen_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the other parameters of a model, with or without wrappers, by plain name."""
+    """Return the other parameters of a model that have memory of their own, by plain name.
+
+    Parameters that are offloaded, sparse or quantized by torch are left out.
+    """
     return {
         plain_name(name): parameter
         for name, parameter in unwrapped_network(model).named_parameters()
-        if not parameter.requires_grad and parameter.numel()
+        if not (parameter.requires_grad or parameter.is_meta or parameter.is_quantized)
+        and parameter.layout is torch.strided
+        and parameter.numel()
     }
 
 

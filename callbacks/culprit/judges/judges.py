@@ -46,6 +46,7 @@ class Judges:
         self._updates: UpdateSample | None = None
         self._frozen: tuple[str, ...] = ()
         self._of_frozen: UpdateSample | None = None
+        self._frozen_change: Tensor | None = None
         self._change: Change | None = None
         self._hears_updates = False
         self._step = step + 1
@@ -103,13 +104,16 @@ class Judges:
         """Tell changes of the weights up to here from the update that follows."""
         self._hears_updates = True
         self.settings.look(self._step, self._optimizer)
-        if self._updates is not None:
-            self._updates.begin()
+        for sample in (self._updates, self._of_frozen):
+            if sample is not None:
+                sample.begin()
 
     def after_update(self) -> None:
         """Measure the update; what changes the weights from here to the next one is none."""
         if self._updates is not None:
             self._change = self._updates.measure()
+        if self._of_frozen is not None:
+            self._frozen_change = self._of_frozen.measure().outside
 
     def end_step(
         self,
@@ -151,7 +155,7 @@ class Judges:
             change,
             None if rates is None or not rates.numel() else rates,
             applied,
-            of_frozen=None if self._of_frozen is None else self._of_frozen.measure().update,
+            of_frozen=self._change_of_frozen(),
             rate_factor=1.0 if report is None else report.learning_rate_factor,
             ordinary_update=ordinary_update(optimizer),
         )
@@ -164,6 +168,14 @@ class Judges:
             optimizer=optimizer,
             forward=self.forward.last,
         )
+
+    def _change_of_frozen(self) -> Tensor | None:
+        """Return by how much frozen weights have changed since the last step, but by no update."""
+        change, self._frozen_change = self._frozen_change, None
+        if change is None and self._of_frozen is not None:
+            self._of_frozen.begin()
+            change = self._of_frozen.measure().outside
+        return change
 
     def _sampled(self, step: int, optimizer: Any, judge: StepJudge) -> Tensor | None:
         """Return the scores of a sample of the state, if it is time for one."""
@@ -200,6 +212,7 @@ class Judges:
             self._of_frozen, self._frozen = None, ()
         elif self._of_frozen is None or not self._of_frozen.is_of(list(frozen.values())):
             self._of_frozen, self._frozen = UpdateSample(list(frozen.values())), tuple(frozen)
+            self._frozen_change = None
         if self._updates is None or not self._updates.is_of(list(weights.values())):
             self._updates, self._change = UpdateSample(list(weights.values())), None
             self._names = tuple(weights)
@@ -208,7 +221,11 @@ class Judges:
     def _judge_of(self, names: tuple[str, ...], device: torch.device) -> StepJudge:
         judge = self._steps
         watched = (*self._names, *self._frozen)
-        if judge is None or (judge.names, judge.watched) != (names, watched):
+        if judge is None or (judge.names, judge.weights, judge.watched) != (
+            names,
+            self._names,
+            watched,
+        ):
             saved = self._saved if judge is None else judge.state_dict()
             judge = self._steps = StepJudge(names, self._names, device, self._scalars, self._frozen)
             if saved is not None:

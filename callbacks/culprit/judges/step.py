@@ -95,6 +95,9 @@ class JudgedStep(NamedTuple):
     """Change of these weights that is no update, shape ``(len(watched),)``, float32; ``None`` if
     unknown."""
 
+    is_new_change: Tensor | None
+    """Whether such a change is the first one in a while, shape ``(len(watched),)``, bool."""
+
     travel: Tensor
     """Sum of the root mean squares of each weight's updates that were no anomalies, since the last
     sample of the weights. Shape ``(P,)``, float32; infinite if an update has made the weight
@@ -107,11 +110,17 @@ class JudgedStep(NamedTuple):
     """Judgement of the last forwards that were watched."""
 
     def changed(self) -> tuple[str, ...]:
-        """Return the weights that have changed between two steps; synchronizes."""
-        if self.outside is None:
+        """Return the weights that have changed between two steps; synchronizes.
+
+        Those that code changes again and again, such as those of a teacher, are returned only if no
+        others have changed.
+        """
+        if self.outside is None or self.is_new_change is None:
             return ()
-        changes = self.outside.tolist()
-        return tuple(n for n, size in zip(self.watched, changes, strict=True) if size != 0)
+        columns = (self.watched, self.outside.tolist(), self.is_new_change.tolist())
+        changed = [(name, is_new) for name, size, is_new in zip(*columns, strict=True) if size != 0]
+        new = tuple(name for name, is_new in changed if is_new)
+        return new or tuple(name for name, _ in changed)
 
     def travelled(self) -> dict[str, float]:
         """Return `travel` by weight, empty if no changes were measured; synchronizes."""
@@ -313,6 +322,7 @@ class StepJudge:
         outside = None if change is None else change.outside
         if outside is not None and of_frozen is not None:
             outside = torch.cat([outside, on_device(of_frozen, outside.device)])
+        is_new = self._new_changes(outside)
         summary = torch.cat(
             [
                 norm_score,
@@ -323,7 +333,7 @@ class StepJudge:
                 (is_dead & (before < limit)).sum(dim=0, keepdim=True),
                 highest(update_scores),
                 ((update_scores > LIMITS["update"]) | is_ruined).sum(dim=0, keepdim=True),
-                self._num_changed(outside, unknown),
+                unknown if is_new is None else is_new.sum(dim=0, keepdim=True),
                 rate,
                 lowest,
                 rate if rate_factor == 1 else rate / rate_factor,
@@ -347,6 +357,7 @@ class StepJudge:
             update_scores=update_scores,
             watched=self.watched,
             outside=outside,
+            is_new_change=is_new,
             travel=self._travel,
         )
 
@@ -362,18 +373,18 @@ class StepJudge:
         """Add up the updates of the weights from here on."""
         self._travel = torch.zeros_like(self._travel)
 
-    def _num_changed(self, outside: Tensor | None, unknown: Tensor) -> Tensor:
-        """Return how many weights have changed outside of steps; shape ``(1,)``.
+    def _new_changes(self, outside: Tensor | None) -> Tensor | None:
+        """Tell which weights have changed outside of steps for the first time in a while.
 
         A loop may change weights on purpose, such as to clip them. So only the first change after
         a few steps without one counts.
         """
         if outside is None:
-            return unknown
+            return None
         has_changed = outside != 0
-        counts = has_changed & (self._quiet_steps >= _FEWEST_QUIET)
+        is_new = has_changed & (self._quiet_steps >= _FEWEST_QUIET)
         self._quiet_steps = torch.where(has_changed, -_MANY_STEPS, self._quiet_steps + 1)
-        return counts.sum(dim=0, keepdim=True)
+        return is_new
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is usual on this rank, ready for JSON; synchronizes with the device."""

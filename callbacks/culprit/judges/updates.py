@@ -80,13 +80,16 @@ class UpdateSample:
             squares, "sum", lengths=self._sizes, axis=0, unsafe=True, initial=0.0
         )
         found = (sums / self._sizes[:, None]).sqrt().unbind(dim=1)
-        return Change(found[0], found[1], found[2] if len(found) > 2 else None)
+        if len(found) < 3:
+            return Change(found[0], found[1], None)
+        # What cannot be sampled is not known to have changed.
+        return Change(found[0], found[1], torch.where(self._sizes > 0, found[2], 0.0))
 
     def _read(self) -> Tensor:
         if not self._views:
             return torch.zeros(0)
-        moved = [on_device(view, self._device) for view in self._views]
-        return torch.cat(moved).float()
+        # Some types, such as those of 8 bits, are not joined with others.
+        return torch.cat([on_device(view, self._device).float() for view in self._views])
 
 
 def ordinary_update(optimizer: Any) -> float:

@@ -44,6 +44,65 @@ def test_a_frozen_weight_that_changes():
     assert scores.update_ratio > 0
 
 
+def test_weights_that_are_frozen_or_unfrozen():
+    """Neither is a change from outside, and the judge knows which weights have updates."""
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    judges, found = Judges(network, 2), []
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    for step in range(1, 13):
+        network[1].requires_grad_(requires_grad=step not in range(4, 9))
+        judges.begin_step(step, optimizer)
+        network(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(judges.end_step(step, torch.ones(()), None, None, optimizer))
+
+    # The weights to compare are chosen again after every second step.
+    assert [len(each.weights) for each in found] == [4] * 4 + [2] * 6 + [4] * 2
+    assert not any(each.changed() for each in found)
+
+
+def test_a_teacher_that_code_changes_in_each_step():
+    """Its weights are named only if no others have changed."""
+    network = nn.ModuleDict({"teacher": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    network.requires_grad_(requires_grad=False)
+    network["student"] = nn.Linear(2, 2)
+    judges, found = Judges(network, 10), []
+    for step in range(1, 9):
+        judges.begin_step(step)
+        network["teacher"].weight.data += 0.1
+        if step == 6:
+            network["other"].bias.data.fill_(math.nan)
+        found.append(judges.end_step(step, torch.ones(()), None, None))
+
+    assert found[5].changed() == ("other.bias",)
+    assert found[6].changed() == ("teacher.weight",)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(3, 3).to(torch.float8_e4m3fn),
+        torch.ones(3, dtype=torch.int8),
+        torch.empty(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.full((3,), -math.inf),
+        torch.ones(2, 3, 4).transpose(0, 1)[:, :1],
+    ],
+)
+def test_a_frozen_weight_of_any_kind(weight):
+    """What cannot be sampled has not changed."""
+    network = nn.Linear(2, 2)
+    network.register_parameter("odd", nn.Parameter(weight, requires_grad=False))
+    judges, found = Judges(network, 2), []
+    for step in range(1, 9):
+        judges.begin_step(step)
+        network.weight.data += 0.1
+        found.append(judges.end_step(step, torch.ones(()), None, None))
+
+    assert not any(each.changed() for each in found)
+
+
 def test_watched_forwards_are_judged():
     """Scores of forwards are known in the steps that are watched, and are part of the state."""
     judges, later, found = Judges(None, 10), Judges(None, 10), []
