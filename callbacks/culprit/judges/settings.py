@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mfwrap.compatibility.torch import not_compiled
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 
 _QUIET = 3
@@ -50,6 +51,7 @@ class SettingWatch:
         network: Network; ``None`` if unknown.
     """
 
+    @not_compiled  # a network that is compiled in place is called in its first forward
     def __init__(self, network: nn.Module | None) -> None:
         self._places = [] if network is None else list(_places(unwrapped_network(network)))
         self._of_modules: list[Any] | None = None
@@ -78,7 +80,7 @@ class SettingWatch:
             return
         if now != before:
             for place, old, new in zip(self._places, before, now, strict=True):
-                if new != old and _UNKNOWN not in {old, new}:
+                if new != old and old == old and new == new and _UNKNOWN not in {old, new}:  # noqa: PLR0124  (false for NaN)
                     name = f"`{place.name}` of {place.module}"
                     self._note(SettingChange(name, old, new, step))
         if groups != groups_before:
@@ -129,7 +131,7 @@ class _Place(NamedTuple):
         if self.holder is not None:
             # Code may put another dictionary in its place.
             found = _settings_in(self.attributes.get(self.holder))
-        value = _UNKNOWN if found is None else found.get(self.name)
+        value = _UNKNOWN if found is None else found.get(self.name, _UNKNOWN)
         return value if value is None or _is_number(value) else _UNKNOWN
 
 
@@ -153,8 +155,12 @@ def _settings_in(value: Any) -> dict[str, Any] | None:
     """Return the entries of a dictionary, or the attributes of a configuration."""
     if isinstance(value, dict):
         return value
-    is_other = isinstance(value, (nn.Module, Tensor)) or callable(value)
-    return None if is_other else getattr(value, "__dict__", None)
+    try:
+        is_other = isinstance(value, (nn.Module, Tensor)) or callable(value)
+        return None if is_other else getattr(value, "__dict__", None)
+    # An object of the user's may raise any error, such as a weak reference to what is gone.
+    except Exception:  # noqa: BLE001  (see above)
+        return None
 
 
 def _of_groups(optimizer: Any) -> dict[str, Any]:

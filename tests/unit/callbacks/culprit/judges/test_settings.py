@@ -1,5 +1,8 @@
 """A setting of the program that changes is noticed, unless it does so from the start on."""
 
+import math
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +108,26 @@ def test_a_number_that_becomes_something_else_is_no_setting(later):
     uses = {step: set_in_network("", temperature=later) for step in range(6, 9)}
 
     assert watched({**uses, 9: set_in_network("", temperature=2.0)}) == []
+
+
+class Gone:
+    """An object that weak references point to."""
+
+    rate = 0.5
+
+
+def test_what_cannot_be_read_or_compared():
+    """A reference to what is gone, a number that is NaN, and one that is deleted."""
+    network, holder = Network(), Gone()
+    network.holder, network.last, network.short = weakref.proxy(holder), math.nan, 0.5
+    watch = SettingWatch(network)
+    for step in range(1, 9):
+        if step == 6:
+            del holder, network.short
+            network.last = float("nan")
+        watch.look(step, None)
+
+    assert watch.changes(8) == ()
 
 
 def test_a_number_that_is_switched_off():
