@@ -178,7 +178,9 @@ class RunNotes:
         notes = []
         own = [] if self._recorder is None else self._recorder.last_step
         # Another loss of the same network, such as that of a policy, may be negative.
-        if numbers.loss < 0 < self._num_classes and any(call.loss is not None for call in own):
+        if numbers.loss < 0 < self._num_classes and any(
+            call.loss_gradient is not None for call in own
+        ):
             self._num_classes = 0
             said = f"the loss is {numbers.loss:.4g}, and a cross-entropy is never below zero"
             notes.append(Cause("loss", said, "look for a wrong sign, or a term that is subtracted"))

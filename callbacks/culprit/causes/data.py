@@ -8,6 +8,7 @@ from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import (
     Cause,
     CauseEvidence,
+    began_before,
     has_higher_loss,
     has_moved_far,
     has_ordinary_gradients,
@@ -64,6 +65,7 @@ def changed_program(evidence: CauseEvidence) -> Cause | None:
     if (
         not blamed.odd_weights
         and len(pairs) > 1
+        and all(before for before, _ in pairs)
         and (
             _are_alike([now / before for before, now in pairs])
             or _are_alike([now - before for before, now in pairs])
@@ -90,7 +92,7 @@ def bad(evidence: CauseEvidence) -> Cause | None:
     the rise, or the data of the step before have their loss again.
     """
     blamed = evidence.blamed
-    began_elsewhere = _began_before(blamed) or _began_behind(evidence)
+    began_elsewhere = began_before(blamed) or _began_behind(evidence)
     if not _has_risen(evidence) or _earlier_rise(blamed) > 0 or began_elsewhere:
         return None
     rose = _rise(blamed)
@@ -197,17 +199,6 @@ def _earlier_rise(blamed: RankEvidence) -> float:
     return 0.0 if abs(rise) < _SAME or (abs(share) < _NONE and rise < _MOST) else share
 
 
-def _began_before(blamed: RankEvidence) -> bool:
-    """Tell whether the step before had much of the rise, so that it tells nothing of this step."""
-    if not blamed.earlier_loss or not blamed.own_losses:
-        return False
-    own = statistics.fmean(then for then, _ in blamed.own_losses)
-    if own == 0 or blamed.loss == 0:
-        return False
-    usual = blamed.usual_loss / blamed.loss
-    return blamed.earlier_loss[0] / own - usual > _SHARE * (1 - usual) > 0
-
-
 def _began_behind(evidence: CauseEvidence) -> bool:
     """Tell whether most of the rise began behind the network, which returned other losses."""
     rises = rises_of_loss(evidence)
@@ -223,7 +214,7 @@ def _share_again(blamed: RankEvidence, number: int | None) -> float:
     if number is not None:
         others = [then for place, (then, _) in enumerate(pairs) if place != number]
         pairs = (pairs[number],)
-        usual = statistics.median(others) / pairs[0][0] if pairs[0][0] else 1.0
+        usual = statistics.median(others) / pairs[0][0] if others and pairs[0][0] else 1.0
     share = _again(pairs, usual)
     return 1.0 if math.isnan(share) else share
 

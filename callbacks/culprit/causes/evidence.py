@@ -18,6 +18,9 @@ from mfwrap.callbacks.culprit.replay.verdict import Verdict
 _FEW_STEPS = 3
 """Number of steps before an anomaly among which an update may be its cause."""
 
+_SHARE_BEFORE = 0.4
+"""Smallest share of the rise of a step's loss that the step before has if it began there."""
+
 _CALM = 3.0
 """Largest score of the norms of ordinary gradients."""
 
@@ -201,6 +204,17 @@ def has_ordinary_gradients(evidence: CauseEvidence) -> bool:
     return evidence.kind == "loss_spike" and is_calm
 
 
+def began_before(blamed: RankEvidence) -> bool:
+    """Tell whether the step before had much of the rise, so that it tells nothing of this step."""
+    if not blamed.earlier_loss or not blamed.own_losses:
+        return False
+    own = statistics.fmean(then for then, _ in blamed.own_losses)
+    if own == 0 or blamed.loss == 0:
+        return False
+    usual = blamed.usual_loss / blamed.loss
+    return blamed.earlier_loss[0] / own - usual > _SHARE_BEFORE * (1 - usual) > 0
+
+
 def rises_of_loss(evidence: CauseEvidence) -> tuple[float, float] | None:
     """Return by which factors the loss of the step has risen, and that of the network's calls.
 
@@ -211,13 +225,15 @@ def rises_of_loss(evidence: CauseEvidence) -> tuple[float, float] | None:
     """
     blamed, shift = evidence.blamed, evidence.shift
     usual, now = blamed.usual_loss, blamed.loss
-    earlier = [then for then, _ in blamed.earlier_losses]
+    earlier, losses = [then for then, _ in blamed.earlier_losses], blamed.micro_losses
     if shift is not None and shift.of == "loss":
         usual, now = shift.before, shift.now
+        # Of the earlier step, the first call was kept.
         earlier = [] if blamed.program is None else [blamed.program.then]
-    if not (earlier and blamed.micro_losses):
+        losses = losses[:1]
+    if not (earlier and losses):
         return None
-    before, own = statistics.fmean(earlier), statistics.fmean(blamed.micro_losses)
+    before, own = statistics.fmean(earlier), statistics.fmean(losses)
     return (now / usual, own / before) if min(usual, now, before, own) > 0 else None
 
 

@@ -7,6 +7,7 @@ from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import (
     Cause,
     CauseEvidence,
+    began_before,
     has_ordinary_gradients,
     outlier,
     rises_of_loss,
@@ -69,6 +70,9 @@ def risen_outside(evidence: CauseEvidence) -> Cause | None:
     if rises is None:
         return None
     whole, own = rises
+    # Under a shift, the steps before are part of it.
+    if evidence.shift is None and began_before(evidence.blamed):
+        return None
     if whole < _OUTSIDE_RISE or not own < 1 + _OUTSIDE_SHARE * (whole - 1):
         return None
     return Cause(

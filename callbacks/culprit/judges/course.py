@@ -116,6 +116,7 @@ class LossCourse:
         self._plain = _Series(lambda expected: _PRIOR * abs(expected), self._least_deviation)
         self._log = _Series(lambda _: _LOG_PRIOR)
         self._num_shifts, self._since_shift = 0, _SHIFT_ENDS
+        self._was_negative = False
 
     def add(
         self, loss: float, *, norm_score: float = math.nan, counts: bool = True
@@ -140,7 +141,7 @@ class LossCourse:
         score = self.score / factor
         is_positive = not math.isnan(log) and self._log.num_distances > 0
         log_score = self._log.score(log) / factor if is_positive else math.nan
-        if loss < 0 < self._log.num_distances == self._plain.num_distances:
+        if loss < 0 < self._log.num_distances and not self._was_negative:
             # However little is known, the sign is.
             score, log_score = self.score, -math.inf
         if self._plain.num_distances < _FEWEST_LOSSES - 1:
@@ -161,6 +162,7 @@ class LossCourse:
             if len(self._first) < _RECENT:
                 self._first.append(loss)
                 self.first = statistics.median(self._first)
+            self._was_negative |= loss < 0
             self._plain.add(loss)
             if not math.isnan(log):
                 self._log.add(log)
@@ -193,6 +195,7 @@ class LossCourse:
             "log": self._log.state_dict(),
             "num_shifts": self._num_shifts,
             "since_shift": self._since_shift,
+            "was_negative": self._was_negative,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -202,6 +205,7 @@ class LossCourse:
         self._plain.load_state_dict(state["plain"])
         self._log.load_state_dict(state["log"])
         self._num_shifts, self._since_shift = state["num_shifts"], state["since_shift"]
+        self._was_negative = state.get("was_negative", False)
 
 
 @final

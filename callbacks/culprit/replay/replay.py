@@ -406,7 +406,8 @@ def origin_of_loss(network: nn.Module, inputs: RecordedCall) -> Origin:
     for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
         if is_target(name, tensor) and bool((tensor == IGNORED).all()):
             return Origin("targets", name, 0)
-        is_mask = name.rpartition(".")[2] == _MASK and not tensor.is_floating_point()
+        # A boolean mask may be one of torch, in which a token that is hidden is true.
+        is_mask = name.rpartition(".")[2] == _MASK and tensor.dtype in {torch.int32, torch.int64}
         if is_mask and not tensor.any():
             return Origin("mask", name, 0)
     return Origin("loss", "", 0)

@@ -189,7 +189,8 @@ def test_another_loss_of_a_language_model_may_be_negative():
     judged = SimpleNamespace(changed=lambda: ())
     numbers = numbers_of(51, StepValues(loss=-1.0, global_norm=1.0))
     for batch, expected in (({}, []), ({"labels": tokens(1)["labels"]}, ["loss"])):
-        network(input_ids=tokens(1)["input_ids"], **batch)
+        output = network(input_ids=tokens(1)["input_ids"], **batch)
+        (output.logits.sum() if output.loss is None else output.loss).backward()
         recorder.end_step()
         found = notes.of_step(numbers, judged, ORDINARY)
         assert [one.cause.name for one in found] == expected

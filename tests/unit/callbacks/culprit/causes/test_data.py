@@ -132,6 +132,14 @@ def test_a_small_share_of_a_huge_rise_is_a_rise():
     assert "the data of the step before have 4 times the loss that they had" in found.explanation
 
 
+def test_a_micro_batch_without_a_loss_before():
+    """Its loss has no ratio."""
+    known = {"loss": 20.0, "loss_score": 20.0, "earlier_losses": ((0.0, 0.0), (6.0, 40.0))}
+    assert cause(steps=trace(HIGH_LOSS), rank=known).name == "unknown"
+    known = {"loss": 20.0, "loss_score": 20.0, "own_losses": ((20.0, 20.0),)}
+    assert cause(steps=trace(HIGH_LOSS), rank={**known, "micro_losses": (NAN,)}).name != "loss"
+
+
 def test_after_a_large_update_nothing_is_said():
     """The weights may have another loss, for the data of the step before, too."""
     large = trace({"update_ratio": 0.2}, HIGH_LOSS)

@@ -62,6 +62,18 @@ def test_a_loss_that_rises_behind_the_network(own, name):
     assert cause("loss_spike", trace(HIGH_LOSS), rank=known).name == name
 
 
+def test_a_rise_that_began_before_tells_nothing_of_the_code_behind():
+    """The network's losses of the step before had risen already."""
+    known = {
+        "loss": 22.0,
+        "loss_score": 90.0,
+        "micro_losses": (22.0,),
+        "earlier_losses": ((12.0, 12.0),),
+        "own_losses": ((22.0, 22.0),),
+    }
+    assert cause("loss_spike", trace(HIGH_LOSS), rank=known).name == "unknown"
+
+
 def test_a_shift_of_a_loss_behind_the_network():
     """The network's loss is compared with that of the call of an earlier step."""
     shift = Shift("loss", 3.0, 30.0, 6)

@@ -260,6 +260,22 @@ def test_a_loss_below_zero_drops_as_well():
         assert course.add(later) == kind
 
 
+def test_a_loss_that_was_below_zero_before_may_be_so_again():
+    """However long ago, also across a resume."""
+    course = LossCourse()
+    for loss in [*[-1.0] * 6, *noisy(2.0, 200)]:
+        course.add(loss)
+    later = LossCourse()
+    later.load_state_dict(json.loads(json.dumps(course.state_dict())))
+    state = course.state_dict()
+    del state["was_negative"]  # one of before
+    earlier = LossCourse()
+    earlier.load_state_dict(state)
+
+    assert [each.add(-0.2) for each in (course, later)] == [None, None]
+    assert earlier.add(-0.2) is not None
+
+
 def test_a_step_that_was_not_included_has_nothing_to_forget():
     """A skipped update, or a loss or norm that is not finite, leaves the steps before as usual."""
     course, norms = LossCourse(), NormCourse()

@@ -388,6 +388,8 @@ def test_a_micro_batch_without_tokens():
     recorder = recorded((good, {}), (bad, {}), network=Counting())
 
     assert replay_step(recorder, 1.0) == Origin("mask", "attention_mask", 1)
+    recorder = recorded(((inputs, torch.zeros(2, 3, dtype=torch.bool)), {}), network=Counting())
+    assert replay_step(recorder, 1.0) == Origin("loss", "", 0)
 
 
 def test_a_hook_whose_backward_is_not_finite():
