@@ -5,7 +5,8 @@ all three are read. Where the trainer does otherwise than mfwrap's step, a note 
 """
 
 import re
-from types import NoneType
+from collections.abc import Mapping
+from types import MappingProxyType, NoneType
 from typing import Any
 
 from mfwrap.runner.document import Path, shown
@@ -20,6 +21,7 @@ from mfwrap.runner.mindformers.schedules import ignore_keys_of_others
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.step import complete_muon
 from mfwrap.runner.mindformers.training import RECOMPUTATION, Layout, launch_note
+from mfwrap.runner.sections import SCHEDULE_ALIASES
 
 _TASK = "causal_lm"
 
@@ -62,6 +64,11 @@ _MONITORED = {
 _OPTIMIZERS = ("AdamW", "Muon")
 _DECAY_RULES = ("weight_decay_include", "weight_decay_exclude")
 _OF_ADAMW = frozenset({"type", "betas", "eps", "weight_decay", *_DECAY_RULES})
+_MUON_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"adamw_include": [], "eps": 1e-7, "ns_coefficients": [3.4445, -4.775, 2.0315]}
+)
+"""Keys of Muon that the recipe has no key for, and what the recipe does."""
+
 _LOGITS = frozenset({"MaxLogitsMonitor", "MaxLogitsReset"})
 _ALWAYS_LOGGED = {"type": "MFLossMonitor"}
 _LOADERS = (
@@ -258,18 +265,29 @@ def _decay_rules(
     source: SourceFile, section: dict[str, Any], config: dict[str, Any]
 ) -> dict[str, list[str]]:
     """Take the patterns of names that choose the weights with weight decay, and convert them."""
-    rules = {rule: section.pop(rule) for rule in _DECAY_RULES if section.get(rule)}
+    rules = {rule: section.pop(rule, None) or [] for rule in _DECAY_RULES}
+    for rule, names in rules.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            says = f"expected a list of parts of names, got {shown(names)}"
+            raise source.document.error(("optimizer", rule), says)
+    rules = {rule: names for rule, names in rules.items() if names}
     if not rules:
         return {}
-    patterns = None
-    if config.get("model_type") in MODEL_TYPES:
-        patterns = converted_patterns(parameter_names(config, _TASK), list(rules.values()))
-    if patterns is None:
+    if config.get("model_type") not in MODEL_TYPES:
         says = "mfwrap cannot convert the names of MindFormers' parameters"
         place: Path = ("optimizer", next(iter(rules)))
         source.lose("weight_decay", place, f"{says}; biases and norms have no weight decay")
         return {}
-    return dict(zip(rules, patterns, strict=True))
+    found: dict[str, list[str]] = {}
+    known = list(parameter_names(config, _TASK))
+    for rule, names in rules.items():
+        # In the recipe, too, the first list counts for a weight of both.
+        patterns = converted_patterns(known, [names])
+        if patterns is None:
+            source.notes.append(f"optimizer.{rule}: no weight has a name with one of these parts")
+        else:
+            found[rule] = patterns[0]
+    return found
 
 
 def _take_optimizer(source: SourceFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -282,17 +300,37 @@ def _take_optimizer(source: SourceFile, config: dict[str, Any]) -> dict[str, Any
     section |= _decay_rules(source, section, config)
     section.setdefault("weight_decay", 0.01)
     if kind == "Muon":
-        for key in ("betas", "comm_strategy", "ns_coefficients", "use_fused_adamw"):
-            if section.pop(key, None) is not None:
-                source.without_effect.append(f"optimizer.{key}")
-        complete_muon(source, section)
+        _complete_muon(source, section)
         return section
     section = {"betas": [0.9, 0.95], "eps": 1e-8, **section}
     if section.get("use_fused") or section.get("enable_fused_opt"):
         says = "MindFormers' fused optimizer lags by one rate, and begins with that of step -1"
         source.notes.append(f"optimizer.use_fused: {says}; the recipe does not")
+        for key in ("amsgrad", "maximize"):
+            if section.get(key):
+                says = "MindFormers' fused optimizer has it, and the recipe's does not"
+                source.lose("optimizer", ("optimizer", key), says)
     source.without_effect += [f"optimizer.{key}" for key in section.keys() - _OF_ADAMW]
     return {key: value for key, value in section.items() if key in _OF_ADAMW}
+
+
+def _complete_muon(source: SourceFile, section: dict[str, Any]) -> None:
+    """Drop the keys that only this trainer's Muon has, with a loss for those that the recipe lacks.
+
+    Its Newton-Schulz iteration and its epsilon are torch's own by default.
+    """
+    for key in ("betas", "comm_strategy", "use_fused_adamw"):
+        if section.pop(key, None) is not None:
+            source.without_effect.append(f"optimizer.{key}")
+    for key, default in _MUON_DEFAULTS.items():
+        value = section.pop(key, None)
+        if value is not None and value != default:
+            says = f"the recipe's Muon has {shown(default)}"
+            source.lose("optimizer", ("optimizer", key), f"{says}, and the file {shown(value)}")
+    clips = section.pop("qk_clip_enabled", True)
+    complete_muon(source, section)
+    if clips is False:
+        del section["qk_clip_threshold"]
 
 
 def _take_schedule(source: SourceFile) -> dict[str, Any]:
@@ -302,6 +340,7 @@ def _take_schedule(source: SourceFile) -> dict[str, Any]:
     if kind is None:
         says = "required, because the schedule determines the numbers; add the section to the file"
         raise source.document.error(("lr_scheduler",), says)
+    kind = SCHEDULE_ALIASES.get(str(kind), kind)
     schedule.pop("total_steps", None)
     if str(kind).startswith("CosineAnnealing"):
         if schedule.pop("learning_rate", None) is not None:

@@ -156,7 +156,7 @@ def test_defaults():
             {"checkpoint.load_path": "/old", "checkpoint.no_load_optim": False},
             ["weights", "resume"],
         ),
-        ({"optimizer.weight_decay_exclude": ["no_such_name"]}, ["weight_decay"]),
+        ({"optimizer.use_fused": True, "optimizer.amsgrad": True}, ["optimizer"]),
         ({"callbacks": [{"type": "Mine", "every": 2}]}, ["callbacks"]),
         ({"lora_config": {"target_modules": "linear_qkv"}}, ["lora"]),
     ],
@@ -194,6 +194,24 @@ def test_losses(changes, names):
                     "model.layers.*.self_attn.v_proj.weight",
                 ],
             },
+        ),
+        (
+            {"optimizer.weight_decay_include": ["lm_head"],
+             "optimizer.weight_decay_exclude": ["no_such_name"]},
+            ("optimizer",),
+            FILE["optimizer"],
+        ),
+        (
+            {"optimizer.weight_decay_include": ["k_layernorm"],
+             "optimizer.weight_decay_exclude": ["bias"]},
+            ("optimizer", "weight_decay_include"),
+            ["model.layers.*.self_attn.k_norm.weight"],
+        ),
+        (
+            {"lr_scheduler": {"type": "cosine", "learning_rate": 1e-3, "warmup_steps": 2,
+                              "power": 3}},
+            ("lr_schedule",),
+            {"type": "cosine", "learning_rate": 1e-3, "warmup_steps": 2},
         ),
         ({"monitor.tensorboard.output_dir": "/t"}, ("callbacks", 0, "tensorboard_dir"), "/t"),
         (
@@ -249,6 +267,7 @@ def test_recomputation(section):
         ({"training.steps": "ten"}, r"training\.steps: expected an integer >= 1"),
         ({"training.global_batch_size": 1}, "expected at least local_batch_size, 2, got 1"),
         ({"optimizer.type": "Lion"}, r"expected one of \['AdamW', 'Muon'\], got 'Lion'"),
+        ({"optimizer.weight_decay_include": "bias"}, "weight_decay_include: expected a list"),
         ({"lr_scheduler": ABSENT}, "lr_scheduler: required"),
         ({"train_dataset.dataloader.type": "Mine"}, r"dataloader\.type: expected one of"),
         ({"model": 3}, "model: expected a mapping, got 3"),
@@ -295,3 +314,21 @@ def test_a_muon():
         "weight_decay": 0.01,
         "qk_clip_threshold": 100,
     }
+
+
+@pytest.mark.parametrize(
+    ("more", "losses"),
+    [
+        ({"eps": 1e-7, "ns_coefficients": [3.4445, -4.775, 2.0315], "adamw_include": []}, 1),
+        ({"eps": 1e-5}, 2),
+        ({"ns_coefficients": [2.0, -1.5, 0.5]}, 2),
+        ({"adamw_include": ["linear_proj"]}, 2),
+    ],
+)
+def test_what_a_muon_has_otherwise(more, losses):
+    """A value that the recipe cannot have is a loss; a limit that is off is left out."""
+    section = {"type": "Muon", "qk_clip_enabled": False, **more}
+    found, recipe = imported({"optimizer": section}, accept=["optimizer"])
+
+    assert [loss.name for loss in found.losses] == ["optimizer"] * losses
+    assert recipe["optimizer"] == {"type": "Muon", "weight_decay": 0.01}
