@@ -221,12 +221,12 @@ class _AbsentNames(MetaPathFinder):
             sys.meta_path.append(self)
 
     def find_spec(self, fullname: str, _path: Any = None, _target: Any = None) -> None:
-        """Raise an ImportError if a replacement is known; otherwise, find nothing."""
+        """Raise a ModuleNotFoundError if a replacement is known; otherwise, find nothing."""
         package, _, name = fullname.rpartition(".")
         if package in self._absent:
             advice = _advice(package, name, self._absent[package])
             if advice is not None:
-                raise ImportError(advice, name=package)
+                raise ModuleNotFoundError(advice, name=package)
 
 
 _finder = _AbsentNames()

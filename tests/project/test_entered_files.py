@@ -185,7 +185,7 @@ LOOPS: dict[str, tuple[Callable[[], set[str]], int]] = {
     "attached step": (_attached, 17),
     "Model, LossMonitor": (_model, 24),
     "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 32),
-    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 49),
+    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 50),
 }
 """Ways to train, each with the largest number of files that its step may enter."""
 
