@@ -206,6 +206,17 @@ OPTIMIZERS: Mapping[str, _Kind] = MappingProxyType(
 )
 """Optimizers of MindFormers by name."""
 
+_PMA = (
+    "write AdamW and a section ema, whose average stays beside the weights; MindFormers replaces "
+    "the weights by theirs"
+)
+_ABSENT: Mapping[str, str] = {
+    "CAME": "Adafactor, from which it stems, has second moments as small, but other updates",
+    "FusedPmaAdamW": _PMA,
+    "PmaAdamW": _PMA,
+}
+"""What to write instead of each optimizer of MindFormers that mfwrap lacks."""
+
 _ARGUMENTS: Mapping[str, str] = {
     "beta1": "adam_beta1",
     "beta2": "adam_beta2",
@@ -240,6 +251,10 @@ def read_optimizer(
         RecipeError: If the optimizer or a setting is unknown, or a value is out of range.
     """
     path = ("optimizer",)
+    absent = section.get("type")
+    if isinstance(absent, str) and absent in _ABSENT:
+        says = f"mfwrap has no {absent}: {_ABSENT[absent]}"
+        raise objects.document.error((*path, "type"), says)
     name, settings = objects.named_type(path, section, OPTIMIZERS)
     kind = OPTIMIZERS[name]
     if kind is _ADAMW and are_half:

@@ -157,7 +157,7 @@ def convert_adapter(
     is_fused = arch in _FUSED_BY_DEFAULT if qkv_concat is None else qkv_concat
     names = _NAMES.get((arch, is_fused))
     if kind != "lora" or names is None or model_type not in _TYPES:
-        what = f"{kind} of {arch}" if kind == "lora" else f"pet_type {shown(kind)}"
+        what = f"{kind} of {arch or model_type}" if kind == "lora" else f"pet_type {shown(kind)}"
         source.lose("lora", _PATH, f"mfwrap cannot convert {what}; the recipe trains all weights")
         return None
     known = {*_TAKEN, *_WITHOUT_EFFECT, "freeze_include", "freeze_exclude", "reg_rules"}

@@ -4,7 +4,7 @@ import pytest
 
 from mfwrap.runner import RecipeError
 from mfwrap.runner.run import build_trainer
-from support.mindformers_files import imported, imported_recipe, lost
+from support.mindformers_files import ABSENT, imported, imported_recipe, lost
 
 PET = "model.model_config.pet_config"
 LORA = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1}
@@ -82,6 +82,14 @@ def test_weights_that_are_not_frozen():
 def test_what_peft_does_not_have(changes):
     """An adapter of fused layers, another kind of adapter and other frozen weights are losses."""
     assert set(lost(changes, "lora")) == {"lora"}
+
+
+def test_a_network_without_a_class():
+    """The loss says the type of the network, which the file has in any case."""
+    changes = {"model.arch": ABSENT, PET: LORA | {"target_modules": ".*wq"}}
+    result, _ = imported(changes, ("lora",))
+
+    assert "mfwrap cannot convert lora of llama;" in result.text
 
 
 @pytest.mark.parametrize(

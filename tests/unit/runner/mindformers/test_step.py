@@ -112,7 +112,9 @@ def test_muon():
     ("changes", "says"),
     [
         ({"optimizer": ABSENT}, "optimizer: required"),
-        ({"optimizer.type": "CAME"}, r"m.yaml:\d+: optimizer.type: expected one of"),
+        ({"optimizer.type": "CAME"}, r"m.yaml:\d+: optimizer.type: mfwrap has no CAME: Adafactor"),
+        ({"optimizer.type": "PmaAdamW"}, r"no PmaAdamW: write AdamW and a section ema"),
+        ({"optimizer.type": "Lion"}, r"m.yaml:\d+: optimizer.type: expected one of"),
         ({"runner_wrapper.max_grad_nor": 1}, r"m.yaml:\d+: runner_wrapper.max_grad_nor: unknown"),
     ],
 )
