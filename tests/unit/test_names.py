@@ -83,3 +83,9 @@ def test_what_to_write_exists(sentence):
         *inspect.signature(Accelerator).parameters,
     ]
     assert set(re.findall(r"(\w+)=", sentence)) <= set(arguments)
+
+
+def test_a_module_that_does_not_exist():
+    """Code that asks for an optional module catches this error."""
+    with pytest.raises(ModuleNotFoundError, match="mfwrap has no `nn`; write "):
+        importlib.import_module("mfwrap.nn")
