@@ -62,6 +62,24 @@ def test_weights_that_are_frozen_or_unfrozen():
     assert not any(each.changed() for each in found)
 
 
+def test_a_frozen_weight_that_changes_before_the_update():
+    """With an optimizer that the judge follows, too, the change is named in its own step alone."""
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    network[0].requires_grad_(requires_grad=False)
+    judges, found = Judges(network, 10), []
+    optimizer = torch.optim.SGD(network[1].parameters(), lr=0.1)
+    for step in range(1, 9):
+        judges.begin_step(step, optimizer)
+        if step == 6:
+            network[0].bias.data.fill_(3.0)
+        network(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(judges.end_step(step, torch.ones(()), None, None, optimizer))
+
+    assert [each.changed() for each in found] == [()] * 5 + [("0.bias",)] + [()] * 2
+
+
 def test_a_teacher_that_code_changes_in_each_step():
     """Its weights are named only if no others have changed."""
     network = nn.ModuleDict({"teacher": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
