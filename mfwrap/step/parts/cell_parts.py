@@ -188,8 +188,12 @@ class LossScaleHooks(StepParts):
 
     @property
     def scale_sense(self) -> Tensor:
-        """The live loss scale, shape ``()``, float32."""
+        """The live loss scale, shape ``()``, float32. Assigning calls `set_sense_scale`."""
         return self.__loss_scale.value
+
+    @scale_sense.setter
+    def scale_sense(self, sens: Tensor) -> None:
+        self.set_sense_scale(sens)
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale from the next step on. Does not synchronize with the device.

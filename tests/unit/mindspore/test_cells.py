@@ -264,6 +264,14 @@ class TestTrainOneStepWithLossScaleCell:
         assert cell(torch.tensor([[3.0, 4.0]])).loss_scale.item() == 64.0
         assert cell.network.weight.tolist() == [-3.0, -4.0]
 
+    def test_a_step_may_assign_its_scale(self):
+        """Assigning ``scale_sense`` replaces the scale, as it does for a parameter of MindSpore."""
+        cell = probe_with(TrainOneStepWithLossScaleCell, torch.tensor(16.0))
+
+        cell.scale_sense = torch.tensor([64.0])
+
+        assert cell(torch.tensor([[3.0, 4.0]])).loss_scale.item() == 64.0
+
     @pytest.mark.parametrize("scale_sense", [1.0, 1, "dynamic", nn.Identity(), None], ids=str)
     def test_a_scale_that_is_neither_tensor_nor_cell_is_a_type_error(self, scale_sense):
         """A scale that is neither a tensor nor an update cell raises a TypeError."""
