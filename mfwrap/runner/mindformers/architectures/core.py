@@ -181,7 +181,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
 
 
 def _of_latent_attention(keys: Keys, rope: dict[str, Any]) -> dict[str, Any]:
-    """Complete the rotary embedding of latent attention, or add a loss for its scale.
+    """Complete the rotary embedding of latent attention with the scale of its scores.
 
     Source: MindFormers, ``MultiLatentAttention``, which scales the scores by the square of YaRN's
     ``mscale`` with and without YaRN, and ``ApplyRotaryPosEmb``, which multiplies the angles, not
@@ -195,10 +195,26 @@ def _of_latent_attention(keys: Keys, rope: dict[str, Any]) -> dict[str, Any]:
             keys.lose("attention", "rope_scaling", says)
         return rope
     factor = keys.number("scaling_factor", _YARN_FACTOR)
-    scale = 0.1 * keys.number("mscale", _YARN["mscale"]) * math.log(max(factor, 1.0)) + 1.0
+    mscale = keys.number("mscale", _YARN["mscale"])
     keys.drop(*sorted(_YARN))
-    if scale != 1.0:
-        says = f"MindFormers multiplies the scores of the attention by {scale**2:.4g}, because of"
-        says += " mscale and rotary_scaling_factor, also without YaRN; the recipe does not"
-        keys.lose("attention", "mscale", says)
-    return rope
+    if factor <= 1.0 or not mscale:
+        return rope
+    if rope["rope_type"] != "default":
+        says = "MindFormers scales the scores of the attention by mscale and rotary_scaling_factor"
+        keys.lose("attention", "mscale", f"{says}, also without YaRN; the recipe does not")
+        return rope
+    length = keys.peek_size("max_position_embeddings", 4096)
+    return {
+        **rope,
+        "rope_type": "yarn",
+        "factor": factor,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+        "original_max_position_embeddings": length,
+        # transformers scales the scores with YaRN only. These borders of the interpolated
+        # frequencies are beyond the last frequency, so that YaRN changes none.
+        **{
+            name: length / (2 * math.pi * rope["rope_theta"] ** (2 * border))
+            for name, border in (("beta_fast", 0.6), ("beta_slow", 0.9))
+        },
+    }

@@ -1,6 +1,10 @@
 """Files in transformers' own names, and in those of MindFormers' core, keep each key."""
 
+import math
+
 import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3Model
 
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.runner import RecipeError
@@ -112,8 +116,9 @@ def test_scaled_rotary_embeddings():
 @pytest.mark.parametrize(
     ("setting", "lost"),
     [
-        ("rope_theta: 100.0", ["mscale"]),
+        ("rope_theta: 100.0", []),
         ("mscale: 0.0", []),
+        ("rope_scaling: {type: linear, factor: 4.0}", ["mscale"]),
         ("rotary_scaling_factor: 1.0", []),
         ("rope_scaling: {type: yarn, factor: 40.0}", []),
         ("rope_scaling: {type: yarn, factor: 40.0, mscale: 1.0, mscale_all_dim: 1.0}", []),
@@ -130,6 +135,24 @@ def test_the_scores_of_latent_attention(setting, lost):
     if "yarn" in setting:
         assert model.config["rope_parameters"]["mscale_all_dim"] in (0.707, 1.0)
         assert model.config["rope_parameters"]["beta_fast"] == 32.0
+
+
+@pytest.mark.parametrize("theta", [100.0, 10_000.0, 5e6])
+@pytest.mark.parametrize("size", [8, 64, 128])
+def test_the_scale_of_scores_without_yarn(theta, size):
+    """The network scales the scores as MindFormers does, and rotates as it does without YaRN."""
+    text = "num_nextn_predict_layers: 0, moe_router_bias_update_rate: 0.0, mscale: 0.5"
+    text += f", rope_theta: {theta}, qk_rope_head_dim: {size}, rotary_scaling_factor: 8.0"
+    read = converted(f"{{model_type: deepseek_v3, {text}, max_position_embeddings: 512}}").config
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 8, "n_routed_experts": 8}
+    sizes |= {"intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    network = DeepseekV3Model(DeepseekV3Config(**{**read, **sizes, "qk_nope_head_dim": 16}))
+    scaling = (16 + size) ** -0.5 * (0.1 * 0.5 * math.log(8) + 1) ** 2
+
+    assert network.layers[0].self_attn.scaling == pytest.approx(scaling)
+    assert network.rotary_emb.attention_scaling == 1.0
+    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+    torch.testing.assert_close(network.rotary_emb.inv_freq.double(), theta**-exponents)
 
 
 def test_glm4_rotates_half_of_each_head():
@@ -166,7 +189,7 @@ def test_deepseek_v3_predicts_a_second_token_by_default():
     """MindFormers' default is one layer for it; without a query rank, the rank is none."""
     model = converted("{model_type: deepseek_v3, q_lora_rank: null}")
 
-    assert [loss.name for loss in model.losses] == ["mtp", "moe", "attention"]
+    assert [loss.name for loss in model.losses] == ["mtp", "moe"]
     assert model.config["q_lora_rank"] is None
 
 
