@@ -240,15 +240,25 @@ def global_batch_size(
     return (state.train_batch_size or 0) * batches_per_update * _num_data_ranks(args)
 
 
-def _num_data_ranks(args: TrainingArguments | None) -> int:
-    """Return the number of ranks with samples of their own."""
-    if getattr(getattr(args, "accelerator_config", None), "split_batches", False):
-        return 1
+def ranks_layout() -> Any:
+    """Return accelerate's ``ParallelismConfig`` of the training; ``None`` if there is none."""
     # `Accelerator` keeps the layout here. The training arguments do not have the one that a network
     # brings with it, such as transformers' tensor parallelism.
-    layout = AcceleratorState().parallelism_config if is_initialized() else None
+    return AcceleratorState().parallelism_config if is_initialized() else None
+
+
+def data_parallel_size() -> int:
+    """Return the number of groups of ranks that train on different samples."""
+    layout = ranks_layout()
     ranks_per_sample: int = 1 if layout is None else layout.non_data_parallel_size
     return num_ranks() // ranks_per_sample
+
+
+def _num_data_ranks(args: TrainingArguments | None) -> int:
+    """Return the number of ranks that each load a batch of ``state.train_batch_size`` samples."""
+    if getattr(getattr(args, "accelerator_config", None), "split_batches", False):
+        return 1
+    return data_parallel_size()
 
 
 def _max_steps(state: TrainerState, args: TrainingArguments | None) -> int:
