@@ -2,7 +2,8 @@
 
 MindFormers' monitors are transformers callbacks: use them with a Trainer or with `Model`.
 MindSpore's monitors are `Callback`s: use them with `Model`, or convert them with
-`as_trainer_callback` for a Trainer.
+`as_trainer_callback` for a Trainer. Callbacks of MindFormers' PyNative trainer are converted with
+`adapt_pynative`.
 """
 
 from mfwrap.callbacks.average.ema_callback import EMACallback
@@ -23,6 +24,11 @@ from mfwrap.callbacks.mindspore.model_checkpoint import ModelCheckpoint
 from mfwrap.callbacks.mindspore.reduce_lr_on_plateau import ReduceLROnPlateau
 from mfwrap.callbacks.mindspore.time_monitor import TimeMonitor
 from mfwrap.callbacks.profile_monitor import ProfileMonitor
+from mfwrap.callbacks.pynative.adapter import (
+    PyNativeCallback,
+    adapt_pynative,
+    is_pynative_callback,
+)
 from mfwrap.callbacks.rank_clock import RankClock
 from mfwrap.callbacks.replica_check import ReplicaCheck
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
@@ -46,13 +52,16 @@ __all__ = [
     "MetricsRecorder",
     "ModelCheckpoint",
     "ProfileMonitor",
+    "PyNativeCallback",
     "RankClock",
     "ReduceLROnPlateau",
     "ReplicaCheck",
     "RunContext",
     "TimeMonitor",
     "TrainingStateMonitor",
+    "adapt_pynative",
     "as_trainer_callback",
+    "is_pynative_callback",
     "newest_healthy_checkpoint",
 ]
 

@@ -114,6 +114,8 @@ ABSENT_CALLBACKS: Mapping[str, str] = MappingProxyType(
         "TopkBiasBalanceCallback": _EXPERTS,
         "TrainCallBack": "`LambdaCallback` that calls `request_stop` at a step",
         "TrainFaultTolerance": _RESUME,
+        "TrainerCallback": "`PyNativeCallback`, the base class of callbacks of MindFormers' "
+        "PyNative trainer, or `transformers.TrainerCallback`",
     }
 )
 """Replacement for each MindSpore and MindFormers name that `mfwrap.callbacks` does not have."""

@@ -370,7 +370,8 @@ def check_callback(callback: object) -> None:
     if not issubclass(kind, TrainerCallback):
         msg = (
             f"`callbacks` must hold transformers.TrainerCallback, got {described(callback)}; "
-            "convert a callback of `Model` with mfwrap.model.as_trainer_callback"
+            "convert a callback of `Model` with mfwrap.callbacks.as_trainer_callback, and one of "
+            "MindFormers' PyNative trainer with mfwrap.callbacks.adapt_pynative"
         )
         raise TypeError(msg)
 

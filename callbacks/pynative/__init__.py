@@ -1,0 +1,1 @@
+"""Run the callbacks of MindFormers' PyNative trainer in a Trainer."""
