@@ -33,7 +33,7 @@ from mfwrap.callbacks.rank_clock import RankClock
 from mfwrap.callbacks.replica_check import ReplicaCheck
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.model import Callback, RunContext, as_trainer_callback
-from mfwrap.names import ABSENT_CALLBACKS, package_getattr
+from mfwrap.names import package_getattr
 
 __all__ = [
     "Callback",
@@ -66,4 +66,4 @@ __all__ = [
 ]
 
 
-__getattr__ = package_getattr(__name__, absent=ABSENT_CALLBACKS)
+__getattr__ = package_getattr(__name__, explains=True)

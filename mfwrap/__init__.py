@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mfwrap.names import ABSENT_NAMES, package_getattr
+from mfwrap.names import package_getattr
 
 if TYPE_CHECKING:
     from mfwrap.average.ema import ExponentialMovingAverage
@@ -109,7 +109,7 @@ _HOMES = {
     "value_and_grad": "mfwrap.step.parts.functional",
 }
 
-__getattr__ = package_getattr(__name__, _HOMES, ABSENT_NAMES)
+__getattr__ = package_getattr(__name__, _HOMES, explains=True)
 
 
 def __dir__() -> list[str]:

@@ -293,7 +293,12 @@ class Model:
             self._accelerator,
             epoch=epoch,
             initial_epoch=initial_epoch,
-            facts=self._facts() | {"dataset_sink_mode": sink_mode},
+            facts=self._facts()
+            | {
+                "dataset_sink_mode": sink_mode,
+                "sink_size": sink_size,
+                "eval_network": self._evaluator.network,
+            },
         )
         self._trained.network.train()
         with updates.running(), run.running():

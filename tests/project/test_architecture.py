@@ -54,6 +54,9 @@ PUBLIC = {"mfwrap", "accelerate", "model", "trainer", "callbacks", "recipes", "r
 FILES_WITHOUT_A_TEST = {
     # `python -m mfwrap` only calls the command line, so the command line's tests cover it.
     "mfwrap/__main__.py": "unit/test_cli.py",
+    # Rows of the table of names, which one test reads together.
+    "mfwrap/names/libraries.py": "unit/names/test_counterparts.py",
+    "mfwrap/names/training.py": "unit/names/test_counterparts.py",
 }
 """Source files without a test file of the same name, and the test file that covers each."""
 
