@@ -1,4 +1,4 @@
-"""The command line: check, run and convert recipes, plot and compare runs, verify checkpoints.
+"""The command line: recipes, runs, checkpoints, and the names in MindSpore's scripts.
 
 The help text of `cli` lists the exit codes.
 """
@@ -18,6 +18,7 @@ try:
 
     from mfwrap.comparison.command import compare
     from mfwrap.compatibility.foreign import ReleaseError
+    from mfwrap.porting.command import port
     from mfwrap.runner.command import (
         checked_recipe,
         data,
@@ -56,11 +57,13 @@ def cli() -> None:
       torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
         -m mfwrap train causal_lm.yaml --resume=auto
       mfwrap import-mindformers pretrain_llama.yaml > llama.yaml
+      mfwrap port train.py
 
     \b
     Exit codes:
       0    finished
-      1    failed; `verify` found a damaged checkpoint; `compare` found a difference
+      1    failed; `verify` found a damaged checkpoint; `compare` found a difference; `port` found
+           a name without a counterpart
       2    the recipe or the command is wrong
       75   a signal (SIGTERM, SIGUSR1) stopped the run; start it again
       130  interrupted by the user
@@ -327,7 +330,7 @@ def verify(run: Path) -> None:
         sys.exit(1)
 
 
-for _command in (compare, data, validate):
+for _command in (compare, data, port, validate):
     cli.add_command(_command)
 
 

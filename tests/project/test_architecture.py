@@ -27,7 +27,7 @@ LEVELS = (
     {"report"},
     {"recipes"},
     {"runner"},
-    {"comparison", "recipe"},
+    {"comparison", "porting", "recipe"},
     {"cli"},
 )
 """Packages and single modules of mfwrap, lowest first. Each imports from lower levels and from its

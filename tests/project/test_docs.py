@@ -60,6 +60,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
     (tmp_path / "pretrain_llama.yaml").write_text(mindformers_text())
     (tmp_path / "finetune_llama.yaml").write_text(mindformers_text({"run_mode": "finetune"}))
     (tmp_path / "bad_rows.jsonl").write_text('{"epoch": 0, "position": 12}\n')
+    (tmp_path / "train.py").write_text("from mindspore.nn import Dense\n")
     write_data(tmp_path)
     for name in ("first", "second", "one_gpu", "two_gpus"):
         write_run(tmp_path / "runs" / name)

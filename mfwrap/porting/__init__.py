@@ -1,0 +1,1 @@
+"""Say what to write for the names of MindSpore and MindFormers in a script."""

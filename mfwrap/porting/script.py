@@ -1,0 +1,499 @@
+"""Find the names of MindSpore and MindFormers in a script, without running it.
+
+Names are followed through imports, aliases and assignments. What an object is, is known if it was
+made from a class of MindSpore or from a subclass in the scripts, or if it comes from an attribute
+in the table. Otherwise it is taken for an optimizer, for example, only if it is named so, and then
+only the attributes in the table count.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, final
+
+from mfwrap.names.attributes import ANYWHERE, KINDS
+from mfwrap.names.counterparts import find
+from mfwrap.porting.modules import Imported
+
+
+class Use(NamedTuple):
+    """A use of a name or an attribute."""
+
+    line: int
+    """Line of the script, from 1."""
+
+    subject: "Imported | Attribute"
+    """What is used."""
+
+
+class Attribute(NamedTuple):
+    """An attribute of an object of MindSpore."""
+
+    kind: str
+    """Kind of the object: a key of the table of attributes."""
+
+    name: str
+    """Name of the attribute; ``__call__`` for a call of the object."""
+
+    shown: str
+    """The attribute as the script writes it."""
+
+    is_sure: bool = True
+    """Whether the object is known to be of this kind, not only named so."""
+
+
+class Instance(NamedTuple):
+    """An object of a kind that the table knows."""
+
+    kind: str
+    """Its kind."""
+
+    is_sure: bool = True
+    """Whether the object was followed to a class of MindSpore, not only named like one."""
+
+    is_whole: bool = True
+    """Whether it has no other attributes than those of MindSpore and `own`."""
+
+    own: frozenset[str] = frozenset()
+    """Attributes that a class of the script gives it."""
+
+
+class UserClass(NamedTuple):
+    """A class of a script."""
+
+    kind: str | None
+    """Kind of its objects; None if it derives from none of MindSpore's."""
+
+    own: frozenset[str]
+    """Names of its methods, and of the attributes that its methods assign."""
+
+    is_whole: bool
+    """Whether all its base classes are known."""
+
+
+@final
+class Other:
+    """An object that is known to be none of MindSpore's."""
+
+
+OTHER = Other()
+Value = Imported | Instance | UserClass | Other | None
+"""What a name stands for; None if that is unknown."""
+
+_NAMED: Mapping[str, str] = {
+    "cb_param": "cb_params",
+    "cb_params": "cb_params",
+    "run_context": "run_context",
+}
+"""Kinds of the objects with names that only callbacks of MindSpore use, or imitations of them."""
+
+_CLASSES: Mapping[str, str] = {
+    "training cell": "MFPipelineWithLossScaleCell MFTrainOneStepCell TrainOneStepCell "
+    "TrainOneStepWithLossScaleCell",
+    "optimizer": "ASGD AdaFactor AdaMax Adadelta Adagrad Adam AdamOffload AdamW AdamWeightDecay "
+    "Came FP32StateAdamWeightDecay FTRL FusedAdamWeightDecay LARS Lamb LazyAdam Momentum Muon "
+    "Optimizer ProximalAdagrad RMSProp Rprop SGD thor",
+    "loss-scale update cell": "AdaptiveLossScaleUpdateCell DynamicLossScaleUpdateCell "
+    "FixedLossScaleUpdateCell",
+    "Callback": "Callback CheckpointMonitor EvalCallBack LossMonitor MFLossMonitor "
+    "ModelCheckpoint ProfileMonitor TimeMonitor TrainingStateMonitor",
+    "PyNative callback": "TrainerCallback",
+    "Model": "Model",
+    "tensor": "Parameter Tensor tensor",
+}
+"""Classes of MindSpore and MindFormers, by the kind of their objects."""
+
+_KINDS = {
+    (area, name): kind
+    for kind, names in _CLASSES.items()
+    for name in names.split()
+    for area in ("mindspore", "nn", "mindformers")
+}
+
+_EVENTS = ("begin", "end", "epoch_begin", "epoch_end", "step_begin", "step_end", "on_")
+_KEYED = {"cb_params", "PyNative argument"}
+"""Kinds whose attributes are also read as items and by ``get``."""
+_STRICT = {"cb_params", "run_context", "training cell"}
+"""Kinds without attributes of the user's own: an attribute that the table lacks is reported."""
+
+
+def kind_of_class(imported: Imported) -> str | None:
+    """Return the kind of the objects of a class of MindSpore or MindFormers; None if unknown."""
+    name = imported.name or ""
+    known = _KINDS.get((imported.area, name))
+    if known is None and imported.area == "nn" and name[:1].isupper():
+        return "network"
+    if known is None and imported.area == "dataset" and name.endswith("Dataset"):
+        return "data set"
+    return known
+
+
+@final
+class Script(ast.NodeVisitor):
+    """Collect the uses in one script.
+
+    Args:
+        tree: Syntax tree of the script.
+        others: Classes of the other scripts by name.
+    """
+
+    def __init__(self, tree: ast.Module, others: Mapping[str, UserClass]) -> None:
+        self.uses: list[Use] = []
+        """Uses in the order in which they were found."""
+        self.classes: dict[str, UserClass] = {}
+        """Classes of the script by name."""
+        self._others = others
+        self._scopes: list[dict[str, Value]] = [{}]
+        self._class: UserClass | None = None
+        self._attributes: dict[str, Value] = {}
+        self._is_of_mindspore = any(_imports_mindspore(node) for node in ast.walk(tree))
+        if self._is_of_mindspore:
+            # A function may use what the module imports or defines below it.
+            for node in tree.body:
+                self._bind_early(node)
+            self.visit(tree)
+
+    # Names
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Bind modules."""
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            imported = Imported(alias.name if alias.asname else name)
+            self._bind(name, imported if imported.is_known else OTHER)
+            if imported.is_known:
+                self._use(node, Imported(alias.name))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Bind names of modules."""
+        for alias in node.names:
+            name = alias.asname or alias.name
+            value: Value = self._others.get(alias.name)
+            if not node.level and node.module is not None:
+                imported = Imported(node.module).attribute(alias.name)
+                if imported.is_known:
+                    value = imported
+                    self._use(node, imported)
+                elif value is None:
+                    value = OTHER
+            self._bind(name, value)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Report a name that was imported."""
+        if isinstance(node.ctx, ast.Load):
+            value = self._value(node)
+            if isinstance(value, Imported) and value.is_known and value.name is not None:
+                self._use(node, value)
+        else:
+            self._bind(node.id, None)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Report an attribute of a module or of an object."""
+        value = self._value(node)
+        if isinstance(value, Imported):
+            if value.name is not None:
+                self._use(node, value)
+            return
+        owner = self._value(node.value)
+        if not self._use_of_object(node, owner) and node.attr in ANYWHERE and owner is not OTHER:
+            self._use(node, Attribute(ANYWHERE[node.attr], node.attr, f".{node.attr}"))
+        self.visit(node.value)
+
+    def _use_of_object(self, node: ast.Attribute, owner: Value) -> bool:
+        """Report an attribute of an object; return whether its kind is known."""
+        is_self = _is_self(node.value) and self._class is not None
+        if is_self:
+            owner = self._self()
+        if not isinstance(owner, Instance) or isinstance(node.ctx, ast.Store):
+            return is_self and self._class is not None and node.attr in self._class.own
+        kind, is_sure, is_whole, own = owner
+        if node.attr in own or (kind in _KEYED and node.attr == "get"):
+            return True
+        known = find(kind, node.attr) is not None
+        is_missing = is_sure and is_whole and kind in _STRICT and not node.attr.startswith("_")
+        if known or is_missing:
+            self._use(node, Attribute(kind, node.attr, _shown(node), is_sure))
+            return True
+        return False
+
+    def _self(self) -> Instance | None:
+        """Return what `self` is in a method of the class that is read."""
+        if self._class is None or self._class.kind is None:
+            return None
+        return Instance(self._class.kind, is_whole=self._class.is_whole, own=self._class.own)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Report a call of an optimizer, and what a PyNative callback reads from its keywords."""
+        called = self._value(node.func)
+        if isinstance(called, Instance) and called.kind == "optimizer" and node.args:
+            shown = f"{_shown(node.func)}(...)"
+            self._use(node, Attribute("optimizer", "__call__", shown, called.is_sure))
+            for argument in (*node.args, *node.keywords):
+                self.visit(argument)
+            return
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+            self._use_of_keyword(node, node.func.value, node.args[0])
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """Report what a callback reads from its keywords."""
+        self._use_of_keyword(node, node.value, node.slice)
+        self.generic_visit(node)
+
+    def _use_of_keyword(self, node: ast.expr, owner: ast.expr, key: ast.expr) -> None:
+        value = self._value(owner)
+        if (
+            isinstance(value, Instance)
+            and value.kind in _KEYED
+            and isinstance(key, ast.Constant)
+            and isinstance(key.value, str)
+        ):
+            shown = f"{ast.unparse(owner)}[{key.value!r}]"
+            self._use(node, Attribute(value.kind, key.value, shown))
+
+    # Assignments
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Follow a value to its name."""
+        self.visit(node.value)
+        value = self._value(node.value)
+        for target in node.targets:
+            self._assign(target, value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Follow a value to its name."""
+        self.visit(node.annotation)
+        if node.value is not None:
+            self.visit(node.value)
+            self._assign(node.target, self._value(node.value))
+
+    def _assign(self, target: ast.expr, value: Value) -> None:
+        if isinstance(target, ast.Name):
+            self._bind(target.id, value)
+        elif isinstance(target, ast.Attribute) and _is_self(target.value):
+            self._attributes[target.attr] = value
+            kind = None if self._class is None else self._class.kind
+            if kind is not None and find(kind, f"{target.attr} =") is not None:
+                shown = f"{ast.unparse(target)} = ..."
+                self._use(target, Attribute(kind, f"{target.attr} =", shown))
+        else:
+            self.visit(target)
+
+    # Functions and classes
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Read a class whose base classes say what its objects are."""
+        for part in (*node.bases, *node.decorator_list, *node.keywords):
+            self.visit(part)
+        defined = self._user_class(node)
+        self._bind(node.name, defined)
+        self.classes[node.name] = defined
+        outer = self._class, self._attributes
+        self._class, self._attributes = defined, {}
+        # First the assignments in all methods: a method may come before `__init__`.
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Assign):
+                for target in inner.targets:
+                    if isinstance(target, ast.Attribute) and _is_self(target.value):
+                        self._attributes[target.attr] = self._value(inner.value)
+        self._scopes.append({})
+        for statement in node.body:
+            if isinstance(statement, ast.FunctionDef):
+                self._visit_function(statement, is_method=True)
+            else:
+                self.visit(statement)
+        self._scopes.pop()
+        self._class, self._attributes = outer
+
+    def _user_class(self, node: ast.ClassDef) -> UserClass:
+        own = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+        own |= {
+            inner.attr
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.Attribute)
+            and isinstance(inner.ctx, ast.Store)
+            and _is_self(inner.value)
+        }
+        own |= {
+            target.id
+            for one in node.body
+            if isinstance(one, (ast.Assign, ast.AnnAssign))
+            for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
+            if isinstance(target, ast.Name)
+        }
+        kinds: list[str | None] = []
+        is_whole = True
+        for base in node.bases:
+            value = self._value(base)
+            if isinstance(value, UserClass):
+                own |= value.own
+                kinds.append(value.kind)
+                is_whole &= value.is_whole
+            elif isinstance(value, Imported) and value.is_known:
+                kinds.append(kind_of_class(value))
+            else:
+                is_whole = False
+        kind = next((one for one in kinds if one is not None), None)
+        return UserClass(kind, frozenset(own), is_whole)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """Read a function with its own names."""
+        self._visit_function(node, is_method=False)
+
+    def _visit_function(self, node: ast.FunctionDef, *, is_method: bool) -> None:
+        for part in (*node.decorator_list, node.args):
+            self.visit(part)
+        if node.returns is not None:
+            self.visit(node.returns)
+        if is_method:
+            self._use_of_method(node)
+        else:
+            self._bind(node.name, None)
+        scope: dict[str, Value] = dict.fromkeys(_parameters(node.args))
+        scope |= self._values_of_parameters(node) if is_method else {}
+        self._scopes.append(scope)
+        for statement in node.body:
+            self.visit(statement)
+        self._scopes.pop()
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        """Read an asynchronous function, which no class of MindSpore has."""
+        self._scopes.append(dict.fromkeys(_parameters(node.args)))
+        self.generic_visit(node)
+        self._scopes.pop()
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """Read a function without a name."""
+        self._scopes.append(dict.fromkeys(_parameters(node.args)))
+        self.generic_visit(node)
+        self._scopes.pop()
+
+    def _use_of_method(self, node: ast.FunctionDef) -> None:
+        """Report a method that MindSpore calls by another name or with other arguments."""
+        kind = None if self._class is None else self._class.kind
+        if kind == "PyNative callback":
+            kind = "PyNative event"
+        elif node.name != "construct":
+            return
+        if kind is not None and find(kind, node.name) is not None:
+            self._use(node, Attribute(kind, node.name, f"def {node.name}"))
+
+    def _values_of_parameters(self, node: ast.FunctionDef) -> dict[str, Value]:
+        """Return what MindSpore passes to a method of a callback."""
+        kind = None if self._class is None else self._class.kind
+        names = [one.arg for one in node.args.args]
+        if kind == "Callback" and node.name.startswith(_EVENTS) and len(names) == 2:
+            return {names[1]: Instance("run_context")}
+        if kind == "PyNative callback" and node.name.startswith("on_"):
+            kinds = ("PyNative settings", "PyNative state")
+            values: dict[str, Value] = {
+                name: Instance(one) for name, one in zip(names[1:3], kinds, strict=False)
+            }
+            for name in (*names[3:], *(one.arg for one in node.args.kwonlyargs)):
+                self._use(node, Attribute("PyNative argument", name, name))
+            if node.args.kwarg is not None:
+                values[node.args.kwarg.arg] = Instance("PyNative argument")
+            return values
+        return {}
+
+    # Values
+
+    def _value(self, node: ast.expr) -> Value:
+        """Return what an expression stands for."""
+        match node:
+            case ast.Name():
+                return self._named(node.id, self._lookup(node.id))
+            case ast.Attribute():
+                found = self._of_attribute(node)
+                return self._named(node.attr, found) if _is_self(node.value) else found
+            case ast.Call():
+                return self._of_call(node)
+            case ast.IfExp():
+                return self._value(node.body) or self._value(node.orelse)
+        return None
+
+    def _named(self, name: str, value: Value) -> Value:
+        """Return a value, or what an object of this name usually is if the value is unknown."""
+        if value is None and name in _NAMED:
+            return Instance(_NAMED[name], is_whole=False)
+        if value is None and name == "optimizer":
+            return Instance("optimizer", is_sure=False)
+        return value
+
+    def _lookup(self, name: str) -> Value:
+        return next((scope[name] for scope in reversed(self._scopes) if name in scope), None)
+
+    def _of_attribute(self, node: ast.Attribute) -> Value:
+        if _is_self(node.value) and self._class is not None:
+            if node.attr in self._class.own:
+                return self._attributes.get(node.attr)
+            kind = KINDS.get((self._class.kind or "", node.attr))
+            return None if kind is None else Instance(kind)
+        owner = self._value(node.value)
+        if isinstance(owner, Imported):
+            return owner.attribute(node.attr) if owner.name is None else None
+        if isinstance(owner, Instance):
+            kind = KINDS.get((owner.kind, node.attr))
+            return None if kind is None else Instance(kind, owner.is_sure)
+        return OTHER if isinstance(owner, Other) else None
+
+    def _of_call(self, node: ast.Call) -> Value:
+        called = self._value(node.func)
+        if isinstance(called, Imported) and called.is_known:
+            kind = kind_of_class(called)
+            return None if kind is None else Instance(kind)
+        if isinstance(called, UserClass):
+            if called.kind is None:
+                return None
+            return Instance(called.kind, is_whole=called.is_whole, own=called.own)
+        if isinstance(called, Instance) and called.kind == "cb_params":
+            return called  # of `original_args()`
+        if isinstance(node.func, ast.Attribute):
+            owner = self._value(node.func.value)
+            if isinstance(owner, Instance) and owner.kind == "data set":
+                return owner  # each method of a data set that is no iterator returns a data set
+        return OTHER if isinstance(called, Other) else None
+
+    def _bind(self, name: str, value: Value) -> None:
+        self._scopes[-1][name] = value
+
+    def _bind_early(self, node: ast.stmt) -> None:
+        """Bind what a module imports, also in the branches of `if` and `try`."""
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found = len(self.uses)
+            self.visit(node)
+            del self.uses[found:]
+        elif isinstance(node, (ast.If, ast.Try)):
+            for inner in ast.iter_child_nodes(node):
+                if isinstance(inner, ast.stmt):
+                    self._bind_early(inner)
+                elif isinstance(inner, ast.ExceptHandler):
+                    for statement in inner.body:
+                        self._bind_early(statement)
+
+    def _use(self, node: ast.AST, subject: Imported | Attribute) -> None:
+        self.uses.append(Use(getattr(node, "lineno", 1), subject))
+
+
+def _imports_mindspore(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(Imported(alias.name).is_known for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return not node.level and Imported(node.module or "").is_known
+    return False
+
+
+def _shown(node: ast.expr) -> str:
+    """Return an attribute as it is shown: ``optimizer.get_lr``, or ``.batch`` of a longer value."""
+    text = ast.unparse(node)
+    is_long = isinstance(node, ast.Attribute) and not text.replace(".", "").isidentifier()
+    return f".{node.attr}" if is_long and isinstance(node, ast.Attribute) else text
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _parameters(arguments: ast.arguments) -> Iterator[str]:
+    listed = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    yield from (one.arg for one in listed)
+    yield from (one.arg for one in (arguments.vararg, arguments.kwarg) if one is not None)

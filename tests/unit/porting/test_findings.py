@@ -1,0 +1,127 @@
+"""Uses are joined by name, and files that are no Python are named in one sentence."""
+
+import pytest
+
+from mfwrap.porting.findings import read_scripts
+
+STEP = """
+from mindspore import nn, ops
+class Step(nn.TrainOneStepCell):
+    def construct(self, x):
+        return ops.depend(x, self.optimizer(x))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that writes a script."""
+
+    def write(name, text):
+        file = tmp_path / name
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return file
+
+    return write
+
+
+def test_lines_of_a_name_are_joined(script):
+    """A finding has all lines of a name, and the findings are in the order of the first lines."""
+    text = (
+        "from mindspore import Tensor, nn\nx = Tensor(1)\ny = nn.Dense(1, 2)\nz = Tensor, Tensor\n"
+    )
+    found = read_scripts([script("a.py", text)])
+
+    assert [(one.name, one.lines, one.verdict) for one in found] == [
+        ("mindspore.Tensor", (1, 2, 4), "write"),
+        ("mindspore.nn", (1,), "write"),
+        ("nn.Dense", (3,), "write"),
+    ]
+    assert str(found[0]).endswith(
+        "a.py:1: mindspore.Tensor (also 2, 4): write `torch.tensor`, and `torch.Tensor` as a type"
+    )
+
+
+def test_each_sentence(script):
+    """The sentence says that a name is the same, otherwise, left out, without one, or unknown."""
+    text = (
+        "from mindspore import nn, ops\nops.depend, nn.Lamb, nn.TrainOneStepCell, nn.NoSuchName\n"
+        "def f(cb_params, optimizer):\n    cb_params.mode, optimizer.get_lr()\n"
+    )
+    said = {one.name: (one.verdict, one.text) for one in read_scripts([script("a.py", text)])}
+
+    assert said["ops.depend"] == (
+        "leave out",
+        "write nothing: statements of torch run in their order",
+    )
+    assert said["nn.Lamb"] == (
+        "no counterpart",
+        "no counterpart: torch and mfwrap have no such optimizer",
+    )
+    assert said["nn.TrainOneStepCell"] == ("same", "the same: `mfwrap.TrainOneStepCell`")
+    assert said["nn.NoSuchName"] == ("unknown", "unknown: mfwrap does not know this name")
+    assert said["cb_params.mode"] == ("same", "the same")
+    rates = "`[group['lr'] for group in optimizer.param_groups]`"
+    assert said["optimizer.get_lr"] == (
+        "write",
+        f"if this is MindSpore's optimizer: write {rates}",
+    )
+
+
+MINE = """
+import mindspore
+from step import Step
+class Mine(Step):
+    def f(self): self.weights
+"""
+
+
+def test_classes_of_other_files_are_known(script):
+    """A class may derive from one in a file that comes later."""
+    files = [script("mine.py", MINE), script("step.py", STEP)]
+
+    assert "self.weights" in {one.name for one in read_scripts(files)}
+    assert "self.weights" not in {one.name for one in read_scripts(files[:1])}
+
+
+def test_two_classes_of_the_same_name(script):
+    """If two files have a class of the same name, neither is taken."""
+    other = "class Step:\n    pass\nimport mindspore\n"
+    files = [script("mine.py", MINE), script("step.py", STEP), script("other.py", other)]
+
+    assert "self.weights" not in {one.name for one in read_scripts(files)}
+
+
+def test_a_script_is_not_run(script):
+    """A script with a side effect is only read."""
+    file = script("a.py", "import mindspore\nopen('written', 'w')\nraise SystemExit(3)\n")
+
+    assert len(read_scripts([file])) == 1
+    assert not (file.parent / "written").exists()
+
+
+def test_warnings_of_a_script_are_its_own(script):
+    """Reading a script with a wrong escape does not warn: warnings are errors here."""
+    assert len(read_scripts([script("a.py", "import mindspore\nx = '\\d' is 1\n")])) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def f(:\n", "a.py:1: expected Python 3, got a syntax error: "),
+        ("print 'x'\n", "a.py:1: expected Python 3, got a syntax error: "),
+        (b"x = '\xff'\n", "a.py.*: expected Python 3, got a syntax error: "),
+        (b"\x00", "a.py.*: expected .*: "),
+    ],
+)
+def test_what_is_no_python(script, text, says):
+    """A file that is no Python is named, with the line."""
+    with pytest.raises(ValueError, match=says):
+        read_scripts([script("a.py", text)])
+
+
+def test_what_is_no_file(tmp_path):
+    """A folder and a file that does not exist are named."""
+    with pytest.raises(ValueError, match="expected a Python file, but it cannot be read"):
+        read_scripts([tmp_path])
+    with pytest.raises(ValueError, match=r"none.py: expected a Python file, .*No such file"):
+        read_scripts([tmp_path / "none.py"])
