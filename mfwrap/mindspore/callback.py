@@ -1,17 +1,19 @@
 """MindSpore's callbacks, the facts of a run that they get, and their adapter to the Trainer."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, final
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from mfwrap.arguments import described
+from mfwrap.names.counterparts import find
 from mfwrap.trainer.events import MonitorCallback
 
 
@@ -32,7 +34,11 @@ class CallbackParameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            msg = f"the parameters of this run have no `{name}`; they have {sorted(self)}"
+            found = find("cb_params", name)
+            advice = f"; they have {sorted(self)}"
+            if found is not None and found.verdict != "same":
+                advice = found.advice("; ", ", and ")
+            msg = f"the parameters of this run have no `{name}`{advice}"
             raise AttributeError(msg) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -204,6 +210,54 @@ class Callback:
         self.end(run_context)
 
 
+_FACTS_WITH_OTHER_ATTRIBUTES: Mapping[str, str] = {
+    "network": "network",
+    "optimizer": "optimizer",
+    "train_dataset": "data set",
+    "train_network": "training cell",
+}
+"""Facts of a run whose objects are PyTorch's or mfwrap's, and their kind in the table of names."""
+
+
+@contextlib.contextmanager
+def explaining_attributes(parameters: CallbackParameters) -> Iterator[None]:
+    """Within the block, explain an attribute of MindSpore's objects that PyTorch's objects lack.
+
+    A callback that was written for MindSpore reads ``cb_params.optimizer.global_step``, for
+    example. The optimizer is the user's own: nothing is put on it, and no other object takes its
+    place. Instead, the AttributeError says what to write. A stand-in with MindSpore's attributes
+    would have to return tensors with ``asnumpy`` and schedules that are called with a step.
+
+    Args:
+        parameters: Facts of the run.
+
+    Raises:
+        AttributeError: In place of one about an object of the run, or about a tensor.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        kind = _kind_of(error.obj, parameters)
+        found = None if kind is None else find(kind, error.name or "")
+        if found is None:
+            raise
+        owner = type(error.obj).__name__
+        lacks = f"`{owner}` has no `{error.name}`, which MindSpore's {kind} has"
+        msg = lacks + found.advice("; ", ", and ")
+        raise AttributeError(msg, name=error.name, obj=error.obj) from error
+
+
+def _kind_of(value: object, parameters: CallbackParameters) -> str | None:
+    """Return the kind of an object of the run in the table of names; None if it has none."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    for fact, kind in _FACTS_WITH_OTHER_ATTRIBUTES.items():
+        if value is not None and value is parameters.get(fact):
+            return kind
+    inside = getattr(parameters.get("train_network"), "network", None)
+    return "network" if value is not None and value is inside else None
+
+
 def as_trainer_callback(callback: Callback) -> TrainerCallback:
     """Adapt a MindSpore callback to the Hugging Face Trainer.
 
@@ -287,7 +341,7 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         self._owns_facts = run_context is None
         self._context = run_context or RunContext(self._facts(args, state, facts))
         self._awaits_evaluation = False
-        self.callback.on_train_begin(self._context)
+        self._send("on_train_begin")
         state_dict, self.callback_state = self.callback_state, None
         checkpoint, self._checkpoint = self._checkpoint, None
         if state_dict:
@@ -303,13 +357,13 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         if self._owns_facts:
             # `state.epoch` counts the finished epochs, so the number of this epoch is 1 higher.
             self._parameters.cur_epoch_num = math.floor(state.epoch or 0) + 1
-        self.callback.on_train_epoch_begin(self._context)
+        self._send("on_train_epoch_begin")
         self._apply_stop(control)
 
     def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Begin an update."""
         del args, state
-        self.callback.on_train_step_begin(self._context)
+        self._send("on_train_step_begin")
         self._apply_stop(control)
 
     def on_step_end(
@@ -319,7 +373,7 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         del args
         if self._owns_facts:
             self._parameters.update(cur_step_num=state.global_step, net_outputs=step_output)
-        self.callback.on_train_step_end(self._context)
+        self._send("on_train_step_end")
         self._apply_stop(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
@@ -354,7 +408,7 @@ class AdaptedCallback(MonitorCallback, ExportableState):
             results = dict(metrics or {})
             self._parameters.update(metrics=results, eval_results=results)
         if self._parameters.get("evaluates_by_steps"):
-            self.callback.on_evaluation(self._context)
+            self._send("on_evaluation")
             self._parameters.pop("metrics", None)
             self._apply_stop(control)
         else:
@@ -364,7 +418,7 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         """End a run."""
         del args, state
         self._end_epoch(control)
-        self.callback.on_train_end(self._context)
+        self._send("on_train_end")
         # The user may call `evaluate` after the training.
         self._parameters.pop("evaluates_by_steps", None)
 
@@ -372,10 +426,14 @@ class AdaptedCallback(MonitorCallback, ExportableState):
     def _parameters(self) -> CallbackParameters:
         return self._context.original_args()
 
+    def _send(self, event: str) -> None:
+        with explaining_attributes(self._parameters):
+            getattr(self.callback, event)(self._context)
+
     def _end_epoch(self, control: TrainerControl) -> None:
         if self._awaits_evaluation:
             self._awaits_evaluation = False
-            self.callback.on_train_epoch_end(self._context)
+            self._send("on_train_epoch_end")
             if self._owns_facts:
                 # The next epoch may have no evaluation.
                 self._parameters.pop("metrics", None)

@@ -9,7 +9,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool
-from mfwrap.mindspore.callback import Callback, CallbackParameters, RunContext
+from mfwrap.mindspore.callback import (
+    Callback,
+    CallbackParameters,
+    RunContext,
+    explaining_attributes,
+)
 from mfwrap.mindspore.data import Batches, pair_of
 from mfwrap.mindspore.metrics import EvaluationMetrics, LossMetric, named_metrics
 from mfwrap.mindspore.train_network import EvaluationNetwork, TrainNetwork
@@ -122,8 +127,9 @@ class Evaluator:
         metrics = EvaluationMetrics(self._metrics, self._indexes, self._device)
 
         def send(event: str) -> None:
-            for callback in callbacks:
-                getattr(callback, event)(context)
+            with explaining_attributes(parameters):
+                for callback in callbacks:
+                    getattr(callback, event)(context)
 
         with evaluating(network):
             send("on_eval_begin")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.arguments import check_int
-from mfwrap.mindspore.callback import Callback
+from mfwrap.mindspore.callback import Callback, explaining_attributes
 from mfwrap.mindspore.data import Batches, check_sink_size, pair_of
 from mfwrap.mindspore.evaluation import Evaluator, evaluating
 from mfwrap.mindspore.managers import LossScaleManager
@@ -322,7 +322,9 @@ class Model:
         for batch in batches.epoch():
             call = batch if self._loss_fn is None else pair_of("train_dataset", batch)
             run.begin_step()
-            run.end_step(updates(call))
+            with explaining_attributes(run.parameters):
+                outputs = updates(call)
+            run.end_step(outputs)
             if run.epoch_stops:
                 break
         updates.flush()

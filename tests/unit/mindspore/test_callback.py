@@ -1,10 +1,13 @@
 """MindSpore's callbacks get the same calls and parameters from `Model` and from a Trainer."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from mfwrap import Model, TrainOneStepCell
 from mfwrap.callbacks import EarlyStopping, History
 from mfwrap.mindspore.callback import Callback, CallbackParameters, RunContext, as_trainer_callback
 from mfwrap.outputs import StepOutput
@@ -138,3 +141,113 @@ def test_only_callbacks_are_adapted():
     """Anything but a `Callback` is refused."""
     with pytest.raises(TypeError, match="`callback` must be a Callback, got 3 of type int"):
         as_trainer_callback(3)
+
+
+class Reads(Callback):
+    """Read an attribute of the facts of a run, as a callback written for MindSpore does."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def on_train_step_end(self, run_context):
+        """Read it in a training."""
+        self.read(run_context.original_args())
+
+    def on_eval_step_end(self, run_context):
+        """Read it in an evaluation."""
+        self.read(run_context.original_args())
+
+
+def run_model(callback, *, evaluates=False):
+    """Train or evaluate a model with a callback; return the network and its optimizer."""
+    network = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(network.parameters(), 0.1)
+    model = Model(network, nn.MSELoss(), optimizer, metrics={"loss"})
+    pairs = [(torch.ones(4, 2), torch.ones(4, 1))] * 2
+    if evaluates:
+        model.eval(pairs, callback)
+    else:
+        model.train(1, pairs, callback)
+    return network, optimizer
+
+
+@pytest.mark.parametrize(
+    ("read", "says"),
+    [
+        (lambda p: p.optimizer.global_step, "`Adam` has no `global_step`, which MindSpore's optim"),
+        (lambda p: p.optimizer.learning_rate, "write `optimizer.param_groups[0]['lr']`"),
+        (lambda p: p.optimizer.get_lr(), "write `[group['lr'] for group in optimizer.param_group"),
+        (lambda p: p.optimizer.parameters, "write `[p for group in optimizer.param_groups for p"),
+        (lambda p: p.optimizer.moments1, "write `optimizer.state[parameter]['exp_avg']`"),
+        (lambda p: p.train_network.optimizer.global_step, "write `cb_params.train_network.last_re"),
+        (lambda p: p.network.network, "`Linear` has no `network`, which MindSpore's network has; "),
+        (lambda p: p.network.optimizer, "write `cb_params.optimizer`"),
+        (lambda p: p.train_network.set_train(), "write `network.train()`"),
+        (lambda p: p.train_network.network.trainable_params(), "write `parameters()`"),
+        (lambda p: p.net_outputs.asnumpy(), "write `detach().cpu().numpy()`"),
+        (lambda p: p.train_dataset.get_dataset_size(), "write `len(loader)`"),
+        (lambda p: p.train_dataset_element, "no `train_dataset_element`, and nothing replaces it"),
+        (lambda p: p.dataset_helper, "no `dataset_helper`; write `train_dataset`"),
+    ],
+)
+def test_an_attribute_of_mindspores_objects(read, says):
+    """The error of an attribute that only MindSpore's object has says what to write."""
+    with pytest.raises(AttributeError, match=re.escape(says)) as raised:
+        run_model(Reads(read))
+
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("read", "says"),
+    [
+        (lambda p: p.optimizer.nonsense, "^'Adam' object has no attribute 'nonsense'$"),
+        # The same name, but an object that is not of the run.
+        (lambda _: nn.Linear(1, 1).optimizer, "^'Linear' object has no attribute 'optimizer'$"),
+        (lambda _: [].get_lr(), "^'list' object has no attribute 'get_lr'$"),
+    ],
+)
+def test_any_other_attribute(read, says):
+    """An error that has nothing to do with MindSpore stays as it is."""
+    with pytest.raises(AttributeError, match=says):
+        run_model(Reads(read))
+
+
+def test_an_attribute_in_an_evaluation():
+    """An evaluation explains attributes, too."""
+    with pytest.raises(AttributeError, match="no `trainable_params`, which Mind") as raised:
+        run_model(Reads(lambda p: p.network.trainable_params()), evaluates=True)
+
+    assert isinstance(raised.value.__cause__, AttributeError)
+
+
+def test_an_attribute_in_a_step():
+    """A step of one's own that reads MindSpore's attributes gets the same sentence."""
+
+    class Step(TrainOneStepCell):
+        def __call__(self, *inputs):
+            return self.optimizer.get_lr()
+
+    network = nn.Linear(2, 1)
+    step = Step(network, torch.optim.SGD(network.parameters(), 0.1))
+    with pytest.raises(AttributeError, match="`SGD` has no `get_lr`, which MindSpore's optimizer"):
+        Model(step).train(1, [(torch.ones(4, 2),)])
+
+
+def test_the_facts_are_the_users_objects():
+    """The optimizer and the network are the user's own, and nothing is put on them."""
+    seen = []
+    network, optimizer = run_model(Reads(seen.append))
+    untouched = torch.optim.Adam(nn.Linear(2, 1).parameters(), 0.1)
+
+    assert seen[0].optimizer is optimizer
+    assert seen[0].network is network
+    assert not hasattr(seen[0].optimizer, "global_step")
+    assert vars(optimizer).keys() == vars(untouched).keys()
+    assert vars(network).keys() == vars(nn.Linear(2, 1)).keys()
+
+
+def test_a_trainer_explains_attributes(tmp_path):
+    """A callback that is adapted to a Trainer gets the same sentence."""
+    with pytest.raises(AttributeError, match="`AdamW` has no `get_lr`, which MindSpore's optim"):
+        train(Trainer, tmp_path, [as_trainer_callback(Reads(lambda p: p.optimizer.get_lr()))])
