@@ -215,7 +215,7 @@ class AdaptedPyNativeCallback(TrainerCallback):
             "loss": loss,
             # A copy, because PyNative's callbacks divide values in place.
             "grad_norm": None if norm is None else norm.clone(),
-            "monitor": AbsentValue("monitor", "add a TrainingStateMonitor to the callbacks"),
+            "monitor": AbsentValue("monitor"),
             **_groups(),
         }
         scale = getattr(step_output, "loss_scale", None)
@@ -308,11 +308,6 @@ def _groups() -> dict[str, Any]:
     }
     if num_ranks() > 1:
         groups |= {
-            "metric_reduce_group": AbsentValue(
-                "metric_reduce_group", "use `torch.distributed.group.WORLD`"
-            ),
-            "metric_reduce_group_size": AbsentValue(
-                "metric_reduce_group_size", "use `torch.distributed.get_world_size()`"
-            ),
+            name: AbsentValue(name) for name in ("metric_reduce_group", "metric_reduce_group_size")
         }
     return groups

@@ -1,8 +1,8 @@
 """What a callback of MindFormers' PyNative trainer reads: arguments, state, schedule and groups."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NoReturn, final
 
 import torch
@@ -19,47 +19,24 @@ from mfwrap.callbacks.shared.progress import (
     run_length,
 )
 from mfwrap.names import hint
+from mfwrap.names.counterparts import Counterpart, find
 from mfwrap.schedules.formula import FormulaLR
 from mfwrap.tensors.wrappers import unwrapped_network
 
-_NONE: Mapping[str, str] = MappingProxyType({})
+_SETTINGS, _STATE = "PyNative settings", "PyNative state"
+"""Kinds of objects in the table of names, which says what to write for what a Trainer lacks."""
 
-_ABSENT_SECTIONS = MappingProxyType(
-    {
-        "callbacks": "read `callback_handler.callbacks` of the trainer",
-        "checkpoint": "read `save_strategy`, `save_steps` and `output_dir` of "
-        "`args.training_arguments`",
-        "context": "read `args.training_arguments.device`",
-        "eval_dataset": "read `eval_dataset` of the keywords",
-        "lora_config": "read `peft_config` of the model",
-        "monitor": "configure a TrainingStateMonitor",
-        "profiler": "configure a ProfileMonitor",
-        "recompute": "read `args.training_arguments.gradient_checkpointing`",
-        "recompute_comm": "remove this line",
-        "swap": "remove this line",
-        "train_dataset": "read `train_dataset` of the keywords",
-    }
-)
-"""Sections of PyNative's arguments that a Trainer does not have, and what to do instead."""
+_ELSEWHERE = Counterpart("write", "`args.training_arguments` or accelerate's `AcceleratorState`")
+_IN_GROUPS = Counterpart("write", "`weight_decay` of the optimizer's `param_groups`")
+_ABSENT_IN_OPTIMIZER = {
+    "learning_rate": Counterpart("write", "`args.lr_scheduler.learning_rate`"),
+    "weight_decay_exclude": _IN_GROUPS,
+    "weight_decay_include": _IN_GROUPS,
+}
 
-_ABSENT_IN_OPTIMIZER = MappingProxyType(
-    dict.fromkeys(
-        ("weight_decay_include", "weight_decay_exclude"),
-        "read `weight_decay` of the optimizer's `param_groups`",
-    )
-    | {"learning_rate": "read `args.lr_scheduler.learning_rate`"}
-)
 
-_ABSENT_IN_STATE = MappingProxyType(
-    {
-        "is_world_process_zero": "PyNative's state has none either; call "
-        "`torch.distributed.get_rank()`",
-        "log_history": "PyNative's state has none either; read `loss` and `grad_norm` of the "
-        "keywords",
-        "save_steps": "read `args.training_arguments.save_steps`",
-        "total_flops": "add an MFLossMonitor, which logs the throughput",
-    }
-)
+def _refusal(place: str, name: str, instead: Counterpart) -> str:
+    return f"`{place}.{name}` is unknown in a Trainer{instead.advice('; ', ', and ')}"
 
 
 @final
@@ -72,21 +49,19 @@ class PyNativeSection(Mapping[str, Any]):
     Args:
         path: Path of the section, such as ``args.training``, for messages.
         values: Settings and sections by name.
-        absent: What to do instead of reading a setting, by the name of the setting.
-        others: What to do instead of reading any setting that is not in `values`; ``None`` if
-            there are no such settings in PyNative.
+        absent: Returns what to write for a setting that PyNative has and a Trainer has not;
+            ``None`` if PyNative has no setting of this name.
     """
 
     def __init__(
         self,
         path: str,
         values: Mapping[str, Any],
-        absent: Mapping[str, str] = _NONE,
-        others: str | None = None,
+        absent: Callable[[str], Counterpart | None] = {}.get,
     ) -> None:
-        self._path, self._others = path, others
-        # Dicts, because PyNative's callbacks copy sections with `deepcopy`.
-        self._values, self._absent = dict(values), dict(absent)
+        self._path, self._absent = path, absent
+        # A dict, because PyNative's callbacks copy sections with `deepcopy`.
+        self._values = dict(values)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # `copy` and `pickle` ask before there are any values
@@ -115,7 +90,7 @@ class PyNativeSection(Mapping[str, Any]):
         Raises:
             AttributeError: If PyNative has the setting and a Trainer has not.
         """
-        if name not in self._values and (name in self._absent or self._others):
+        if name not in self._values and self._absent(name) is not None:
             raise AttributeError(self._sentence(name))
         return self._values.get(name, default)
 
@@ -127,10 +102,10 @@ class PyNativeSection(Mapping[str, Any]):
         }
 
     def _sentence(self, name: str) -> str:
-        instead = self._absent.get(name, self._others)
+        instead = self._absent(name)
         if instead is None:
             return f"`{self._path}` has no `{name}`{hint(name, self._values)}"
-        return f"`{self._path}.{name}` is unknown in a Trainer; {instead}"
+        return _refusal(self._path, name, instead)
 
 
 def pynative_arguments(
@@ -161,12 +136,13 @@ def pynative_arguments(
         "context_parallel": 1 if layout is None else layout.cp_size,
         "pipeline_parallel": 1,
     }
-    elsewhere = "read `args.training_arguments` or accelerate's `AcceleratorState`"
     sections = {
         "training": PyNativeSection("args.training", training),
-        "parallelism": PyNativeSection("args.parallelism", parallelism, others=elsewhere),
+        "parallelism": PyNativeSection("args.parallelism", parallelism, lambda _: _ELSEWHERE),
         "optimizer": PyNativeSection(
-            "args.optimizer", _optimizer_settings(facts.get("optimizer")), _ABSENT_IN_OPTIMIZER
+            "args.optimizer",
+            _optimizer_settings(facts.get("optimizer")),
+            _ABSENT_IN_OPTIMIZER.get,
         ),
         "lr_scheduler": PyNativeSection(
             "args.lr_scheduler",
@@ -175,7 +151,7 @@ def pynative_arguments(
         "model": PyNativeSection("args.model", _model_settings(facts.get("model"))),
         "training_arguments": args,
     }
-    return PyNativeSection("args", sections, _ABSENT_SECTIONS)
+    return PyNativeSection("args", sections, functools.partial(find, _SETTINGS))
 
 
 def _optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
@@ -269,11 +245,11 @@ class PyNativeState:
     is_train_end: bool = False
 
     def __getattr__(self, name: str) -> NoReturn:
-        instead = _ABSENT_IN_STATE.get(name)
+        instead = find(_STATE, name)
         if instead is None:
             msg = f"`state` has no `{name}`{hint(name, self.__dataclass_fields__)}"
         else:
-            msg = f"`state.{name}` is unknown in a Trainer; {instead}"
+            msg = _refusal("state", name, instead)
         raise AttributeError(msg)
 
     def update(self, state: TrainerState) -> None:
@@ -356,11 +332,10 @@ class AbsentValue:
 
     Args:
         name: Name of the keyword.
-        instead: What to do instead.
     """
 
-    def __init__(self, name: str, instead: str) -> None:
-        self._name, self._instead = name, instead
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
@@ -371,7 +346,9 @@ class AbsentValue:
         return f"<`{self._name}`, which a Trainer does not have>"
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        msg = f"`{self._name}` is unknown in a Trainer; {self._instead}"
+        found = find("PyNative argument", self._name)
+        advice = "" if found is None else found.advice("; ", ", and ")
+        msg = f"`{self._name}` is unknown in a Trainer{advice}"
         raise RuntimeError(msg)
 
     __hash__ = None  # type: ignore[assignment]  # (a class without equality has no hash)

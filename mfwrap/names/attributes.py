@@ -230,51 +230,49 @@ _MODEL: Mapping[str, str] = {
     **each("build infer_predict_layout infer_train_layout", _COMPILER),
 }
 
-_PYNATIVE_ARGUMENTS: Mapping[str, str] = {
-    "model": "`model`, which is the network itself; in MindFormers it is a list",
-    "optimizer": SAME,
-    "lr_scheduler": SAME,
-    "train_dataset": "`train_dataloader`",
-    "eval_dataset": "`eval_dataloader`",
-    "loss": "`step_output.loss`",
-    "grad_norm": "`step_output.global_norm`, with `use_clip_grad`",
-    "monitor": "`mfwrap.callbacks.MetricsRecorder`, which records what each step reports",
+_PYNATIVE_EVENTS: Mapping[str, str] = {
     **each(
-        "has_last metric_reduce_group metric_reduce_group_size pp_metric_reduce_group "
-        "pp_metric_reduce_group_size",
-        "nothing: the loss in `step_output` is ready to be read",
+        "on_epoch_begin on_epoch_end on_step_begin on_step_end on_train_begin on_train_end", SAME
     ),
+    **each("on_begin on_end", "nothing: MindFormers never calls it"),
+}
+
+_PYNATIVE_ARGUMENTS: Mapping[str, str] = {
+    **each(
+        "eval_dataset grad_norm has_last loss lr_scheduler model optimizer pp_metric_reduce_group "
+        "pp_metric_reduce_group_size train_dataset",
+        SAME,
+    ),
+    "metric_reduce_group": "`torch.distributed.group.WORLD`",
+    "metric_reduce_group_size": "`torch.distributed.get_world_size()`",
+    "monitor": "`mfwrap.callbacks.TrainingStateMonitor`, as a callback of its own",
 }
 
 _PYNATIVE_SETTINGS: Mapping[str, str] = {
-    "model": "`model.config`",
-    **each(
-        "checkpoint lr_scheduler optimizer parallelism training",
-        "attributes of `args` itself, which are `transformers.TrainingArguments`: "
-        "`args.max_steps` for `args.training.steps`",
-    ),
+    **each("lr_scheduler model optimizer parallelism training", SAME),
+    "callbacks": "`trainer.callback_handler.callbacks`",
+    "checkpoint": "`save_strategy`, `save_steps` and `output_dir` of `args.training_arguments`",
+    "context": "`args.training_arguments.device`",
+    "eval_dataset": "`eval_dataset` of the keywords",
+    "lora_config": "`peft_config` of the model",
+    "monitor": "`mfwrap.callbacks.TrainingStateMonitor`, as a callback of its own",
+    "profiler": "`mfwrap.callbacks.ProfileMonitor`, as a callback of its own",
+    "recompute": "`args.training_arguments.gradient_checkpointing`",
+    "train_dataset": "`train_dataset` of the keywords",
+    **each("recompute_comm swap", Without("activations are neither swapped nor communicated")),
 }
 
 _PYNATIVE_STATE: Mapping[str, str] = {
-    **each("best_metric best_model_checkpoint epoch global_step max_steps save_steps", SAME),
-    "epoch_step": "`len(train_dataloader)`",
-    "eval_steps": SAME,
-    "global_batch_size": "`train_batch_size` times accumulation steps and ranks",
-    "is_train_begin": "`on_train_begin`",
-    "is_train_end": "`on_train_end`",
-    "loss_scale": "`step_output.loss_scale`",
-    "num_accumulation_steps": "`args.gradient_accumulation_steps`",
-    "consumed_samples": "`global_step` times the samples of a step",
-    "total_flops": "`total_flos`",
-}
-
-_PYNATIVE_EVENTS: Mapping[str, str] = {
     **each(
-        "on_epoch_begin on_epoch_end on_step_begin on_step_end on_train_begin on_train_end",
-        "the same with `control` as third argument: `(self, args, state, control, **kwargs)`",
+        "best_metric best_model_checkpoint consumed_samples epoch epoch_step eval_steps "
+        "global_batch_size global_step is_train_begin is_train_end loss_scale max_steps "
+        "num_accumulation_steps",
+        SAME,
     ),
-    "on_begin": "`on_init_end`, with `control` as third argument",
-    "on_end": "`on_train_end`, with `control` as third argument",
+    "is_world_process_zero": "`torch.distributed.get_rank()`",
+    "log_history": "`loss` and `grad_norm` of the keywords",
+    "save_steps": "`args.training_arguments.save_steps`",
+    "total_flops": "`mfwrap.callbacks.MFLossMonitor`, which logs the throughput",
 }
 
 ROWS: Mapping[str, Mapping[str, str]] = MappingProxyType(

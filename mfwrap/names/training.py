@@ -245,8 +245,8 @@ _CALLBACKS: Mapping[str, str] = {
     "SummaryLandscape": Without("mfwrap draws no loss landscape"),
     "TrainCallBack": "`mfwrap.callbacks.LambdaCallback` that calls `request_stop` at a step",
     "TrainFaultTolerance": _RESUME,
-    "TrainerCallback": "`transformers.TrainerCallback`, whose methods take `args`, `state` and "
-    "`control`",
+    "TrainerCallback": "`mfwrap.callbacks.PyNativeCallback`, and `adapt_pynative` around the "
+    "callback that a Trainer gets; or `transformers.TrainerCallback`",
     **each("SDCMonitor StressDetectCallBack StressTestModelMonitor", _REPLICAS),
     **each("SummaryCollector SummaryMonitor", _TENSORBOARD),
     **each(

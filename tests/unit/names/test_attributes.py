@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
 import mfwrap
-from mfwrap.callbacks import Callback
+from mfwrap.callbacks import Callback, PyNativeCallback
+from mfwrap.callbacks.pynative.facts import pynative_arguments, pynative_state
 from mfwrap.mindspore.callback import CallbackParameters, RunContext
 from mfwrap.names.attributes import ANYWHERE, KINDS, ROWS
 from mfwrap.names.texts import SAME
@@ -56,12 +57,16 @@ def test_attributes_of_objects():
     update_cell = mfwrap.DynamicLossScaleUpdateCell(8.0, 2, 10)
     loss_cell = mfwrap.TrainOneStepWithLossScaleCell(network, optimizer, update_cell)
     plain_cell = mfwrap.TrainOneStepCell(network, optimizer)
+    arguments = TrainingArguments("unused", max_steps=1, report_to="none", use_cpu=True)
+    state = TrainerState(max_steps=1, num_train_epochs=1, train_batch_size=1)
     objects = {
         "run_context": [RunContext(CallbackParameters())],
         "training cell": [loss_cell, plain_cell],
         "loss-scale update cell": [update_cell],
         "Model": [mfwrap.Model],
-        "PyNative state": [TrainerState()],
+        "PyNative state": [pynative_state(arguments, state, {})],
+        "PyNative settings": [pynative_arguments(arguments, state, {})],
+        "PyNative event": [PyNativeCallback],
     }
 
     for kind, some in objects.items():

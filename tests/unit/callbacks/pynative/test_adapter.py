@@ -145,7 +145,7 @@ def test_on_two_ranks(two_ranks, tmp_path):
     for found in (first, second):
         torch.testing.assert_close(found["losses"].double(), wanted, rtol=1e-6, atol=0)
         assert found["error"] == (
-            "`metric_reduce_group_size` is unknown in a Trainer; use "
+            "`metric_reduce_group_size` is unknown in a Trainer; write "
             "`torch.distributed.get_world_size()`"
         )
 
@@ -196,7 +196,8 @@ def test_a_monitor_is_refused_when_it_is_used(tmp_path):
                 monitor.flush(step=state.global_step)
 
     with pytest.raises(
-        RuntimeError, match="`monitor` is unknown in a Trainer; add a TrainingState"
+        RuntimeError,
+        match=r"`monitor` is unknown in a Trainer; write `.*TrainingState",
     ):
         regression(MFTrainer, tmp_path, [adapt_pynative(Flushes())]).train()
 

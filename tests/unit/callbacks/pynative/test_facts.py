@@ -1,7 +1,6 @@
 """Arguments, state and schedule have PyNative's names; what a Trainer lacks is refused by name."""
 
 import copy
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -106,12 +105,12 @@ def test_a_schedule_of_the_users_own():
 @pytest.mark.parametrize(
     ("read", "instead"),
     [
-        (lambda args: args.checkpoint, "`args.checkpoint` is unknown in a Trainer; read `save_"),
-        (lambda args: args.get("monitor"), "`args.monitor` .*; configure a TrainingStateMonitor"),
-        (lambda args: args["swap"], "`args.swap` .*; remove this line"),
+        (lambda args: args.checkpoint, "`args.checkpoint` is unknown in a Trainer; write `save_"),
+        (lambda args: args.get("monitor"), "`args.monitor` .*; write `.*TrainingStateMonitor"),
+        (lambda args: args["swap"], "`args.swap` .*, and nothing replaces it: "),
         (lambda args: args.parallelism.expert_parallel, "`args.parallelism.expert_parallel` .*"),
         (lambda args: args.parallelism.get("cpu_offload", False), "`args.parallelism.cpu_off"),
-        (lambda args: args.optimizer.get("weight_decay_include"), "read `weight_decay` of the"),
+        (lambda args: args.optimizer.get("weight_decay_include"), "write `weight_decay` of the"),
         (lambda args: args.trainning, "`args` has no `trainning`; did you mean 'training'"),
         (lambda args: args.training.stepz, "`args.training` has no `stepz`; did you mean 'steps'"),
     ],
@@ -159,7 +158,7 @@ def test_the_state():
     assert (state.global_batch_size, state.num_accumulation_steps) == (8, 4)
     assert (state.consumed_samples, state.best_metric, state.own) == (56, 0.5, 3)
     assert (state.eval_steps, state.loss_scale) == (0, None)
-    with pytest.raises(AttributeError, match=r"`state.total_flops` is unknown .* MFLossMonitor"):
+    with pytest.raises(AttributeError, match=r"`state.total_flops` is unknown .*MFLossMonitor"):
         _ = state.total_flops
     with pytest.raises(AttributeError, match="`state` has no `globl_step`; did you mean 'global"):
         _ = state.globl_step
@@ -226,16 +225,17 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_an_absent_value_is_refused_when_it_is_used(use):
     """Any use of a value that stands in for an absent keyword raises its sentence."""
-    value = AbsentValue("monitor", "write to a file")
-    sentence = "`monitor` is unknown in a Trainer; write to a file"
+    value = AbsentValue("monitor")
 
-    with pytest.raises(RuntimeError, match=f"^{re.escape(sentence)}$"):
+    with pytest.raises(
+        RuntimeError, match=r"^`monitor` is unknown in a Trainer; write `.*Monitor`"
+    ):
         USES[use](value)
 
 
 def test_an_absent_value_can_be_passed_on():
     """Printing and copying keywords does not raise."""
-    value = AbsentValue("monitor", "write to a file")
+    value = AbsentValue("monitor")
 
     assert value is not None
     assert "monitor" in repr(copy.copy({"monitor": value}))
