@@ -52,7 +52,7 @@ _CELLS: Mapping[str, str] = {
     "base": "1.0: it is the number from which an overflow is counted",
     "calculate_per_token_loss": "`config.calculate_per_token_loss`",
     "clip_grad_norm": "`mfwrap.clip_by_global_norm(grads, max_grad_norm)`",
-    "construct": "`__call__`",
+    "construct": "`__call__`, and return `loss.detach()`",
     "enable_tuple_broaden": _COMPILER,
     "global_norm_spike_threshold": "`config.global_norm_spike_threshold`",
     "grad_scale_factor": "nothing: the cell divides by tokens when `calculate_per_token_loss` is "
@@ -81,7 +81,7 @@ _CELLS: Mapping[str, str] = {
         "exit_param graceful_exit init_param use_graceful_exit",
         "nothing: `mfwrap.trainer.MFTrainer` saves a checkpoint on SIGTERM",
     ),
-    **each("compile compile_cache phase", _COMPILER),
+    **each("add_flags add_flags_recursive compile compile_cache phase set_jit_config", _COMPILER),
     "scale_sense =": "`self.set_sense_scale(value)`, or pass the loss scale to "
     "`super().__init__`: the attribute cannot be assigned",
     "set_train": "`network.train()`: the cell is a plain object",

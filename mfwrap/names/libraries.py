@@ -29,8 +29,8 @@ _NN: Mapping[str, str] = {
     "OneHot": "`torch.nn.functional.one_hot`, which has no `on_value` and `off_value`",
     "Pad": "`torch.nn.functional.pad`, whose order of paddings differs",
     "SeLU": "`torch.nn.SELU`",
-    "SoftmaxCrossEntropyWithLogits": "`torch.nn.CrossEntropyLoss`, which takes class indices and "
-    "averages by default",
+    "SoftmaxCrossEntropyWithLogits": "`torch.nn.CrossEntropyLoss`, which takes class indices of "
+    "int64 and averages by default",
     **each("BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm", _MOMENTUM),
     **each("Conv1d Conv2d Conv3d", _PADDING),
     **each(
@@ -70,6 +70,7 @@ _STATUS = (
     "nothing: `get_overflow_status` of a training cell, or `mfwrap.all_finite`, looks at the "
     "gradients themselves"
 )
+_GATHERED = "`torch.index_select` for indices of one dimension, otherwise `x[indices]`"
 _IN_PLACE = "`parameter.{}` within `torch.no_grad()`"
 
 _OPS: Mapping[str, str] = {
@@ -81,8 +82,11 @@ _OPS: Mapping[str, str] = {
     "DType": "`x.dtype`",
     "ControlDepend": _NO_OPERATOR,
     "Cast": "`x.to(dtype)`",
+    "Dropout": "`torch.nn.functional.dropout(x, p=1 - keep_prob)`, which returns no mask",
     "Fill": "`torch.full`",
     "Flatten": "`torch.flatten(x, start_dim=1)`",
+    "GatherD": "`torch.gather`",
+    "GeLU": "`torch.nn.functional.gelu`",
     "HyperMap": "`hyper_map` of a training cell, or a Python loop",
     "IOU": "`torchvision.ops.box_iou`",
     "Identity": "nothing: the value itself",
@@ -98,6 +102,7 @@ _OPS: Mapping[str, str] = {
     "ReduceOp": "`torch.distributed.ReduceOp`",
     "ROIAlign": "`torchvision.ops.roi_align`",
     "Shape": "`x.shape`",
+    "StridedSlice": "`x[begin:end:stride]` in each dimension",
     "TensorSummary": "`torch.utils.tensorboard.SummaryWriter`",
     "ScalarSummary": "`torch.utils.tensorboard.SummaryWriter`",
     "Size": "`x.numel()`",
@@ -121,7 +126,7 @@ _OPS: Mapping[str, str] = {
     "expand_dims": "`torch.unsqueeze`",
     "fill": "`torch.full`",
     "flatten": "`torch.flatten(x, start_dim=1)`",
-    "gather": "`torch.index_select` for indices of one dimension, otherwise `x[indices]`",
+    "gather": _GATHERED,
     "get_grad": "`dict(gradients)[identifier]`: with `return_ids` each gradient comes with its id",
     "identity": "nothing: the value itself",
     "is_tensor": "`torch.is_tensor`",
@@ -165,7 +170,7 @@ _OPS: Mapping[str, str] = {
         "TensorAdd=add Tile=tile TopK=topk Unstack=unbind Zeros=zeros ZerosLike=zeros_like",
         "`torch.{}`, called with the tensors and the operator's arguments",
     ),
-    **each("Dropout=dropout GeLU=gelu", "`torch.nn.functional.{}`"),
+    **each("Gather GatherV2", _GATHERED),
     **each(
         "abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv angle arange arccos "
         "arccosh arcsinh arctan arctanh argmax asin asinh atan atan2 atanh baddbmm bartlett_window "
@@ -180,8 +185,10 @@ _OPS: Mapping[str, str] = {
         "nansum neg negative nextafter nonzero not_equal numel ones_like orgqr outer polar pow "
         "rand rand_like randn randn_like ravel real reciprocal relu remainder reshape roll rot90 "
         "round row_stack rsqrt searchsorted sgn sigmoid sign signbit sin sinc sinh slogdet square "
-        "subtract sum swapaxes swapdims t tan tanh tensor_add=add topk trace trapz tril "
-        "tril_indices triu triu_indices true_divide trunc unbind unsqueeze vander view_as_real "
+        "subtract sum swapaxes swapdims t tan tanh tensor_add=add tensor_div=div "
+        "tensor_exp=exp tensor_ge=ge tensor_gt=gt tensor_le=le tensor_lt=lt tensor_mul=mul "
+        "tensor_pow=pow tensor_sub=sub topk trace trapz tril tril_indices triu triu_indices "
+        "true_divide trunc unbind unsqueeze vander view_as_real "
         "vsplit where xlogy zeros_like",
         "`torch.{}`",
     ),

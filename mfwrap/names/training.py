@@ -62,9 +62,9 @@ _MINDSPORE: Mapping[str, str] = {
     "`reset`, in `metrics` of `mfwrap.Model`",
     "PYNATIVE_MODE": "nothing: torch runs eagerly by default",
     "ParallelMode": f"{_LAUNCH}, which makes `mfwrap.Model` data-parallel",
-    "Parameter": "`torch.nn.Parameter`",
+    "Parameter": "`torch.nn.Parameter`, or a plain tensor for what is not trained",
     "ParameterTuple": "`tuple(network.parameters())`; for its `clone`, "
-    "`[torch.zeros_like(p) for p in parameters]`, or `copy.deepcopy`",
+    "`tuple(torch.zeros_like(p) for p in parameters)` or `p.detach().clone()`",
     "Perplexity": "`torchmetrics.text.Perplexity`, in `metrics` of `mfwrap.Model`",
     "Precision": f"`metrics={{'precision'}}` {_METRICS}",
     "Profiler": "`mfwrap.callbacks.ProfileMonitor`, or `torch.profiler.profile`",
@@ -77,6 +77,7 @@ _MINDSPORE: Mapping[str, str] = {
     "Tensor": "`torch.tensor`, and `torch.Tensor` as a type",
     "Top1CategoricalAccuracy": f"`metrics={{'top_1_accuracy'}}` {_METRICS}",
     "Top5CategoricalAccuracy": f"`metrics={{'top_5_accuracy'}}` {_METRICS}",
+    "__version__": "`torch.__version__`",
     "amp": f"{_SCALER}, or `torch.amp`",
     "auto_mixed_precision": "`mfwrap.Model(..., amp_level=...)`, or `torch.autocast`",
     "bool_": "`torch.bool`",
@@ -113,6 +114,9 @@ _MINDSPORE: Mapping[str, str] = {
     "set_algo_parameters": _STRATEGY,
     "set_auto_parallel_context": _LAUNCH,
     "set_context": _DEVICE,
+    "current_stream": "`torch.accelerator.current_stream`",
+    "synchronize": "`torch.accelerator.synchronize`",
+    **each("profile schedule tensorboard_trace_handler", "`torch.profiler.{}`"),
     "set_deterministic": "`torch.use_deterministic_algorithms`",
     "set_device": _DEVICE,
     "set_seed": "`accelerate.utils.set_seed`",
@@ -121,6 +125,7 @@ _MINDSPORE: Mapping[str, str] = {
     "vmap": "`torch.func.vmap`",
     # Not public, but in many scripts.
     "_get_device_num": "`accelerate.PartialState().num_processes`",
+    "_get_enable_parallel_optimizer": "`False`: `torch.distributed.fsdp` divides an optimizer",
     "_get_gradients_mean": "`True`: gradients are averaged over the ranks",
     "_get_parallel_mode": "`accelerate.PartialState().distributed_type`",
     "_handle_loss": "`net_outputs[0]`, or `net_outputs` itself if it is a tensor",
@@ -187,7 +192,10 @@ _NN: Mapping[str, str] = {
 _MINDFORMERS: Mapping[str, str] = {
     "AdamW": "`torch.optim.AdamW(..., fused=True)`, and a separate schedule",
     "ADGENMetric": Without("it generates text; use the package `evaluate` after the training"),
-    "Came": Without("torch and mfwrap have no optimizer CAME"),
+    "Came": Without(
+        "`torch.optim.Adafactor`, from which it stems, has second moments as small, but other "
+        "updates"
+    ),
     "ClipGradNorm": "`MFTrainOneStepCell(..., use_clip_grad=True, max_grad_norm=...)`, or "
     "`mfwrap.clip_by_global_norm` for your own gradients",
     "DataOrderWrapperCell": "`cell(**batch)`, which passes a batch by keyword in any order",
@@ -208,11 +216,19 @@ _MINDFORMERS: Mapping[str, str] = {
     "Muon": "`mfwrap.optimizers.Muon` for the matrices and `torch.optim.AdamW` for all other "
     "weights, in a `mfwrap.ChainedOptimizer`; its `qk_clip_threshold` is "
     "`mfwrap.optimizers.QKClip`",
+    **each(
+        "FusedPmaAdamW PmaAdamW",
+        "`torch.optim.AdamW` and `mfwrap.ExponentialMovingAverage`, whose average stays beside the "
+        "weights; MindFormers replaces the weights by theirs",
+    ),
     "PerplexityMetric": "`metrics={'loss'}` of `mfwrap.Model`, and `math.exp` of the loss",
     "PipelineCellWithMultiOutputs": _PIPELINE,
     "PipelineCellWithTwoOutput": f"{_PIPELINE}; with {_TWO_OUTPUTS}",
     "Trainer": f"`mfwrap.trainer.MFTrainer`, or {_RECIPE}",
     "TrainingArguments": "`transformers.TrainingArguments`",
+    "barrier_world": "`torch.distributed.barrier`",
+    "get_real_group_size": "`accelerate.PartialState().num_processes`",
+    "get_real_rank": "`accelerate.PartialState().process_index`",
     "build_wrapper": "`mfwrap.MFTrainOneStepCell`, or a recipe that `mfwrap train` runs",
     "init_context": f"{_DEVICE}; {_LAUNCH} for several ranks",
     "logger": "Python's module `logging`",

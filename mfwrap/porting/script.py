@@ -90,8 +90,8 @@ _CLASSES: Mapping[str, str] = {
     "training cell": "MFPipelineWithLossScaleCell MFTrainOneStepCell TrainOneStepCell "
     "TrainOneStepWithLossScaleCell",
     "optimizer": "ASGD AdaFactor AdaMax Adadelta Adagrad Adam AdamOffload AdamW AdamWeightDecay "
-    "Came FP32StateAdamWeightDecay FTRL FusedAdamWeightDecay LARS Lamb LazyAdam Momentum Muon "
-    "Optimizer ProximalAdagrad RMSProp Rprop SGD thor",
+    "Came FP32StateAdamWeightDecay FTRL FusedAdamWeightDecay FusedPmaAdamW LARS Lamb LazyAdam "
+    "Momentum Muon Optimizer PmaAdamW ProximalAdagrad RMSProp Rprop SGD thor",
     "loss-scale update cell": "AdaptiveLossScaleUpdateCell DynamicLossScaleUpdateCell "
     "FixedLossScaleUpdateCell",
     "Callback": "Callback CheckpointMonitor EvalCallBack LossMonitor MFLossMonitor "
