@@ -15,7 +15,8 @@ The first argument is the optimizer, whose learning rates replace MindFormers' `
 | CosineAnnealingLR | ``t_max, eta_min=0`` | no |
 | CosineAnnealingWarmRestarts | ``t_0, t_mult=1, eta_min=0`` | no |
 
-`GroupedLR` gives each parameter group a schedule of its own.
+`GroupedLR` gives each parameter group a schedule of its own. `BatchGrowth` is no schedule of
+learning rates: it is that of a batch that grows.
 
 Schedules with a warm-up also take ``warmup_steps`` or ``warmup_ratio``, and ``warmup_lr_init=0``.
 With ``warmup_lr_init=0`` the first update of a warm-up has a rate of 0, as in MindFormers. The
@@ -31,6 +32,7 @@ formulas are MindFormers', except in these cases:
 | CosineAnnealingWarmRestarts | at some restarts, by rounding | `eta_min` | the group's rate |
 """
 
+from mfwrap.schedules.batch_growth import BatchGrowth
 from mfwrap.schedules.cosine import (
     ConstantWithCoolDownLR,
     CosineAnnealingLR,
@@ -49,6 +51,7 @@ from mfwrap.schedules.warm_up import (
 
 __all__ = [
     "SCHEDULES",
+    "BatchGrowth",
     "ConstantWarmUpLR",
     "ConstantWithCoolDownLR",
     "CosineAnnealingLR",

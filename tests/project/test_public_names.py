@@ -24,7 +24,7 @@ CALLBACKS = """
 SCHEDULES = """
     SCHEDULES ConstantWarmUpLR ConstantWithCoolDownLR LinearWithWarmUpLR CosineWithWarmUpLR
     CosineWithRestartsAndWarmUpLR PolynomialWithWarmUpLR WarmUpStableDecayLR CosineAnnealingLR
-    CosineAnnealingWarmRestarts GroupedLR
+    CosineAnnealingWarmRestarts GroupedLR BatchGrowth
 """
 PUBLIC = {
     "mfwrap": CELLS,
