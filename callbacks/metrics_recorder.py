@@ -7,10 +7,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from mfwrap.callbacks.eval_callback import EvalCallback
-from mfwrap.callbacks.shared.progress import RunSettings, global_batch_size
+from mfwrap.callbacks.shared.progress import RunSettings, Samples
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
@@ -152,7 +152,7 @@ class MetricsRecorder(MonitorCallback):
 
 
 @final
-class ThroughputRecorder(TrainerCallback):
+class ThroughputRecorder(MonitorCallback):
     """Write samples per second, summed over processes, each time that the Trainer logs.
 
     The throughput is not in ``metrics.jsonl``, so that a repeated run writes an identical
@@ -168,6 +168,11 @@ class ThroughputRecorder(TrainerCallback):
         self._lines: JsonLines | None = None
         self._clock = clock
         self._start = (0, 0.0)
+        self._grown: Callable[[int], int] | None = None
+
+    def take_samples(self, samples: Callable[[int], int] | None) -> None:
+        """Receive the function that counts samples if the batch grows."""
+        self._grown = samples
 
     def on_train_begin(
         self,
@@ -200,7 +205,8 @@ class ThroughputRecorder(TrainerCallback):
         self._start = state.global_step, self._clock()
         if args is None or self._lines is None or state.global_step == start:
             return
-        samples = (state.global_step - start) * global_batch_size(RunSettings(), state, args)
+        seen = Samples(RunSettings(), state, args, self._grown)
+        samples = seen.until(state.global_step) - seen.until(start)
         record = {"throughput": samples / (self._start[1] - seconds)}
         self._lines.append({"step": state.global_step, **record})
 

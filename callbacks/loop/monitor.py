@@ -33,8 +33,10 @@ from mfwrap.records.own_names import begin_folder, check_own
 from mfwrap.records.run_facts import PROGRESS, RunFacts
 from mfwrap.records.run_files import owning_record_folders
 from mfwrap.records.run_record import FACTS
+from mfwrap.schedules import BatchGrowth
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
+from mfwrap.trainer.events import monitors
 
 STATE_FILE = "mfwrap_monitor.json"
 _FORMATS = ("jsonl", "trackers")
@@ -81,7 +83,8 @@ class LoopMonitor:
         first_step: Updates before this loop; ``load_state`` of an attached loop sets it.
         max_steps: Updates of the whole run; ``None`` if unknown.
         global_batch_size: Samples of one update on all processes, for the throughput and the noise
-            scale of all monitors; 0 if unknown.
+            scale of all monitors; 0 if unknown. For a batch that grows, its
+            `mfwrap.schedules.BatchGrowth`.
         configuration: Settings of the loop, for ``run.json`` and the run page, which shows in what
             runs differ. The settings of the step and the optimizer are there anyway.
         settings: Keywords of `TrainingStateMonitor`, such as ``weight_state_format``. The formats
@@ -109,12 +112,14 @@ class LoopMonitor:
         prefix: str = "mfwrap/",
         first_step: int = 0,
         max_steps: int | None = None,
-        global_batch_size: int = 0,
+        global_batch_size: int | BatchGrowth = 0,
         configuration: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         check_int("first_step", first_step, minimum=0)
-        check_int("global_batch_size", global_batch_size, minimum=0)
+        self._growth = global_batch_size if isinstance(global_batch_size, BatchGrowth) else None
+        size = global_batch_size if self._growth is None else self._growth.sizes[-1]
+        self._global_batch_size = check_int("global_batch_size", size, minimum=0)
         if max_steps is not None:
             check_int("max_steps", max_steps, minimum=1)
         for callback in callbacks:
@@ -141,7 +146,7 @@ class LoopMonitor:
             is_world_process_zero=this_rank() == 0,
             is_local_process_zero=this_rank() == 0,
         )
-        self._global_batch_size, self._max_steps = global_batch_size, max_steps
+        self._max_steps = max_steps
         self._configuration = dict(configuration or {})
         self._has_begun = False
         self._owned = OwnedFolders()
@@ -316,6 +321,8 @@ class LoopMonitor:
             global_batch_size=self._global_batch_size,
         )
         self._last_report = self._source.report()
+        for callback in monitors(self._callbacks):
+            callback.take_samples(None if self._growth is None else self._growth.samples)
         with owning_record_folders(self._owned):
             self._send("on_train_begin", train_dataloader=self._source.loader)
         if self._state.is_world_process_zero:

@@ -1,7 +1,7 @@
 """MindFormers' loss monitor: a record of each step in the log and in TensorBoard."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from torch import Tensor
@@ -95,6 +95,8 @@ class MFLossMonitor(MonitorCallback, ExportableState):
                 timers=settings.log_timers_to_tensorboard,
             )
         self._counted_flops = StepFlops() if settings.count_flops else None
+        self._counted_samples: float | None = None
+        self._grown: Callable[[int], int] | None = None
         self._run: MonitoredRun | None = None
         self._logger = logging.getLogger(__package__)
         self._warn_once = WarnOnce(__package__)
@@ -159,6 +161,8 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             self._counted_flops.stop()
         if self._run is None:
             self._run = self._begin(args, state, state.global_step - 1, known)
+        if self._counted_flops is not None and self._counted_samples is None:
+            self._counted_samples = self._run.samples.mean(state.global_step)
         if step_output is None and step_report is not None:
             step_output = step_report.output
         self._run.end_step(
@@ -229,11 +233,19 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             mean = self._run.save_mean()
         return {"args": saved_settings(self._settings), "attributes": {"saved_mean": mean}}
 
-    def _flops(self) -> float | None:
-        """Return the FLOPs of one update; ``None`` if unknown."""
+    def take_samples(self, samples: Callable[[int], int] | None) -> None:
+        """Receive the function that counts samples if the batch grows."""
+        self._grown = samples
+
+    def _flops(self, samples: float) -> float | None:
+        """Return the FLOPs of an update of so many samples; ``None`` if unknown."""
+        flops = self._settings.flops_per_step
+        size: float | None = None if self._run is None else self._run.samples.per_update
         if self._counted_flops is not None:
-            return self._counted_flops.value
-        return self._settings.flops_per_step
+            flops, size = self._counted_flops.value, self._counted_samples
+        if flops is None or not size or self._grown is None:
+            return flops
+        return flops * samples / size
 
     def _begin(
         self,
@@ -254,6 +266,7 @@ class MFLossMonitor(MonitorCallback, ExportableState):
             train_dataloader=known.get("train_dataloader"),
             model=known.get("model"),
             saved_mean=self.saved_mean,
+            grown=self._grown,
         )
 
     def _takes_part(self, state: TrainerState) -> bool:

@@ -26,8 +26,11 @@ class StepRecord:
     """Mean time of a step since the last record; 0 if unknown."""
 
     seconds_left: float
-    global_batch_size: int
-    """Samples of one update on all processes; 0 if unknown."""
+    global_batch_size: float
+    """Samples of an update on all processes, mean since the last record; 0 if unknown."""
+
+    num_samples: int
+    """Samples of all updates so far; 0 if unknown."""
 
     num_processes: int
     tflops: float | None

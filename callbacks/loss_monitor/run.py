@@ -14,7 +14,7 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.loss_monitor.flops import device_peak_tflops
 from mfwrap.callbacks.loss_monitor.record import StepRecord
 from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
-from mfwrap.callbacks.shared.progress import StepClock, global_batch_size, run_length
+from mfwrap.callbacks.shared.progress import Samples, StepClock, run_length
 from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
 from mfwrap.collectives import add_over_ranks, gather_objects, num_ranks
 
@@ -51,7 +51,7 @@ class MonitoredRun:
     Args:
         settings: Settings of the monitor.
         emit: Called with each record.
-        flops: Returns the FLOPs of one update; ``None`` if they are unknown.
+        flops: Returns the FLOPs of an update of so many samples; ``None`` if they are unknown.
         args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
         state: State of the loop.
         global_step: Steps finished before the first step of this run.
@@ -59,6 +59,7 @@ class MonitoredRun:
         model: Network, for the peak rate of its device; ``None`` if unknown.
         saved_mean: Mean that an earlier run saved. It continues if it was saved at `global_step`;
             otherwise it is ignored.
+        grown: See `mfwrap.callbacks.shared.progress.Samples`.
 
     Raises:
         ValueError: If the length of the run is unknown.
@@ -68,7 +69,7 @@ class MonitoredRun:
         self,
         settings: LossMonitorSettings,
         emit: Callable[[StepRecord], None],
-        flops: Callable[[], float | None],
+        flops: Callable[[float], float | None],
         *,
         args: TrainingArguments | None,
         state: TrainerState,
@@ -76,12 +77,14 @@ class MonitoredRun:
         train_dataloader: Any = None,
         model: nn.Module | None = None,
         saved_mean: SavedMean | None = None,
+        grown: Callable[[int], int] | None = None,
     ) -> None:
         self.clock = StepClock(settings.clock)
         self._emit, self._flops = emit, flops
-        self._length = run_length(settings, state, args, train_dataloader)
+        self._length = run_length(settings, state, args, train_dataloader, grows=grown is not None)
         self._per_print_times = settings.per_print_times
-        self._global_batch_size = global_batch_size(settings, state, args)
+        self.samples = Samples(settings, state, args, grown)
+        """Samples of the updates."""
         self._num_processes = num_ranks()
         self._averages_loss = averages_loss(settings)
         self._is_main = state.is_world_process_zero
@@ -185,14 +188,18 @@ class MonitoredRun:
     def _moment(self, global_step: int) -> _Moment:
         position = self._length.position(global_step)
         make_record = None
+        num_steps = max(global_step - self._last_printed, 1)
         if self._is_due(global_step):
-            seconds, flops = self.clock.end_lap(), self._flops()
+            size = self.samples.mean(global_step, num_steps)
+            seconds, flops = self.clock.end_lap(), self._flops(size)
+            earlier = self._length.first_step * self.samples.per_update
             make_record = functools.partial(
                 StepRecord,
                 position=position,
                 seconds=seconds,
                 seconds_left=position.steps_left * self.clock.typical_seconds,
-                global_batch_size=self._global_batch_size,
+                global_batch_size=size,
+                num_samples=earlier + self.samples.until(global_step),
                 num_processes=self._num_processes,
                 tflops=flops / seconds / 1e12 if flops and seconds else None,
                 peak_tflops=self._peak_tflops,

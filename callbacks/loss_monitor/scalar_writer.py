@@ -40,9 +40,8 @@ class ScalarWriter:
         for tag, value in self._over_steps_and_samples(record).items():
             if value is not None:
                 self._events.add(tag, value, step)
-                if record.global_batch_size:
-                    num_samples = step * record.global_batch_size
-                    self._events.add(f"{tag} vs samples", value, num_samples)
+                if record.num_samples:
+                    self._events.add(f"{tag} vs samples", value, record.num_samples)
         for tag, value in self._over_steps(record).items():
             if value is not None:
                 self._events.add(tag, value, step)

@@ -34,7 +34,8 @@ class LossMonitorSettings(RunSettings):
     communication."""
 
     flops_per_step: float | None = None
-    """FLOPs of one update on this device; ``None`` if unknown."""
+    """FLOPs of one update on this device; ``None`` if unknown. If the batch grows, those of an
+    update of the global batch."""
 
     count_flops: bool = False
     """Count the FLOPs of the first update, from ``on_step_begin`` to ``on_step_end``. Counting

@@ -169,11 +169,46 @@ class StepClock:
         return self._first_seconds or 0.0
 
 
+@final
+class Samples:
+    """Count the samples of the updates of a run, on all processes together.
+
+    Args:
+        settings: Settings of the monitor.
+        state: State of the loop.
+        args: Arguments of the Trainer; ``None`` in a loop without a Trainer.
+        grown: Function of `mfwrap.trainer.MonitorCallback.take_samples`, if the batch grows.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        state: TrainerState,
+        args: TrainingArguments | None,
+        grown: Callable[[int], int] | None = None,
+    ) -> None:
+        self.per_update = global_batch_size(settings, state, args)
+        """Samples of an update, at the end of a growth; 0 if unknown."""
+        self._grown = grown
+
+    def until(self, step: int) -> int:
+        """Return the samples of the first `step` updates; 0 if unknown."""
+        return step * self.per_update if self._grown is None else self._grown(step)
+
+    def mean(self, step: int, num_steps: int = 1) -> float:
+        """Return the mean samples of the last `num_steps` updates up to a step; 0 if unknown."""
+        if self._grown is None:
+            return self.per_update
+        return (self.until(step) - self.until(max(step - num_steps, 0))) / num_steps
+
+
 def run_length(
     settings: RunSettings,
     state: TrainerState,
     args: TrainingArguments | None,
     train_dataloader: Any,
+    *,
+    grows: bool = False,
 ) -> RunLength:
     """Determine the length of a run from the monitor's settings and from the loop.
 
@@ -192,6 +227,8 @@ def run_length(
         args: Arguments of the Trainer, which replace unknown values of `state`; ``None`` in a loop
             without a Trainer.
         train_dataloader: Data loader, with or without a length; ``None`` if unknown.
+        grows: Whether the batch grows, so that epochs have different numbers of updates. Unless the
+            settings say otherwise, the run then counts as one epoch.
 
     Returns:
         Length of the run in epochs and in updates. The length includes updates of an earlier run
@@ -202,10 +239,13 @@ def run_length(
             is unknown too.
     """
     max_steps = _max_steps(state, args)
-    epochs = settings.origin_epochs or _num_epochs(state, args, max_steps)
-    steps_per_epoch = settings.dataset_size or _steps_per_epoch(
-        max_steps, epochs, _num_updates(train_dataloader, args)
+    found = (
+        (1, None)
+        if grows
+        else (_num_epochs(state, args, max_steps), _num_updates(train_dataloader, args))
     )
+    epochs = settings.origin_epochs or found[0]
+    steps_per_epoch = settings.dataset_size or _steps_per_epoch(max_steps, epochs, found[1])
     if steps_per_epoch is None or not (epochs or max_steps):
         msg = (
             "the length of the run is unknown: `state.max_steps` must be set in a loop of your "

@@ -1,6 +1,6 @@
 """MindFormers' training state monitor, and the search for the cause when a step goes wrong."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -84,6 +84,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._num_scale_overflows = 0
         self._bad_steps: list[BadSteps] = []
         self._row_places: RowPlaces | None = None
+        self._grown: Callable[[int], int] | None = None
         self.names_rows = settings.find_culprit and settings.replay
         self.saved_run: dict[str, Any] | None = None
         """State that an earlier run saved; ignored by a run that begins at another step."""
@@ -205,6 +206,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         """Receive the function that tells where the rows of a step are in the training data."""
         self._row_places = places
 
+    def take_samples(self, samples: Callable[[int], int] | None) -> None:
+        """Receive the function that counts samples if the batch grows."""
+        self._grown = samples
+
     @training_weights()
     def values_to_log(self) -> dict[str, float]:
         """Return the newest reported step's metrics for trackers, keyed by tag.
@@ -296,6 +301,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             train_dataloader=known.get("train_dataloader"),
             tokenizer=known.get("processing_class"),
             row_places=self._row_places,
+            grown=self._grown,
         )
         if self.saved_run is not None:
             run.load_state_dict(self.saved_run)

@@ -33,7 +33,7 @@ class NoiseScale:
     appendix A.1.
 
     Args:
-        batch_size: Number of samples of an update on all ranks together.
+        batch_size: Number of samples of an update on all ranks together, unless the batch grows.
         num_ranks: Number of ranks whose gradients are averaged, > 1.
         interval: Number of steps over which `S` and ``G**2`` are averaged.
     """
@@ -45,12 +45,15 @@ class NoiseScale:
         # Sums of the noise and the signal of the present interval, shape (2,).
         self._sums = torch.zeros(2)
 
-    def end_step(self, step: int, report: StepReport) -> Tensor | None:
+    def end_step(
+        self, step: int, report: StepReport, batch_size: float | None = None
+    ) -> Tensor | None:
         """Include a step, and return the noise scale if the step ends an interval.
 
         Args:
             step: Number of the step, from 1; an interval ends at its multiples.
             report: Report of the step. One without `StepReport.reduction_norms` is ignored.
+            batch_size: Number of samples of the update; ``None`` for that of the constructor.
 
         Returns:
             Shape ``()``, float32. Infinite if the mean ``G**2`` is not above 0, so that the
@@ -61,7 +64,8 @@ class NoiseScale:
         if norms is None:
             return None
         own, reduced = norms.square().unbind()
-        noise = (own - reduced) * (self._batch_size / (self._num_ranks - 1))
+        size = self._batch_size if batch_size is None else batch_size
+        noise = (own - reduced) * (size / (self._num_ranks - 1))
         signal = (reduced * self._num_ranks - own) / (self._num_ranks - 1)
         sums = on_device(self._sums, norms.device)
         self._sums = torch.where(report.skipped, sums, sums + torch.stack([noise, signal]))

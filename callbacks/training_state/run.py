@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
@@ -18,7 +18,7 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepScores
-from mfwrap.callbacks.shared.progress import RunPosition, StepClock, global_batch_size, run_length
+from mfwrap.callbacks.shared.progress import RunPosition, Samples, StepClock, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.step_values import (
     PackedValues,
@@ -78,6 +78,7 @@ class TrainingStateRun:
         train_dataloader: Data loader, for the length of an epoch; ``None`` if unknown.
         tokenizer: Decodes the texts of samples; ``None`` if unknown.
         row_places: Tells where rows are in the training data; ``None`` if that is unknown.
+        grown: See `mfwrap.callbacks.shared.progress.Samples`.
 
     Raises:
         ImportError: If ``tensorboard_dir`` is given and TensorBoard is not installed.
@@ -96,6 +97,7 @@ class TrainingStateRun:
         train_dataloader: Any = None,
         tokenizer: Any = None,
         row_places: RowPlaces | None = None,
+        grown: Callable[[int], int] | None = None,
     ) -> None:
         folder = _folder(settings, args)
         is_main = state.is_world_process_zero
@@ -114,13 +116,13 @@ class TrainingStateRun:
         self.has_outputs = False
         """Whether any step of this run has had an output."""
         self._settings = settings
-        self._length = run_length(settings, state, args, train_dataloader)
+        self._length = run_length(settings, state, args, train_dataloader, grows=grown is not None)
         first_step = self._length.position(global_step).step
         self.writers = MetricWriters(settings, args, folder, is_main=is_main, first_step=first_step)
-        batch_size = global_batch_size(settings, state, args)
-        self._samples_per_process = batch_size / num_ranks()
+        self._samples = Samples(settings, state, args, grown)
+        self._last_lap = global_step
         self._metrics = StateMetrics(settings) if settings.formats else None
-        self._noise_scale = new_noise_scale(settings, batch_size)
+        self._noise_scale = new_noise_scale(settings, self._samples.per_update)
         compiled = is_compiled(model, args)
         self._watches = forward_watches(
             settings,
@@ -248,7 +250,9 @@ class TrainingStateRun:
         if self._metrics is not None:
             noise_scale = None
             if self._noise_scale is not None and report is not None:
-                noise_scale = self._noise_scale.end_step(global_step, report)
+                noise_scale = self._noise_scale.end_step(
+                    global_step, report, self._samples.mean(global_step)
+                )
             shown = self._metrics.of_step(
                 global_step,
                 output,
@@ -264,7 +268,7 @@ class TrainingStateRun:
             position=self._length.position(global_step),
             packed=packed,
             metrics=shown.metrics,
-            linearity=self._linearity() if self._is_due(global_step) else None,
+            linearity=self._linearity(global_step) if self._is_due(global_step) else None,
             judgement=judgement,
         )
         self._submit(step, shown.values)
@@ -385,14 +389,16 @@ class TrainingStateRun:
         watched, self._is_watched = self._is_watched, False
         return self._watches.end() if watched and self._watches is not None else None
 
-    def _linearity(self) -> float | None:
+    def _linearity(self, global_step: int) -> float | None:
         baseline = self._settings.throughput_baseline
         if baseline is None:
             return None
-        seconds = self.clock.end_lap()
-        if not seconds or not self._samples_per_process:
+        seconds, num_steps = self.clock.end_lap(), max(global_step - self._last_lap, 1)
+        self._last_lap = global_step
+        samples = self._samples.mean(global_step, num_steps)
+        if not seconds or not samples:
             return None
-        return self._samples_per_process / seconds / baseline
+        return samples / num_ranks() / seconds / baseline
 
     def _submit(self, step: _Step, shown: Tensor | None) -> None:
         """Start copying the values of a step to the host, all in one tensor."""

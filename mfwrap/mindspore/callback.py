@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, final
@@ -310,6 +310,7 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         self.callback_state: dict[str, Any] | None = None
         """State of the callback in the checkpoint that a training resumes from."""
         self._checkpoint: Path | None = None
+        self._grows = False
 
     def state(self) -> dict[str, Any]:
         """Return the callback's state, in the form of ``ExportableState``."""
@@ -324,6 +325,10 @@ class AdaptedCallback(MonitorCallback, ExportableState):
     def resume_from(self, folder: Path) -> None:
         """Keep the checkpoint, which the callback reads when the training has begun."""
         self._checkpoint = folder
+
+    def take_samples(self, samples: Callable[[int], int] | None) -> None:
+        """Note that epochs have different numbers of updates if the batch grows."""
+        self._grows = samples is not None
 
     def ends_after(self, attributes: Mapping[str, Any]) -> bool:
         """Return whether the callback had ended the training with these saved attributes."""
@@ -452,7 +457,9 @@ class AdaptedCallback(MonitorCallback, ExportableState):
         optimizer = facts.get("optimizer")
         epochs = math.ceil(state.num_train_epochs)
         num_batches = math.ceil(state.max_steps / max(epochs, 1))
-        if dataset is not None and has_length(dataset):
+        if self._grows:
+            num_batches = state.max_steps  # the only number that no step of an epoch exceeds
+        elif dataset is not None and has_length(dataset):
             num_batches = math.ceil(len(dataset) / args.gradient_accumulation_steps)
         return CallbackParameters(
             mode="train",

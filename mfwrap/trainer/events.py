@@ -92,6 +92,14 @@ class MonitorCallback(TrainerCallback):
         must not be called later than at the end of the next step.
         """
 
+    def take_samples(self, samples: Callable[[int], int] | None) -> None:
+        """Receive the function that counts samples if the batch grows; before ``on_train_begin``.
+
+        Args:
+            samples: Returns the number of samples of the first updates on all processes together,
+                by their number; ``None`` if each update has as many samples as any other.
+        """
+
     def values_to_log(self) -> dict[str, float]:
         """Return values, by name, that `MFTrainer` adds to each training log."""
         return {}
@@ -237,7 +245,7 @@ class StepCallbackHandler(CallbackHandler):
     def follow(
         self,
         trainer: TrainerView,
-        before_event: Callable[[str], None],
+        before_event: Callable[[str], bool | None],
         after_event: Callable[[str, TrainerControl], None],
         termination: RankTermination,
         listeners: Sequence[object],
@@ -271,7 +279,8 @@ class StepCallbackHandler(CallbackHandler):
         # there, so that the host does not wait. This is safe: if the update was skipped, the
         # deferred schedule drops the step just before the next update.
         attached.answers_late = False
-        self._before_event(event)
+        if self._before_event(event) is False:
+            return control
         control.should_save |= self._postponed.is_due and event in {"on_log", "on_evaluate"}
         call: Callable[..., TrainerControl] = super().call_event
         if event == "on_step_end" and attached.last_report is not None:
@@ -393,7 +402,7 @@ def check_given_callbacks(
 
 def add_step_to_events(
     trainer: TrainerView,
-    before_event: Callable[[str], None],
+    before_event: Callable[[str], bool | None],
     after_event: Callable[[str, TrainerControl], None],
     termination: RankTermination,
     *listeners: object,
@@ -405,7 +414,8 @@ def add_step_to_events(
 
     Args:
         trainer: A trainer that already has its callback handler.
-        before_event: Function that is called with the name of each event, before the callbacks.
+        before_event: Function that is called with the name of each event, before the callbacks. If
+            it returns False, nobody hears of the event.
         after_event: Function that is called with the name of each event and the trainer's control,
             which it may change, after the callbacks and the listeners.
         termination: Decides after which step SIGTERM ends the training.

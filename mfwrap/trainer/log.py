@@ -68,10 +68,18 @@ class Losses:
         method of `MFTrainerMixin`.
         """
         self.are_reported = False
+        self._turn_filter_off()
+        return self.step_log.filtered(loss, share)
+
+    def of_nothing(self) -> Tensor:
+        """Return the loss of an empty micro-batch, which does not count."""
+        self._turn_filter_off()
+        return torch.zeros((), device=self._trainer.args.device)
+
+    def _turn_filter_off(self) -> None:
         if self.step_log.filters:
             self._trainer.args.logging_nan_inf_filter = False
             self._is_filter_off = True
-        return self.step_log.filtered(loss, share)
 
     def end_micro_batch(self) -> None:
         """Restore the user's setting of the Trainer's own filter.
@@ -143,6 +151,7 @@ class Losses:
             self._sums.until_last_log += missing * num_steps
             for callback in monitors(trainer.callback_handler.callbacks):
                 logs |= callback.values_to_log()
+            logs |= trainer.growth.values_to_log()
             return logs
         if "train_loss" in logs and self._training_loss is not None:
             # In place: the Trainer adds the epoch to this entry, and returns it as its metrics.

@@ -42,6 +42,7 @@ from mfwrap.loss_scale.cells import DynamicLossScaleUpdateCell
 from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.records.run_files import records_of_training
 from mfwrap.records.skipped_rows import SkipRows
+from mfwrap.schedules.batch_growth import RampUp
 from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
 from mfwrap.step.losses import named_losses
 from mfwrap.step.ranks.local_norms import CommunicationHook
@@ -50,9 +51,10 @@ from mfwrap.termination import RankTermination
 from mfwrap.trainer.checkpoint import Checkpoints
 from mfwrap.trainer.data.followed_loader import followed_loader
 from mfwrap.trainer.data.global_batch import TrainerBatch, check_micro_batches
+from mfwrap.trainer.data.growth import GrowingBatch
+from mfwrap.trainer.data.parts import Part, UpdateParts
 from mfwrap.trainer.data.position import TrainerPosition
-from mfwrap.trainer.data.row_skip import Part
-from mfwrap.trainer.data.skip import NO_CHECKPOINT, DataSkip
+from mfwrap.trainer.data.skip import NO_CHECKPOINT, DataSkip, refuse_growth
 from mfwrap.trainer.display.console import closed_after_error, show_in_one_place
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
@@ -138,6 +140,11 @@ class MFTrainerMixin(_Base):
             (`mfwrap.records.read_skipped_rows`). See `mfwrap.trainer.data.row_skip.RowSkip`. A
             training that resumes without the argument leaves out the rows of its checkpoint.
         rollback: When to go back to a checkpoint after a bad step; ``None`` for never.
+        rampup_batch_size: How the batch grows to the usual global batch:
+            ``[start, increment, samples]``, or a table of sizes by the update from which they hold
+            (`mfwrap.schedules.BatchGrowth`). Sizes count the rows of an update on all ranks, and
+            are multiples of the rows of one micro-batch on all ranks. ``None`` for a batch of one
+            size.
         eval_per_token_loss: Whether the loss of an evaluation is the mean over all targets, on any
             number of ranks. The targets are the ``labels`` that are not -100, without the first one
             of each row if the model predicts the next token. By default the loss is the mean over
@@ -163,6 +170,7 @@ class MFTrainerMixin(_Base):
         data_skip_steps: int | None = None,
         skip_rows: SkipRows | None = None,
         rollback: Rollback | None = None,
+        rampup_batch_size: RampUp | None = None,
         eval_per_token_loss: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -178,9 +186,17 @@ class MFTrainerMixin(_Base):
         self._communication_hook = communication_hook
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
         self._position = TrainerPosition()
-        self._skip = DataSkip(self, data_skip_steps, skip_rows, may_go_back=rollback is not None)
+        self._parts = UpdateParts(self)
+        self._skip = DataSkip(
+            self, self._parts, data_skip_steps, skip_rows, may_go_back=rollback is not None
+        )
         self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
+        self.growth = GrowingBatch(self, rampup_batch_size, self._batch, self._parts)
+        others = {"data_skip_steps": data_skip_steps, "skip_rows": skip_rows, "rollback": rollback}
+        given = [name for name, value in others.items() if value is not None]
+        if self.growth.is_on and given:
+            refuse_growth(f"`{given[0]}`")
         check_bool("eval_per_token_loss", eval_per_token_loss)
         self._evaluation = Evaluation(self, per_token=eval_per_token_loss)
         self._termination = RankTermination()
@@ -355,7 +371,12 @@ class MFTrainerMixin(_Base):
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(
-            self, self._step_config, max_steps, num_update_steps_per_epoch, self._skip.rows.fact
+            self,
+            self._step_config,
+            max_steps,
+            num_update_steps_per_epoch,
+            self._skip.rows.fact,
+            self.growth.fact,
         )
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize
@@ -369,7 +390,9 @@ class MFTrainerMixin(_Base):
             updates_per_epoch=num_update_steps_per_epoch,
             num_epochs=num_train_epochs,
             has_length=has_length,
+            grown=self.growth.start(self.state.global_step),
         )
+        self.growth.check_resumed(saved)
         # The Trainer looks at `max_steps` only after an update, so it would make one more.
         has_ended = self._checkpoints.ended_early or self.state.global_step >= max_steps
         if has_ended:
@@ -381,7 +404,8 @@ class MFTrainerMixin(_Base):
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Return the numbers of updates and epochs of a training; note its data loader."""
         self._skip.rows.note_loader(dataloader)
-        return super().set_initial_training_values(args, dataloader)
+        values = super().set_initial_training_values(args, dataloader)
+        return self.growth.initial_values(values, dataloader)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         names = inspect.signature(super()._run_epoch).parameters
@@ -394,22 +418,28 @@ class MFTrainerMixin(_Base):
         keywords["train_dataloader"] = followed_loader(loader, follow, num_skipped=num_skipped)
         moved = self._skip.of_epoch(keywords)
         if moved is not None:
-            super()._run_epoch(**moved)  # type: ignore[no-untyped-call]  # (transformers)
+            super()._run_epoch(**self.growth.of_epoch(moved))  # type: ignore[no-untyped-call]  # (transformers)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the micro-batches of an update that have rows, and the number of their targets."""
+        """Return the micro-batches of an update, and the number of their targets."""
         read = super().get_batch_samples
-        return self._skip.rows.read(read, epoch_iterator, num_batches, device)
+        if not self.growth.is_on:
+            return self._skip.rows.read(read, epoch_iterator, num_batches, device)
+        batches = self.growth.read(read, epoch_iterator, device)
+        checkpoint = self.growth.take_delayed()
+        if checkpoint is not None:
+            self._load_rng_state(checkpoint)
+        return batches
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         """Do forward and backward of a micro-batch; return its loss, or 0 if it is non-finite."""
-        part = self._skip.rows.next_part()
+        part = self._parts.next()
         if part is Part.NOTHING:
-            return torch.zeros((), device=self.args.device)
+            return self._losses.of_nothing()
         num_items = args[0] if args else kwargs.get("num_items_in_batch")
         share = self._losses.begin_micro_batch(inputs, num_items)
         stands_in = part is Part.STAND_IN
@@ -552,7 +582,11 @@ class MFTrainerMixin(_Base):
             folder,
             self.args,
             self._losses.state_dict,
-            {"global_batch": self._batch.state_dict(), "data_skip": self._skip.state_dict()},
+            {
+                "global_batch": self._batch.state_dict(),
+                "data_skip": self._skip.state_dict(),
+                "samples": self.growth.state_dict(),
+            },
         )
         save_attributes(self, folder)
         save_outer_weights(self, folder)
@@ -590,11 +624,16 @@ class MFTrainerMixin(_Base):
         self._checkpoints.restore_callbacks(self._position.resumed_from)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and checkpoint != NO_CHECKPOINT:
-            self._position.restore_random_states(checkpoint, super()._load_rng_state)
+        if checkpoint is None or checkpoint == NO_CHECKPOINT or self.growth.delays_random_states:
+            return
+        self._position.restore_random_states(checkpoint, super()._load_rng_state)
 
-    def _before_event(self, event: str) -> None:
-        """Bring the log and the data position up to date before callbacks are called."""
+    def _before_event(self, event: str) -> bool:
+        """Bring the log and the data position up to date before callbacks are called.
+
+        Returns:
+            Whether the callbacks hear of the event. They do not hear of empty micro-batches.
+        """
         self._losses.end_micro_batch()
         self._evaluation.is_due &= event in _EVALUATION_EVENTS
         if event == "on_train_begin":
@@ -604,17 +643,15 @@ class MFTrainerMixin(_Base):
         elif event == "on_step_begin":
             self._begin_step()
         elif event == "on_pre_optimizer_step":
-            self._skip.rows.check_update()
+            if self._skip.rows.are_followed or self.growth.is_on:
+                self._parts.check_update()
         elif event == "on_save":
             self._checkpoints.adopt()
         elif event == "on_train_end":
             self._checkpoints.end()
         elif event == "on_step_end":
-            if self._skip.rows.are_followed:
-                self._skip.count_update()
-            report = self.attached.attachment.last_report
-            if report is not None:
-                self._losses.step_log.count(report)
+            self._end_step()
+        return event != "on_substep_end" or self._parts.present is not Part.NOTHING
 
     def _after_event(self, event: str, control: TrainerControl) -> None:
         """Note a requested evaluation, go back to a checkpoint, or note the one saved next."""
@@ -641,6 +678,7 @@ class MFTrainerMixin(_Base):
                 callback.resume_from(self._position.resumed_from)
         self.rollbacks.begun()
         self._skip.noted.begin()
+        self.growth.tell_monitors()
         self.attached.attachment.step.rate_factor = 1.0
         self._losses.begin(self._position.saved)
         if self._position.resumed_from is not None:
@@ -650,13 +688,22 @@ class MFTrainerMixin(_Base):
     def _begin_epoch(self) -> None:
         loader = self.callback_handler.train_dataloader
         is_resumed = self._position.resumed_from is not None
-        self._batch.begin_epoch(loader, self._skip.begin_epoch(loader, is_resumed=is_resumed))
+        start = self._skip.begin_epoch(loader, self.growth.first_slots, is_resumed=is_resumed)
+        self._batch.begin_epoch(loader, start)
         self._position.begin_epoch(
             loader,
             super()._load_rng_state,
             epoch=self.state.epoch,
             skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
         )
+
+    def _end_step(self) -> None:
+        if self._skip.rows.are_followed:
+            self._skip.count_update()
+        self.growth.end_update()
+        report = self.attached.attachment.last_report
+        if report is not None:
+            self._losses.step_log.count(report)
 
     def _begin_step(self) -> None:
         # Callbacks and random generators have loaded their states since the training began.

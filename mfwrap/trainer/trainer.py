@@ -23,6 +23,7 @@ from mfwrap.accelerate.setup import EMA
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import ScaleSense
 from mfwrap.records.skipped_rows import SkipRows
+from mfwrap.schedules.batch_growth import RampUp
 from mfwrap.step.ranks.local_norms import CommunicationHook
 from mfwrap.trainer.mixin import MFTrainerMixin
 from mfwrap.trainer.rollback import Rollback
@@ -35,8 +36,8 @@ class MFTrainer(MFTrainerMixin, Trainer):
     """`transformers.Trainer` with MindFormers' training step.
 
     `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
-    ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback`` and
-    ``eval_per_token_loss``) and what differs from the Trainer; the other arguments are the
+    ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback``, ``rampup_batch_size``
+    and ``eval_per_token_loss``) and what differs from the Trainer; the other arguments are the
     Trainer's.
 
     Example:
@@ -90,6 +91,7 @@ class MFTrainer(MFTrainerMixin, Trainer):
         data_skip_steps: int | None = None,
         skip_rows: SkipRows | None = None,
         rollback: Rollback | None = None,
+        rampup_batch_size: RampUp | None = None,
         eval_per_token_loss: bool = False,
     ) -> None:
         super().__init__(
@@ -113,5 +115,6 @@ class MFTrainer(MFTrainerMixin, Trainer):
             data_skip_steps=data_skip_steps,
             skip_rows=skip_rows,
             rollback=rollback,
+            rampup_batch_size=rampup_batch_size,
             eval_per_token_loss=eval_per_token_loss,
         )

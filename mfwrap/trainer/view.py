@@ -38,6 +38,8 @@ class TrainerView(Protocol):
     """`Rollbacks` of the trainer."""
     run_facts: Any
     """`TrainerFacts` of the trainer."""
+    growth: Any
+    """`GrowingBatch` of the trainer."""
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:

@@ -1,7 +1,7 @@
 """Where the rows of a pass over the data go: to which update, micro-batch and rank."""
 
-import math
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, Self, final
 
@@ -29,8 +29,8 @@ class Dealing(NamedTuple):
     num_slots: int
     """Number of micro-batches of a pass on one rank."""
 
-    accumulation_steps: int
-    """Number of micro-batches of an update on one rank."""
+    first_slots: Sequence[int]
+    """First slot of each update of a pass."""
 
     fills_up: bool
     """Whether the last slot is filled up with the first rows of the pass."""
@@ -58,15 +58,17 @@ class Dealing(NamedTuple):
         batch_size, num_rows = getattr(base, "batch_size", None), _length(base)
         if not isinstance(base, BatchSampler) or type(batch_size) is not int or num_rows is None:
             _refuse(f"a data loader with {type(base).__name__}", _USE_SAMPLER)
+        num_slots = len(loader)
+        first_slots = range(0, num_slots, accumulation_steps)
         if shard is None:
-            return cls(num_rows, batch_size, 1, 0, len(loader), accumulation_steps, fills_up=False)
+            return cls(num_rows, batch_size, 1, 0, num_slots, first_slots, fills_up=False)
         return cls(
             num_rows,
             batch_size // shard.num_processes if shard.split_batches else batch_size,
             shard.num_processes,
             shard.process_index,
-            len(loader),
-            accumulation_steps,
+            num_slots,
+            first_slots,
             shard.even_batches and not shard.drop_last,
         )
 
@@ -78,12 +80,16 @@ class Dealing(NamedTuple):
     @property
     def num_updates(self) -> int:
         """Number of updates of a pass."""
-        return math.ceil(self.num_slots / self.accumulation_steps)
+        return len(self.first_slots)
 
     def slots(self, update: int) -> range:
         """Return the slots of an update of a pass."""
-        first = update * self.accumulation_steps
-        return range(first, min(first + self.accumulation_steps, self.num_slots))
+        bounds = (*self.first_slots[update : update + 2], self.num_slots, self.num_slots)
+        return range(bounds[0], bounds[1])
+
+    def update(self, slot: int) -> int:
+        """Return the update of a pass that a slot belongs to."""
+        return bisect_right(self.first_slots, slot) - 1
 
     def positions(self, slot: int, rank: int) -> list[int]:
         """Return the positions of a rank's rows in a slot.
@@ -135,7 +141,7 @@ class EpochRows:
             for slot in self._slots_with_skipped_rows()
         }
         # Slots from the first update on that lack rows, each with its number of ranks with rows.
-        first = first_update * dealing.accumulation_steps
+        first = dealing.slots(first_update).start if first_update else 0
         self._num_filled = {
             slot: sum(1 for offsets in of_ranks if offsets)
             for slot, of_ranks in self._offsets.items()
@@ -176,10 +182,9 @@ class EpochRows:
     @cached_property
     def empty_updates(self) -> list[int]:
         """Updates of which no rank has rows, in order."""
-        steps = self.dealing.accumulation_steps
         return [
             update
-            for update in dict.fromkeys(slot // steps for slot in self._num_filled)
+            for update in dict.fromkeys(map(self.dealing.update, self._num_filled))
             if not any(self.num_filled(slot) for slot in self.dealing.slots(update))
         ]
 

@@ -74,7 +74,7 @@ class TrainerBatch:
         if self._saved is not None:
             with raising_together():
                 saved = GlobalBatch.restored(self._saved["sizes"])
-                steps = resumed_accumulation(saved, self._now(saved), self._checkpoint)
+                steps = resumed_accumulation(saved, self.now(saved), self._checkpoint)
                 # The number is another one than at the construction of the trainer.
                 check_micro_batches(self._config, args, steps)
             self._group_size = self._saved["group_size"]
@@ -99,7 +99,12 @@ class TrainerBatch:
                 stacklevel=callers_stacklevel(),
             )
 
-    def _now(self, saved: GlobalBatch | None = None) -> GlobalBatch:
+    def now(self, saved: GlobalBatch | None = None) -> GlobalBatch:
+        """Return the present global batch.
+
+        Args:
+            saved: Global batch of a checkpoint, from which the Trainer restores the batch size.
+        """
         trainer, args = self._trainer, self._trainer.args
         steps = args.gradient_accumulation_steps
         batch_size = batch_size_of(trainer)
@@ -121,7 +126,7 @@ class TrainerBatch:
         if self._saved is None:
             return False
         saved = GlobalBatch.restored(self._saved["sizes"])
-        return saved.batch_size != self._now(saved).batch_size
+        return saved.batch_size != self.now(saved).batch_size
 
     def check_epoch(self, updates_per_epoch: int, *, has_length: bool) -> None:
         """Check that an epoch has as many updates as before the checkpoint.
@@ -140,7 +145,7 @@ class TrainerBatch:
         saved = self._saved
         if saved is None or not has_length or self._trainer.args.ignore_data_skip:
             return
-        was, now = GlobalBatch.restored(saved["sizes"]), self._now()
+        was, now = GlobalBatch.restored(saved["sizes"]), self.now()
         is_divided_alike = was[:3] == now[:3] and not self._is_on_other_ranks
         if is_divided_alike or now.size != was.size:
             return  # `resumed_accumulation` has warned of another size
@@ -184,7 +189,7 @@ class TrainerBatch:
             # A dispatcher reads a batch for each rank at a time, but `skip_first_batches` skips the
             # batches of one rank only.
             others = 0 if loader.split_batches else loader.state.num_processes - 1
-            self.num_skipped = others * start.updates * args.gradient_accumulation_steps
+            self.num_skipped = others * start.batches
         has_other = {"ranks": self._is_on_other_ranks, "batch size": self._has_other_batch_size}
         reason = _dependence(
             loader,
@@ -203,7 +208,7 @@ class TrainerBatch:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resume on another number of ranks needs, as JSON values."""
         return {
-            "sizes": self._now().state_dict(),
+            "sizes": self.now().state_dict(),
             "num_ranks": self._trainer.args.world_size,
             "updates_per_epoch": (self._updates_per_epoch if self._has_length else 0) or None,
             "group_size": self._group_size,

@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, final
 
@@ -61,6 +61,7 @@ class NotedRows:
         first_update: int,
         updates_per_epoch: int,
         left_out: EpochRows | None,
+        first_slots: Callable[[int], Sequence[int] | None],
     ) -> None:
         """Note the rows of an epoch.
 
@@ -70,11 +71,15 @@ class NotedRows:
             first_update: Update of the epoch at which the training begins or resumes.
             updates_per_epoch: Number of updates of an epoch with all rows.
             left_out: Rows of the epoch that are left out; ``None`` for none.
+            first_slots: Returns the first micro-batch of each update of an epoch; ``None`` if all
+                updates have equally many.
         """
         if not self._takers:
             return
         trainer = self._trainer
-        rows = self._whole_epoch(loader, first_update) if left_out is None else left_out
+        grown = first_slots(epoch)
+        updates_per_epoch = updates_per_epoch if grown is None else len(grown)
+        rows = self._whole_epoch(loader, first_update, grown) if left_out is None else left_out
         is_unknown = trainer.args.ignore_data_skip or makes_batches_itself(trainer)
         if rows is None or is_unknown or rows.dealing.num_updates != updates_per_epoch:
             rows = None
@@ -85,12 +90,16 @@ class NotedRows:
         num_kept = 3 * trainer.args.gradient_accumulation_steps + num_ahead + 4
         self._epochs.append(_NotedEpoch(epoch, trainer.state.global_step, rows, num_kept))
 
-    def _whole_epoch(self, loader: Any, first_update: int) -> EpochRows | None:
+    def _whole_epoch(
+        self, loader: Any, first_update: int, first_slots: Sequence[int] | None
+    ) -> EpochRows | None:
         """Return an epoch without rows left out; ``None`` if it is unknown where its rows go."""
         try:
             dealing = Dealing.of_loader(loader, self._trainer.args.gradient_accumulation_steps)
         except ValueError:
             return None
+        if first_slots is not None:
+            dealing = dealing._replace(first_slots=first_slots)
         return EpochRows(dealing, first_update=first_update)
 
     def noting(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:

@@ -210,8 +210,9 @@ class TrainerPosition:
             folder: Folder of the checkpoint; created if it is missing.
             args: Training arguments, which contain the rank and the number of ranks.
             log: Function that returns the state of the log.
-            others: States of `mfwrap.trainer.data.global_batch.TrainerBatch` and
-                `mfwrap.trainer.data.skip.DataSkip` by their names in the file.
+            others: States of `mfwrap.trainer.data.global_batch.TrainerBatch`,
+                `mfwrap.trainer.data.skip.DataSkip` and `mfwrap.trainer.data.growth.GrowingBatch` by
+                their names in the file.
         """
         if self._epoch_random_states is None:
             return
@@ -302,6 +303,7 @@ def _read(path: Path) -> dict[str, Any]:
             HostStates.decoded(content["data"]["random_states"])
             check_states(content["data"].get("makers", {}))
         _check_batch(content["global_batch"])
+        _check_count(content.get("samples") or 0)
         _check_count(abs(content["data_skip"]["offset"]))
         _check_count(content["data_skip"]["steps"] or 0)
         for row in content["data_skip"]["rows"]:

@@ -1,10 +1,8 @@
 """Leave listed rows out of the training data of an `MFTrainer`: ``skip_rows``."""
 
 import contextlib
-import enum
 import zlib
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, final
 
@@ -15,26 +13,15 @@ from torch.utils.data import Sampler
 from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.trainer.data.dealt import Dealing, EpochRows
+from mfwrap.trainer.data.parts import Part, UpdateParts
 from mfwrap.trainer.view import TrainerView
 
 _IGNORED = -100
 """Label that transformers does not count as a target."""
 
 
-_NO_DEALING = Dealing(1, 1, 1, 0, 1, 1, fills_up=False)
+_NO_DEALING = Dealing(1, 1, 1, 0, 1, range(1), fills_up=False)
 """Placeholder before a training has begun."""
-
-
-class Part(enum.Enum):
-    """What a micro-batch of an update that lacks rows has."""
-
-    NOTHING = enum.auto()
-    """No rows on any rank."""
-
-    STAND_IN = enum.auto()
-    """A row without weight, because only other ranks have rows."""
-
-    ROWS = enum.auto()
 
 
 @final
@@ -55,6 +42,7 @@ class RowSkip:
 
     Args:
         trainer: The trainer.
+        parts: Micro-batches of an update.
         skip_rows: Rows to leave out, or their file; ``None`` for those of the checkpoint.
         always_follows: Whether to follow rows even if none is left out, because `positions` is
             needed.
@@ -66,9 +54,15 @@ class RowSkip:
     """
 
     def __init__(
-        self, trainer: TrainerView, skip_rows: SkipRows | None, *, always_follows: bool
+        self,
+        trainer: TrainerView,
+        parts: UpdateParts,
+        skip_rows: SkipRows | None,
+        *,
+        always_follows: bool,
     ) -> None:
         self._trainer = trainer
+        self._parts = parts
         self._given = None if skip_rows is None else skipped_rows(skip_rows)
         self.present: frozenset[SkippedRow] = self._given or frozenset()
         """Rows that the present training leaves out."""
@@ -80,11 +74,8 @@ class RowSkip:
         # Of the present epoch, and of its update that is being trained on.
         self._epoch = EpochRows(_NO_DEALING)
         self._updates: Iterator[int] = iter(())
-        self._parts: deque[Part] = deque()
-        self._divisor: float = 1
         self.are_followed = False
         """Whether it is known to which update a row belongs."""
-        self._is_read = False
 
     @property
     def fact(self) -> str:
@@ -101,7 +92,7 @@ class RowSkip:
             yield
         finally:
             self._loader = None
-            self.are_followed = self._is_read = False
+            self.are_followed = False
             self._parts.clear()
 
     def add(self, rows: frozenset[SkippedRow]) -> None:
@@ -208,7 +199,7 @@ class RowSkip:
         """Return the number of epochs before an update, as in the Trainer's ``state.epoch``."""
         dealing = self._epoch.dealing
         epoch, update = divmod(update, dealing.num_updates)
-        return epoch + update * dealing.accumulation_steps / dealing.num_slots
+        return epoch + dealing.slots(update).start / dealing.num_slots
 
     def begin_epoch(self, loader: Any, epoch: int, first_update: int) -> EpochRows:
         """Leave out rows of an epoch, and return the rows that are left out.
@@ -278,23 +269,17 @@ class RowSkip:
         if not self.are_followed:
             return read(epoch_iterator, num_batches, device)
         rows, update = self._epoch, next(self._updates, None)
-        self._is_read = True
-        self._parts.clear()
+        self._parts.begin()
         if update is None or not rows.lacks_rows(update):
             return read(epoch_iterator, num_batches, device)
         slots = rows.dealing.slots(update)
         filled = [slot for slot in slots if rows.num_filled(slot)]
         batches = [next(epoch_iterator) for _ in filled]
         stands_in = [not rows.is_filled_here(slot) for slot in filled]
-        # The Trainer reduces gradients in the last micro-batch of an update, so that one must have
-        # rows on some rank.
-        num_left_out = len(slots) - len(filled)
-        self._parts += [Part.NOTHING] * num_left_out
-        self._parts += [Part.STAND_IN if each else Part.ROWS for each in stands_in]
         # The Trainer divides by the number of micro-batches of a rank, and the gradients are
         # averaged over the ranks.
         total, num_ranks = sum(map(rows.num_filled, filled)), rows.dealing.num_ranks
-        self._divisor = total // num_ranks if total % num_ranks == 0 else total / num_ranks
+        divisor = total // num_ranks if total % num_ranks == 0 else total / num_ranks
         counted = [
             _without_targets(batch) if each else batch
             for batch, each in zip(batches, stands_in, strict=True)
@@ -302,46 +287,13 @@ class RowSkip:
         if all(stands_in) and not self._trainer.args.average_tokens_across_devices:
             counted = batches  # a rank that divides by its own number must not divide by 0
         num_items = method_of(self._trainer, COUNT_ITEMS)(counted, device)
-        return [_without_rows(batches[0])] * num_left_out + batches, num_items
-
-    def next_part(self) -> Part:
-        """Return what the next micro-batch has; let the Trainer divide its loss by their number."""
-        if not self._parts:
-            return Part.ROWS
-        part = self._parts.popleft()
-        if part is not Part.NOTHING:  # the Trainer divides by this number
-            self._trainer.current_gradient_accumulation_steps = self._divisor
-        return part
-
-    def check_update(self) -> None:
-        """Raise unless the micro-batches of the update were read and trained here; before it.
-
-        Raises:
-            RuntimeError: If a subclass of the trainer has replaced one of the two methods.
-        """
-        if self.are_followed and (self._parts or not self._is_read):
-            name = "training_step" if self._parts else "get_batch_samples"
-            msg = (
-                f"`skip_rows` and `rollback` need the trainer's `{name}`, got that of "
-                f"{type(self._trainer).__name__}, which does not call `super().{name}`"
-            )
-            raise RuntimeError(msg)
-        self._is_read = False
+        parts = [Part.STAND_IN if each else Part.ROWS for each in stands_in]
+        number = len(slots) - len(filled)
+        return self._parts.begin_with_empty(number, parts, batches, divisor), num_items
 
     def state_dict(self) -> list[list[int]]:
         """Return the rows that are left out, as JSON values."""
         return sorted([row.epoch, row.position] for row in self.present)
-
-
-def _without_rows(batch: Any) -> dict[str, Any]:
-    """Return the tensors of a batch with no rows; the Trainer counts its tokens."""
-    if not isinstance(batch, Mapping):
-        return {}
-    return {
-        name: value[:0]
-        for name, value in batch.items()
-        if isinstance(value, Tensor) and value.dim()
-    }
 
 
 def _without_targets(batch: Any) -> Any:

@@ -7,12 +7,13 @@ have been left out.
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, final
 
 from mfwrap.arguments import check_int
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows
 from mfwrap.trainer.data.followed_loader import skippable_loader
+from mfwrap.trainer.data.parts import UpdateParts
 from mfwrap.trainer.data.places import NotedRows
 from mfwrap.trainer.data.row_skip import RowSkip
 from mfwrap.trainer.view import TrainerView
@@ -32,6 +33,9 @@ class DataStart(NamedTuple):
 
     updates: int
     """Number of updates of that pass before it."""
+
+    batches: int
+    """Number of micro-batches of that pass before it, on one rank."""
 
 
 @final
@@ -55,6 +59,7 @@ class DataSkip:
 
     Args:
         trainer: The trainer.
+        parts: Micro-batches of an update.
         data_skip_steps: Number of updates whose data are skipped; ``None`` for none.
         skip_rows: Rows to leave out, or their file; ``None`` for those of the checkpoint.
         may_go_back: Whether the training may go back to a checkpoint, and leave out more rows.
@@ -69,6 +74,7 @@ class DataSkip:
     def __init__(
         self,
         trainer: TrainerView,
+        parts: UpdateParts,
         data_skip_steps: int | None,
         skip_rows: SkipRows | None = None,
         *,
@@ -80,7 +86,7 @@ class DataSkip:
             check_int("data_skip_steps", data_skip_steps, minimum=0)
         # Without a number, checkpoints keep that of the checkpoint from which the training resumed.
         self._saved_steps = self._steps
-        self.rows = RowSkip(trainer, skip_rows, always_follows=may_go_back)
+        self.rows = RowSkip(trainer, parts, skip_rows, always_follows=may_go_back)
         """Rows to leave out."""
         self.noted = NotedRows(trainer)
         """Rows that have been dealt, for monitors that name rows."""
@@ -146,6 +152,7 @@ class DataSkip:
         updates_per_epoch: int,
         num_epochs: int,
         has_length: bool,
+        grown: DataStart | None = None,
     ) -> tuple[int, int]:
         """Return the number of epochs and batches that the Trainer leaves out.
 
@@ -158,9 +165,11 @@ class DataSkip:
             updates_per_epoch: Number of updates of an epoch.
             num_epochs: Number of epochs of the Trainer.
             has_length: Whether the data loader has a length.
+            grown: Where a training whose batch grows begins; ``None`` for any other training.
 
         Raises:
-            ValueError: If data are to be skipped that have no length, or rows cannot be left out.
+            ValueError: If data are to be skipped that have no length, rows cannot be left out, or
+                the batch grows and the checkpoint has skipped data.
         """
         trainer = self._trainer
         done = trainer.state.global_step
@@ -172,14 +181,20 @@ class DataSkip:
         self._made = []
         saved_rows = None if saved is None else saved["rows"]
         self.rows.begin(saved_rows, updates_per_epoch if has_length else 0)
+        if grown is not None and (self._offset or self.rows.are_followed):
+            refuse_growth("a checkpoint of a training that has left data out")
         end = max_steps + self._offset
         if self.rows.are_followed:
             first = self.rows.settled(done + self._offset)
             end = self.rows.end(first, max_steps - done)
             self._offset = first - done
             trainer.state.epoch = self.rows.progress(first)
-        self._start = start = DataStart(*divmod(done + self._offset, updates_per_epoch))
+        size = trainer.args.gradient_accumulation_steps
+        epoch, update = divmod(done + self._offset, updates_per_epoch)
+        self._start = start = grown or DataStart(epoch, update, update * size)
         self._epoch = start.epoch - 1
+        if grown is not None:
+            return start.epoch, 0 if trainer.args.ignore_data_skip else start.batches
         if end == max_steps:
             return epochs, batches
         if not has_length:
@@ -192,14 +207,21 @@ class DataSkip:
         passes = math.ceil(end / updates_per_epoch)
         # The Trainer ends after `num_epochs` epochs, so count from so much earlier.
         self._epochs_added = passes - num_epochs
-        first_batch = start.updates * trainer.args.gradient_accumulation_steps
-        return start.epoch - self._epochs_added, first_batch
+        return start.epoch - self._epochs_added, start.batches
 
-    def begin_epoch(self, loader: Any, *, is_resumed: bool) -> DataStart | None:
+    def begin_epoch(
+        self,
+        loader: Any,
+        first_slots: Callable[[int], Sequence[int] | None],
+        *,
+        is_resumed: bool,
+    ) -> DataStart | None:
         """Return where the next epoch begins in the data; ``None`` for an epoch as any other.
 
         Args:
             loader: Data loader of the epoch.
+            first_slots: Returns the first micro-batch of each update of an epoch; ``None`` if all
+                updates have equally many.
             is_resumed: Whether the epoch is the first one after a resume.
         """
         start, self._start = self._start, None
@@ -212,7 +234,9 @@ class DataSkip:
                 first = self._epoch * self._updates_per_epoch
                 self._offset = max(self._offset, first - self._trainer.state.global_step)
             left_out = self.rows.begin_epoch(loader, self._epoch, first_update)
-        self.noted.begin_epoch(loader, self._epoch, first_update, self._updates_per_epoch, left_out)
+        self.noted.begin_epoch(
+            loader, self._epoch, first_update, self._updates_per_epoch, left_out, first_slots
+        )
         return start if is_resumed or self._offset else None
 
     def count_update(self) -> None:
@@ -271,3 +295,19 @@ class DataSkip:
             "offset": self._offset,
             "rows": self.rows.state_dict(),
         }
+
+
+def refuse_growth(what: str) -> NoReturn:
+    """Raise because the batch grows, and data are left out by the number of an update.
+
+    Args:
+        what: What leaves data out.
+
+    Raises:
+        ValueError: Always.
+    """
+    msg = (
+        f"`rampup_batch_size` cannot be combined with {what}, which counts updates of one size; "
+        "use one of them"
+    )
+    raise ValueError(msg)

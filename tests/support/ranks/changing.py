@@ -125,7 +125,7 @@ def train_until(
         folder: Run folder.
         stop: Step to stop after.
         settings: Keywords of ``TrainingArguments``; also ``data``, the name of a data set, and
-            ``data_skip_steps`` and ``skip_rows``.
+            ``data_skip_steps``, ``skip_rows`` and ``rampup_batch_size``.
 
     Returns:
         This rank's rows of each update, the losses in the log, the weights at the end, and the
@@ -172,7 +172,8 @@ def trainer_of(folder: str, settings: Mapping[str, Any] | None = None) -> MFTrai
         "dataloader_pin_memory": False,
     } | dict(settings or {})
     data = {"rows": Numbered, "stream": NumberedStream}[arguments.pop("data", "rows")]()
-    skipped = {name: arguments.pop(name, None) for name in ("data_skip_steps", "skip_rows")}
+    names = ("data_skip_steps", "skip_rows", "rampup_batch_size")
+    extras = {name: arguments.pop(name, None) for name in names}
     trainer = MFTrainer(
         Regression(),
         TrainingArguments(folder, **arguments),
@@ -180,7 +181,7 @@ def trainer_of(folder: str, settings: Mapping[str, Any] | None = None) -> MFTrai
         data_collator=collated,
         step=StepConfig(local_norm=True),
         ema=lambda model: ExponentialMovingAverage(model, 0.9),
-        **skipped,
+        **extras,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -199,7 +200,7 @@ def resume_only(rank: int, folder: str, settings: Mapping[str, Any] | None = Non
     batch = TrainerBatch(trainer, StepConfig())
     with batch.resuming(Path(folder)):
         batch.check_epoch(NUM_STEPS, has_length=False)
-        batch.begin_epoch(trainer.get_train_dataloader(), DataStart(0, 0))
+        batch.begin_epoch(trainer.get_train_dataloader(), DataStart(0, 0, 0))
 
 
 def warnings_of_resume(

@@ -31,6 +31,7 @@ def record(*, step=1, epochs=1, steps_per_epoch=1, num_steps=None, **settings) -
         "seconds": 1.0,
         "seconds_left": 0.0,
         "global_batch_size": 0,
+        "num_samples": 0,
         "num_processes": 1,
         "tflops": None,
         "peak_tflops": None,

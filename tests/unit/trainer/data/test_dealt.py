@@ -93,7 +93,7 @@ def test_rows_are_where_accelerate_deals_them(of_ranks, steps, data):
 
 def test_a_batch_of_another_size():
     """A sampler of the user's that makes batches of other sizes has no places to compute."""
-    rows = EpochRows(Dealing(6, 2, 1, 0, 3, 1, fills_up=False), frozenset({1}))
+    rows = EpochRows(Dealing(6, 2, 1, 0, 3, range(3), fills_up=False), frozenset({1}))
 
     with pytest.raises(ValueError, match="got a batch of 3 rows instead of 2; use torch's"):
         list(rows.batches([[0, 1, 2], [3], [4, 5]]))
@@ -101,7 +101,7 @@ def test_a_batch_of_another_size():
 
 def test_a_position_outside():
     """The error says which positions an epoch has."""
-    rows = EpochRows(Dealing(6, 2, 1, 0, 3, 1, fills_up=False), frozenset({6}))
+    rows = EpochRows(Dealing(6, 2, 1, 0, 3, range(3), fills_up=False), frozenset({6}))
 
     with pytest.raises(ValueError, match=r"position 6 of epoch 2, .* 6 rows: positions 0 to 5"):
         rows.check(2)

@@ -268,7 +268,7 @@ def test_workers_that_are_far_ahead(tmp_path):
     with noted.of_training():
         noted.begin()
         loader = trainer.get_train_dataloader()
-        noted.begin_epoch(loader, 0, 0, 9, None)
+        noted.begin_epoch(loader, 0, 0, 9, None, lambda _: None)
         batches = noted.noting(enumerate(loader.batch_sampler))
         # Two updates of three batches, as a step is judged in the next one, and those ahead.
         for _ in range(2 * 3 + 8):

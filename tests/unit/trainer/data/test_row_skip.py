@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from transformers import Trainer
 
 from mfwrap.trainer import MFTrainer
+from mfwrap.trainer.data.parts import UpdateParts
 from mfwrap.trainer.data.row_skip import RowSkip
 from support.ranks.changing import train_until
 from support.trainer_runs import Counting, EndlessCounting, new_trainer
@@ -337,7 +338,7 @@ def test_the_targets_of_a_row_that_stands_in(tmp_path, across, number):
     # Rank 0 of two has rows 0 and 2. Without row 2, row 0 stands in for it in the second update.
     sampler = BatchSamplerShard(BatchSampler(range(4), 1, drop_last=False), 2, 0)
     loader = DataLoader(ROWS, batch_sampler=sampler)
-    rows = RowSkip(trainer, [(0, 2)], always_follows=False)
+    rows = RowSkip(trainer, UpdateParts(trainer), [(0, 2)], always_follows=False)
     rows.note_loader(loader)
     rows.begin(None, updates_per_epoch=2)
     rows.begin_epoch(loader, epoch=0, first_update=0)
