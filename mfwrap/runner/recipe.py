@@ -42,6 +42,7 @@ from mfwrap.runner.schedules import GroupedScheduleChoice, ScheduleChoice
 from mfwrap.runner.sections import RunnerWrapperSection, Sections
 from mfwrap.runner.step import StepChoice, read_average, read_step
 from mfwrap.runner.training import read_peft, read_training
+from mfwrap.schedules.batch_growth import RampUp, check_multiples
 from mfwrap.trainer.mixin import loop_settings
 from mfwrap.trainer.rollback import Rollback
 
@@ -87,6 +88,9 @@ class Recipe:
 
     data_skip_steps: int | None
     """Number of updates whose data are skipped at the start."""
+
+    rampup_batch_size: RampUp | None
+    """How the batch grows to the global batch; ``None`` for a batch of one size."""
 
     eval_per_token_loss: bool
     """Whether ``eval_loss`` is the mean over all targets, and not over the rows."""
@@ -174,6 +178,7 @@ def read_document(document: RecipeDocument) -> Recipe:
         parameter_groups(document, network, training.optimizer.rate_groups, (), 0.0)
     step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
     _check_accumulation(document, step.config, training.arguments)
+    _check_growth(document, sections, training.arguments)
     curves = f"{training.arguments.output_dir}/tensorboard"
     monitors = read_monitor(
         objects,
@@ -193,6 +198,7 @@ def read_document(document: RecipeDocument) -> Recipe:
         make_average=read_average(objects, sections.ema),
         peft=read_peft(objects, sections.peft, task.peft_task_type),
         data_skip_steps=sections.data_skip_steps,
+        rampup_batch_size=sections.rampup_batch_size,
         eval_per_token_loss=sections.eval_per_token_loss,
         rollback=rollback,
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
@@ -222,6 +228,38 @@ def _check_accumulation(
     except ValueError as error:
         path = ("training", "accelerator_config")
         raise document.error(path, str(error)) from error
+
+
+def _check_growth(
+    document: RecipeDocument, sections: Sections, arguments: TrainingArguments
+) -> None:
+    """Raise `RecipeError` if a batch cannot grow as asked, on any number of processes.
+
+    The Trainer checks the rest at its start: the number of processes may be another one then.
+    """
+    growth, path = sections.rampup_batch_size, ("rampup_batch_size",)
+    if growth is None:
+        return
+    for name in ("data_skip_steps", "rollback"):
+        if getattr(sections, name) is not None:
+            says = f"expected no value beside {name}, which counts updates of one size"
+            raise document.error(path, f"{says}, got {growth}")
+    rows = arguments.train_batch_size
+    if isinstance(growth, list):
+        sizes = growth[:2]
+    else:
+        sizes = [*growth.values()]
+        of_update = rows * arguments.gradient_accumulation_steps
+        num_processes, rest = divmod(sizes[-1], of_update)
+        if rest:
+            says = f"expected a last size that is a multiple of {of_update}, the rows of an update"
+            raise document.error(path, f"{says} on one process, got {sizes[-1]}")
+        rows *= num_processes
+    try:
+        check_multiples(sizes, rows)
+    except ValueError as error:
+        says = str(error).removeprefix("each size of `rampup_batch_size` ")
+        raise document.error(path, f"each size {says}") from error
 
 
 def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:

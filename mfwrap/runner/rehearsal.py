@@ -107,6 +107,8 @@ def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int) -
         "training.report_to": "none",
         "training.push_to_hub": False,
         "training.disable_tqdm": True,
+        # It may fit another number of processes only. The global batch is its largest one.
+        "rampup_batch_size": None,
     }
     for name, most in (("max_train_samples", max_train), ("max_eval_samples", max_eval)):
         given = getattr(recipe.data, name)

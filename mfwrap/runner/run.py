@@ -196,6 +196,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         data_skip_steps=recipe.data_skip_steps,
         skip_rows=skip_rows,
         rollback=recipe.rollback,
+        rampup_batch_size=recipe.rampup_batch_size,
         eval_per_token_loss=recipe.eval_per_token_loss,
         **keywords,
     )

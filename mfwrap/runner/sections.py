@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 from mfwrap.arguments import check_int, check_positive_number
 from mfwrap.config import SpikePolicyName, StepConfig
 from mfwrap.recipes.data.source import RecipeSection
+from mfwrap.schedules.batch_growth import check_ramp_up
 
 
 @final
@@ -55,6 +56,9 @@ class Sections(RecipeSection):
     data_skip_steps: int | None = None
     """Number of updates whose data are skipped at the start; see `mfwrap.trainer.MFTrainer`."""
 
+    rampup_batch_size: list[int] | dict[int, int] | None = None
+    """How the batch grows to the global batch; see `mfwrap.trainer.MFTrainer`."""
+
     eval_per_token_loss: bool = False
     """Whether ``eval_loss`` is the mean over all targets; see `mfwrap.trainer.MFTrainer`."""
 
@@ -65,6 +69,8 @@ class Sections(RecipeSection):
         """Check values that no other class checks."""
         if self.data_skip_steps is not None:
             check_int("data_skip_steps", self.data_skip_steps, minimum=0)
+        if self.rampup_batch_size is not None:
+            check_ramp_up(self.rampup_batch_size)
 
 
 @final

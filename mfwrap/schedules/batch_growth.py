@@ -156,34 +156,38 @@ def check_ramp_up(value: object) -> None:
 
     Raises:
         TypeError: If it is neither a sequence nor a mapping, or an entry is not an int.
-        ValueError: If there are not three numbers, or a table does not begin at update 0, or a
-            number is too small.
+        ValueError: If there are not three numbers, a table does not begin at update 0, or a number
+            is too small.
     """
-    if isinstance(value, Mapping):
-        updates, sizes = [*value], [*value.values()]
-        for update, size in value.items():
-            check_int(f"{_NAME} (an update)", update, minimum=0)
-            check_int(f"{_NAME} (a size)", size)
-        if not value or updates[0] != 0 or not (_rises(updates) and _rises(sizes)):
-            msg = (
-                f"`{_NAME}` must have rising updates from 0 on, with rising sizes, got "
-                f"{dict(value)}"
-            )
-            raise ValueError(msg)
-        return
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str) or not isinstance(value, Sequence | Mapping):
         msg = (
             f"`{_NAME}` must be [start, increment, samples] or a table of sizes by updates, got "
             f"{described(value)}"
         )
         raise TypeError(msg)
-    if len(value) != 3:
-        msg = f"`{_NAME}` must be [start, increment, samples], got {list(value)}"
+    is_table = isinstance(value, Mapping)
+    numbers = [*value, *value.values()] if isinstance(value, Mapping) else [*value]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            msg = f"`{_NAME}` must hold ints, got {described(number)}"
+            raise TypeError(msg)
+    if is_table and not _is_growing(numbers[: len(value)], numbers[len(value) :]):
+        msg = (
+            f"`{_NAME}` must have rising updates from 0 on, with rising sizes from 1 on, got "
+            f"{value}"
+        )
         raise ValueError(msg)
-    for name, number, minimum in zip(
-        ("start", "increment", "samples"), value, (1, 1, 0), strict=True
-    ):
-        check_int(f"{_NAME} ({name})", number, minimum=minimum)
+    if not is_table and (len(numbers) != 3 or min(*numbers[:2], numbers[2] + 1) < 1):
+        msg = (
+            f"`{_NAME}` must be [start, increment, samples] with a start and an increment >= 1 and "
+            f"samples >= 0, got {value}"
+        )
+        raise ValueError(msg)
+
+
+def _is_growing(updates: Sequence[int], sizes: Sequence[int]) -> bool:
+    pairs = (*itertools.pairwise(updates), *itertools.pairwise(sizes))
+    return updates[:1] == [0] and sizes[0] >= 1 and all(a < b for a, b in pairs)
 
 
 def check_multiples(sizes: Sequence[int], rows: int) -> None:
@@ -203,7 +207,3 @@ def check_multiples(sizes: Sequence[int], rows: int) -> None:
             f"all ranks, got {wrong}"
         )
         raise ValueError(msg)
-
-
-def _rises(numbers: Sequence[int]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(numbers))

@@ -376,7 +376,7 @@ class MFTrainerMixin(_Base):
             max_steps,
             num_update_steps_per_epoch,
             self._skip.rows.fact,
-            self.growth.fact,
+            self.growth.settings(),
         )
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize

@@ -1,5 +1,8 @@
 """Check the optimizer of an `MFTrainer`, and before the first update that all ranks agree."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from transformers import TrainingArguments
 
 from mfwrap.config import StepConfig
@@ -89,7 +92,7 @@ def check_trainer_ranks(
     num_updates: int,
     updates_per_epoch: int,
     skipped_rows: str,
-    growth: str,
+    growth: Mapping[str, Any],
 ) -> None:
     """Raise the same error on all ranks if they disagree, or if a checkpoint cannot be written.
 
@@ -101,7 +104,7 @@ def check_trainer_ranks(
         num_updates: Number of updates of the training.
         updates_per_epoch: Number of updates of an epoch.
         skipped_rows: Description of the rows that are left out.
-        growth: Description of how the batch grows.
+        growth: How the batch grows, by the name of the setting; empty if it does not.
 
     Raises:
         RuntimeError: If the ranks disagree, or if a rank has a problem.
@@ -114,7 +117,7 @@ def check_trainer_ranks(
         "number of updates": str(num_updates),
         "first update": str(trainer.state.global_step),
         "rows to leave out": skipped_rows,
-        "rampup_batch_size": growth,
+        "growth of the batch": str(growth),
     }
     if args.max_steps <= 0 or "epoch" in (args.eval_strategy, args.save_strategy):
         numbers["number of updates in an epoch"] = str(updates_per_epoch)

@@ -22,7 +22,6 @@ LOSSES: Mapping[str, str] = MappingProxyType(
         "optimizer": "which matrices Muon orthogonalizes",
         "precision": "a dtype that torch cannot compute in",
         "quantization": "quantized weights",
-        "rampup": "a batch that grows during the training",
         "resume": "the state of an earlier run",
         "weight_decay": "which weights have weight decay",
         "weights": "the weights that the training starts from",

@@ -22,6 +22,7 @@ from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.mindformers.step import complete_muon
 from mfwrap.runner.mindformers.training import RECOMPUTATION, Layout, launch_note
 from mfwrap.runner.sections import SCHEDULE_ALIASES
+from mfwrap.schedules.batch_growth import BatchGrowth
 
 _TASK = "causal_lm"
 
@@ -100,12 +101,14 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
     if isinstance(length, int):
         data["sequence_length"] = length
     training = _take_training(source) | mixed_precision
+    growth = _take_growth(source, training["per_device_train_batch_size"])
     monitors = _take_monitors(source)
     sections = {
         "task": _TASK,
         "model": {"config": config, **dtypes},
         "data": data,
         "training": training,
+        "rampup_batch_size": growth,
         "runner_wrapper": _take_wrapper(source),
         "optimizer": _take_optimizer(source, config),
         "lr_schedule": _take_schedule(source),
@@ -156,6 +159,20 @@ def _take_data(source: SourceFile) -> dict[str, Any]:
     return data
 
 
+def _take_growth(source: SourceFile, batch_size: int) -> list[int] | None:
+    """Return how the batch grows to ``global_batch_size``; ``None`` if it does not."""
+    total = source.document.data["training"].get("global_batch_size", 1)
+    place: Path = ("training", "rampup_batch_size")
+    growth: Any = source.take(*place)
+    if growth is None:
+        return None
+    try:
+        BatchGrowth(growth, total).check_divisible(batch_size)
+    except (TypeError, ValueError) as error:
+        raise source.document.error(place, f"MindFormers refuses it: {error}") from error
+    return list(growth)
+
+
 def _take_training(source: SourceFile) -> dict[str, Any]:
     """Return the section ``training``.
 
@@ -175,9 +192,6 @@ def _take_training(source: SourceFile) -> dict[str, Any]:
     }
     if total // size > 1:
         training["gradient_accumulation_steps"] = total // size
-    if source.take(place, "rampup_batch_size") is not None:
-        says = f"the file begins with smaller batches; the recipe has {total} rows in each update"
-        source.lose("rampup", (place, "rampup_batch_size"), says)
     source.ignore_keys((place,), {"deterministic"})
     training |= _take_checkpoints(source) | _take_order(source)
     if _recomputes(source):

@@ -78,10 +78,12 @@ class GrowingBatch:
         """Whether the batch grows."""
         return self._given is not None
 
-    @property
-    def fact(self) -> str:
-        """Description of the argument, to be compared across ranks."""
-        return str(self._given)
+    def settings(self) -> dict[str, Any]:
+        """Return the argument by its name, as JSON values; empty if no batch grows."""
+        given = self._given
+        if given is None:
+            return {}
+        return {"rampup_batch_size": dict(given) if isinstance(given, Mapping) else list(given)}
 
     def initial_values(self, values: Sequence[Any], loader: Any) -> Any:
         """Return the numbers of updates and epochs of a training whose batch grows.

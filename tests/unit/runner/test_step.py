@@ -115,3 +115,45 @@ def test_skipped_data():
     for value in (-1, 1.5):
         with pytest.raises(RecipeError, match="data_skip_steps"):
             parsed(data_skip_steps=value)
+
+
+def test_a_batch_that_grows():
+    """`rampup_batch_size` has three numbers, or a table of sizes by updates."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    assert parsed().rampup_batch_size is None
+    grown = parsed(rampup_batch_size=[4, 2, 20], training=sizes)
+    assert grown.rampup_batch_size == [4, 2, 20]
+    table = parsed(rampup_batch_size={0: 4, 10: 8}, training=sizes)
+    assert table.rampup_batch_size == {0: 4, 10: 8}
+    # The table is for two processes, whose number is not known yet.
+    assert parsed(rampup_batch_size={0: 4, 10: 16}, training=sizes).rampup_batch_size
+
+
+@pytest.mark.parametrize(
+    ("growth", "says"),
+    [
+        ([4, 2], r"rampup_batch_size: must be \[start, increment, samples\] with"),
+        ([4, 0, 20], "rampup_batch_size: must be .* an increment >= 1"),
+        ({1: 4, 2: 8}, "rampup_batch_size: must have rising updates from 0 on"),
+        ([3, 1, 20], "rampup_batch_size: each size must be a multiple of 2, .*, got 3"),
+        ([4, 1, 20], "rampup_batch_size: each size must be a multiple of 2, .*, got 1"),
+        ({0: 4, 2: 12}, "a last size that is a multiple of 8, the rows of an update .*, got 12"),
+        ({0: 2, 2: 16}, "each size must be a multiple of 4, .*, got 2"),
+        ("often", "rampup_batch_size"),
+        ([4, 2.5, 20], "rampup_batch_size"),
+        ({"x": 4}, "rampup_batch_size"),
+    ],
+)
+def test_growths_that_fit_no_number_of_processes(growth, says):
+    """The error names the key."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    with pytest.raises(RecipeError, match=says):
+        parsed(rampup_batch_size=growth, training=sizes)
+
+
+@pytest.mark.parametrize("other", [{"data_skip_steps": 2}, {"rollback": {}}])
+def test_what_counts_updates_of_one_size(other):
+    """It cannot be combined with a batch that grows."""
+    name = next(iter(other))
+    with pytest.raises(RecipeError, match=f"rampup_batch_size: expected no value beside {name}"):
+        parsed(rampup_batch_size=[4, 2, 20], **other)

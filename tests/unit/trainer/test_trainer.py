@@ -18,7 +18,7 @@ def test_the_trainers_own_parameters_are_declared():
     added = {each.name: each for each in found[len(expected) :]}
     assert list(added) == [
         *("step", "ema", "scale_sense", "communication_hook", "data_skip_steps", "skip_rows"),
-        *("rollback", "eval_per_token_loss"),
+        *("rollback", "rampup_batch_size", "eval_per_token_loss"),
     ]
     assert all(each.kind is each.KEYWORD_ONLY for each in added.values())
     assert added.pop("eval_per_token_loss").default is False

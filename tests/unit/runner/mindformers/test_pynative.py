@@ -150,7 +150,6 @@ def test_defaults():
         ({"model.hidden_dropout": ABSENT}, ["dropout"]),
         ({"model.calculate_per_token_loss": True}, ["gradients"]),
         ({"parallelism.disable_gradient_division": False}, ["gradients"]),
-        ({"training.rampup_batch_size": [2, 2, 100]}, ["rampup"]),
         ({"checkpoint.load_path": "/old"}, ["weights"]),
         (
             {"checkpoint.load_path": "/old", "checkpoint.no_load_optim": False},
@@ -175,6 +174,7 @@ def test_losses(changes, names):
         ({"checkpoint.enable_save": False}, ("training", "save_strategy"), "no"),
         ({"checkpoint.no_save_optim": True}, ("training", "save_only_model"), True),
         ({"training.global_batch_size": 9}, ("training", "gradient_accumulation_steps"), 4),
+        ({"training.rampup_batch_size": [2, 2, 100]}, ("rampup_batch_size",), [2, 2, 100]),
         (
             {"optimizer.weight_decay_exclude": ["*.linear_qkv.*"],
              "optimizer.weight_decay_include": ["layernorm", "decoder.layers.1.mlp.linear_fc2"]},
@@ -244,6 +244,23 @@ def test_what_a_key_becomes(changes, place, value):
     for key in place:
         found = found[key]
     assert found == value
+
+
+@pytest.mark.parametrize(
+    ("growth", "total", "says"),
+    [
+        ([3, 1, 100], 8, "each size .* a multiple of 2, .*, got 3"),
+        ([2, 4, 100], 8, "from 2 in steps of 4 to the global batch, 8 rows"),
+        ([2, 2, 100], 7, "from 2 in steps of 2 to the global batch, 7 rows"),
+        ([2, 2], 8, "must be .start, increment, samples. with"),
+        ("often", 8, "a table of sizes by updates, got 'often'"),
+    ],
+)
+def test_a_growth_that_mindformers_refuses(growth, total, says):
+    """The file would not run there; the error names the key."""
+    changes = {"training.rampup_batch_size": growth, "training.global_batch_size": total}
+    with pytest.raises(RecipeError, match=f"training.rampup_batch_size: MindFormers .*{says}"):
+        imported(changes)
 
 
 @pytest.mark.parametrize(
