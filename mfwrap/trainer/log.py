@@ -156,6 +156,7 @@ class Losses:
         if "train_loss" in logs and self._training_loss is not None:
             # In place: the Trainer adds the epoch to this entry, and returns it as its metrics.
             logs["train_loss"] = self._training_loss
+            logs |= trainer.growth.speed(logs)
         return logs
 
     @contextlib.contextmanager

@@ -66,6 +66,7 @@ class GrowingBatch:
         self._num_slots: int | None = None
         self._rows_per_pass: int | None = None
         self._max_steps = 0
+        self._begun = 0
         self._first_updates = [0]
         # Of the present pass over the data.
         self._pass = 0
@@ -177,6 +178,7 @@ class GrowingBatch:
         """
         if self._given is None:
             return None
+        self._begun = done
         number = self._pass_of(done)
         first = self._first_update(number)
         return DataStart(number, done - first, self._slots(first, done))
@@ -300,6 +302,20 @@ class GrowingBatch:
         step = self._trainer.state.global_step
         seen = self.samples(step)
         return {"global_batch_size": seen - self.samples(step - 1), "num_samples_seen": seen}
+
+    def speed(self, logs: Mapping[str, float]) -> dict[str, float]:
+        """Return the samples per second of this training, for its final log entry.
+
+        The Trainer takes a share of the samples of the whole training, by the share of the updates.
+
+        Args:
+            logs: The Trainer's entry.
+        """
+        seconds = logs.get("train_runtime")
+        if self._given is None or not seconds:
+            return {}
+        seen = self.samples(self._trainer.state.global_step) - self.samples(self._begun)
+        return {"train_samples_per_second": round(seen / seconds, 3)}
 
     def tell_monitors(self) -> None:
         """Tell monitors how many samples updates have; call it before ``on_train_begin``."""

@@ -1,5 +1,7 @@
 """Without skips, the attached loop trains like accelerate alone at any loss scale."""
 
+import contextlib
+import copy
 import functools
 import math
 
@@ -7,7 +9,10 @@ import pytest
 import torch
 
 from mfwrap import StepConfig
+from mfwrap.accelerate import attach
+from mfwrap.schedules import BatchGrowth
 from support.accelerate_loops import OPTIMIZERS, Loop, Trace, train, train_alone
+from support.attached_runs import new_accelerator
 
 MAX_NORM = 0.3
 """Maximum norm, below every norm of these runs, so that every update is clipped."""
@@ -221,3 +226,47 @@ def test_local_norms_add_up_to_the_norm_that_clipping_returns():
             "layers.2.weight",
             "layers.2.bias",
         )
+
+
+@pytest.mark.parametrize("accumulates", [True, False], ids=["accumulate", "no_sync"])
+def test_a_batch_that_grows_is_a_loop_by_hand(accumulates):
+    """Each update has another number of micro-batches; losses and weights are those of torch."""
+    growth, rows = BatchGrowth([2, 2, 20], 8), torch.randn(64, 4)
+    numbers = [growth.size(update) // 2 for update in range(9)]
+    network = torch.nn.Linear(4, 1)
+    expected, ours = copy.deepcopy(network), network
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.1, fused=True)
+    accelerator = new_accelerator()
+    attached = attach(accelerator, StepConfig())
+    model, optimizer = accelerator.prepare(
+        ours, torch.optim.AdamW(ours.parameters(), lr=0.1, fused=True)
+    )
+    own, others = iter(rows.split(2)), iter(rows.split(2))
+    for number in numbers:
+        losses = [expected(next(others)).square().mean() for _ in range(number)]
+        for loss in losses:
+            (loss / number).backward()
+        plain.step()
+        plain.zero_grad()
+        if accumulates:
+            accelerator.gradient_accumulation_steps, accelerator.step = number, 0
+        for index in range(number):
+            waits = accelerator.accumulate(model)
+            if not accumulates:
+                is_last = index == number - 1
+                waits = contextlib.nullcontext() if is_last else accelerator.no_sync(model)
+            with waits:
+                loss = model(next(own)).square().mean()
+                accelerator.backward(loss if accumulates else loss / number)
+                if accumulates:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if not accumulates:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(attached.last_output.loss, torch.stack(losses).mean().detach())
+
+    assert set(numbers) == {1, 2, 3, 4}
+    assert int(attached.last_report.applied_updates) == len(numbers)
+    for one, other in zip(ours.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)

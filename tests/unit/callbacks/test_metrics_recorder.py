@@ -43,6 +43,23 @@ def test_throughput_is_that_of_training(tmp_path):
     ]
 
 
+def test_throughput_of_a_batch_that_grows(tmp_path):
+    """The samples are those of the steps since the last log."""
+    arguments, state = arguments_of(tmp_path), TrainerState(train_batch_size=4)
+    seconds = itertools.count(0, 2)
+    recorder = ThroughputRecorder(tmp_path, clock=lambda: float(next(seconds)))
+    recorder.take_samples(lambda step: step * step)
+    recorder.on_train_begin(arguments, state, None)
+    for step in (3, 5):
+        state.global_step = step
+        recorder.on_log(arguments, state, None, logs={"loss": 1.0})
+
+    assert read_json_lines(tmp_path / "throughput.jsonl") == [
+        {"step": 3, "throughput": 9 / 2},
+        {"step": 5, "throughput": (25 - 9) / 2},
+    ]
+
+
 @pytest.mark.parametrize(("limit", "found"), [(0.5, 0.5), (0.0, None)])
 def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
     """The record of a run has `max_grad_norm` if gradients are clipped."""

@@ -280,3 +280,27 @@ def test_data_that_do_not_fit(tmp_path, lines, says):
     data = {"type": "json_lines", "path": str(tmp_path / "d.jsonl")}
     with pytest.raises(RecipeError, match=says):
         run(tmp_path / "run", text=text + f"data: {json.dumps(data)}\n")
+
+
+def test_a_batch_that_grows(tmp_path):
+    """The run's log has the sizes, and a run that resumes ends with the same weights."""
+    settings = [
+        "rampup_batch_size=[4, 4, 40]",
+        "training.per_device_train_batch_size=4",
+        "training.gradient_accumulation_steps=4",
+        "training.max_steps=9",
+        "training.save_strategy=steps",
+        "training.save_steps=3",
+        "training.logging_steps=1",
+    ]
+    run(tmp_path / "whole", *settings)
+    run(tmp_path / "resumed", *settings, resume=str(tmp_path / "whole" / "checkpoint-6"))
+
+    state = json.loads((tmp_path / "resumed" / "checkpoint-9" / "trainer_state.json").read_text())
+    logged = [entry for entry in state["log_history"] if "global_batch_size" in entry]
+    # Three levels of 40 / 3 rows, and the global batch after 40. An epoch has 64 rows.
+    sizes = [4, 4, 4, 4, 8, 8, 12, 16, 4]
+    assert [entry["global_batch_size"] for entry in logged] == sizes
+    assert logged[-1]["num_samples_seen"] == 64
+    weights = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "resumed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -1,6 +1,7 @@
 """An update from several micro-batches equals the update from all their data at once."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from mfwrap import MFTrainOneStepCell
+from mfwrap.schedules import BatchGrowth
 from support.host_reads import HostReads
 from support.small_llama import byte_batch, small_llama
 from support.small_networks import (
@@ -166,6 +168,29 @@ def test_equal_micro_batches_are_plain_torchs_accumulation_to_the_last_bit(
 
     for ours, theirs in zip(cell.network.parameters(), network.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16], ids=["scale 1", "scale 2**16"])
+def test_the_number_of_micro_batches_may_change_with_each_update(scale):
+    """A batch that grows: each loss is divided by the number of its own update, bit by bit."""
+    network = Classifier()
+    cell = build(network, scale_sense=scale)
+    optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, fused=True)
+    growth, batches = BatchGrowth([1, 1, 12], 4), iter(labelled_batches(40))
+
+    for update in range(12):
+        of_update = list(itertools.islice(batches, growth.size(update)))
+        output = cell.step(of_update)
+        losses = [network(*batch) for batch in of_update]
+        for loss in losses:
+            (loss / len(losses)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(output.loss, torch.stack(losses).mean().detach())
+
+    assert len(of_update) == 4
+    for ours, theirs in zip(cell.network.parameters(), network.parameters(), strict=True):
+        assert torch.equal(ours, theirs) if scale == 1 else torch.allclose(ours, theirs)
 
 
 def test_a_call_that_splits_is_a_step_with_the_parts():

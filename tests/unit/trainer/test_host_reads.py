@@ -159,3 +159,11 @@ def test_the_counter_sees_reads(tmp_path):
     new_trainer(MFTrainer, tmp_path, callbacks=[Reads(), counter], **settings).train()
 
     assert counter.names.count("item") == COUNTED_UPDATES
+
+
+def test_empty_micro_batches_are_not_read(tmp_path):
+    """An update of a batch that grows reads as often as its own micro-batches need."""
+    extras = everything() | {"rampup_batch_size": {0: 2, 100: 8}}
+
+    # One micro-batch of four.
+    assert reads_per_update(MFTrainer, tmp_path, extras=extras) <= reads_of_the_model() / 4

@@ -23,6 +23,7 @@ from mfwrap.callbacks import LocalNormMonitor, LoopMonitor, MFLossMonitor
 from mfwrap.checkpoints.locks import RUN_LOCK
 from mfwrap.checkpoints.written_files import LIST
 from mfwrap.records import read_json_lines
+from mfwrap.schedules import BatchGrowth
 from support.attached_runs import new_accelerator
 from support.deferral import late_results
 from support.monitored_loop import Clock
@@ -366,6 +367,34 @@ def test_all_monitors_know_the_batch_size(tmp_path, caplog):
     assert record["throughput_linearity"] == 8 / 2.0 / 2.0
     assert "4.00000 samples/s/p" in caplog.text
     assert "batch size is unknown" not in caplog.text
+
+
+def test_all_monitors_know_how_the_batch_grows(tmp_path, caplog):
+    """A `BatchGrowth` gives each update its own number of samples."""
+    growth, clock = BatchGrowth({0: 2, 1: 6, 3: 8}, 8), Clock()
+    network = WithLossCell(nn.Linear(4, 1), nn.MSELoss())
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, fused=True)
+    cell = MFTrainOneStepCell(network, optimizer)
+    monitor = LoopMonitor(
+        cell,
+        tmp_path,
+        global_batch_size=growth,
+        throughput_baseline=2.0,
+        clock=clock,
+        callbacks=[MFLossMonitor(clock=clock)],
+    )
+    for update in range(4):
+        clock.now += 1.0
+        number = growth.size(update) // 2
+        cell.step([(torch.ones(2, 4), torch.ones(2, 1)) for _ in range(number)])
+        monitor.end_step()
+    monitor.close()
+
+    records = read_json_lines(tmp_path / "training_state.jsonl")
+    shown = re.findall(r"([\d.]+) samples/s/p", caplog.text)
+    # The time of the first update is unknown.
+    assert [record.get("throughput_linearity") for record in records] == [None, 3.0, 3.0, 4.0]
+    assert [float(each) for each in shown][1:] == [6.0, 6.0, 8.0]
 
 
 def test_the_norm_without_clipping(tmp_path):

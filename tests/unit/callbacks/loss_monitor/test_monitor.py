@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -249,3 +250,39 @@ def test_a_wrong_output(wrong):
     loop = Loop()
     with pytest.raises(TypeError, match="`step_output` must be a StepOutput"):
         loop.step(wrong)
+
+
+def test_a_batch_that_grows(caplog):
+    """Throughput and FLOPs are those of the updates since the last record; epochs are not shown."""
+    loop = Loop(batch_size=8, flops_per_step=8e12, peak_tflops=16.0, per_print_times=2)
+    loop.monitor.take_samples([0, 2, 4, 8, 16, 24, 32].__getitem__)
+    loop.send("on_train_begin")
+    for _ in range(6):
+        loop.step(output(), seconds=2.0)
+    loop.send("on_train_end")
+
+    rates = [re.search(r"([\d.]+) samples/s/p", r.getMessage()) for r in caplog.records]
+    # Two updates have 4, 12 and 16 samples, in 4 seconds.
+    assert [float(found.group(1)) for found in rates if found] == [1.0, 3.0, 4.0]
+    # 8e12 FLOPs are those of 8 samples.
+    assert shown(caplog, r"train_throughput_per_npu: ([\d.]+)T") == ["1.000", "3.000", "4.000"]
+    assert shown(caplog, r"(Epoch:\[.*\], step:\[.*?\])") == [
+        f"Epoch:[  1/  1], step:[{step:5d}/    6]" for step in (2, 4, 6)
+    ]
+
+
+def test_counted_flops_of_a_batch_that_grows(caplog):
+    """The FLOPs of the first update are those of its samples."""
+    loop = Loop(batch_size=8, count_flops=True)
+    loop.monitor.take_samples([0, 2, 4, 12, 20, 28, 36].__getitem__)
+    loop.send("on_train_begin")
+    for _ in range(3):
+        loop.send("on_step_begin")
+        torch.ones(1000, 1000) @ torch.ones(1000, 500)
+        loop.clock.now += 1.0
+        loop.state.global_step += 1
+        loop.send("on_step_end", step_output=output())
+    loop.send("on_train_end")
+
+    # A product of these matrices is 2 * 1000 * 1000 * 500 operations: 0.001 TFLOP.
+    assert shown(caplog, r"train_throughput_per_npu: ([\d.]+)T") == ["0.001", "0.001", "0.004"]

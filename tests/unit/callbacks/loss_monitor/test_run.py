@@ -21,7 +21,7 @@ def new_run(
     return MonitoredRun(
         LossMonitorSettings(**settings),
         emitted.append,
-        lambda: flops,
+        lambda _: flops,
         args=None,
         state=state,
         global_step=global_step,

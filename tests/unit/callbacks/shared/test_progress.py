@@ -15,6 +15,7 @@ from mfwrap.callbacks.loop.arguments import loop_arguments
 from mfwrap.callbacks.shared.progress import (
     RunLength,
     RunSettings,
+    Samples,
     StepClock,
     global_batch_size,
     run_length,
@@ -243,3 +244,33 @@ def test_typical_time_is_an_exponential_mean(seconds):
     mean = sum(w * s for w, s in zip(weights, seconds, strict=True)) / sum(weights)
 
     assert run_steps(5.0, *seconds).typical_seconds == pytest.approx(mean, rel=1e-9)
+
+
+def test_samples_of_a_batch_of_one_size():
+    """Each update has as many samples as any other."""
+    samples = Samples(RunSettings(), state(train_batch_size=8), None)
+
+    assert (samples.per_update, samples.until(3), samples.mean(3), samples.mean(7, 5)) == (
+        *(8, 24, 8, 8),
+    )
+
+
+def test_samples_of_a_batch_that_grows():
+    """The function of the trainer counts; the mean is over the last updates."""
+    seen = [0, 2, 4, 8, 16]
+    samples = Samples(RunSettings(), state(train_batch_size=8), None, seen.__getitem__)
+
+    assert [samples.until(step) for step in range(5)] == seen
+    assert [samples.mean(step) for step in range(1, 5)] == [2, 2, 4, 8]
+    assert samples.mean(4, 3) == 14 / 3
+    assert samples.mean(1, 3) == 2 / 3
+    assert samples.per_update == 8
+
+
+def test_the_run_of_a_batch_that_grows_is_one_epoch():
+    """Epochs have different numbers of updates; settings of the monitor still count."""
+    loop, loader = state(10, 3), range(4)
+
+    assert size(run_length(RunSettings(), loop, None, loader, grows=True)) == (1, 10, 10)
+    explicit = RunSettings(origin_epochs=2, dataset_size=5)
+    assert size(run_length(explicit, loop, None, loader, grows=True)) == (2, 5, 10)

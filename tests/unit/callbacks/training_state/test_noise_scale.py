@@ -131,3 +131,12 @@ def test_the_interval_is_checked():
     """An interval below 1 is refused."""
     with pytest.raises(ValueError, match="`noise_scale_steps` must be >= 1, got 0"):
         TrainingStateSettings(noise_scale_steps=0)
+
+
+def test_the_batch_of_an_update_may_differ():
+    """The noise of an update is that of its own samples."""
+    report = report_of(3.0, 2.0)
+    usual = NoiseScale(batch_size=4, num_ranks=2, interval=1).end_step(1, report)
+    grown = NoiseScale(batch_size=64, num_ranks=2, interval=1).end_step(1, report, batch_size=4)
+
+    assert torch.equal(usual, grown)

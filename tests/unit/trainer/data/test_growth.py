@@ -1,7 +1,10 @@
 """`rampup_batch_size` lets the batch grow, exactly in rows, losses, log and resume."""
 
 import itertools
+import json
+import logging
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +13,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, TrainerCallback
 
+from mfwrap.callbacks import (
+    Callback,
+    MFLossMonitor,
+    TrainingStateMonitor,
+    as_trainer_callback,
+)
 from mfwrap.trainer import MFTrainer, Rollback
 from support.ranks.changing import NUM_ROWS, train_until
 from support.resumed_training import end_of, resume, trained
@@ -435,3 +444,52 @@ def test_a_wrong_argument_is_refused_at_construction(tmp_path):
     """The rest depends on the number of ranks, and is checked when the training begins."""
     with pytest.raises(TypeError, match=r"must be \[start, increment, samples\] or a table"):
         new_trainer(MFTrainer, tmp_path, extras={"rampup_batch_size": 16})
+
+
+def test_monitors_count_with_the_sizes(tmp_path, caplog):
+    """Throughput of each update by its own rows; the run is one epoch; also for MindSpore's."""
+    seconds = itertools.count()
+    caplog.set_level(logging.INFO, logger="mfwrap.callbacks")
+
+    class Facts(Callback):
+        def on_train_step_end(self, run_context):
+            facts.append(run_context.original_args().batch_num)
+
+    facts = []
+    monitor = MFLossMonitor(clock=lambda: float(next(seconds)))
+    recorded(tmp_path, max_steps=10, callbacks=[monitor, as_trainer_callback(Facts())])
+    sizes = passes(sizes_of(GROWTH, 8, 10), 31)
+
+    rates = [float(rate) for rate in re.findall(r"([\d.]+) samples/s/p", caplog.text)]
+    assert rates == sizes
+    steps = re.findall(r"Epoch:\[ *(\d+)/ *(\d+)\], step:\[ *(\d+)/ *(\d+)\]", caplog.text)
+    assert steps == [("1", "1", str(step), "10") for step in range(1, 11)]
+    assert facts == [10] * 10
+
+
+def test_a_card_and_the_facts_of_a_run_have_the_growth(tmp_path):
+    """Runs that differ in it are told apart."""
+    trainer = new_trainer(
+        MFTrainer,
+        tmp_path,
+        callbacks=[TrainingStateMonitor()],
+        extras={"rampup_batch_size": GROWTH},
+        max_steps=1,
+    )
+    trainer.train()
+    trainer.create_model_card()
+
+    assert "- rampup_batch_size: [2, 2, 20]" in (tmp_path / "README.md").read_text()
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["configuration"]["rampup_batch_size"] == GROWTH
+
+
+def test_the_throughput_of_a_part_of_a_training(tmp_path):
+    """It has the rows of this call alone; the updates before a resume have fewer than a share."""
+    saves = {"save_strategy": "steps", "save_steps": 4}
+    recorded(tmp_path, max_steps=4, **saves)
+    trainer = recorded(tmp_path, max_steps=8, resume=str(tmp_path / "checkpoint-4"), **saves)
+
+    logged = trainer.state.log_history[-1]
+    seen = logged["train_samples_per_second"] * logged["train_runtime"]
+    assert seen == pytest.approx(sum(passes(sizes_of(GROWTH, 8, 8), 31)[4:]), rel=0.02)

@@ -1,5 +1,6 @@
 """An anomaly tells where the rows that it names are in the training data."""
 
+import bisect
 import itertools
 
 import pytest
@@ -38,6 +39,7 @@ def trained(
     *,
     kind=MFTrainer,
     skip_rows=None,
+    growth=None,
     resume=None,
     data=None,
     callbacks=(),
@@ -53,7 +55,7 @@ def trained(
         model=Numbered() if model is None else model,
         data=NumberedRows(bad) if data is None else data,
         callbacks=[monitor, *callbacks],
-        extras={"data_collator": None, "skip_rows": skip_rows},
+        extras={"data_collator": None, "skip_rows": skip_rows, "rampup_batch_size": growth},
         **SIZES | {"max_steps": -1, "num_train_epochs": NUM_EPOCHS} | arguments,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -106,6 +108,27 @@ def test_a_named_row_is_found_and_left_out(tmp_path, bad, arguments):
     assert first.model.seen == set(range(NUM_ROWS))
     assert second.model.seen == set(range(NUM_ROWS)) - {bad}
     assert not samples_of(tmp_path / "second")
+
+
+def test_rows_of_a_batch_that_grows(tmp_path):
+    """Updates have 2, 4 and then 6 rows; a resume in the middle of an epoch finds the same."""
+    settings = {"growth": {0: 2, 2: 4, 6: 6}, "save_strategy": "steps", "save_steps": 4}
+    trained(tmp_path / "run", 5, **settings)
+    samples = samples_of(tmp_path / "run")
+    # Epochs of 26 rows: 2 * 2 + 4 * 4 + 6, then four times 6 and 2 rows.
+    firsts = [[0, 2, 4, 8, 12, 16, 20], *[[0, 6, 12, 18, 24]] * 2]
+    expected = [(0, firsts[0]), (7, firsts[1]), (12, firsts[2])]
+
+    assert places(samples) == expected_places(5)
+    for sample, (before, first_rows) in zip(samples, expected, strict=True):
+        update = bisect.bisect_right(first_rows, sample["position"]) - 1
+        of_update = sample["position"] - first_rows[update]
+        assert sample["step"] == before + update + 1
+        assert (sample["micro_batch"], sample["row"]) == divmod(of_update, 2)
+    checkpoint = tmp_path / "run" / "checkpoint-8"
+    trained(tmp_path / "again", 5, resume=str(checkpoint), **settings)
+    later = [sample for sample in samples if sample["step"] > 8]
+    assert places(samples_of(tmp_path / "again")) == places(later)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
