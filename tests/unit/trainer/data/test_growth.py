@@ -21,7 +21,7 @@ from mfwrap.callbacks import (
 )
 from mfwrap.trainer import MFTrainer, Rollback
 from support.ranks.changing import NUM_ROWS, train_until
-from support.resumed_training import end_of, resume, trained
+from support.resumed_training import RunSettings, end_of, resume, trained
 from support.trainer_runs import (
     Counting,
     EndlessCounting,
@@ -289,6 +289,19 @@ def test_a_training_that_resumes_is_the_unbroken_one(unbroken, tmp_path, step):
 
     actual = end_of(resumed)
     assert actual.keys() == expected.keys()
+    assert [name for name in expected if not same(actual[name], expected[name])] == []
+
+
+@pytest.mark.fast_sample(1)
+@pytest.mark.parametrize("step", [3, 14])
+def test_a_training_with_workers_resumes_exactly(tmp_path, step):
+    """The loader draws the seed of its workers before the random states are restored."""
+    settings = RunSettings(workers=1, save_steps=step)
+    whole = trained(tmp_path / "whole", settings, trainer_settings=RAMP, max_steps=16)
+    checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+    again = resume(checkpoint, tmp_path / "again", settings, trainer_settings=RAMP, max_steps=16)
+
+    expected, actual = end_of(whole), end_of(again)
     assert [name for name in expected if not same(actual[name], expected[name])] == []
 
 
