@@ -93,7 +93,9 @@ class MonitorCallback(TrainerCallback):
         """
 
     def take_samples(self, samples: Callable[[int], int] | None) -> None:
-        """Receive the function that counts samples if the batch grows; before ``on_train_begin``.
+        """Receive the function that counts samples if the batch grows.
+
+        Called before ``on_train_begin``, and at the end of the training with ``None``.
 
         Args:
             samples: Returns the number of samples of the first updates on all processes together,

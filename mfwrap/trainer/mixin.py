@@ -192,10 +192,10 @@ class MFTrainerMixin(_Base):
         )
         self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
-        self.growth = GrowingBatch(self, rampup_batch_size, self._batch, self._parts)
+        self.batch_growth = GrowingBatch(self, rampup_batch_size, self._batch, self._parts)
         others = {"data_skip_steps": data_skip_steps, "skip_rows": skip_rows, "rollback": rollback}
         given = [name for name, value in others.items() if value is not None]
-        if self.growth.is_on and given:
+        if self.batch_growth.is_on and given:
             refuse_growth(f"`{given[0]}`")
         check_bool("eval_per_token_loss", eval_per_token_loss)
         self._evaluation = Evaluation(self, per_token=eval_per_token_loss)
@@ -346,6 +346,7 @@ class MFTrainerMixin(_Base):
             contextlib.nullcontext() if self._watch is None else self._watch.training(),
             self._losses.filtering(),
             self._skip.of_training(),
+            self.batch_growth.of_training(),
             self._position.of_training(resume_from_checkpoint, self.args),
             replaced(self._evaluation, is_due=False),
             records_of_training(),
@@ -376,7 +377,7 @@ class MFTrainerMixin(_Base):
             max_steps,
             num_update_steps_per_epoch,
             self._skip.rows.fact,
-            self.growth.settings(),
+            self.batch_growth.settings(),
         )
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize
@@ -390,9 +391,9 @@ class MFTrainerMixin(_Base):
             updates_per_epoch=num_update_steps_per_epoch,
             num_epochs=num_train_epochs,
             has_length=has_length,
-            grown=self.growth.start(self.state.global_step),
+            grown=self.batch_growth.start(self.state.global_step),
         )
-        self.growth.check_resumed(saved)
+        self.batch_growth.check_resumed(saved)
         # The Trainer looks at `max_steps` only after an update, so it would make one more.
         has_ended = self._checkpoints.ended_early or self.state.global_step >= max_steps
         if has_ended:
@@ -405,7 +406,7 @@ class MFTrainerMixin(_Base):
         """Return the numbers of updates and epochs of a training; note its data loader."""
         self._skip.rows.note_loader(dataloader)
         values = super().set_initial_training_values(args, dataloader)
-        return self.growth.initial_values(values, dataloader)
+        return self.batch_growth.initial_values(values, dataloader)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         names = inspect.signature(super()._run_epoch).parameters
@@ -418,17 +419,17 @@ class MFTrainerMixin(_Base):
         keywords["train_dataloader"] = followed_loader(loader, follow, num_skipped=num_skipped)
         moved = self._skip.of_epoch(keywords)
         if moved is not None:
-            super()._run_epoch(**self.growth.of_epoch(moved))  # type: ignore[no-untyped-call]  # (transformers)
+            super()._run_epoch(**self.batch_growth.of_epoch(moved))  # type: ignore[no-untyped-call]  # (transformers)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return the micro-batches of an update, and the number of their targets."""
         read = super().get_batch_samples
-        if not self.growth.is_on:
+        if not self.batch_growth.is_on:
             return self._skip.rows.read(read, epoch_iterator, num_batches, device)
-        batches = self.growth.read(read, epoch_iterator, device)
-        checkpoint = self.growth.take_delayed()
+        batches = self.batch_growth.read(read, epoch_iterator, device)
+        checkpoint = self.batch_growth.take_delayed()
         if checkpoint is not None:
             self._load_rng_state(checkpoint)
         return batches
@@ -585,7 +586,7 @@ class MFTrainerMixin(_Base):
             {
                 "global_batch": self._batch.state_dict(),
                 "data_skip": self._skip.state_dict(),
-                "samples": self.growth.state_dict(),
+                "samples": self.batch_growth.state_dict(),
             },
         )
         save_attributes(self, folder)
@@ -624,7 +625,11 @@ class MFTrainerMixin(_Base):
         self._checkpoints.restore_callbacks(self._position.resumed_from)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or checkpoint == NO_CHECKPOINT or self.growth.delays_random_states:
+        if (
+            checkpoint is None
+            or checkpoint == NO_CHECKPOINT
+            or self.batch_growth.delays_random_states
+        ):
             return
         self._position.restore_random_states(checkpoint, super()._load_rng_state)
 
@@ -643,7 +648,7 @@ class MFTrainerMixin(_Base):
         elif event == "on_step_begin":
             self._begin_step()
         elif event == "on_pre_optimizer_step":
-            if self._skip.rows.are_followed or self.growth.is_on:
+            if self._skip.rows.are_followed or self.batch_growth.is_on:
                 self._parts.check_update()
         elif event == "on_save":
             self._checkpoints.adopt()
@@ -678,7 +683,7 @@ class MFTrainerMixin(_Base):
                 callback.resume_from(self._position.resumed_from)
         self.rollbacks.begun()
         self._skip.noted.begin()
-        self.growth.tell_monitors()
+        self.batch_growth.tell_monitors()
         self.attached.attachment.step.rate_factor = 1.0
         self._losses.begin(self._position.saved)
         if self._position.resumed_from is not None:
@@ -688,7 +693,7 @@ class MFTrainerMixin(_Base):
     def _begin_epoch(self) -> None:
         loader = self.callback_handler.train_dataloader
         is_resumed = self._position.resumed_from is not None
-        start = self._skip.begin_epoch(loader, self.growth.first_slots, is_resumed=is_resumed)
+        start = self._skip.begin_epoch(loader, self.batch_growth.first_slots, is_resumed=is_resumed)
         self._batch.begin_epoch(loader, start)
         self._position.begin_epoch(
             loader,
@@ -700,7 +705,7 @@ class MFTrainerMixin(_Base):
     def _end_step(self) -> None:
         if self._skip.rows.are_followed:
             self._skip.count_update()
-        self.growth.end_update()
+        self.batch_growth.end_update()
         report = self.attached.attachment.last_report
         if report is not None:
             self._losses.step_log.count(report)

@@ -49,7 +49,7 @@ def _section(trainer: Any) -> str:
         for one in dataclasses.fields(config)
         if getattr(config, one.name) != one.default
     ]
-    settings += [f"- {name}: {value}" for name, value in trainer.growth.settings().items()]
+    settings += [f"- {name}: {value}" for name, value in trainer.batch_growth.settings().items()]
     said = (
         f"`{type(trainer).__name__}` made {trainer.state.global_step} updates with MindFormers' "
         f"training step in mfwrap {version_facts()['mfwrap']}."

@@ -80,7 +80,7 @@ class TrainerFacts:
         if self._given is not None:
             return self._given
         step = dataclasses.asdict(trainer.attached.config)
-        return {"training": trainer.args.to_dict(), "step": step, **trainer.growth.settings()}
+        return {"training": trainer.args.to_dict(), "step": step, **trainer.batch_growth.settings()}
 
     def _tokens(self, state: TrainerState) -> int | None:
         """Return the tokens of the run so far; the Trainer has counted their operations."""

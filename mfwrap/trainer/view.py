@@ -38,7 +38,7 @@ class TrainerView(Protocol):
     """`Rollbacks` of the trainer."""
     run_facts: Any
     """`TrainerFacts` of the trainer."""
-    growth: Any
+    batch_growth: Any
     """`GrowingBatch` of the trainer."""
 
     @property

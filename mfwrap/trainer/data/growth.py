@@ -5,6 +5,7 @@ Trainer, each update has ``args.gradient_accumulation_steps`` micro-batches, whi
 last updates here. An update with fewer gets empty ones (`mfwrap.trainer.data.parts`).
 """
 
+import contextlib
 import math
 import sys
 import warnings
@@ -196,15 +197,20 @@ class GrowingBatch:
         """Warn if the batch has grown otherwise before a checkpoint.
 
         Args:
-            saved: Position of the checkpoint; ``None`` for a training from the start.
+            saved: Position of the checkpoint; ``None`` for a training from the start, or from a
+                checkpoint of a stock Trainer.
         """
-        if saved is None or self._trainer.args.ignore_data_skip:
+        args, done = self._trainer.args, self._trainer.state.global_step
+        if args.ignore_data_skip or not done:
             return
-        done = self._trainer.state.global_step
-        of_steps = done * GlobalBatch.restored(saved["global_batch"]["sizes"]).size
-        was = saved.get("samples") or of_steps
-        now = self._growth.samples(done) if self.is_on else of_steps
-        if was != now and self._trainer.args.should_save:
+        was: int | str = "an unknown number"
+        now = self._growth.samples(done)
+        if saved is not None:
+            of_steps = done * GlobalBatch.restored(saved["global_batch"]["sizes"]).size
+            was, now = saved.get("samples") or of_steps, now if self.is_on else of_steps
+        elif not self.is_on:
+            return
+        if was != now and args.should_save:
             warnings.warn(
                 f"the first {done} updates take {now} rows with the present `rampup_batch_size`, "
                 f"and took {was} before the checkpoint, so rows of the present epoch may be "
@@ -317,10 +323,21 @@ class GrowingBatch:
         seen = self.samples(self._trainer.state.global_step) - self.samples(self._begun)
         return {"train_samples_per_second": round(seen / seconds, 3)}
 
+    @contextlib.contextmanager
+    def of_training(self) -> Iterator[None]:
+        """Take the function of `tell_monitors` from the monitors after the block, a training."""
+        try:
+            yield
+        finally:
+            self._tell(None)
+
     def tell_monitors(self) -> None:
         """Tell monitors how many samples updates have; call it before ``on_train_begin``."""
+        self._tell(self.samples if self.is_on else None)
+
+    def _tell(self, samples: Callable[[int], int] | None) -> None:
         for callback in monitors(self._trainer.callback_handler.callbacks):
-            callback.take_samples(self.samples if self.is_on else None)
+            callback.take_samples(samples)
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:

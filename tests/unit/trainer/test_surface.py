@@ -29,8 +29,8 @@ RELEASE = f"transformers {transformers.__version__}"
 REASONS = {
     "create_accelerator_and_postprocess": "attach the step to the accelerator",
     "create_scheduler": "advance the schedule for applied updates only",
-    "set_initial_training_values": "know the data loader before the training begins",
-    "get_batch_samples": "read the micro-batches that have rows, with `skip_rows`",
+    "set_initial_training_values": "know the data loader, and count updates of a growing batch",
+    "get_batch_samples": "read the micro-batches that an update has",
     "training_step": "count and filter losses, and weigh micro-batches that lack rows",
     "compute_loss": "report the losses that the output has beside `loss`",
     "prediction_step": "evaluate the rows of the last batch that are not repetitions",

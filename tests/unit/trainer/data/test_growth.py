@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from mfwrap.callbacks import (
     Callback,
@@ -415,6 +415,17 @@ def test_a_resume_with_another_growth_warns(tmp_path):
     trainer = recorded(tmp_path / "ignored", growth={0: 4, 4: 6, 6: 8}, max_steps=6, **ignored)
     assert trainer.model.micro_batches == [[0, 1], [2, 3], [4, 5]]
     recorded(tmp_path / "same", resume=checkpoint, max_steps=6)
+
+
+@pytest.mark.filterwarnings("ignore:no state of the step")
+def test_a_resume_from_a_stock_trainer_warns(tmp_path):
+    """Its checkpoint does not say how many rows an update had."""
+    stock = new_trainer(Trainer, tmp_path / "stock", save_strategy="steps", save_steps=2)
+    train(stock)
+    grown = new_trainer(MFTrainer, tmp_path / "grown", extras={"rampup_batch_size": GROWTH})
+
+    with pytest.warns(UserWarning, match=r"take 4 rows .* and took an unknown number before the"):
+        train(grown, tmp_path / "stock" / "checkpoint-2")
 
 
 @pytest.mark.parametrize(
