@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.judges.forward import ForwardJudge
 from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
-from mfwrap.callbacks.training_state.expert_load import ExpertLoad
+from mfwrap.callbacks.training_state.expert_load import shares_of
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.tensors.attention_logits import AttentionLogits
+from mfwrap.tensors.experts import ExpertCounts
 
 
 class ForwardNumbers(NamedTuple):
@@ -37,7 +38,7 @@ class ForwardWatches:
     ) -> None:
         self._judge = judge
         self._attention = AttentionLogits(network) if settings.max_attention_logit_format else None
-        self._experts = ExpertLoad(network) if settings.expert_load_format else None
+        self._experts = ExpertCounts(network) if settings.expert_load_format else None
         self._warn_once = WarnOnce(__package__)
         if self._experts is not None and not self._experts.experts:
             self._warn_once(
@@ -54,7 +55,7 @@ class ForwardWatches:
     def end(self) -> ForwardNumbers:
         """Stop watching, and return the numbers since `begin`."""
         logits = {} if self._attention is None else self._attention.end()
-        shares = {} if self._experts is None else self._experts.end()
+        shares = {} if self._experts is None else shares_of(self._experts.end())
         if self._attention is not None and not logits:
             self._warn_once(
                 "TrainingStateMonitor cannot show attention logits: the forward calls neither "

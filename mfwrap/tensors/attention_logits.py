@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from mfwrap.tensors.module_hooks import keep_out_of_copies
+from mfwrap.tensors.training_forwards import is_training_forward
 
 _MOST_LOGITS = 2**24
 """Largest number of logits that is held in memory at once."""
@@ -75,7 +76,7 @@ def _heads_last(tensor: Tensor) -> tuple[int, ...]:
 class AttentionLogits:
     """Find the largest attention logits in the forward passes of a network.
 
-    Two kinds of attention are recognized, in training mode only:
+    Two kinds of attention are recognized, in the forward passes of a training only:
 
     - ``torch.nn.functional.scaled_dot_product_attention``, whose logits are computed a second time;
     - a softmax over the last of four dimensions, whose inputs are taken as the logits. GPT-OSS
@@ -132,8 +133,8 @@ class AttentionLogits:
         self.end()
 
     def _enter(self, name: str, module: nn.Module, _: Any) -> None:
-        watches = module.training and torch.is_grad_enabled()
-        if module is self._network and self._mode is None and watches:
+        is_outside = module is self._network and self._mode is None
+        if is_outside and is_training_forward(module):
             self._mode = contextlib.ExitStack()
             self._mode.enter_context(_Attention(self._see))
         if self._mode is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.training_forwards import replay
 from mfwrap.tensors.wrappers import unwrapped_network
 
 _INDICES = ("indices", "index", "idx")
@@ -67,11 +68,13 @@ class RecordedCall:
     def run(self, recorder: "StepRecorder") -> Any:
         """Call the network again, with the random states and the autocast of the call.
 
+        What watches the forward passes of the training ignores this call.
+
         Args:
             recorder: Recorder of the network.
         """
         self.random.restore(recorder.device)
-        with self.autocast():
+        with self.autocast(), replay():
             return recorder.network(*self.positional, **self.keywords)
 
     def keep_gradient(self, gradient: Tensor) -> None:
