@@ -10,15 +10,16 @@ from torch.optim import Optimizer
 
 from mfwrap.arguments import check_positive_number
 from mfwrap.collectives import gather_on_all, num_ranks
-from mfwrap.compatibility.torch import foreach_mul_, step_hooks
-from mfwrap.optimizers.chained import parts_of
+from mfwrap.compatibility.torch import foreach_mul_
+from mfwrap.optimizers.after_update import AfterUpdate, was_applied
 from mfwrap.tensors.attention_logits import AttentionLogits
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import local_tensors, on_device, placed_like
+from mfwrap.tensors.training_forwards import is_training_forward
 
 
 @final
-class QKClip:
+class QKClip(AfterUpdate):
     """Shrink the weights of queries and keys after an update in which attention logits were large.
 
     After each update, a head whose largest logit ``S`` in the update's forward passes, on all
@@ -97,7 +98,7 @@ class QKClip:
         self._has_run = False
 
     def _note_run(self, network: nn.Module, *_: Any) -> None:
-        self._has_run |= network.training
+        self._has_run |= is_training_forward(network)
 
     @torch.no_grad()
     def _clip(self, optimizer: Optimizer, *_: Any) -> None:
@@ -118,11 +119,7 @@ class QKClip:
                 "attn_implementation='sdpa' or 'eager', and do not compile the network"
             )
             raise RuntimeError(msg)
-        is_large = logits.isfinite() & (logits > self.threshold)
-        for part in parts_of(optimizer):
-            # The kernels of this optimizer have left the weights unchanged if the flag is 1.
-            if (found_inf := getattr(part, "found_inf", None)) is not None:
-                is_large &= on_device(found_inf, device) == 0
+        is_large = logits.isfinite() & (logits > self.threshold) & was_applied(optimizer, device)
         factors = torch.where(is_large, self.threshold / logits, 1.0)
         parameters: list[Tensor] = []
         shares: list[Tensor] = []
@@ -138,15 +135,6 @@ class QKClip:
                     shares.append(placed_like(whole, parameter))
         if parameters:  # torch refuses an empty list
             foreach_mul_(local_tensors(parameters), shares)
-
-
-def discard_logits(optimizer: Optimizer) -> None:
-    """Call `QKClip.discard` of the clips that follow the steps of an optimizer or of its parts."""
-    for each in dict.fromkeys((optimizer, *parts_of(optimizer))):
-        for hook in step_hooks(each):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, QKClip):
-                owner.discard()
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.arguments import needed_arguments
 from mfwrap.compatibility.gradient_dtypes import replace_gradient
-from mfwrap.compatibility.torch import foreach_copy_, foreach_div_, step_hooks
+from mfwrap.compatibility.torch import foreach_copy_, foreach_div_
 from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
+from mfwrap.optimizers.after_update import acting_after
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.optimizers.muon import Muon
-from mfwrap.optimizers.qk_clip import discard_logits
 from mfwrap.step.fused_sgd import FusedSGD
 from mfwrap.step.optimizer_shards import holds_distributed, on_local_shards
 from mfwrap.tensors.shards import is_distributed, local_tensors, placed_as
@@ -96,10 +96,19 @@ class SkippableOptimizer:
             return None
         return self._step_in_place(divisor, skip)
 
-    def discard_logits(self) -> None:
-        """Let `QKClip` forget the logits since the last step of this optimizer."""
-        if step_hooks(self.optimizer) or any(map(step_hooks, self._parts)):
-            discard_logits(self.optimizer)
+    def discard_forwards(self) -> None:
+        """Let what acts after an update forget the forward passes since the last step."""
+        for each in acting_after(self.optimizer):
+            each.discard()
+
+    def refuse_what_needs_whole_networks(self) -> None:
+        """Raise ``ValueError`` if something acts after an update that a stage must not have."""
+        for each in acting_after(self.optimizer):
+            msg = (
+                f"{type(each).__name__} must have the whole network on each rank, got a stage of a "
+                "pipeline; call its `remove`"
+            )
+            raise ValueError(msg)
 
     def _step_folded(self, divisor: Tensor | None, skip: Tensor, num_summed: int) -> None:
         if divisor is not None and num_summed > 1 and self._holds_sums_for_float16():
@@ -140,7 +149,7 @@ class SkippableOptimizer:
         if flag:
             if self._rounds:
                 round_gradients(self.optimizer)
-            self.discard_logits()  # no step follows, whose hook would take them
+            self.discard_forwards()  # no step follows, whose hook would take them
             return True
         if value != 1:
             _divide_gradients(self.optimizer, value)

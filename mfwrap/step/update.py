@@ -171,10 +171,12 @@ class StepUpdate:
                 since construction, the averages are swapped in, or too many updates in a row were
                 skipped.
             TypeError: If a gradient is sparse.
-            ValueError: If a learning rate is a non-finite number.
+            ValueError: If a learning rate is a non-finite number, or `QKClip` or `ExpertBias` acts
+                on a stage of a pipeline.
         """
         try:
             if self._agreement.is_pipeline:
+                self._optimizer.refuse_what_needs_whole_networks()
                 # With the norm, the ranks send whether a rate of this update is bad. The flush sets
                 # this rate.
                 self.flush()
@@ -203,10 +205,10 @@ class StepUpdate:
         self._local_squares = local_squares
 
     def release_gradients(self) -> None:
-        """Set all gradients to ``None``; forget this rank's own norms, and logits for `QKClip`."""
+        """Set all gradients to ``None``; forget this rank's own norms, and the forward passes."""
         self.parameters.release_gradients()
         self.forget_local_squares()
-        self._optimizer.discard_logits()
+        self._optimizer.discard_forwards()
 
     def forget_local_squares(self) -> None:
         """Forget the norms of this rank's own gradients, which were taken before a reduction."""

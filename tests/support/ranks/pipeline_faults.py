@@ -12,8 +12,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim import AdamW
 
 from mfwrap import DynamicLossScaleUpdateCell, MFTrainOneStepCell, pipeline_stages
+from mfwrap.optimizers.after_update import AfterUpdate
 
 __all__ = [
+    "act_after_update",
     "change_batches",
     "freeze_first",
     "group_norms",
@@ -62,6 +64,28 @@ def set_bad_rates(rank: int) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+class _Nothing(AfterUpdate):
+    """Do nothing after an update."""
+
+    def discard(self) -> None:
+        """Forget nothing."""
+
+    def act(self, *_: Any) -> None:
+        """Act as a hook of the optimizer's step."""
+
+
+def act_after_update(rank: int) -> str:
+    """Act after the updates of each stage, and return the error of the cell."""
+    schedule = _stage(rank)
+    optimizer = AdamW(pipeline_stages(schedule).parameters(), fused=True)
+    optimizer.register_step_post_hook(_Nothing().act)
+    cell = MFTrainOneStepCell(schedule, optimizer)
+    inputs, target = _batch(4)
+    with pytest.raises(ValueError, match="whole network") as caught:
+        cell(inputs, target=target)
+    return str(caught.value)
 
 
 def freeze_first(rank: int, frozen: int) -> tuple[float, bool]:

@@ -20,6 +20,7 @@ from mfwrap.step.pipeline import PipelineAccumulation, pipeline_stages
 from support.attached_runs import new_accelerator
 from support.one_rank import one_rank
 from support.ranks.pipeline_faults import (
+    act_after_update,
     change_batches,
     freeze_first,
     group_norms,
@@ -196,6 +197,12 @@ def test_gloo_that_aborts_is_refused(two_ranks):
 
     assert errors[0] == errors[1]
     assert errors[0].startswith("a pipeline over gloo needs torch 2.10 or newer, got ")
+
+
+def test_what_acts_after_an_update(two_stages_ranks):
+    """What needs the forward passes of the whole network is refused, on all ranks."""
+    for error in two_stages_ranks.run(act_after_update):
+        assert error.startswith("_Nothing must have the whole network on each rank, got a stage of")
 
 
 def test_ranks_that_disagree(two_stages_ranks):
