@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from mfwrap.arguments import needed_arguments
 from mfwrap.compatibility.gradient_dtypes import replace_gradient
-from mfwrap.compatibility.torch import foreach_copy_, foreach_div_
+from mfwrap.compatibility.torch import foreach_copy_, foreach_div_, step_hooks
 from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
 from mfwrap.optimizers.after_update import acting_after
 from mfwrap.optimizers.chained import parts_of
@@ -98,8 +98,9 @@ class SkippableOptimizer:
 
     def discard_forwards(self) -> None:
         """Let what acts after an update forget the forward passes since the last step."""
-        for each in acting_after(self.optimizer):
-            each.discard()
+        if step_hooks(self.optimizer) or any(map(step_hooks, self._parts)):
+            for each in acting_after(self.optimizer):
+                each.discard()
 
     def refuse_what_needs_whole_networks(self) -> None:
         """Raise ``ValueError`` if something acts after an update that a stage must not have."""
