@@ -1,6 +1,7 @@
 """Watch the forward passes of a step for the training state monitor."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, final
 
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.callbacks.training_state.expert_load import shares_of
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.tensors.attention_logits import AttentionLogits
-from mfwrap.tensors.experts import ExpertCounts
+from mfwrap.tensors.experts import BiasPlace, ExpertCounts, expert_biases
+from mfwrap.tensors.shards import is_distributed
 
 
 class ForwardNumbers(NamedTuple):
@@ -21,6 +23,9 @@ class ForwardNumbers(NamedTuple):
 
     expert_shares: Mapping[str, Tensor]
     """Shape ``(experts,)``, float32."""
+
+    bias_spreads: Mapping[str, Tensor] = MappingProxyType({})
+    """Largest minus smallest bias of the experts' choice, shape ``()``."""
 
 
 @final
@@ -39,6 +44,7 @@ class ForwardWatches:
         self._judge = judge
         self._attention = AttentionLogits(network) if settings.max_attention_logit_format else None
         self._experts = ExpertCounts(network) if settings.expert_load_format else None
+        self._biases = {} if self._experts is None else _biases(network)
         self._warn_once = WarnOnce(__package__)
         if self._experts is not None and not self._experts.experts:
             self._warn_once(
@@ -63,13 +69,29 @@ class ForwardWatches:
             )
         if self._judge is not None:
             self._judge.add(logits, shares)
-        return ForwardNumbers(logits, shares)
+        return ForwardNumbers(logits, shares, self._bias_spreads())
+
+    def _bias_spreads(self) -> dict[str, Tensor]:
+        biases = {name: place.tensor().detach() for name, place in self._biases.items()}
+        # The extremes of a sharded bias would take a collective.
+        return {
+            name: bias.max() - bias.min()
+            for name, bias in biases.items()
+            if not is_distributed(bias)
+        }
 
     def close(self) -> None:
         """Stop watching."""
         for watch in (self._attention, self._experts):
             if watch is not None:
                 watch.close()
+
+
+def _biases(network: nn.Module) -> dict[str, BiasPlace]:
+    try:
+        return expert_biases(network)
+    except ValueError:  # biases that belong to no experts of the usual kind
+        return {}
 
 
 def forward_watches(

@@ -194,6 +194,8 @@ class StateMetrics:
             if settings.expert_capacity_factor is not None:
                 one = drop_rate(shares, settings.expert_capacity_factor)
                 found.add([f"drop_rate/{name}"], settings.expert_load_format, one)
+        for name, spread in forward.bias_spreads.items():
+            found.add([f"expert_bias_spread/{name}"], settings.expert_load_format, spread)
 
 
 class _Numbers:

@@ -82,7 +82,8 @@ class TrainingStateSettings(RunSettings):
     expert_load_format: Formats = None
     """``expert_load/<module>/expert_<i>``: share of the tokens that an expert gets, in a
     mixture-of-experts network. ``expert_imbalance/<module>``: ratio of the largest share to the
-    mean share."""
+    mean share. ``expert_bias_spread/<module>``: largest minus smallest of the biases by which a
+    router chooses experts, see `mfwrap.optimizers.ExpertBias`; not for sharded biases."""
 
     expert_capacity_factor: float | None = None
     """Capacity of an expert as a multiple of the mean share. If set, ``expert_load_format`` also

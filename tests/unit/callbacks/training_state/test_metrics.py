@@ -132,7 +132,9 @@ def test_intervals(step):
 def test_forward_passes(step):
     """Logits have a mean and a maximum; shares have an imbalance and a drop rate."""
     forward = ForwardNumbers(
-        {"attention": torch.tensor([1.0, 3.0])}, {"experts": torch.tensor([0.75, 0.25])}
+        {"attention": torch.tensor([1.0, 3.0])},
+        {"experts": torch.tensor([0.75, 0.25])},
+        {"experts": torch.tensor(0.5)},
     )
     found = of_step(
         step,
@@ -153,6 +155,7 @@ def test_forward_passes(step):
         # Each of the two experts has a capacity of 1.25 / 2 of the tokens. The first expert's load
         # of 0.75 exceeds this capacity by 0.125.
         "drop_rate/experts": 0.125,
+        "expert_bias_spread/experts": 0.5,
     }
 
 
