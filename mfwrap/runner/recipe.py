@@ -33,6 +33,7 @@ from mfwrap.runner.callbacks import (
     read_monitor,
 )
 from mfwrap.runner.document import RecipeDocument, read_text
+from mfwrap.runner.expert_bias import BIAS_RATE, BalanceChoice
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.optimization import check_optimizer
 from mfwrap.runner.optimizers import OptimizerChoice
@@ -76,6 +77,9 @@ class Recipe:
 
     schedule: ScheduleChoice | GroupedScheduleChoice | None
     """MindFormers' schedule; ``None`` for the schedule named in `arguments`."""
+
+    balance: BalanceChoice | None
+    """How experts are balanced by biases; ``None`` for not."""
 
     step: StepChoice
     """Settings of the training step, and its loss scale."""
@@ -176,6 +180,7 @@ def read_document(document: RecipeDocument) -> Recipe:
     if network is not None and training.optimizer is not None and sections.peft is None:
         # With an adapter, the trained parameters have other names.
         parameter_groups(document, network, training.optimizer.rate_groups, (), 0.0)
+    balance = _balance(document, sections, network)
     step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
     _check_accumulation(document, step.config, training.arguments)
     _check_growth(document, sections, training.arguments)
@@ -194,6 +199,7 @@ def read_document(document: RecipeDocument) -> Recipe:
         arguments=training.arguments,
         optimizer=training.optimizer,
         schedule=training.schedule,
+        balance=balance,
         step=step,
         make_average=read_average(objects, sections.ema),
         peft=read_peft(objects, sections.peft, task.peft_task_type),
@@ -204,6 +210,22 @@ def read_document(document: RecipeDocument) -> Recipe:
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
     )
+
+
+def _balance(
+    document: RecipeDocument, sections: Sections, network: nn.Module | None
+) -> BalanceChoice | None:
+    """Return how experts are balanced; raise `RecipeError` if those of the model cannot be."""
+    rate = sections.moe_router_bias_update_rate
+    if rate is None:
+        return None
+    balance = BalanceChoice(document, rate)
+    if sections.peft is not None:
+        says = "must be left out with a section peft: checkpoints of adapters have no such biases"
+        raise document.error((BIAS_RATE,), says)
+    if network is not None:
+        balance.check(network)
+    return balance
 
 
 def _check_dtypes(

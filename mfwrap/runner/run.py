@@ -187,7 +187,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         says_evaluations=has_record,
     )
     step = recipe.step
-    trainer = optimized(task.trainer(), recipe.optimizer, recipe.schedule)(
+    trainer = optimized(task.trainer(), recipe.optimizer, recipe.schedule, recipe.balance)(
         args=arguments,
         callbacks=[recorder, ThroughputRecorder(folder), *callbacks],
         step=step.config,

@@ -58,6 +58,9 @@ class Sections(RecipeSection):
 
     rampup_batch_size: list[int] | dict[int, int] | None = None
     """How the batch grows to the global batch; see `mfwrap.trainer.MFTrainer`."""
+    moe_router_bias_update_rate: float | None = None
+    """Rate of `mfwrap.optimizers.ExpertBias`, > 0; ``None`` if nothing balances experts by biases.
+    """
 
     eval_per_token_loss: bool = False
     """Whether ``eval_loss`` is the mean over all targets; see `mfwrap.trainer.MFTrainer`."""
@@ -71,6 +74,8 @@ class Sections(RecipeSection):
             check_int("data_skip_steps", self.data_skip_steps, minimum=0)
         if self.rampup_batch_size is not None:
             check_ramp_up(self.rampup_batch_size)
+        if (rate := self.moe_router_bias_update_rate) is not None:
+            check_positive_number("moe_router_bias_update_rate", rate, finite=True)
 
 
 @final

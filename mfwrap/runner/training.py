@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from mfwrap.collectives import leave_shared_store, refuse_lone_process
 from mfwrap.runner.document import Path
+from mfwrap.runner.expert_bias import BalanceChoice
 from mfwrap.runner.objects import RecipeObjects, without_nulls
 from mfwrap.runner.optimizers import OptimizerChoice, read_optimizer
 from mfwrap.runner.ranges import check_range
@@ -210,26 +211,32 @@ def optimized(
     trainer: type[Any],
     optimizer: OptimizerChoice | None,
     schedule: ScheduleChoice | GroupedScheduleChoice | None,
+    balance: BalanceChoice | None = None,
 ) -> type[Any]:
     """Return a subclass of a Trainer that builds a recipe's optimizer and schedule.
 
-    If the recipe has neither, the Trainer itself is returned.
+    If the recipe has neither, and no balance of experts, the Trainer itself is returned.
 
     Args:
         trainer: Class of the Trainer.
         optimizer: Optimizer; ``None`` for the Trainer's own.
         schedule: Schedule; ``None`` for the Trainer's own.
+        balance: How experts are balanced by biases; ``None`` for not.
     """
     methods: dict[str, Any] = {}
-    if optimizer is not None:
+    if optimizer is not None or balance is not None:
 
         def create_optimizer(self: Any, model: Any = None) -> Any:
             """Build the recipe's optimizer; the Trainer's own method then keeps it."""
-            if self.optimizer is None:
-                network = self.model if model is None else model
+            is_new = self.optimizer is None
+            network = self.model if model is None else model
+            if is_new and optimizer is not None:
                 decayed = self.get_decay_parameter_names(network)
                 self.optimizer = optimizer.build(self.args, network, decayed)
-            return trainer.create_optimizer(self, model)
+            created = trainer.create_optimizer(self, model)
+            if is_new and balance is not None:
+                balance.begin(self.optimizer, network)
+            return created
 
         methods["create_optimizer"] = create_optimizer
     if schedule is not None:

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 __all__ = [
+    "SIZES",
     "WITH_BIAS",
     "bias_by_hand",
     "deepseek",

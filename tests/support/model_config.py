@@ -25,6 +25,9 @@ class Converted(NamedTuple):
     without_effect: list[str]
     """Dotted names of keys that do not change the numbers."""
 
+    bias_rate: float | None
+    """As in `SourceFile`."""
+
 
 def empty_source() -> SourceFile:
     """Return a file without keys, which collects losses and keys without effect."""
@@ -59,7 +62,7 @@ def converted_section(
     """Convert a ``model_config``, and the section ``moe_config`` of the file if it has one."""
     source = empty_source()
     config = convert.convert_model(source, settings, PLACE, arch, task, experts or {})
-    return Converted(config, source.losses, source.without_effect)
+    return Converted(config, source.losses, source.without_effect, source.bias_rate)
 
 
 def num_parameters(config: dict[str, Any], task: str) -> int:

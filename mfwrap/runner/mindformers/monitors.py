@@ -6,6 +6,7 @@ from types import NoneType
 from typing import Any
 
 from mfwrap.runner.document import shown
+from mfwrap.runner.expert_bias import BIAS_RATE
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.sections import (
     CALLBACK_KEYS_WITHOUT_MEANING,
@@ -19,6 +20,7 @@ _MISSPELLED: Mapping[str, str] = {
 }
 """Names of MindFormers 1.0 and 1.1, and the names of today."""
 
+_BALANCE = "TopkBiasBalanceCallback"
 _HEALTH = "use_checkpoint_health_monitor"
 _THRESHOLD = "embedding_local_norm_threshold"
 _NAN_CHECK = "check_for_nan_in_loss_and_grad"
@@ -30,13 +32,15 @@ _LOSS_FLAGS = frozenset({"log_loss_scale_to_tensorboard", "log_timers_to_tensorb
 def take_monitors(source: SourceFile) -> dict[str, Any]:
     """Return the sections ``callbacks`` and ``monitor_config`` of the recipe.
 
+    Also returns the rate at which a callback moves the biases of experts, ``None`` if none does.
+
     Args:
-        source: File, whose keys about monitors are taken.
+        source: File, whose keys about monitors are taken, and whose model has been converted.
 
     Raises:
         RecipeError: If a section has a wrong type.
     """
-    callbacks = _take_callbacks(source)
+    callbacks, rate = _take_callbacks(source)
     source.ignore_keys(("monitor_config",), CALLBACK_KEYS_WITHOUT_MEANING["TrainingStateMonitor"])
     monitor = source.mapping("monitor_config")
     _take_tensorboard(source, callbacks, monitor)
@@ -45,7 +49,7 @@ def take_monitors(source: SourceFile) -> dict[str, Any]:
             monitor[_NAN_CHECK] = True
         else:
             callbacks.append({"type": "TrainingStateMonitor", _NAN_CHECK: True})
-    return {"callbacks": callbacks, "monitor_config": monitor}
+    return {BIAS_RATE: rate, "callbacks": callbacks, "monitor_config": monitor}
 
 
 def saves_by_callback(callbacks: list[Any]) -> bool:
@@ -53,12 +57,13 @@ def saves_by_callback(callbacks: list[Any]) -> bool:
     return any(callback["type"] == "CheckpointMonitor" for callback in _mappings(callbacks))
 
 
-def _take_callbacks(source: SourceFile) -> list[Any]:
+def _take_callbacks(source: SourceFile) -> tuple[list[Any], float | None]:
     value = source.take("callbacks")
     if not isinstance(value, (list, NoneType)):
         raise source.document.error(("callbacks",), f"expected a list, got {shown(value)}")
     monitors_health = source.take(_HEALTH)
     kept = []
+    rate: float | None = None
     for index, callback in enumerate(value or []):
         if not isinstance(callback, dict):
             kept.append(callback)  # an error when the recipe is checked
@@ -66,7 +71,10 @@ def _take_callbacks(source: SourceFile) -> list[Any]:
         name = callback.get("type")
         callback["type"] = _MISSPELLED.get(str(name), name)
         if callback["type"] in CALLBACKS_WITHOUT_MEANING:
-            _lose_balance(source, index, callback)
+            if callback["type"] == _BALANCE:
+                rate = _bias_rate(source, index, callback)
+                if rate is not None:
+                    continue
             source.without_effect.append(f"callbacks.{index} ({name})")
             continue
         _drop_keys(source, index, callback)
@@ -75,16 +83,27 @@ def _take_callbacks(source: SourceFile) -> list[Any]:
                 callback[_HEALTH] = monitors_health
             _convert_checkpoints(source, callback)
         kept.append(callback)
-    return kept
+    if source.bias_rate and rate is None:
+        says = f"the file has no {_BALANCE}, so the biases of experts do not move"
+        source.notes.append(f"callbacks: {says}")
+    return kept, rate
 
 
-def _lose_balance(source: SourceFile, index: int, callback: dict[str, Any]) -> None:
-    """Add a loss for a callback that changes the routers of experts."""
+def _bias_rate(source: SourceFile, index: int, callback: dict[str, Any]) -> float | None:
+    """Return the rate at which a callback moves biases of experts; ``None`` if it moves none.
+
+    Source: MindFormers, ``TopkBiasBalanceCallback``, which takes the rate of a model of the core,
+    and for earlier models has its own.
+    """
     key = "balance_via_topk_bias"
-    if callback.get(key) is True:
+    own = callback.get("topk_bias_update_rate", 0.0) if callback.get(key) is True else 0.0
+    if source.bias_rate is not None:
+        return source.bias_rate or own or None
+    if own:
         says = f"the file balances the load of experts by {callback['type']}"
         place = ("callbacks", index, key)
         source.lose("moe", place, f"{says}; the recipe does not balance it")
+    return None
 
 
 def _drop_keys(source: SourceFile, index: int, callback: dict[str, Any]) -> None:

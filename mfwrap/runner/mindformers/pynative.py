@@ -10,6 +10,7 @@ from types import MappingProxyType, NoneType
 from typing import Any
 
 from mfwrap.runner.document import Path, shown
+from mfwrap.runner.expert_bias import BIAS_RATE
 from mfwrap.runner.mindformers.architectures.convert import convert_model, num_parameters
 from mfwrap.runner.mindformers.precision import take_precision
 from mfwrap.runner.mindformers.rate_groups import (
@@ -112,6 +113,7 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
         "runner_wrapper": _take_wrapper(source),
         "optimizer": _take_optimizer(source, config),
         "lr_schedule": _take_schedule(source),
+        BIAS_RATE: source.bias_rate,
         **monitors,
     }
     _lose_adapter(source)

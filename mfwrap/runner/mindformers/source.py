@@ -33,6 +33,10 @@ class SourceFile:
         self.without_effect: list[str] = []
         """Dotted names of keys that do not change the numbers of a training."""
 
+        self.bias_rate: float | None = None
+        """Rate at which the model moves the biases of its experts; 0 if it has biases that only a
+        callback with a rate of its own moves, ``None`` if it has none."""
+
         self._left: dict[str, Any] = _copied(document.data)
         self._check_types((), document.data)
 

@@ -8,6 +8,7 @@ from mfwrap.recipes.models.settings import ModelSettings, config_keys
 from mfwrap.recipes.tasks.table import TASKS
 from mfwrap.runner.document import Path, shown
 from mfwrap.runner.mindformers.architectures.core import convert_core
+from mfwrap.runner.mindformers.architectures.core_experts import take_bias_rate
 from mfwrap.runner.mindformers.architectures.deepseek import (
     convert_deepseek_v2,
     convert_deepseek_v3,
@@ -198,6 +199,10 @@ def lose_overriding_keys(source: SourceFile, settings: Mapping[str, Any], path: 
         path: Place of `settings` in the file.
     """
     keys = Keys(source, settings, path)
+    # How biases move is a part of the training, and no key of the checkpoint's configuration.
+    rate = take_bias_rate(keys, is_enabled=False)
+    if rate is not None:
+        keys.move_biases(rate)
     if names := keys.unknown(CORE_NO_EFFECT):
         says = f"the file sets {', '.join(names)} over the checkpoint's config.json"
         keys.lose("architecture", names[0], f"{says}; the recipe trains the checkpoint as it is")

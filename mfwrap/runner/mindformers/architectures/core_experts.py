@@ -110,13 +110,26 @@ def _lose_group_score(keys: Keys, kind: str) -> None:
         keys.lose("moe", "topk_group", says)
 
 
-def _lose_balance(keys: Keys, kind: str) -> None:
-    """Add a loss for what balances the load of experts during the training."""
-    used = {key: keys.number(key, 0.0) for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff")}
-    has_bias = keys.flag("moe_router_enable_expert_bias", default=kind in _WITH_SIGMOID)
+def take_bias_rate(keys: Keys, *, is_enabled: bool) -> float | None:
+    """Take the rate at which the biases of experts move; ``None`` if the router has no biases.
+
+    Args:
+        keys: Keys of the model.
+        is_enabled: Whether the router has biases by default.
+    """
+    has_bias = keys.flag("moe_router_enable_expert_bias", default=is_enabled)
     rate = keys.number("moe_router_bias_update_rate", 1e-3)
-    if has_bias:
-        used["moe_router_bias_update_rate"] = rate
+    return rate if has_bias else None
+
+
+def _lose_balance(keys: Keys, kind: str) -> None:
+    """Add a loss for what balances the load of experts during the training, but for biases."""
+    used = {key: keys.number(key, 0.0) for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff")}
+    rate = take_bias_rate(keys, is_enabled=kind in _WITH_SIGMOID)
+    if kind in _WITH_SIGMOID and rate is not None:
+        keys.move_biases(rate)
+    else:
+        used["moe_router_bias_update_rate"] = rate or 0.0
     lose_balance(keys, used)
     if (capacity := keys.value("moe_expert_capacity_factor")) is not None:
         says = f"an expert drops the tokens above capacity_factor {shown(capacity)}"

@@ -62,7 +62,7 @@ def convert_deepseek_v3(keys: Keys, moe: Keys) -> dict[str, Any]:
         says = f"the file also trains {depth} layers that predict later tokens (mtp_depth)"
         keys.lose("mtp", "mtp_depth", f"{says}; the recipe does not")
     keys.drop("mtp_loss_factor")
-    experts = _experts(keys, moe)
+    experts = _experts(keys, moe, has_biases=True)
     if not experts.is_sigmoid:
         moe.lose("moe", "use_gating_sigmoid", "the recipe's router computes sigmoids, no softmax")
     is_grouped = experts.method != "greedy" and experts.groups is not None
@@ -120,9 +120,9 @@ def _attention(
     }
 
 
-def _experts(keys: Keys, moe: Keys) -> Experts:
+def _experts(keys: Keys, moe: Keys, *, has_biases: bool = False) -> Experts:
     adds_losses = keys.flag("return_extra_loss", default=True)
-    experts = take_experts(moe, adds_losses=adds_losses)
+    experts = take_experts(moe, adds_losses=adds_losses, has_biases=has_biases)
     if experts is None:
         moe.refuse("expert_num", "expected >= 2, the number of experts of this DeepSeek")
     if experts.shared < 1:

@@ -47,7 +47,7 @@ class Experts(NamedTuple):
     """Whether scores are sigmoids, not a softmax."""
 
 
-def take_experts(keys: Keys, *, adds_losses: bool) -> Experts | None:
+def take_experts(keys: Keys, *, adds_losses: bool, has_biases: bool = False) -> Experts | None:
     """Take the keys of ``moe_config``; None for a dense model.
 
     Source: MindFormers, ``MoEConfig``, ``MoEV2``, ``MoEV3`` and ``TopkRouterV2``.
@@ -55,6 +55,7 @@ def take_experts(keys: Keys, *, adds_losses: bool) -> Experts | None:
     Args:
         keys: Keys of the section.
         adds_losses: Whether the network adds the router's losses to the language model's.
+        has_biases: Whether the recipe's router has biases, which a callback of the file may move.
 
     Raises:
         RecipeError: If a value has a wrong type.
@@ -63,7 +64,7 @@ def take_experts(keys: Keys, *, adds_losses: bool) -> Experts | None:
     if number == 1:
         return None
     _lose_dropped_tokens(keys)
-    _lose_auxiliary(keys, adds_losses=adds_losses)
+    _lose_auxiliary(keys, adds_losses=adds_losses, has_biases=has_biases)
     first_dense = keys.value("first_k_dense_replace", 1)
     if not isinstance(first_dense, int):
         says = f"expected an integer, got {shown(first_dense)}"
@@ -92,7 +93,7 @@ def _lose_dropped_tokens(keys: Keys) -> None:
     keys.lose("moe", "capacity_factor", f"{says}; the recipe drops no token")
 
 
-def _lose_auxiliary(keys: Keys, *, adds_losses: bool) -> None:
+def _lose_auxiliary(keys: Keys, *, adds_losses: bool, has_biases: bool) -> None:
     """Add a loss for what balances the load of experts during the training."""
     used: dict[str, object] = {}
     z_loss, rate = keys.number("z_loss_factor", 0.0), keys.number("topk_bias_update_rate", 0.0)
@@ -101,7 +102,10 @@ def _lose_auxiliary(keys: Keys, *, adds_losses: bool) -> None:
     if adds_losses:
         used["z_loss_factor"] = z_loss
     if keys.flag("balance_via_topk_bias", default=False):
-        used["topk_bias_update_rate"] = rate
+        if has_biases:
+            keys.move_biases(0.0)
+        else:
+            used["topk_bias_update_rate"] = rate
     if adds_losses and isinstance(factors, list) and any(factors) and types:
         used["aux_loss_factors"] = factors
     lose_balance(keys, used)

@@ -166,6 +166,10 @@ class Keys:
         """Add a loss."""
         self._source.lose(name, self._place(key), says)
 
+    def move_biases(self, rate: float) -> None:
+        """Note at which rate the model moves the biases of its experts; see `SourceFile`."""
+        self._source.bias_rate = rate
+
     def drop(self, *keys: str) -> None:
         """Take keys that do not change the numbers of this model."""
         for key in keys:

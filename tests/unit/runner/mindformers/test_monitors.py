@@ -111,3 +111,67 @@ def test_wrong_callbacks(callbacks, says):
     """Unknown callbacks and keys are errors."""
     with pytest.raises(RecipeError, match=says):
         imported({"callbacks": callbacks})
+
+
+def balanced(model, callback, **changes):
+    """Return the import of a DeepSeek V3 of the core with a callback, and its recipe."""
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 300}
+    kind = {
+        "model_type": "deepseek_v3",
+        "mtp_num_layers": 0,
+        "mscale": 0.0,
+        "first_k_dense_replace": 1,
+    }
+    settings = {
+        **sizes,
+        **kind,
+        "seq_length": 32,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        **model,
+    }
+    return imported(
+        {
+            "model": {"model_config": settings},
+            "callbacks": [{"type": "MFLossMonitor"}, *callback],
+            **changes,
+        },
+        accept=("moe",),
+    )
+
+
+BALANCE = {"type": "TopkBiasBalanceCallback"}
+RATE = "moe_router_bias_update_rate"
+
+
+@pytest.mark.parametrize(
+    ("model", "callback", "rate"),
+    [
+        ({}, [BALANCE], 1e-3),
+        ({RATE: 2e-4}, [BALANCE], 2e-4),
+        ({RATE: 2e-4}, [], None),
+        ({"moe_router_enable_expert_bias": False}, [BALANCE], None),
+        ({RATE: 0.0}, [BALANCE], None),
+    ],
+)
+def test_a_callback_that_balances_experts(model, callback, rate):
+    """The biases of a core model move only if the file has the callback; a note says if not."""
+    result, recipe = balanced(model, callback)
+
+    assert recipe.get(RATE) == rate
+    assert [loss.name for loss in result.losses] == []
+    assert [note.startswith("callbacks: the file has no Topk") for note in result.notes].count(
+        True
+    ) == (not callback)
+    without_effect = "callbacks.1 (TopkBiasBalanceCallback)" in result.notes[-1]
+    assert without_effect == (bool(callback) and rate is None)
+
+
+def test_a_callback_for_a_model_without_biases():
+    """The callback's own rate is a loss if the recipe's model has no biases to move."""
+    own = {**BALANCE, "balance_via_topk_bias": True, "topk_bias_update_rate": 0.01}
+    result, recipe = imported({"callbacks": [own]}, accept=("moe",))
+    assert [loss.name for loss in result.losses] == ["moe"]
+    assert RATE not in recipe
+    result, recipe = imported({"callbacks": [BALANCE]})
+    assert result.losses == []

@@ -349,3 +349,23 @@ def test_what_a_muon_has_otherwise(more, losses):
 
     assert [loss.name for loss in found.losses] == ["optimizer"] * losses
     assert recipe["optimizer"] == {"type": "Muon", "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(ABSENT, 1e-3), (0.01, 0.01), (0.0, None)])
+def test_biases_of_experts(rate, expected):
+    """The biases of DeepSeek V3 move without a callback, by 0.001 if the file has no rate."""
+    model = {
+        "model_type": "deepseek_v3",
+        "architectures": "DeepseekV3ForCausalLM",
+        "mtp_num_layers": 0,
+        "mscale": 0.0,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 16,
+        "head_dim": ABSENT,
+        "moe_router_bias_update_rate": rate,
+    }
+    found, recipe = imported({f"model.{key}": value for key, value in model.items()})
+
+    assert found.losses == []
+    assert recipe.get("moe_router_bias_update_rate") == expected

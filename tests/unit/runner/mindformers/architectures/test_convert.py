@@ -405,6 +405,10 @@ def test_keys_that_override_a_checkpoint_are_a_loss():
     ]
     lose_overriding_keys(source, {"offset": 0}, PLACE)
     assert source.losses == [loss]
+    assert source.bias_rate is None
+    biases = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01}
+    lose_overriding_keys(source, biases, PLACE)
+    assert (source.losses, source.bias_rate) == ([loss], 0.01)
 
 
 def test_sizes_that_do_not_fit_are_an_error():

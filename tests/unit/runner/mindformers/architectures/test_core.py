@@ -189,7 +189,7 @@ def test_deepseek_v3_predicts_a_second_token_by_default():
     """MindFormers' default is one layer for it; without a query rank, the rank is none."""
     model = converted("{model_type: deepseek_v3, q_lora_rank: null}")
 
-    assert [loss.name for loss in model.losses] == ["mtp", "moe"]
+    assert [loss.name for loss in model.losses] == ["mtp"]
     assert model.config["q_lora_rank"] is None
 
 

@@ -106,3 +106,25 @@ def test_a_wrong_number_of_dense_layers():
     for number in (-1, 10**12):
         with pytest.raises(RecipeError, match=f"from 0 to 1000, got {number}"):
             converted(f"{{model_type: qwen3_moe, first_k_dense_replace: {number}}}")
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3, num_nextn_predict_layers: 0, mscale: 0.0", "glm4_moe"]
+)
+@pytest.mark.parametrize(
+    ("setting", "rate"),
+    [
+        ("offset: 0", 1e-3),
+        ("moe_router_enable_expert_bias: true, moe_router_bias_update_rate: 2e-4", 2e-4),
+        ("topk_bias_update_rate: 0.01", 0.01),
+        ("moe_router_enable_expert_bias: false", None),
+        ("moe_router_bias_update_rate: 0.0", 0.0),
+    ],
+)
+def test_biases(kind, setting, rate):
+    """Routers with sigmoids move their biases by 0.001 unless the file says otherwise."""
+    model = converted(f"{{model_type: {kind}, {setting}}}")
+
+    assert model.bias_rate == rate
+    assert model.losses == []
+    assert "moe_router_bias_update_rate" not in model.config

@@ -77,7 +77,6 @@ def test_v2_with_groups():
         ("V2", f"{V2}, use_gating_sigmoid: true", "", "moe"),
         ("V3", EXPERTS, "", "moe"),
         ("V3", V3.replace("noaux_tc", "group_limited_greedy"), "", "moe"),
-        ("V3", f"{V3}, balance_via_topk_bias: true, topk_bias_update_rate: 0.001", "", "moe"),
         ("V3", f"{V3}, aux_loss_types: [expert], aux_loss_factors: [0.0001]", "", "moe"),
         ("V3", f"{V3}, z_loss_factor: 0.1", "", "moe"),
         ("V3", V3.replace("capacity_factor: -1", "capacity_factor: 1.5"), "", "moe"),
@@ -122,3 +121,14 @@ def test_an_unknown_method_of_v2_is_refused():
     """A method that transformers' DeepSeek V2 does not have is an error."""
     with pytest.raises(RecipeError, match="expected greedy or group_limited_greedy"):
         deepseek("V2", f"{V2}, topk_method: noaux_tc")
+
+
+@pytest.mark.parametrize(
+    ("experts", "rate"),
+    [(V3, None), (f"{V3}, balance_via_topk_bias: true, topk_bias_update_rate: 0.001", 0.0)],
+)
+def test_biases_of_v3(experts, rate):
+    """A callback with a rate of its own moves the biases; without the flag there are none."""
+    model = deepseek("V3", experts)
+
+    assert (model.losses, model.bias_rate) == ([], rate)
