@@ -35,7 +35,7 @@ _RESUME = (
     "`torchrun --max-restarts`"
 )
 _REPLICAS = "`mfwrap.callbacks.ReplicaCheck`, which compares ranks that must have equal weights"
-_EXPERTS = "your own `mfwrap.callbacks.Callback`; balancing experts is the task of the model"
+_EXPERTS = "your own `mfwrap.callbacks.Callback`"
 _EXPORT = Without("a network of PyTorch is exported by `torch.export` or `torch.onnx`")
 _STRATEGY = Without("MindSpore's parallel strategies exist in MindSpore alone; see docs/ranks.md")
 _SCALER = "`mfwrap.DynamicLossScaler`, `mfwrap.StaticLossScaler` and `mfwrap.all_finite`"
@@ -266,9 +266,11 @@ _CALLBACKS: Mapping[str, str] = {
     **each("SDCMonitor StressDetectCallBack StressTestModelMonitor", _REPLICAS),
     **each("SummaryCollector SummaryMonitor", _TENSORBOARD),
     **each(
-        "ColdHotExpertMonitor ExpertMigrateCallback MoEDropRateCallback TopkBiasBalanceCallback",
+        "ColdHotExpertMonitor ExpertMigrateCallback MoEDropRateCallback",
         _EXPERTS,
     ),
+    "TopkBiasBalanceCallback": "`mfwrap.optimizers.ExpertBias`, which moves the biases by which "
+    "routers choose experts after each update",
 }
 
 _MODULES: Mapping[str, str] = {
