@@ -25,7 +25,7 @@ _NAMES: Mapping[Kind, tuple[str, ...]] = {
     "gradient": ("local_norm", "device_local_norm", "global_norm"),
     "skipped update": ("overflow", "overflows", "skipped", "skipped_updates", "consecutive_skips"),
     "optimizer state": ("adam_m_norm", "adam_v_norm"),
-    "weight": ("weight_norm", "weight_stable_rank", "weight_eigenvalue"),
+    "weight": ("weight_norm", "weight_stable_rank", "weight_eigenvalue", "expert_bias_spread"),
 }
 """Numbers of each kind, by their names or by the part of their names before ``/``. Other numbers
 are not compared: most of them are times."""

@@ -31,6 +31,9 @@ from support.ranks.expert_biases import (
     balance_with_idle_rank,
 )
 from support.resumed_training import PLAIN, end_of, resume, trained
+from support.versions import needs
+
+pytestmark = needs("transformers", "5.0", "a module with the experts of a layer")
 
 BIAS = WITH_BIAS["Glm4Moe"]
 EXPERTS = {"Lfm2Moe": "model.layers.1.feed_forward.experts"}

@@ -10,6 +10,8 @@ from mfwrap.tensors.experts import ExpertCounts, expert_biases, expert_modules
 from support.experts import WITH_BIAS, deepseek, gpt_oss, mixtral, small_experts, tokens
 from support.versions import needs
 
+pytestmark = needs("transformers", "5.0", "a module with the experts of a layer")
+
 
 def chosen_by_routers(model, batches) -> dict[str, torch.Tensor]:
     """Return the tokens of each expert, counted from the inputs of the expert modules."""
@@ -35,7 +37,6 @@ def chosen_by_routers(model, batches) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(each) for name, each in counts.items()}
 
 
-@needs("transformers", "5.0", "a module with the experts of a layer")
 @pytest.mark.parametrize("make", [mixtral, gpt_oss, deepseek])
 def test_counts(make):
     """Each layer's counts cover all micro-batches, but no evaluation and no later forward."""
@@ -61,7 +62,6 @@ def test_counts(make):
     assert counts.end() == {}
 
 
-@needs("transformers", "5.0", "a module with the experts of a layer")
 def test_against_the_logits_of_the_router():
     """Mixtral's counts agree with the two highest router logits of each token."""
     model, tokens = mixtral(), torch.randint(32, (3, 6))
@@ -115,7 +115,6 @@ def test_take_and_close():
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in each.modules())
 
 
-@needs("transformers", "5.0", "a module with the experts of a layer")
 @pytest.mark.parametrize(("architecture", "name"), WITH_BIAS.items())
 def test_biases(architecture, name):
     """The bias of each architecture is found, and belongs to the experts of its layer."""
