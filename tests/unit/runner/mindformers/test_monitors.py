@@ -175,3 +175,31 @@ def test_a_callback_for_a_model_without_biases():
     assert RATE not in recipe
     result, recipe = imported({"callbacks": [BALANCE]})
     assert result.losses == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "own", "expected"), [(True, 0.01, 0.01), (True, None, None), (False, None, None)]
+)
+def test_a_callback_with_a_rate_of_its_own(flag, own, expected):
+    """Before MindFormers' core, the model says whether there are biases, the callback the rate."""
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 300}
+    model = {"type": "DeepseekV3Config", **sizes, "seq_length": 32, "extend_method": "None"}
+    experts = {
+        "expert_num": 8,
+        "num_experts_chosen": 2,
+        "shared_expert_num": 1,
+        "moe_intermediate_size": 16,
+        "capacity_factor": -1,
+        "use_gating_sigmoid": True,
+        "balance_via_topk_bias": flag,
+        "topk_bias_update_rate": 0.5,
+    }
+    rate = {} if own is None else {"balance_via_topk_bias": True, "topk_bias_update_rate": own}
+    result, recipe = imported({
+        "model": {"model_config": model},
+        "moe_config": experts,
+        "callbacks": [{**BALANCE, **rate}],
+    })  # fmt: skip
+
+    assert recipe.get(RATE) == expected
+    assert result.losses == []
