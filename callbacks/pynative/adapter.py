@@ -20,6 +20,7 @@ from mfwrap.callbacks.shared.run_log import WarnOnce
 from mfwrap.collectives import add_over_ranks, num_ranks
 from mfwrap.model import Callback
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
+from mfwrap.trainer.events import MonitorCallback
 
 _EVENTS = (
     "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
@@ -143,7 +144,7 @@ def adapt_pynative(callback: Any) -> TrainerCallback:
     return kind()
 
 
-class AdaptedPyNativeCallback(TrainerCallback):
+class AdaptedPyNativeCallback(MonitorCallback):
     """Call a callback of PyNative in transformers' events; created by `adapt_pynative`."""
 
     callback: ClassVar[Any]
@@ -152,7 +153,12 @@ class AdaptedPyNativeCallback(TrainerCallback):
     def __init__(self) -> None:
         self._args: PyNativeSection | None = None
         self._state: PyNativeState | None = None
+        self._samples: Callable[[int], int] | None = None
         self._warn = WarnOnce(__package__)
+
+    def take_samples(self, samples: Callable[[int], int] | None) -> None:
+        """Receive the function that counts samples if the batch grows."""
+        self._samples = samples
 
     def on_train_begin(
         self,
@@ -265,9 +271,12 @@ class AdaptedPyNativeCallback(TrainerCallback):
                 "lr_scheduler": schedule,
                 "train_dataloader": loader,
             }
-            self._args = pynative_arguments(args, state, known)
+            self._args = pynative_arguments(args, state, known, grows=self._samples is not None)
             self._state = pynative_state(args, state, known)
         self._state.update(state)
+        if self._samples is not None:
+            rows = self._args.training.local_batch_size * self._args.parallelism.data_parallel
+            self._state.grow(self._samples, rows, is_done=event == "on_step_end")
         for name, value in changes.items():
             setattr(self._state, name, value)
         method = getattr(self.callback, event, None)

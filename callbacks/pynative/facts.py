@@ -1,6 +1,7 @@
 """What a callback of MindFormers' PyNative trainer reads: arguments, state, schedule and groups."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
@@ -28,6 +29,9 @@ _SETTINGS, _STATE = "PyNative settings", "PyNative state"
 
 _ELSEWHERE = Counterpart("write", "`args.training_arguments` or accelerate's `AcceleratorState`")
 _IN_GROUPS = Counterpart("write", "`weight_decay` of the optimizer's `param_groups`")
+_ABSENT_IN_TRAINING = {
+    "rampup_batch_size": Counterpart("write", "`state.global_batch_size`, the rows of this update")
+}
 _ABSENT_IN_OPTIMIZER = {
     "learning_rate": Counterpart("write", "`args.lr_scheduler.learning_rate`"),
     "weight_decay_exclude": _IN_GROUPS,
@@ -109,7 +113,7 @@ class PyNativeSection(Mapping[str, Any]):
 
 
 def pynative_arguments(
-    args: TrainingArguments, state: TrainerState, facts: Mapping[str, Any]
+    args: TrainingArguments, state: TrainerState, facts: Mapping[str, Any], *, grows: bool = False
 ) -> PyNativeSection:
     """Return a Trainer's settings as PyNative's arguments.
 
@@ -117,6 +121,7 @@ def pynative_arguments(
         args: The Trainer's arguments.
         state: State of the Trainer at the start of a training.
         facts: Keywords that the Trainer passes to callbacks.
+        grows: Whether the batch grows.
     """
     total = global_batch_size(RunSettings(), state, args)
     layout = ranks_layout()
@@ -128,7 +133,7 @@ def pynative_arguments(
         "max_norm": args.max_grad_norm,
         "seed": args.seed,
         "deterministic": args.full_determinism,
-        "rampup_batch_size": None,
+        **({} if grows else {"rampup_batch_size": None}),
     }
     parallelism = {
         "data_parallel": data_parallel_size(),
@@ -137,7 +142,7 @@ def pynative_arguments(
         "pipeline_parallel": 1,
     }
     sections = {
-        "training": PyNativeSection("args.training", training),
+        "training": PyNativeSection("args.training", training, _ABSENT_IN_TRAINING.get),
         "parallelism": PyNativeSection("args.parallelism", parallelism, lambda _: _ELSEWHERE),
         "optimizer": PyNativeSection(
             "args.optimizer",
@@ -233,7 +238,8 @@ class PyNativeState:
     """Always 0, as in PyNative."""
 
     consumed_samples: int = 0
-    """`global_step` times `global_batch_size`, as in PyNative: also if a batch was smaller."""
+    """`global_step` times `global_batch_size`, as in PyNative: also if a batch was smaller. If the
+    batch grows, the samples that were used."""
 
     loss_scale: Tensor | None = None
     """Shape ``()``, float32, on the training device: loss scale that the next update uses. ``None``
@@ -258,6 +264,19 @@ class PyNativeState:
         self.consumed_samples = state.global_step * self.global_batch_size
         self.best_metric = state.best_metric
         self.best_model_checkpoint = state.best_model_checkpoint
+
+    def grow(self, samples: Callable[[int], int], num_rows: int, *, is_done: bool) -> None:
+        """Take the sizes of an update if the batch grows.
+
+        Args:
+            samples: Returns the samples of the first updates, by their number.
+            num_rows: Rows of a micro-batch on all ranks together.
+            is_done: Whether the update is the last that was done, and not the next one.
+        """
+        first = self.global_step - is_done
+        self.consumed_samples = samples(self.global_step)
+        self.global_batch_size = samples(first + 1) - samples(first)
+        self.num_accumulation_steps = math.ceil(self.global_batch_size / num_rows)
 
 
 def pynative_state(

@@ -136,7 +136,8 @@ class Checkpoints:
         self.ended_early = self.is_loading = False  # of an earlier training
         self._checked = None
         args = self._trainer.args
-        has_monitors = bool(monitors(self._trainer.callback_handler.callbacks))
+        # A rank that has none takes part: `check_trainer_ranks` then says how the ranks differ.
+        has_monitors = any(gather_objects(bool(monitors(self._trainer.callback_handler.callbacks))))
         self._writes = args.save_strategy != "no" or has_monitors
         folder = Path(output_folder_of(self._trainer, trial))
         with contextlib.ExitStack() as stack:

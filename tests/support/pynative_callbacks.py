@@ -130,7 +130,9 @@ class Regression(nn.Module):
         return {"loss": loss}
 
 
-def regression(kind: type[Trainer], folder: Any, callbacks: Any, **settings: Any) -> Trainer:
+def regression(
+    kind: type[Trainer], folder: Any, callbacks: Any, extras: Any = None, **settings: Any
+) -> Trainer:
     """Return a trainer of a `Regression` whose gradients are large enough to be clipped."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, 3, generator=generator)
@@ -141,7 +143,7 @@ def regression(kind: type[Trainer], folder: Any, callbacks: Any, **settings: Any
         model=Regression(),
         data=data,
         callbacks=callbacks,
-        extras={"data_collator": None},
+        extras={"data_collator": None} | (extras or {}),
         **SETTINGS | settings,
     )
 

@@ -84,6 +84,26 @@ def test_arguments_and_state(tmp_path):
     assert (writer.weights, writer.batches) == (4, 4)
 
 
+def test_a_batch_that_grows(tmp_path):
+    """The state has the samples of each update, and of all updates so far."""
+    seen = []
+
+    class Sizes:
+        def on_step_begin(self, args, state, **kwargs):
+            seen.append((state.global_batch_size, state.consumed_samples))
+
+        def on_step_end(self, args, state, **kwargs):
+            sizes = (state.global_batch_size, state.num_accumulation_steps)
+            seen.append((*sizes, state.consumed_samples))
+            with pytest.raises(AttributeError, match=r"write `state\.global_batch_size`"):
+                _ = args.training.rampup_batch_size
+
+    growth = {"rampup_batch_size": {0: 4, 1: 8}}
+    regression(MFTrainer, tmp_path, [adapt_pynative(Sizes())], growth, max_steps=3).train()
+
+    assert seen == [(4, 0), (4, 1, 4), (8, 4), (8, 2, 12), (4, 12), (4, 1, 16)]
+
+
 def step(number, epoch):
     """Return the events of a step."""
     return [("step_begin", number - 1, epoch), ("step_end", number, epoch)]
