@@ -55,6 +55,7 @@ _CELLS: Mapping[str, str] = {
     "construct": "`__call__`, and return `loss.detach()`",
     "enable_tuple_broaden": _COMPILER,
     "global_norm_spike_threshold": "`config.global_norm_spike_threshold`",
+    "init_parameters_data": "nothing: parameters of torch have their values at once",
     "grad_scale_factor": "nothing: the cell divides by tokens when `calculate_per_token_loss` is "
     "set",
     "learning_rate": "`optimizer.param_groups[0]['lr']`, or `lr_scheduler` of the cell",

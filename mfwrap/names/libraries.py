@@ -29,6 +29,9 @@ _NN: Mapping[str, str] = {
     "OneHot": "`torch.nn.functional.one_hot`, which has no `on_value` and `off_value`",
     "Pad": "`torch.nn.functional.pad`, whose order of paddings differs",
     "SeLU": "`torch.nn.SELU`",
+    "MatMul": "`torch.matmul`",
+    "Range": "`torch.arange`",
+    "ResizeBilinear": "`torch.nn.functional.interpolate(x, size, mode='bilinear')`",
     "SoftmaxCrossEntropyWithLogits": "`torch.nn.CrossEntropyLoss`, which takes class indices of "
     "int64 and averages by default",
     **each("BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm", _MOMENTUM),
@@ -70,10 +73,13 @@ _STATUS = (
     "nothing: `get_overflow_status` of a training cell, or `mfwrap.all_finite`, looks at the "
     "gradients themselves"
 )
+_RESIZED = "`torch.nn.functional.interpolate` with a `mode`"
 _GATHERED = "`torch.index_select` for indices of one dimension, otherwise `x[indices]`"
 _IN_PLACE = "`parameter.{}` within `torch.no_grad()`"
 
 _OPS: Mapping[str, str] = {
+    "ArgMaxWithValue": "`torch.max(x, dim)`, which returns the value first",
+    "ArgMinWithValue": "`torch.min(x, dim)`, which returns the value first",
     "AllGather": "`torch.distributed.all_gather_into_tensor`",
     "AllReduce": "`torch.distributed.all_reduce`, which works in place; a training cell's "
     "`grad_reducer` for gradients",
@@ -99,15 +105,20 @@ _OPS: Mapping[str, str] = {
     "Partial": "`functools.partial`",
     "Print": "`print`",
     "Rank": "`x.ndim`",
+    "L2Loss": "`x.square().sum() / 2`",
+    "Pad": "`torch.nn.functional.pad`, whose order of paddings differs",
     "ReduceOp": "`torch.distributed.ReduceOp`",
     "ROIAlign": "`torchvision.ops.roi_align`",
     "Shape": "`x.shape`",
+    "SigmoidCrossEntropyWithLogits": "`torch.nn.functional.binary_cross_entropy_with_logits` with "
+    "`reduction='none'`",
     "StridedSlice": "`x[begin:end:stride]` in each dimension",
     "TensorSummary": "`torch.utils.tensorboard.SummaryWriter`",
     "ScalarSummary": "`torch.utils.tensorboard.SummaryWriter`",
     "Size": "`x.numel()`",
     "Split": "`torch.chunk`, because MindSpore's operator takes the number of parts",
     "Transpose": "`x.permute`",
+    "make_range": "Python's `range`",
     "add_flags": "nothing: flags are for MindSpore's compiler",
     "assign": _IN_PLACE.format("copy_(value)"),
     "assign_add": _IN_PLACE.format("add_(value)"),
@@ -171,6 +182,14 @@ _OPS: Mapping[str, str] = {
         "`torch.{}`, called with the tensors and the operator's arguments",
     ),
     **each("Gather GatherV2", _GATHERED),
+    **each("GatherNd gather_nd", "`x[tuple(indices.unbind(-1))]`"),
+    **each("ResizeBilinear ResizeNearestNeighbor", _RESIZED),
+    **each("MaxPool=max_pool2d AvgPool=avg_pool2d", _DIFFERENT.format("`torch.nn.functional.{}`")),
+    **each(
+        "BroadcastTo=broadcast_to Einsum=einsum MaskedFill=masked_fill ReverseV2=flip "
+        "gather_d=gather masked_fill repeat_elements=repeat_interleave top_k=topk unstack=unbind",
+        "`torch.{}`, called with the tensors and the operator's arguments",
+    ),
     **each(
         "abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv angle arange arccos "
         "arccosh arcsinh arctan arctanh argmax asin asinh atan atan2 atanh baddbmm bartlett_window "

@@ -3,7 +3,7 @@
 import ast
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,14 +64,22 @@ def read_scripts(files: Sequence[Path]) -> list[Finding]:
     classes: dict[str, UserClass] = {}
     # A class may derive from one in a file that is read later, and that from another.
     for _ in range(2):
-        defined = [Script(tree, classes).classes for tree in trees.values()]
+        defined = [_read(file, tree, classes).classes for file, tree in trees.items()]
         counts = Counter(name for each in defined for name in each)
         classes = {n: one for each in defined for n, one in each.items() if counts[n] == 1}
     return [
         finding
         for file, tree in trees.items()
-        for finding in _findings(file, Script(tree, classes).uses)
+        for finding in _findings(file, _read(file, tree, classes).uses)
     ]
+
+
+def _read(file: Path, tree: ast.Module, classes: Mapping[str, UserClass]) -> Script:
+    try:
+        return Script(tree, classes)
+    except RecursionError as error:
+        msg = f"{file}: expected expressions that can be followed, got one with too many parts"
+        raise ValueError(msg) from error
 
 
 def _tree(file: Path) -> ast.Module:

@@ -145,7 +145,14 @@ class Script(ast.NodeVisitor):
         self._scopes: list[dict[str, Value]] = [{}]
         self._class: UserClass | None = None
         self._attributes: dict[str, Value] = {}
-        self._is_of_mindspore = any(_imports_mindspore(node) for node in ast.walk(tree))
+        nodes = list(ast.walk(tree))
+        # A callback may keep facts of its own in `cb_params`.
+        self._assigned = {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }
+        self._is_of_mindspore = any(map(_imports_mindspore, nodes))
         if self._is_of_mindspore:
             # A function may use what the module imports or defines below it.
             for node in tree.body:
@@ -209,7 +216,8 @@ class Script(ast.NodeVisitor):
         if node.attr in own or (kind in _KEYED and node.attr == "get"):
             return True
         known = find(kind, node.attr) is not None
-        is_missing = is_sure and is_whole and kind in _STRICT and not node.attr.startswith("_")
+        is_public = not node.attr.startswith("_") and node.attr not in self._assigned
+        is_missing = is_sure and is_whole and kind in _STRICT and is_public
         if known or is_missing:
             self._use(node, Attribute(kind, node.attr, _shown(node), is_sure))
             return True
@@ -403,8 +411,7 @@ class Script(ast.NodeVisitor):
             case ast.Name():
                 return self._named(node.id, self._lookup(node.id))
             case ast.Attribute():
-                found = self._of_attribute(node)
-                return self._named(node.attr, found) if _is_self(node.value) else found
+                return self._of_attribute(node, self._value(node.value))
             case ast.Call():
                 return self._of_call(node)
             case ast.IfExp():
@@ -422,13 +429,9 @@ class Script(ast.NodeVisitor):
     def _lookup(self, name: str) -> Value:
         return next((scope[name] for scope in reversed(self._scopes) if name in scope), None)
 
-    def _of_attribute(self, node: ast.Attribute) -> Value:
+    def _of_attribute(self, node: ast.Attribute, owner: Value) -> Value:
         if _is_self(node.value) and self._class is not None:
-            if node.attr in self._class.own:
-                return self._attributes.get(node.attr)
-            kind = KINDS.get((self._class.kind or "", node.attr))
-            return None if kind is None else Instance(kind)
-        owner = self._value(node.value)
+            return self._named(node.attr, self._of_self(self._class, node.attr))
         if isinstance(owner, Imported):
             return owner.attribute(node.attr) if owner.name is None else None
         if isinstance(owner, Instance):
@@ -436,8 +439,20 @@ class Script(ast.NodeVisitor):
             return None if kind is None else Instance(kind, owner.is_sure)
         return OTHER if isinstance(owner, Other) else None
 
+    def _of_self(self, owner: UserClass, name: str) -> Value:
+        if name in owner.own:
+            return self._attributes.get(name)
+        kind = KINDS.get((owner.kind or "", name))
+        return None if kind is None else Instance(kind)
+
     def _of_call(self, node: ast.Call) -> Value:
-        called = self._value(node.func)
+        owner: Value = None
+        if isinstance(node.func, ast.Attribute):
+            # Each part of a chain of calls is looked at once: twice would be 2**n times.
+            owner = self._value(node.func.value)
+            called = self._of_attribute(node.func, owner)
+        else:
+            called = self._value(node.func)
         if isinstance(called, Imported) and called.is_known:
             kind = kind_of_class(called)
             return None if kind is None else Instance(kind)
@@ -447,10 +462,8 @@ class Script(ast.NodeVisitor):
             return Instance(called.kind, is_whole=called.is_whole, own=called.own)
         if isinstance(called, Instance) and called.kind == "cb_params":
             return called  # of `original_args()`
-        if isinstance(node.func, ast.Attribute):
-            owner = self._value(node.func.value)
-            if isinstance(owner, Instance) and owner.kind == "data set":
-                return owner  # each method of a data set that is no iterator returns a data set
+        if isinstance(owner, Instance) and owner.kind == "data set":
+            return owner  # each method of a data set that is no iterator returns a data set
         return OTHER if isinstance(called, Other) else None
 
     def _bind(self, name: str, value: Value) -> None:

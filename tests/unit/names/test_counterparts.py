@@ -61,7 +61,7 @@ def test_what_to_write_exists(text):
         Accelerator,
     ]
     arguments = {name for call in calls for name in inspect.signature(call).parameters}
-    of_torch = {"alpha", "fused", "gamma", "max", "momentum", "p", "start_dim"}
+    of_torch = {"alpha", "fused", "gamma", "max", "mode", "momentum", "p", "reduction", "start_dim"}
     arguments |= {"warmup_steps"}  # of `FormulaLR`, by keyword
     assert set(re.findall(r"(\w+)=", text)) <= arguments | of_torch
 

@@ -119,6 +119,12 @@ def test_what_is_no_python(script, text, says):
         read_scripts([script("a.py", text)])
 
 
+def test_an_expression_that_is_too_long(script):
+    """An expression with too many parts is one sentence, not a RecursionError."""
+    with pytest.raises(ValueError, match=r"a.py: expected .*too many parts"):
+        read_scripts([script("a.py", "import mindspore\nrows" + ".map(f)" * 400)])
+
+
 def test_what_is_no_file(tmp_path):
     """A folder and a file that does not exist are named."""
     with pytest.raises(ValueError, match="expected a Python file, but it cannot be read"):

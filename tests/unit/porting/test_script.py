@@ -142,6 +142,7 @@ def test_attributes_of_callbacks():
         def step_end(self, context):
             params = context.original_args()
             params.cur_step_num, params.get("metrics"), params["epoch_num"], params.nonsense
+            params.own_fact = params.own_fact
             optimizer = params.optimizer
             optimizer.global_step
             params.train_network.network.optimizer.get_lr()
@@ -208,6 +209,14 @@ def test_data_sets():
     """
 
     assert attributes(source) == ["data set: map", "data set: batch", "data set: repeat"]
+
+
+def test_a_long_chain_of_calls():
+    """The time grows with the length of a chain: 2**60 steps would never end."""
+    chain = "rows" + ".map(f)" * 60
+
+    assert attributes(f"import mindspore.dataset as ds\nrows = ds.X()\n{chain}\n") == []
+    assert len(attributes(f"from mindspore import dataset as ds\nds.ADataset(){chain[4:]}")) == 60
 
 
 def test_pynative_callbacks():
