@@ -36,7 +36,7 @@ from mfwrap.records.run_record import FACTS
 from mfwrap.schedules import BatchGrowth
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
-from mfwrap.trainer.events import monitors
+from mfwrap.trainer import MonitorCallback
 
 STATE_FILE = "mfwrap_monitor.json"
 _FORMATS = ("jsonl", "trackers")
@@ -321,8 +321,9 @@ class LoopMonitor:
             global_batch_size=self._global_batch_size,
         )
         self._last_report = self._source.report()
-        for callback in monitors(self._callbacks):
-            callback.take_samples(None if self._growth is None else self._growth.samples)
+        for callback in self._callbacks:
+            if isinstance(callback, MonitorCallback):
+                callback.take_samples(None if self._growth is None else self._growth.samples)
         with owning_record_folders(self._owned):
             self._send("on_train_begin", train_dataloader=self._source.loader)
         if self._state.is_world_process_zero:

@@ -151,12 +151,14 @@ class Losses:
             self._sums.until_last_log += missing * num_steps
             for callback in monitors(trainer.callback_handler.callbacks):
                 logs |= callback.values_to_log()
-            logs |= trainer.batch_growth.values_to_log()
+            if trainer.batch_growth.is_on:
+                logs |= trainer.batch_growth.values_to_log()
             return logs
         if "train_loss" in logs and self._training_loss is not None:
             # In place: the Trainer adds the epoch to this entry, and returns it as its metrics.
             logs["train_loss"] = self._training_loss
-            logs |= trainer.batch_growth.speed(logs)
+            if trainer.batch_growth.is_on:
+                logs |= trainer.batch_growth.speed(logs)
         return logs
 
     @contextlib.contextmanager

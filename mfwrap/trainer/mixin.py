@@ -438,7 +438,7 @@ class MFTrainerMixin(_Base):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         """Do forward and backward of a micro-batch; return its loss, or 0 if it is non-finite."""
-        part = self._parts.next()
+        part = self._parts.next() if self._parts.left else Part.ROWS
         if part is Part.NOTHING:
             return self._losses.of_nothing()
         num_items = args[0] if args else kwargs.get("num_items_in_batch")
@@ -705,7 +705,8 @@ class MFTrainerMixin(_Base):
     def _end_step(self) -> None:
         if self._skip.rows.are_followed:
             self._skip.count_update()
-        self.batch_growth.end_update()
+        if self.batch_growth.is_on:
+            self.batch_growth.end_update()
         report = self.attached.attachment.last_report
         if report is not None:
             self._losses.step_log.count(report)

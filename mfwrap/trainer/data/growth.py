@@ -58,6 +58,8 @@ class GrowingBatch:
         if rampup_batch_size is not None:
             check_ramp_up(rampup_batch_size)
         self._trainer = trainer
+        self.is_on = rampup_batch_size is not None
+        """Whether the batch grows."""
         self._given = rampup_batch_size
         self._batch = batch
         self._parts = parts
@@ -74,11 +76,6 @@ class GrowingBatch:
         self._updates_done = 0
         self._slots_done = 0
         self._delays_random_states: str | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the batch grows."""
-        return self._given is not None
 
     def settings(self) -> dict[str, Any]:
         """Return the argument by its name, as JSON values; empty if no batch grows."""
@@ -293,8 +290,6 @@ class GrowingBatch:
 
     def end_update(self) -> None:
         """Set the progress of the epoch, which the Trainer computes from the updates; after one."""
-        if self._given is None:
-            return
         self._updates_done += 1
         share = self._updates_done / self._max_steps
         if self._num_slots is not None:
@@ -303,8 +298,6 @@ class GrowingBatch:
 
     def values_to_log(self) -> dict[str, int]:
         """Return values, by name, for each training log."""
-        if self._given is None:
-            return {}
         step = self._trainer.state.global_step
         seen = self.samples(step)
         return {"global_batch_size": seen - self.samples(step - 1), "num_samples_seen": seen}
@@ -318,7 +311,7 @@ class GrowingBatch:
             logs: The Trainer's entry.
         """
         seconds = logs.get("train_runtime")
-        if self._given is None or not seconds:
+        if not seconds:
             return {}
         seen = self.samples(self._trainer.state.global_step) - self.samples(self._begun)
         return {"train_samples_per_second": round(seen / seconds, 3)}

@@ -36,7 +36,8 @@ class UpdateParts:
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
-        self._left: deque[Part] = deque()
+        self.left: deque[Part] = deque()
+        """What the micro-batches have that come next; empty in an update that has all its rows."""
         self._divisor: float = 1
         self._is_read = False
         self.present = Part.ROWS
@@ -44,7 +45,7 @@ class UpdateParts:
 
     def clear(self) -> None:
         """Forget what was read; call it after a training."""
-        self._left.clear()
+        self.left.clear()
         self._is_read, self.present = False, Part.ROWS
 
     def begin(self) -> None:
@@ -65,18 +66,16 @@ class UpdateParts:
                 counts targets.
         """
         self.begin()
-        self._left += [Part.NOTHING] * number
-        self._left += parts
+        self.left += [Part.NOTHING] * number
+        self.left += parts
         self._divisor = divisor
         return [_without_rows(batches[0])] * number + list(batches)
 
     def next(self) -> Part:
-        """Return what the next micro-batch has; let the Trainer divide its loss by their number."""
-        self.present = Part.ROWS
-        if self._left:
-            self.present = self._left.popleft()
-            if self.present is not Part.NOTHING:  # the Trainer divides by this number
-                self._trainer.current_gradient_accumulation_steps = self._divisor
+        """Return the next one `left`; let the Trainer divide its loss by their number."""
+        self.present = self.left.popleft()
+        if self.present is not Part.NOTHING:  # the Trainer divides by this number
+            self._trainer.current_gradient_accumulation_steps = self._divisor
         return self.present
 
     def check_update(self) -> None:
@@ -85,8 +84,8 @@ class UpdateParts:
         Raises:
             RuntimeError: If a subclass of the trainer has replaced one of the two methods.
         """
-        if self._left or not self._is_read:
-            name = "training_step" if self._left else "get_batch_samples"
+        if self.left or not self._is_read:
+            name = "training_step" if self.left else "get_batch_samples"
             msg = (
                 "`skip_rows`, `rollback` and `rampup_batch_size` need the trainer's "
                 f"`{name}`, got that of {type(self._trainer).__name__}, which does not call "
