@@ -58,9 +58,10 @@ def _try(training: TrainingChoice) -> None:
         network = torch.nn.Linear(2, 2)
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        own = dataclasses.replace(choice, rate_groups=(), qk_clip_threshold=None).build(
-            arguments, network, ()
+        plain = dataclasses.replace(
+            choice, rate_groups=(), layer_decay=None, qk_clip_threshold=None
         )
+        own = plain.build(arguments, network, ())
         own.step()
         if training.schedule is None:
             _check_schedule(own, arguments)
@@ -83,9 +84,11 @@ def _try(training: TrainingChoice) -> None:
 def _refuse_rate_groups(training: TrainingChoice) -> None:
     if training.optimizer is not None:
         name = getattr(training.arguments.optim, "value", training.arguments.optim)
+        is_by_layer = training.optimizer.layer_decay is not None
+        section = "layer_decay" if is_by_layer else "grouped_lr_schedule"
         msg = (
             f"`optim` must be an optimizer that takes parameter groups, because the recipe has a "
-            f"section grouped_lr_schedule, got {name}"
+            f"section {section}, got {name}"
         )
         raise ValueError(msg)
 

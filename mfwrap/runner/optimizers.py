@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer, Muon, QKClip, hidden_matrices
 from mfwrap.runner.document import RecipeDocument
+from mfwrap.runner.layer_decay import LayerDecaySection
 from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.parameter_groups import RateGroup, first_match, parameter_groups
 from mfwrap.runner.ranges import check_range, is_number
@@ -40,6 +41,9 @@ class OptimizerChoice:
     rate_groups: tuple[RateGroup, ...] = ()
     """Parameters with a schedule of their own."""
 
+    layer_decay: LayerDecaySection | None = None
+    """Learning rates by layer; ``None`` for one rate. Excludes `rate_groups`."""
+
     qk_clip_threshold: float | None = None
     """Limit of the attention logits, see `QKClip`; ``None`` for no limit."""
 
@@ -58,8 +62,8 @@ class OptimizerChoice:
             decayed: Names of the parameters that have weight decay by their kind.
 
         Raises:
-            RecipeError: If a group of ``grouped_lr_schedule`` has no parameter, or the attention
-                logits of the network cannot be limited.
+            RecipeError: If a group of ``grouped_lr_schedule`` has no parameter, if the network has
+                no layers for ``layer_decay``, or if its attention logits cannot be limited.
         """
         optimizer = self._optimizer(arguments, network, decayed)
         if self.qk_clip_threshold is not None:
@@ -73,19 +77,41 @@ class OptimizerChoice:
     def _optimizer(
         self, arguments: TrainingArguments, network: nn.Module, decayed: Collection[str]
     ) -> Optimizer:
-        names = [name for name, _ in network.named_parameters()]
-        rules = {name: first_match(plain_name(name), self.decay_rules) for name in names}
-        by_kind = {None: decayed, 0: names}
-        decayed = [name for name in names if name in by_kind.get(rules[name], ())]
-        groups = parameter_groups(
-            self.document, network, self.rate_groups, decayed, arguments.weight_decay
-        )
+        groups = self.groups(arguments, network, decayed)
         if self.make is not None:
             return self.make(network, groups, arguments)
         model: Any = network
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         optimizer: Optimizer = kind(groups, **settings)
         return optimizer
+
+    def groups(
+        self, arguments: TrainingArguments, network: nn.Module, decayed: Collection[str]
+    ) -> list[dict[str, Any]]:
+        """Return the parameter groups of the optimizer.
+
+        Args:
+            arguments: Arguments of the training.
+            network: Network to train.
+            decayed: Names of the parameters that have weight decay by their kind.
+
+        Raises:
+            RecipeError: If a group of ``grouped_lr_schedule`` has no parameter, or the network has
+                no layers for ``layer_decay``.
+        """
+        names = [name for name, _ in network.named_parameters()]
+        rules = {name: first_match(plain_name(name), self.decay_rules) for name in names}
+        by_kind = {None: decayed, 0: names}
+        decayed = {name for name in names if name in by_kind.get(rules[name], ())}
+        decay = arguments.weight_decay
+        if self.layer_decay is None:
+            return parameter_groups(self.document, network, self.rate_groups, decayed, decay)
+        rate = arguments.learning_rate
+        try:
+            return self.layer_decay.groups(network, decayed, weight_decay=decay, learning_rate=rate)
+        except ValueError as error:
+            says = str(error).removeprefix("`layer_decay` ")
+            raise self.document.error(("layer_decay",), says) from error
 
 
 @final

@@ -37,9 +37,8 @@ from mfwrap.runner.expert_bias import BIAS_RATE, BalanceChoice
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.optimization import check_optimizer
 from mfwrap.runner.optimizers import OptimizerChoice
-from mfwrap.runner.parameter_groups import parameter_groups
 from mfwrap.runner.replacements import without_replaced
-from mfwrap.runner.schedules import GroupedScheduleChoice, ScheduleChoice
+from mfwrap.runner.schedules import Schedule
 from mfwrap.runner.sections import RunnerWrapperSection, Sections
 from mfwrap.runner.step import StepChoice, read_average, read_step
 from mfwrap.runner.training import read_peft, read_training
@@ -75,7 +74,7 @@ class Recipe:
     optimizer: OptimizerChoice | None
     """Optimizer that the Trainer cannot build; ``None`` for the optimizer named in `arguments`."""
 
-    schedule: ScheduleChoice | GroupedScheduleChoice | None
+    schedule: Schedule | None
     """MindFormers' schedule; ``None`` for the schedule named in `arguments`."""
 
     balance: BalanceChoice | None
@@ -179,7 +178,7 @@ def read_document(document: RecipeDocument) -> Recipe:
     check_optimizer(objects, training)
     if network is not None and training.optimizer is not None and sections.peft is None:
         # With an adapter, the trained parameters have other names.
-        parameter_groups(document, network, training.optimizer.rate_groups, (), 0.0)
+        training.optimizer.groups(training.arguments, network, ())
     balance = _balance(document, sections, network)
     step = read_step(objects, wrapper, sections.monitor_config, training.arguments.max_grad_norm)
     _check_accumulation(document, step.config, training.arguments)

@@ -1,5 +1,6 @@
 """The sections ``lr_schedule`` and ``grouped_lr_schedule`` of a recipe."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mfwrap.runner.document import Path, shown
+from mfwrap.runner.layer_decay import SCALE
 from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.parameter_groups import DEFAULT_GROUP, RateGroup
 from mfwrap.runner.ranges import check_range, is_number
@@ -40,6 +42,20 @@ class ScheduleChoice:
             settings["total_steps"] = self.total_steps or num_training_steps
         return self.kind(optimizer, **settings)
 
+    def scaled(self, factor: float) -> "ScheduleChoice":
+        """Return a schedule with `factor` times this one's rates, if the initial rate has it too.
+
+        All formulas are linear in the initial rate and the rates among the settings together.
+        """
+        defaults = inspect.signature(self.kind).parameters
+        rates = {key: each.default for key, each in defaults.items() if key in _END_RATES}
+        rates |= {key: value for key, value in self.settings.items() if key in _END_RATES}
+        scaled = {key: rate * factor for key, rate in rates.items() if rate is not None}
+        return dataclasses.replace(self, settings={**self.settings, **scaled})
+
+
+_END_RATES = frozenset({"eta_min", "lr_end", "lr_end1", "lr_end2", "warmup_lr_init"})
+"""Keys of schedules that are learning rates, apart from the initial one."""
 
 _RATE_KEYS = ("learning_rate", "base_lr")
 _ANY_LENGTH = 10**9
@@ -48,22 +64,27 @@ _ANY_LENGTH = 10**9
 @final
 @dataclass(frozen=True)
 class GroupedScheduleChoice:
-    """Schedules by the names of parameter groups."""
+    """Schedules by the names of parameter groups, or one schedule scaled for each layer."""
 
     schedules: Mapping[str, ScheduleChoice]
-    """Schedule of each group, by the group's entry ``name``."""
+    """Schedule of each group, by the group's entry ``name``. The groups of
+    `LayerDecaySection.groups` share the schedule ``default``."""
 
     def make(self, optimizer: Optimizer, num_training_steps: int) -> LRScheduler:
         """Build the schedule for an optimizer whose parameter groups have names."""
-        return GroupedLR(
-            optimizer,
-            [
-                functools.partial(
-                    self.schedules[group["name"]].make, num_training_steps=num_training_steps
-                )
-                for group in optimizer.param_groups
-            ],
-        )
+        default = self.schedules[DEFAULT_GROUP]
+        chosen = [
+            default.scaled(group[SCALE]) if SCALE in group else self.schedules[group["name"]]
+            for group in optimizer.param_groups
+        ]
+        makes = [
+            functools.partial(each.make, num_training_steps=num_training_steps) for each in chosen
+        ]
+        return GroupedLR(optimizer, makes)
+
+
+Schedule = ScheduleChoice | GroupedScheduleChoice
+"""MindFormers' schedule of a recipe."""
 
 
 def read_schedule(

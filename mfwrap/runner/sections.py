@@ -41,6 +41,9 @@ class Sections(RecipeSection):
     """MindFormers' section: ``default``, like ``lr_schedule``, and ``grouped``, a list of such
     schedules, each with ``params``, patterns of the names of its parameters."""
 
+    layer_decay: dict[str, Any] | None = None
+    """Fields of `mfwrap.runner.layer_decay.LayerDecaySection`."""
+
     ema: dict[str, Any] | None = None
     """Arguments of `ExponentialMovingAverage`."""
 

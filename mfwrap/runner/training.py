@@ -13,11 +13,14 @@ from transformers import TrainingArguments
 from mfwrap.collectives import leave_shared_store, refuse_lone_process
 from mfwrap.runner.document import Path
 from mfwrap.runner.expert_bias import BalanceChoice
+from mfwrap.runner.layer_decay import LayerDecaySection
 from mfwrap.runner.objects import RecipeObjects, without_nulls
 from mfwrap.runner.optimizers import OptimizerChoice, read_optimizer
+from mfwrap.runner.parameter_groups import DEFAULT_GROUP
 from mfwrap.runner.ranges import check_range
 from mfwrap.runner.schedules import (
     GroupedScheduleChoice,
+    Schedule,
     ScheduleChoice,
     read_grouped_schedule,
     read_schedule,
@@ -32,7 +35,7 @@ class TrainingChoice(NamedTuple):
     optimizer: OptimizerChoice | None
     """Optimizer that the Trainer cannot build; ``None`` for the optimizer named in `arguments`."""
 
-    schedule: ScheduleChoice | GroupedScheduleChoice | None
+    schedule: Schedule | None
     """MindFormers' schedule; ``None`` for the schedule named in `arguments`."""
 
 
@@ -73,6 +76,7 @@ def read_training(
         settings = {"use_cpu": True, "dataloader_pin_memory": False, "bf16": False} | settings
     optimizer = _read_optimizer(objects, settings, sections)
     optimizer, schedule = _read_schedule(objects, settings, sections, optimizer)
+    optimizer, schedule = _read_layer_decay(objects, sections, optimizer, schedule)
     if wrapper is not None:
         settings["max_grad_norm"] = _max_grad_norm(objects, training, wrapper)
     leave_shared_store()
@@ -115,7 +119,7 @@ def _read_schedule(
     settings: dict[str, Any],
     sections: Sections,
     optimizer: OptimizerChoice | None,
-) -> tuple[OptimizerChoice | None, ScheduleChoice | GroupedScheduleChoice | None]:
+) -> tuple[OptimizerChoice | None, Schedule | None]:
     """Add the learning rate of the schedule's section to the arguments of the training.
 
     Returns:
@@ -132,7 +136,7 @@ def _read_schedule(
         says = f"must be left out, because the recipe has a section {name}"
         raise objects.document.error(paths[0], says)
     max_steps = settings.get("max_steps", -1)
-    schedule: ScheduleChoice | GroupedScheduleChoice
+    schedule: Schedule
     if grouped is None:
         schedule, rate = read_schedule(objects, (name,), section or {}, max_steps)
     else:
@@ -142,6 +146,26 @@ def _read_schedule(
     if rate is not None:
         _merge(objects, settings, {"learning_rate": rate}, name)
     return optimizer, schedule
+
+
+def _read_layer_decay(
+    objects: RecipeObjects,
+    sections: Sections,
+    optimizer: OptimizerChoice | None,
+    schedule: Schedule | None,
+) -> tuple[OptimizerChoice | None, Schedule | None]:
+    """Return the optimizer and the schedule with the learning rates of ``layer_decay``."""
+    path = ("layer_decay",)
+    if sections.layer_decay is None:
+        return optimizer, schedule
+    if sections.grouped_lr_schedule is not None:
+        says = "must be left out, because the recipe has a section grouped_lr_schedule"
+        raise objects.document.error(path, says)
+    section = objects.parse(path, LayerDecaySection, sections.layer_decay)
+    choice = optimizer or OptimizerChoice(objects.document)
+    if isinstance(schedule, ScheduleChoice):
+        schedule = GroupedScheduleChoice({DEFAULT_GROUP: schedule})
+    return dataclasses.replace(choice, layer_decay=section), schedule
 
 
 def _merge(
@@ -210,7 +234,7 @@ def read_peft(
 def optimized(
     trainer: type[Any],
     optimizer: OptimizerChoice | None,
-    schedule: ScheduleChoice | GroupedScheduleChoice | None,
+    schedule: Schedule | None,
     balance: BalanceChoice | None = None,
 ) -> type[Any]:
     """Return a subclass of a Trainer that builds a recipe's optimizer and schedule.

@@ -12,6 +12,7 @@ from mfwrap.runner.mindformers.architectures.convert import (
     lose_overriding_keys,
     num_parameters,
 )
+from mfwrap.runner.mindformers.layer_decay import decay_rules, take_layer_decay
 from mfwrap.runner.mindformers.losses import LOSSES, Loss
 from mfwrap.runner.mindformers.monitors import saves_by_callback, take_monitors
 from mfwrap.runner.mindformers.precision import take_precision
@@ -153,6 +154,7 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         training["save_strategy"] = "no"
     has_local_norms = wrapper.get("local_norm") or shows_local_norms(monitors["monitor_config"])
     _shard_accumulation(source, training, has_local_norms=bool(has_local_norms))
+    layer_decay = take_layer_decay(source, config)
     schedules = take_schedules(source, training, layout, config, task, is_adapted=peft is not None)
     sections = {
         "task": task,
@@ -160,8 +162,9 @@ def _convert(source: SourceFile) -> dict[str, Any]:
         "data": data,
         "training": training,
         "runner_wrapper": wrapper,
-        "optimizer": take_optimizer(source),
+        "optimizer": take_optimizer(source) | decay_rules(config),
         **schedules,
+        "layer_decay": layer_decay,
         "data_skip_steps": source.integer("data_skip_steps", default=0, minimum=0),
         "peft": peft,
         **monitors,

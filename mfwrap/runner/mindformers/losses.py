@@ -14,7 +14,7 @@ LOSSES: Mapping[str, str] = MappingProxyType(
         "attention": "which tokens attend to which",
         "dropout": "a dropout that transformers' model does not have",
         "gradients": "how gradients of several processes are combined",
-        "layer_decay": "learning rates that differ by layer",
+        "layer_decay": "the learning rate of position embeddings",
         "lora": "the adapter, or its exact form",
         "moe": "how experts are chosen, balanced or skipped",
         "lr_groups": "learning rates of groups of parameters whose names are unknown",

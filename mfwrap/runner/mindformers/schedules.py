@@ -58,7 +58,6 @@ def take_schedules(
             mapping, or the rates depend on a number that the file does not say.
     """
     factor = _scale(source, training, layout)
-    _take_layer_decay(source)
     grouped = source.mapping("grouped_lr_schedule")
     if grouped:
         source.ignore("lr_schedule")
@@ -196,16 +195,3 @@ def _scale(source: SourceFile, training: Mapping[str, Any], layout: Layout) -> f
     says = f"scaled for {layout.processes} x {size} rows, as lr_scale asks"
     source.notes.append(f"lr_schedule.learning_rate: {says}")
     return float(layout.processes * size / unit)
-
-
-def _take_layer_decay(source: SourceFile) -> None:
-    """Take the keys of learning rates by layer, which only ViT and Swin have in MindFormers."""
-    decay = source.number("layer_decay", default=1.0)
-    scales = source.flag("layer_scale")
-    arch = source.document.data.get("model")
-    name = str(arch.get("arch")) if isinstance(arch, dict) else ""
-    if scales and decay != 1 and ("ViT" in name or "Swin" in name):
-        says = (
-            f"the file multiplies the learning rate by {decay:g} from each layer to the one below"
-        )
-        source.lose("layer_decay", ("layer_scale",), f"{says}; the recipe has one learning rate")

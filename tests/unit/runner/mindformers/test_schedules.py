@@ -3,7 +3,7 @@
 import pytest
 
 from mfwrap.runner import RecipeError, parse_recipe
-from support.mindformers_files import ABSENT, imported, imported_recipe, lost
+from support.mindformers_files import ABSENT, imported, imported_recipe
 
 CONSTANT = {"type": "ConstantWarmUpLR", "learning_rate": 1e-4, "warmup_steps": 1}
 
@@ -154,26 +154,3 @@ def test_learning_rates_of_unknown_groups_are_a_loss(params):
 
     assert [loss.name for loss in result.losses] == ["lr_groups"]
     assert recipe["lr_schedule"] == CONSTANT
-
-
-def test_learning_rates_by_layer_are_a_loss():
-    """Learning rates by layer, which MindFormers has for ViT and Swin, are a loss."""
-    vit = {
-        "trainer.type": "image_classification",
-        "model": {
-            "arch": {"type": "ViTForImageClassification"},
-            "model_config": {
-                "type": "ViTConfig",
-                "hidden_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "intermediate_size": 64,
-                "patch_size": 2,
-                "image_size": 8,
-            },
-        },
-    }
-    scales = {"layer_scale": True, "layer_decay": 0.65}
-
-    assert "layer_decay" in lost(vit | scales, "layer_decay", "dropout", "architecture")
-    assert lost(scales) == []
