@@ -26,6 +26,7 @@ from mfwrap.recipes.models.settings import (
     num_positions,
 )
 from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
+from mfwrap.runner.adapters import AdapterChoice, read_peft
 from mfwrap.runner.callbacks import (
     MakeCallback,
     needs_tensorboard_dir,
@@ -41,7 +42,7 @@ from mfwrap.runner.replacements import without_replaced
 from mfwrap.runner.schedules import Schedule
 from mfwrap.runner.sections import RunnerWrapperSection, Sections
 from mfwrap.runner.step import StepChoice, read_average, read_step
-from mfwrap.runner.training import read_peft, read_training
+from mfwrap.runner.training import read_training
 from mfwrap.schedules.batch_growth import RampUp, check_multiples
 from mfwrap.trainer.mixin import loop_settings
 from mfwrap.trainer.rollback import Rollback
@@ -86,8 +87,8 @@ class Recipe:
     make_average: Callable[[Any], ExponentialMovingAverage] | None
     """Builds the average of a model's weights; ``None`` without an average."""
 
-    peft: Any
-    """PEFT's configuration of an adapter; ``None`` to train all weights."""
+    peft: AdapterChoice | None
+    """Adapter to train; ``None`` to train all weights."""
 
     data_skip_steps: int | None
     """Number of updates whose data are skipped at the start."""

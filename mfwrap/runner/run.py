@@ -233,11 +233,13 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
         return keywords | {"ref_model": copy.deepcopy(keywords["model"]).eval()}
     if recipe.peft is None:
         return keywords
-    if recipe.task.takes_peft:
-        return keywords | {"peft_config": recipe.peft}
-    from peft import get_peft_model  # noqa: PLC0415  (slow; part of an extra)
-
-    return keywords | {"model": get_peft_model(keywords["model"], recipe.peft)}
+    if recipe.task.takes_peft and recipe.peft.is_plain:
+        return keywords | {"peft_config": recipe.peft.config}
+    try:
+        return keywords | {"model": recipe.peft.applied(keywords["model"])}
+    except ValueError as error:
+        section = recipe.document.data["peft"]
+        raise RecipeObjects(recipe.document).refusal(("peft",), section, error) from error
 
 
 def checked_rows(recipe: Recipe) -> Rows:

@@ -48,7 +48,8 @@ class Sections(RecipeSection):
     """Arguments of `ExponentialMovingAverage`."""
 
     peft: dict[str, Any] | None = None
-    """``type``, for example ``lora``, and arguments of PEFT's configuration of that type."""
+    """``type``, for example ``lora``, arguments of PEFT's configuration of that type, and fields of
+    `mfwrap.runner.adapters.AdapterSection`."""
 
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     """``type``, a name in `mfwrap.callbacks`, and the arguments of that callback."""

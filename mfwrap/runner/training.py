@@ -201,36 +201,6 @@ def _max_grad_norm(
     return 0.0
 
 
-def read_peft(
-    objects: RecipeObjects, section: Mapping[str, Any] | None, task_type: str | None
-) -> Any:
-    """Return PEFT's configuration of a section ``peft``; ``None`` without the section.
-
-    Args:
-        objects: Builder for the recipe.
-        section: ``type`` and arguments of PEFT's configuration.
-        task_type: PEFT's name of the task; ``None`` if PEFT has none.
-
-    Raises:
-        RecipeError: If the adapter or a key is unknown, or PEFT is not installed.
-    """
-    if section is None:
-        return None
-    try:
-        from peft import PEFT_TYPE_TO_CONFIG_MAPPING  # noqa: PLC0415  (slow; part of an extra)
-    except ImportError as error:
-        says = 'needs PEFT; install it with pip install "mfwrap[recipes]"'
-        raise objects.document.error(("peft",), says) from error
-    settings = dict(section)
-    kinds = {
-        str(kind.value).lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
-    }
-    name = objects.choice(("peft", "type"), settings.pop("type", "lora"), kinds)
-    if task_type is not None:
-        settings.setdefault("task_type", task_type)
-    return objects.build(("peft",), kinds[name], settings)
-
-
 def optimized(
     trainer: type[Any],
     optimizer: OptimizerChoice | None,

@@ -1,11 +1,14 @@
-"""Convert MindFormers' ``pet_config`` to a recipe's section ``peft``."""
+"""Convert MindFormers' ``pet_config`` and ``lora_config`` to a recipe's section ``peft``."""
 
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from mfwrap.runner.document import Path, shown
+from mfwrap.runner.mindformers.rate_groups import MODEL_TYPES, mindformers_name, network_of
 from mfwrap.runner.mindformers.source import SourceFile
 
 _PATH: Path = ("model", "model_config", "pet_config")
@@ -163,19 +166,25 @@ def convert_adapter(
     known = {*_TAKEN, *_WITHOUT_EFFECT, "freeze_include", "freeze_exclude", "reg_rules"}
     for key in section.keys() - known:
         raise source.document.unknown_key((*_PATH, key), known)
+    targets = _targets(source, section, names)
     peft = {
         "type": "lora",
         "r": section.get("lora_rank", 8),
         "lora_alpha": section.get("lora_alpha", 16),
         "lora_dropout": section.get("lora_dropout", 0.01),
-        "target_modules": _targets(source, section, names),
+        "target_modules": [name for fused in targets for name in fused],
     }
+    if shared := [list(fused) for fused in targets if len(fused) > 1]:
+        peft["shared_a"] = shared
     kept = _not_frozen(source, section, names)
     source.notes.append("pet_config: PEFT's own initialization of the adapter, weights in float32")
     return peft | ({"modules_to_save": kept} if kept else {})
 
 
-def _targets(source: SourceFile, section: Mapping[str, Any], names: _Names) -> list[str]:
+def _targets(
+    source: SourceFile, section: Mapping[str, Any], names: _Names
+) -> list[tuple[str, ...]]:
+    """Return transformers' layers of each of MindFormers' layers that has an adapter."""
     rule = section.get("target_modules", section.get("reg_rules"))
     excluded = section.get("exclude_layers") or []
     excluded = [excluded] if isinstance(excluded, str) else excluded
@@ -191,12 +200,7 @@ def _targets(source: SourceFile, section: Mapping[str, Any], names: _Names) -> l
     if rule is None or not found:
         says = f"expected a regular expression that matches one of {sorted(names.layers)}"
         raise source.document.error((*_PATH, "target_modules"), f"{says}, got {shown(rule)}")
-    for fused in found:
-        if len(fused) > 1:
-            layers = ", ".join(fused)
-            says = f"the file has one adapter for {layers} together; the recipe has one for each"
-            source.lose("lora", (*_PATH, "target_modules"), says)
-    return [name for fused in found for name in fused]
+    return found
 
 
 def _is_target(cells: Sequence[str], rule: str, excluded: Sequence[str]) -> bool:
@@ -230,3 +234,92 @@ def _not_frozen(source: SourceFile, section: Mapping[str, Any], names: _Names) -
             source.lose("lora", (*_PATH, key), f"{says}; the recipe freezes all but the adapter")
             return []
     return known
+
+
+_LORA_CONFIG = "lora_config"
+
+
+def take_lora_config(
+    source: SourceFile, config: Mapping[str, Any], task: str
+) -> dict[str, Any] | None:
+    """Return the section ``peft`` for a file of the PyNative trainer; ``None`` without an adapter.
+
+    Source: MindFormers, ``mindformers.pynative.pet``, ``build_lora_model`` and ``LinearWithLoRA``.
+
+    Args:
+        source: File, whose section ``lora_config`` is taken.
+        config: Section ``model.config`` of the recipe.
+        task: Task of the recipe.
+
+    Raises:
+        RecipeError: If the section has an unknown key or a wrong value, or selects no layer.
+    """
+    place = _LORA_CONFIG
+    if (place,) not in source:
+        return None
+    rule = source.text(place, "target_modules") or ""
+    excluded = source.text(place, "exclude_layers")
+    peft: dict[str, Any] = {
+        "type": "lora",
+        "r": source.integer(place, "lora_rank", default=8),
+        "lora_alpha": source.integer(place, "lora_alpha", default=16),
+        "lora_dropout": source.number(place, "lora_dropout", default=0.0),
+    }
+    stds = {
+        name: source.number(place, f"lora_{name}", default=default)
+        for name, default in (("a_std", 0.01), ("b_std", 0.0))
+    }
+    source.refuse_left((place,), ("target_modules", "exclude_layers", "lora_rank", "lora_alpha"))
+    if config.get("model_type") not in MODEL_TYPES:
+        says = f"mfwrap cannot convert the names of the layers of {config.get('model_type')}"
+        source.lose("lora", (place, "target_modules"), f"{says}; the recipe trains all weights")
+        return None
+    network = network_of(config, task)
+    layers = [name for name, one in network.named_modules() if isinstance(one, nn.Linear)]
+    paths = {name: _pynative_path(name) for name in layers if not _EXPERT.search(name)}
+    try:
+        chosen = [name for name in paths if _is_pynative_target(paths[name], rule, excluded)]
+    except re.error as error:
+        says = f"expected regular expressions: {error}"
+        raise source.document.error((place, "target_modules"), says) from error
+    if not chosen or not rule:
+        known = sorted({path.rpartition(".")[2] for path in paths.values()})
+        says = f"expected a regular expression that finds the path of one of {known}"
+        raise source.document.error((place, "target_modules"), f"{says}, got {shown(rule)}")
+    fused: dict[tuple[str, str], list[str]] = {}
+    for name in chosen:
+        parent, _, own = name.rpartition(".")
+        fused.setdefault((parent, paths[name]), []).append(own)
+    shared = {tuple(names): None for names in fused.values() if len(names) > 1}
+    peft["target_modules"] = _shortened(chosen, layers)
+    if shared:
+        peft["shared_a"] = [list(names) for names in shared]
+    source.notes.append("lora_config: weights of the adapter in float32; experts have no adapter")
+    return peft | {name: std for name, std in stds.items() if std or name == "a_std"}
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def _pynative_path(layer: str) -> str:
+    """Return the path of the cell that has a layer of transformers in the PyNative trainer."""
+    return "model." + mindformers_name(f"{layer}.weight").removesuffix(".weight")
+
+
+def _is_pynative_target(path: str, rule: str, excluded: str | None) -> bool:
+    """Return whether a layer gets an adapter: no cell around it is excluded, and the rule fits."""
+    cells = path.split(".")
+    around = [".".join(cells[:end]) for end in range(1, len(cells) + 1)]
+    if excluded and any(re.search(excluded, one) for one in around):
+        return False
+    return re.search(rule, path) is not None
+
+
+def _shortened(chosen: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """Return the last parts of names, or whole names if not all layers of that name are chosen."""
+    short: dict[str, None] = {}
+    for name in chosen:
+        last = name.rpartition(".")[2]
+        namesakes = [one for one in layers if one.rpartition(".")[2] == last]
+        short[last if {*namesakes} <= {*chosen} else name] = None
+    return list(short)

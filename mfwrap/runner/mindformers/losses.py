@@ -15,7 +15,7 @@ LOSSES: Mapping[str, str] = MappingProxyType(
         "dropout": "a dropout that transformers' model does not have",
         "gradients": "how gradients of several processes are combined",
         "layer_decay": "the learning rate of position embeddings",
-        "lora": "the adapter, or its exact form",
+        "lora": "an adapter, and which weights are frozen",
         "moe": "how experts are chosen, balanced or skipped",
         "lr_groups": "learning rates of groups of parameters whose names are unknown",
         "mtp": "the prediction of several tokens",

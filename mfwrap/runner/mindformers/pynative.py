@@ -11,6 +11,7 @@ from typing import Any
 
 from mfwrap.runner.document import Path, shown
 from mfwrap.runner.expert_bias import BIAS_RATE
+from mfwrap.runner.mindformers.adapter import take_lora_config
 from mfwrap.runner.mindformers.architectures.convert import convert_model, num_parameters
 from mfwrap.runner.mindformers.precision import take_precision
 from mfwrap.runner.mindformers.rate_groups import (
@@ -104,6 +105,7 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
     training = _take_training(source) | mixed_precision
     growth = _take_growth(source, training["per_device_train_batch_size"])
     monitors = _take_monitors(source)
+    adapter = take_lora_config(source, config, _TASK)
     sections = {
         "task": _TASK,
         "model": {"config": config, **dtypes},
@@ -111,12 +113,12 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
         "training": training,
         "rampup_batch_size": growth,
         "runner_wrapper": _take_wrapper(source),
-        "optimizer": _take_optimizer(source, config),
+        "optimizer": _take_optimizer(source, config, is_adapted=adapter is not None),
         "lr_schedule": _take_schedule(source),
         BIAS_RATE: source.bias_rate,
+        "peft": adapter,
         **monitors,
     }
-    _lose_adapter(source)
     source.notes.append(
         "step: an update with a gradient that is not finite is skipped, which MindFormers applies, "
         "and a weight without a gradient is left out, which shifts MindFormers' optimizer"
@@ -278,7 +280,7 @@ def _take_wrapper(source: SourceFile) -> dict[str, Any]:
 
 
 def _decay_rules(
-    source: SourceFile, section: dict[str, Any], config: dict[str, Any]
+    source: SourceFile, section: dict[str, Any], config: dict[str, Any], *, is_adapted: bool
 ) -> dict[str, list[str]]:
     """Take the patterns of names that choose the weights with weight decay, and convert them."""
     rules = {rule: section.pop(rule, None) or [] for rule in _DECAY_RULES}
@@ -289,8 +291,9 @@ def _decay_rules(
     rules = {rule: names for rule, names in rules.items() if names}
     if not rules:
         return {}
-    if config.get("model_type") not in MODEL_TYPES:
-        says = "mfwrap cannot convert the names of MindFormers' parameters"
+    if config.get("model_type") not in MODEL_TYPES or is_adapted:
+        of = "an adapter" if is_adapted else "MindFormers' parameters"
+        says = f"mfwrap cannot convert the names of {of}"
         place: Path = ("optimizer", next(iter(rules)))
         source.lose("weight_decay", place, f"{says}; biases and norms have no weight decay")
         return {}
@@ -306,14 +309,16 @@ def _decay_rules(
     return found
 
 
-def _take_optimizer(source: SourceFile, config: dict[str, Any]) -> dict[str, Any]:
+def _take_optimizer(
+    source: SourceFile, config: dict[str, Any], *, is_adapted: bool
+) -> dict[str, Any]:
     """Return the section ``optimizer``, with MindFormers' defaults."""
     section = source.mapping("optimizer")
     kind = section.setdefault("type", "AdamW")
     if kind not in _OPTIMIZERS:
         says = f"expected one of {list(_OPTIMIZERS)}, got {shown(kind)}"
         raise source.document.error(("optimizer", "type"), says)
-    section |= _decay_rules(source, section, config)
+    section |= _decay_rules(source, section, config, is_adapted=is_adapted)
     section.setdefault("weight_decay", 0.01)
     if kind == "Muon":
         _complete_muon(source, section)
@@ -397,11 +402,3 @@ def _take_monitors(source: SourceFile) -> dict[str, Any]:
     if monitor:
         monitor = {"monitor_on": True, **monitor}
     return {"callbacks": [loss], "monitor_config": monitor}
-
-
-def _lose_adapter(source: SourceFile) -> None:
-    """Add a loss if the file trains adapters."""
-    section = source.mapping("lora_config")
-    if section.get("target_modules"):
-        says = "mfwrap cannot convert the adapter; the recipe trains all weights"
-        source.lose("lora", ("lora_config", "target_modules"), says)

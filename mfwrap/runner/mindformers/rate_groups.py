@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.recipes.tasks.table import TASKS
@@ -43,9 +44,13 @@ def parameter_names(config: Mapping[str, Any], task: str) -> list[str]:
         config: Section ``model.config`` of the recipe.
         task: Task of the recipe.
     """
+    return [name for name, _ in network_of(config, task).named_parameters()]
+
+
+def network_of(config: Mapping[str, Any], task: str) -> nn.Module:
+    """Return a recipe's network without memory for its weights; see `parameter_names`."""
     with torch.device("meta"):
-        network = ModelSettings(config=dict(config)).make_model(TASKS[task].auto_class)
-    return [name for name, _ in network.named_parameters()]
+        return ModelSettings(config=dict(config)).make_model(TASKS[task].auto_class)
 
 
 def converted_patterns(
@@ -66,7 +71,7 @@ def converted_patterns(
         For each group, names, with ``*`` for the number of the layer if all layers belong to the
         group; ``None`` if a group has no parameter.
     """
-    numbers = {name: first_match(_mindformers_name(name), groups) for name in names}
+    numbers = {name: first_match(mindformers_name(name), groups) for name in names}
     of_template: dict[str, set[int | None]] = {}
     for name, number in numbers.items():
         of_template.setdefault(_template(name), set()).add(number)
@@ -79,7 +84,12 @@ def converted_patterns(
     return [list(patterns) for patterns in converted] if all(converted) else None
 
 
-def _mindformers_name(name: str) -> str:
+def mindformers_name(name: str) -> str:
+    """Return MindFormers' name of the parameter that has, or is, a parameter of transformers.
+
+    Args:
+        name: Name of a parameter in a model with one of `MODEL_TYPES`.
+    """
     for pattern, replacement in _NAMES:
         name = re.sub(pattern, replacement, name)
     return name

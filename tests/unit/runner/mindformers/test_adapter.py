@@ -74,14 +74,71 @@ def test_weights_that_are_not_frozen():
 @pytest.mark.parametrize(
     "changes",
     [
-        {PET: LORA | {"target_modules": ".*w_qkv"}, "model.model_config.qkv_concat": True},
         {PET: {"pet_type": "ptuning2"}},
         {PET: LORA | {"target_modules": ".*wq", "freeze_include": ["*"]}},
     ],
 )
 def test_what_peft_does_not_have(changes):
-    """An adapter of fused layers, another kind of adapter and other frozen weights are losses."""
+    """Another kind of adapter and other frozen weights are losses."""
     assert set(lost(changes, "lora")) == {"lora"}
+
+
+GLM = {
+    "model.arch.type": "ChatGLM2ForConditionalGeneration",
+    "model.model_config": {
+        "type": "ChatGLM2Config",
+        "num_layers": 1,
+        "padded_vocab_size": 300,
+        "seq_length": 32,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "kv_channels": 8,
+        "multi_query_attention": True,
+        "multi_query_group_num": 2,
+        "add_qkv_bias": True,
+        "hidden_dropout": 0.0,
+        "compute_dtype": "bfloat16",
+        "param_init_type": "float32",
+    },
+}
+QKV = ["q_proj", "k_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "shared"),
+    [
+        (GLM, ".*query_key_value*", [QKV]),
+        (
+            {"model.model_config.qkv_concat": True},
+            ".*w_qkv|.*w_gate_hidden|.*wo",
+            [QKV, ["gate_proj", "up_proj"]],
+        ),
+    ],
+)
+def test_one_adapter_of_a_fused_layer(changes, rule, shared):
+    """Layers that are one in MindFormers share A, and the rest of the adapter is not changed."""
+    result, recipe = imported(changes | {PET: LORA | {"target_modules": rule}})
+
+    assert result.losses == []
+    assert recipe["peft"]["shared_a"] == shared
+    assert {name for names in shared for name in names} <= {*recipe["peft"]["target_modules"]}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trained_matrices_of_a_fused_layer(tmp_path):
+    """A has MindFormers' shape, and the rows of B are those of the fused layer."""
+    recipe = imported_recipe(
+        GLM | {PET: LORA | {"target_modules": ".*query_key_value*"}},
+        "data={type: docstrings, max_train_samples: 4}",
+        f"training.output_dir={tmp_path}",
+    )
+    trainer, _ = build_trainer(recipe)
+    trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+    assert [tuple(p.shape) for n, p in trained.items() if "lora_A" in n] == [(4, 32)]
+    rows = sum(len(p) for n, p in trained.items() if "lora_B" in n)
+    assert rows == 32 + 2 * 2 * 8  # queries, and two groups of keys and values
 
 
 def test_a_network_without_a_class():

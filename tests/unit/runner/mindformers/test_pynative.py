@@ -1,6 +1,7 @@
 """A file of MindFormers' PyNative trainer becomes a recipe of the same step."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -157,7 +158,13 @@ def test_defaults():
         ),
         ({"optimizer.use_fused": True, "optimizer.amsgrad": True}, ["optimizer"]),
         ({"callbacks": [{"type": "Mine", "every": 2}]}, ["callbacks"]),
-        ({"lora_config": {"target_modules": "linear_qkv"}}, ["lora"]),
+        (
+            {
+                "lora_config": {"target_modules": "linear_qkv"},
+                "optimizer.weight_decay_include": ["lora_a"],
+            },
+            ["weight_decay"],
+        ),
     ],
 )
 def test_losses(changes, names):
@@ -369,3 +376,109 @@ def test_biases_of_experts(rate, expected):
 
     assert found.losses == []
     assert recipe.get("moe_router_bias_update_rate") == expected
+
+
+DEEPSEEK = {
+    "model": {
+        "model_type": "deepseek_v3",
+        "architectures": "DeepseekV3ForCausalLM",
+        "seq_length": 32,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 300,
+    }
+}
+QKV = ["q_proj", "k_proj", "v_proj"]
+MLP = ["gate_proj", "up_proj"]
+LATENT = ["q_a_proj", "kv_a_proj_with_mqa"]
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "excluded", "targets", "shared"),
+    [
+        ({}, "linear_proj", None, ["o_proj"], None),
+        ({}, "self_attention", None, [*QKV, "o_proj"], [QKV]),
+        ({}, r"linear_(qkv|fc2)$", "mlp", QKV, [QKV]),
+        (
+            {},
+            r"^model\.decoder\.layers\.1\.mlp",
+            None,
+            [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")],
+            [MLP],
+        ),
+        ({}, "output_layer|linear_fc1", "layers.0$", None, [MLP]),
+        (DEEPSEEK, "linear_qkv|linear_q?b|linear_kvb", None,
+         ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"], [LATENT]),
+        (DEEPSEEK, "shared_experts", None,
+         [f"model.layers.1.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")],
+         [MLP]),
+    ],
+)  # fmt: skip
+def test_adapters(model, rule, excluded, targets, shared):
+    """The rule finds cells by their paths; layers that are one cell share A."""
+    section = {"target_modules": rule, "exclude_layers": excluded, "lora_rank": 4}
+    found, recipe = imported(
+        model | {"lora_config": section | {"lora_alpha": 8, "lora_dropout": 0.1}},
+        accept=["moe", "mtp", "attention"],
+    )
+    if targets is None:
+        targets = ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"]
+    expected = {
+        "type": "lora",
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.1,
+        "target_modules": targets,
+        "shared_a": shared,
+        "a_std": 0.01,
+    }
+    assert recipe["peft"] == {key: value for key, value in expected.items() if value is not None}
+    assert "lora" not in {loss.name for loss in found.losses}
+
+
+def test_defaults_of_adapters():
+    """MindFormers' defaults are set; B is drawn only with a standard deviation."""
+    _, recipe = imported({"lora_config": {"target_modules": "linear_qkv", "lora_b_std": 0.02}})
+    defaults = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "a_std": 0.01, "b_std": 0.02}
+    assert recipe["peft"] == {
+        "type": "lora", "target_modules": QKV, "shared_a": [QKV], **defaults
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"target_modules": "wq"}, "expected a regular expression that finds the path of one of"),
+        ({"lora_rank": 4}, "expected a regular expression that finds the path of one of"),
+        ({"target_modules": "(qkv"}, "target_modules: expected regular expressions"),
+        ({"target_modules": "qkv", "lora_rang": 4}, "lora_config.lora_rang: unknown key"),
+    ],
+)
+def test_wrong_adapters(section, says):
+    """A rule that finds no layer is an error, as in MindFormers."""
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        imported({"lora_config": section})
+
+
+def test_adapters_of_other_networks_are_a_loss():
+    """The names of layers are known only for the networks of `MODEL_TYPES`."""
+    model = FILE["model"] | {"model_type": "glm4", "architectures": "Glm4ForCausalLM"}
+    model["pad_token_id"] = 0
+    changes = {"model": model, "lora_config": {"target_modules": "linear_qkv"}}
+    found, recipe = imported(changes, accept=["lora", "dropout", "attention"])
+    assert "lora" in {loss.name for loss in found.losses}
+    assert "peft" not in recipe
