@@ -292,13 +292,14 @@ def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
         except ValueError as error:
             raise objects.refusal(("data",), section, error) from error
     kind, _ = objects.named_type(("data",), section, SOURCES)
-    for option in ("image_size", "packing", "sequence_length"):
+    for option in sorted({name for each in TASKS.values() for name in each.options}):
         if section.get(option) is not None and option not in task.options:
             says = f"is not a setting of the task {sections.task}"
             raise objects.document.error(("data", option), says)
     data = objects.parse(("data",), SOURCES[kind], section)
     if data.known_columns is not None:
-        check_columns(objects.document, task, data.known_columns | data.columns.keys())
+        known = data.known_columns | data.columns.keys()
+        check_columns(objects.document, task.needs_of(data), known)
     return data
 
 
@@ -310,20 +311,23 @@ def _are_names(value: object) -> bool:
 
 
 def check_columns(
-    document: RecipeDocument, task: Task, found: Collection[str], origin: str | None = None
+    document: RecipeDocument,
+    needs: Sequence[Columns],
+    found: Collection[str],
+    origin: str | None = None,
 ) -> Columns:
     """Return the columns that the task needs, or raise `RecipeError` if the data lack them.
 
     Args:
         document: Recipe; supplies the place for the error.
-        task: Task of the recipe.
+        needs: Alternative sets of columns; see `Task.needs_of`.
         found: Names of the data's columns, after ``data.columns`` has renamed them.
         origin: File that has the columns; ``None`` if the data are not in a file.
     """
-    columns = needed_columns(task.needs, found)
+    columns = needed_columns(needs, found)
     if columns is None:
-        wanted = " or ".join(str(sorted(needed)) for needed in task.needs)
-        example = min(task.needs[-1].keys() - set(found))
+        wanted = " or ".join(str(sorted(needed)) for needed in needs)
+        example = min(needs[-1].keys() - set(found))
         of = "" if origin is None else f" in {origin}"
         says = f"expected data with the columns {wanted}, got {sorted(found)}{of}"
         says = f"{says}; if they have other names, set data.columns, as in {{{example}: NAME}}"

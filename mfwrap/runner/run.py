@@ -252,13 +252,13 @@ def checked_rows(recipe: Recipe) -> Rows:
     column = recipe.task.classes
     classes = None if column is None else ClassCheck(column, recipe.model.num_labels)
 
-    names = recipe.data.column_labels
+    names, needs = recipe.data.column_labels, recipe.task.needs_of(recipe.data)
     checked: list[Dataset] = []
 
     def check(table: Dataset) -> None:
         held_out = bool(checked)
         origin = recipe.data.origin(held_out=held_out)
-        columns = check_columns(recipe.document, recipe.task, table.column_names, origin)
+        columns = check_columns(recipe.document, needs, table.column_names, origin)
         if recipe.data.image_size is not None:
             columns = {**columns, "image": ANY_IMAGE}
         _check_assistant_only(recipe, columns)
@@ -283,7 +283,7 @@ def checked_rows(recipe: Recipe) -> Rows:
 def _uses(recipe: Recipe) -> dict[str, ColumnUse]:
     """Return what the task uses columns as, by the user's names."""
     uses: dict[str, ColumnUse] = {}
-    for needed in recipe.task.needs:
+    for needed in recipe.task.needs_of(recipe.data):
         for ours, kind in needed.items():
             use = None if kind is None else kind.use
             theirs = recipe.data.columns.get(ours, ours)

@@ -343,6 +343,9 @@ MESSAGES = Kind(lambda _: (_MESSAGES, _are_messages))
 TURN = Kind(_expect_turn, _STRINGS, use="text")
 """A prompt or an answer: a string, or a list of messages."""
 
+INSTRUCTIONS: Columns = {"instruction": TEXT, "output": TEXT}
+"""Columns of a template; a row may have an ``input`` in addition."""
+
 TUNING: tuple[Columns, ...] = (
     {"prompt": TURN, "completion": TURN},
     {"messages": MESSAGES},

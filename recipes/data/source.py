@@ -112,7 +112,20 @@ class DataSource(RecipeSection, abc.ABC):
 
     packing: bool | None = None
     """For ``causal_lm``: concatenate all texts, and cut the result into sequences. By default, each
-    text is cut by itself."""
+    text is cut by itself. With `template`, each sequence has as many whole texts as fit."""
+
+    template: Literal["alpaca"] | None = None
+    """For ``causal_lm``: format of the columns ``instruction``, ``output`` and, if a row has one,
+    ``input``. Only the answer is learned. By default, the column ``text`` is learned as it is."""
+
+    separate_texts: bool | None = None
+    """With `template` and `packing`: whether tokens attend only to tokens of their own text, which
+    is the default."""
+
+    targets: Literal["next_token", "mindformers"] | None = None
+    """With `template`: what a token predicts, by default the next token. With `packing`,
+    ``mindformers`` is what MindFormers from 1.7 on computes: the token after the next one, and
+    token 0 at the end of each text."""
 
     def __post_init__(self) -> None:
         """Check that values are in range and columns are known."""
@@ -129,6 +142,12 @@ class DataSource(RecipeSection, abc.ABC):
             value = getattr(self, name)
             if value is not None:
                 check_int(name, value, minimum=limit)
+        needed = {"separate_texts": self.template and self.packing, "targets": self.template}
+        for name, is_set in needed.items():
+            if getattr(self, name) is not None and not is_set:
+                needs = "`template` and `packing`" if name == "separate_texts" else "`template`"
+                msg = f"`{name}` needs {needs}, got {getattr(self, name)} without"
+                raise ValueError(msg)
         if not 0 <= self.split_seed < 2**32:
             msg = f"`split_seed` must be in [0, 2**32), got {self.split_seed}"
             raise ValueError(msg)

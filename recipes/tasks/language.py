@@ -1,6 +1,6 @@
 """Build the Trainer's keyword arguments for language models."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -8,10 +8,12 @@ from transformers import (
     AutoModelForCausalLM,
     DataCollatorForTokenClassification,
     PreTrainedTokenizerBase,
+    default_data_collator,
 )
 
 from mfwrap.recipes.data.columns import Columns, needed_columns
-from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.data.instructions import SEPARATING, instruction_texts, model_row, packed_rows
+from mfwrap.recipes.data.source import DataError, DataSource, Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings, fitting_length, make_text_model
 
@@ -21,6 +23,14 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
     tokenizer = model.make_tokenizer()
     network = make_text_model(model, AutoModelForCausalLM, tokenizer)
     length = fitting_length(data, network)
+    if data.template is not None:
+        prepare = _instructions(data, network, tokenizer, length)
+        return {
+            "model": network,
+            **rows.prepared(prepare),
+            "data_collator": default_data_collator,
+            "processing_class": tokenizer,
+        }
 
     cut_texts = _packed if data.packing else _pieces
 
@@ -41,6 +51,34 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
         "data_collator": DataCollatorForTokenClassification(tokenizer),
         "processing_class": tokenizer,
     }
+
+
+def _instructions(
+    data: DataSource, network: Any, tokenizer: PreTrainedTokenizerBase, length: int
+) -> Callable[[Any], Dataset]:
+    """Return a function that makes rows of a model's inputs from instructions and answers.
+
+    Raises:
+        DataError: If the model cannot keep the texts of a row apart.
+    """
+    packing, separate = bool(data.packing), data.separate_texts is not False
+    kind = network.config.model_type
+    if packing and separate and kind not in SEPARATING:
+        says = f"must be false for the model type {kind!r}, which cannot keep texts of a row apart"
+        msg = f"`separate_texts` {says}, got {data.separate_texts}"
+        raise DataError(msg)
+
+    def prepare(rows: Any) -> Dataset:
+        if not isinstance(rows, Dataset):
+            msg = "`template` needs rows that are not streamed, got a stream"
+            raise DataError(msg)
+        targets = data.targets or "next_token"
+        texts = instruction_texts(rows, tokenizer, length, targets, packing=packing)
+        groups = packed_rows(texts, length) if packing else ([text] for text in texts)
+        is_separate = packing and separate
+        return Dataset.from_list([model_row(each, length, separate=is_separate) for each in groups])
+
+    return prepare
 
 
 def build_tuning(

@@ -30,6 +30,7 @@ from mfwrap.recipes.data.built_in import (
 )
 from mfwrap.recipes.data.columns import (
     IMAGE,
+    INSTRUCTIONS,
     LABEL,
     LABELS,
     NUMBER,
@@ -128,6 +129,10 @@ class Task:
     mindformers_trainers: frozenset[str] = frozenset()
     """MindFormers' ``trainer.type`` and ``trainer.task_name`` for this task."""
 
+    def needs_of(self, data: DataSource) -> tuple[Columns, ...]:
+        """Return `needs`, or the columns of the section's ``template``."""
+        return self.needs if data.template is None else (INSTRUCTIONS,)
+
     def model_types(self) -> frozenset[str]:
         """Return the model types that can be trained from random weights."""
         if self.auto_class is None:
@@ -163,7 +168,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             build=build_causal_lm,
             hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
-            options=frozenset({"sequence_length", "packing"}),
+            options=frozenset(
+                {"packing", "separate_texts", "sequence_length", "targets", "template"}
+            ),
             peft_task_type="CAUSAL_LM",
             mindformers_trainers=frozenset({"CausalLanguageModelingTrainer", "text_generation"}),
         ),

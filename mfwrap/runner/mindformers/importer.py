@@ -12,6 +12,7 @@ from mfwrap.runner.mindformers.architectures.convert import (
     lose_overriding_keys,
     num_parameters,
 )
+from mfwrap.runner.mindformers.data import take_data
 from mfwrap.runner.mindformers.layer_decay import decay_rules, take_layer_decay
 from mfwrap.runner.mindformers.losses import LOSSES, Loss
 from mfwrap.runner.mindformers.monitors import saves_by_callback, take_monitors
@@ -45,8 +46,8 @@ def import_mindformers(text: str, name: str, accept: Collection[str] = ()) -> Im
 
     Everything that a recipe can express is carried over. A key that changes the numbers of the
     training and cannot be carried over is an error, unless `accept` names the kind of the loss.
-    Data are not converted, because only MindSpore reads MindRecord files: the recipe names them,
-    and training refuses it until the section ``data`` has been replaced.
+    Data that only MindFormers reads, such as MindRecord files, are not converted: the recipe names
+    them, and training refuses it until the section ``data`` has been replaced.
 
     The recipe has been checked in the same way as by `mfwrap.runner.parse_recipe`.
 
@@ -136,10 +137,19 @@ def _convert(source: SourceFile) -> dict[str, Any]:
     dtypes, mixed_precision = take_precision(source, settings)
     adapter, recomputes = settings.pop("pet_config", None), bool(settings.pop("recompute", None))
     config = _converted(source, at, settings, arch, task, is_loaded=path is not None)
-    data = _take_data(source)
+    columns = source.take("train_dataset", "input_columns")
+    data = take_data(
+        source,
+        ("train_dataset", "data_loader"),
+        config,
+        task,
+        columns=columns if isinstance(columns, list) else [],
+        is_former=source.document.data.get("use_legacy") is not False,
+        evaluates=source.document.data.get("do_eval") is True,
+    )
     length = settings.get("seq_length")
     if isinstance(length, int) and "sequence_length" in TASKS[task].options:
-        data["sequence_length"] = length
+        data.setdefault("sequence_length", length)
     peft = convert_adapter(
         source,
         adapter,
@@ -238,20 +248,6 @@ def _converted(
         source.notes.append(f"model: {number:,} parameters")
     source.refuse_left(("model",), {"arch", "model_config"})
     return config
-
-
-def _take_data(source: SourceFile) -> dict[str, Any]:
-    """Return the section ``data``, which names MindFormers' data."""
-    section = ("train_dataset", "data_loader")
-    loader = source.text(*section, "type") or "MindDataset"
-    path = source.take(*section, "dataset_dir")
-    data: dict[str, Any] = {"type": "mindformers", "loader": loader}
-    if isinstance(path, str):
-        data["path"] = path
-    source.notes.append(
-        f"data: mfwrap does not read {loader}; replace the section data, and set model.tokenizer"
-    )
-    return data
 
 
 def _shard_accumulation(

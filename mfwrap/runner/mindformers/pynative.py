@@ -13,6 +13,7 @@ from mfwrap.runner.document import Path, shown
 from mfwrap.runner.expert_bias import BIAS_RATE
 from mfwrap.runner.mindformers.adapter import take_lora_config
 from mfwrap.runner.mindformers.architectures.convert import convert_model, num_parameters
+from mfwrap.runner.mindformers.data import take_data
 from mfwrap.runner.mindformers.precision import take_precision
 from mfwrap.runner.mindformers.rate_groups import (
     MODEL_TYPES,
@@ -99,9 +100,9 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
     length = settings.get("seq_length")
     dtypes, mixed_precision = take_precision(source, settings, ("model",))
     config = _converted(source, settings)
-    data = _take_data(source)
+    data = _take_data(source, config)
     if isinstance(length, int):
-        data["sequence_length"] = length
+        data.setdefault("sequence_length", length)
     training = _take_training(source) | mixed_precision
     growth = _take_growth(source, training["per_device_train_batch_size"])
     monitors = _take_monitors(source)
@@ -123,8 +124,6 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
         "step: an update with a gradient that is not finite is skipped, which MindFormers applies, "
         "and a weight without a gradient is left out, which shifts MindFormers' optimizer"
     )
-    says = "MindFormers takes labels as they are; the recipe's network shifts them itself"
-    source.notes.append(f"data: {says}")
     source.refuse_left(("training",), ())
     for name in source.left(()):
         source.ignore(name)
@@ -145,21 +144,18 @@ def _converted(source: SourceFile, settings: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _take_data(source: SourceFile) -> dict[str, Any]:
-    """Return the section ``data``, which names MindFormers' data."""
+def _take_data(source: SourceFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the section ``data``."""
     place = ("train_dataset", "dataloader")
-    loader = source.text(*place, "type")
-    if loader not in _LOADERS:
-        says = f"expected one of {list(_LOADERS)}, got {shown(loader)}"
+    loader = (source.document.data.get("train_dataset") or {}).get("dataloader") or {}
+    kind = loader.get("type") if isinstance(loader, dict) else None
+    if kind not in _LOADERS:
+        says = f"expected one of {list(_LOADERS)}, got {shown(kind)}"
         raise source.document.error((*place, "type"), says)
-    paths = [source.take(*place, key) for key in ("dataset_files", "dataset_dir", "path")]
-    path = next((one for one in paths if isinstance(one, str)), None)
-    data: dict[str, Any] = {"type": "mindformers", "loader": loader}
-    if path is not None:
-        data["path"] = path
-    source.notes.append(
-        f"data: mfwrap does not read {loader}; replace the section data, and set model.tokenizer"
-    )
+    data = take_data(source, place, config, _TASK, columns=None, is_former=False)
+    if "template" not in data:
+        says = "MindFormers takes labels as they are; the recipe's network shifts them itself"
+        source.notes.append(f"data: {says}")
     return data
 
 
