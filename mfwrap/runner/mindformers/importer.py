@@ -137,6 +137,9 @@ def _convert(source: SourceFile) -> dict[str, Any]:
     dtypes, mixed_precision = take_precision(source, settings)
     adapter, recomputes = settings.pop("pet_config", None), bool(settings.pop("recompute", None))
     config = _converted(source, at, settings, arch, task, is_loaded=path is not None)
+    if path is not None and config.get("model_type") == "beit":
+        says = "the checkpoint's ViT classifies the class token and drops no path, as the file does"
+        source.lose("architecture", at, f"{says} not")
     columns = source.take("train_dataset", "input_columns")
     data = take_data(
         source,

@@ -5,7 +5,7 @@ from typing import Any
 
 from mfwrap.runner.mindformers.source import SourceFile
 
-_MODEL_TYPES = frozenset({"swin", "vit"})
+_MODEL_TYPES = frozenset({"beit", "swin", "vit"})
 """transformers' types of the networks whose layers MindFormers numbers."""
 
 _DECAYED_IN_SWIN = [".bias", "norm"]

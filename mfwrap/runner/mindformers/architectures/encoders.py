@@ -61,24 +61,25 @@ def convert_bert(keys: Keys, *, tags_tokens: bool = False) -> dict[str, Any]:
     }
 
 
+_POOLED_EPS = 1e-6
+"""Epsilon of the norm after MindFormers' mean pooling, whatever the file says."""
+
+
 def convert_vit(keys: Keys) -> dict[str, Any]:
-    """Convert a ``ViTConfig`` for transformers' ``vit``.
+    """Convert a ``ViTConfig`` for transformers' ``beit`` or ``vit``.
+
+    MindFormers classifies the mean of the patches and drops paths. In transformers, BEiT does both,
+    without its relative positions. BEiT has no bias of keys, which does not change the attention:
+    it adds the same number to all scores of a query.
+
+    Source: MindFormers 1.2, ``ViTModel``.
 
     Raises:
         RecipeError: If a value has a wrong type, or transformers has no such network.
     """
     norms_first(keys)
     keys.merge("num_classes", "num_labels")  # before and since 1.1
-    keys.lose_dropout("drop_path_rate", 0.1)
-    if keys.flag("use_mean_pooling", default=True):
-        says = "the file classifies the mean of the patches; the recipe, the class token"
-        keys.lose("architecture", "use_mean_pooling", says)
-    if keys.value("init_values") is not None:
-        says = "the file scales each layer's output by learned factors; the recipe does not"
-        keys.lose("architecture", "init_values", says)
-    return {
-        "model_type": "vit",
-        **_of_images(keys, patch_size=16, eps=1e-12),
+    sizes = _of_images(keys, patch_size=16, eps=1e-12) | {
         "hidden_size": keys.size("hidden_size", 768),
         "num_hidden_layers": keys.size("num_hidden_layers", 12),
         "num_attention_heads": keys.size("num_attention_heads", 12),
@@ -86,6 +87,24 @@ def convert_vit(keys: Keys) -> dict[str, Any]:
         "initializer_range": keys.number("initializer_range", 0.02),
         **_labels(keys, default=1000),
     }
+    pools = keys.flag("use_mean_pooling", default=True)
+    if pools and sizes["layer_norm_eps"] == _POOLED_EPS and sizes["qkv_bias"]:
+        del sizes["qkv_bias"]
+        return {
+            "model_type": "beit",
+            **sizes,
+            "use_absolute_position_embeddings": True,
+            "layer_scale_init_value": keys.number("init_values", 0.0),
+            "drop_path_rate": keys.number("drop_path_rate", 0.1),
+        }
+    keys.lose_dropout("drop_path_rate", 0.1)
+    if pools:
+        says = "the file classifies the mean of the patches; the recipe, the class token"
+        keys.lose("architecture", "use_mean_pooling", says)
+    if keys.value("init_values") is not None:
+        says = "the file scales each layer's output by learned factors; the recipe does not"
+        keys.lose("architecture", "init_values", says)
+    return {"model_type": "vit", **sizes}
 
 
 def convert_swin(keys: Keys) -> dict[str, Any]:

@@ -29,15 +29,14 @@ VIT = file_of(
     num_hidden_layers=2,
     num_attention_heads=2,
     intermediate_size=64,
-    drop_path_rate=0.0,
-    use_mean_pooling=False,
+    layer_norm_eps=1e-6,
 )
 SWIN = file_of("Swin", embed_dim=8, depths=DEPTHS, num_heads=[1, 2], window_size=2)
 
 
 def vit_layer(name):
     """The number of a parameter's layer in MindFormers' ``get_vit_layer``."""
-    if name.startswith("vit.embeddings"):
+    if name.startswith("beit.embeddings"):
         return 0
     number = re.search(r"\.layers?\.(\d+)\.", name)
     return 3 if number is None else int(number[1]) + 1

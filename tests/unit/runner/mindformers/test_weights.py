@@ -103,3 +103,17 @@ def test_published_names_have_the_form_of_the_hub():
         check_place("path", name, (), "a model folder")
 
     assert published_name("mindspore/mixtral-8x7b") == "mistralai/Mixtral-8x7B-v0.1"
+
+
+def test_a_published_vit_has_no_mean_pooling():
+    """The published checkpoint is transformers' ViT, which is another network than the file's."""
+    vit = {
+        "trainer.type": "image_classification",
+        "load_checkpoint": "vit_base_p16",
+        "model": {
+            "arch": {"type": "ViTForImageClassification"},
+            "model_config": {"type": "ViTConfig", "layer_norm_eps": 1e-6},
+        },
+    }
+    assert lost(vit, "architecture") == ["architecture"]
+    assert lost(vit | {"load_checkpoint": ""}) == []

@@ -1,9 +1,13 @@
 """BERT, ViT and Swin keep what MindFormers computes, or lose it by name."""
 
 import pytest
+import torch
+from torch.nn.functional import gelu, layer_norm, linear
+from transformers import AutoConfig, AutoModelForImageClassification
 
 from mfwrap.runner import RecipeError
 from support.model_config import converted
+from support.versions import needs
 
 
 def test_bert_computes_what_mindformers_computes():
@@ -42,7 +46,7 @@ def test_the_dropout_of_the_head(network, rate):
 
 
 def test_vit_loses_its_pooling_and_drop_path():
-    """Transformers' ViT classifies the class token, and keeps each layer."""
+    """Transformers' ViT classifies the class token; BEiT pools, but with the eps of all norms."""
     assert [loss.path[-1] for loss in converted("{type: ViTConfig}").losses] == [
         "drop_path_rate",
         "use_mean_pooling",
@@ -54,6 +58,66 @@ def test_vit_loses_its_pooling_and_drop_path():
     )
     assert [loss.path[-1] for loss in model.losses] == ["init_values"]
     assert model.config["num_labels"] == 10
+
+
+VIT = (
+    "{type: ViTConfig, layer_norm_eps: 1.0e-6, image_size: 8, patch_size: 4, hidden_size: 16,"
+    " num_hidden_layers: 3, num_attention_heads: 2, intermediate_size: 24, num_labels: 5,"
+    " drop_path_rate: 0.2, hidden_act: gelu, init_values: 0.3}"
+)
+
+
+def vit_of_mindformers(weights, images, key_bias):
+    """Return the logits of MindFormers' ViT with mean pooling, outside of a training."""
+
+    def norm(x, name):
+        return layer_norm(x, (16,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-6)
+
+    def dense(x, name):
+        return linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    patches = images.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3)
+    kernel = weights["beit.embeddings.patch_embeddings.projection.weight"].flatten(1)
+    bias = weights["beit.embeddings.patch_embeddings.projection.bias"]
+    x = linear(patches.flatten(1, 2), kernel, bias)
+    start = weights["beit.embeddings.cls_token"].expand(len(x), 1, 16)
+    x = torch.cat([start, x], dim=1) + weights["beit.embeddings.position_embeddings"]
+    stack = next(name for name in weights if name.endswith("lambda_1")).split(".0.lambda_1")[0]
+    for layer in (f"{stack}.{number}" for number in range(3)):
+        normed = norm(x, f"{layer}.layernorm_before")
+        names = [f"{layer}.attention.{part}_proj" for part in "qkv"]
+        query, key, value = (
+            (dense(normed, name) + (key_bias if "k_proj" in name else 0))
+            .unflatten(-1, (2, 8))
+            .transpose(1, 2)
+            for name in names
+        )
+        scores = (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1)
+        attended = dense((scores @ value).transpose(1, 2).flatten(2), f"{layer}.attention.o_proj")
+        x = x + weights[f"{layer}.lambda_1"] * attended
+        hidden = dense(norm(x, f"{layer}.layernorm_after"), f"{layer}.mlp.fc1")
+        hidden = dense(gelu(hidden, approximate="tanh"), f"{layer}.mlp.fc2")
+        x = x + weights[f"{layer}.lambda_2"] * hidden
+    pooled = norm(x[:, 1:].mean(1), "beit.pooler.layernorm")
+    return dense(pooled, "classifier")
+
+
+@needs("transformers", "5.23", "the names of BEiT's parameters")
+def test_vit_with_mean_pooling():
+    """The network is that of MindFormers, whose bias of keys has no effect, with drop paths."""
+    model = converted(VIT, "image_classification")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**model.config)
+    network = AutoModelForImageClassification.from_config(config).double().eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    images = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    expected = vit_of_mindformers(network.state_dict(), images, torch.randn(16).double())
+
+    assert model.losses == []
+    torch.testing.assert_close(network(pixel_values=images).logits, expected)
+    drops = [module.drop_prob for module in network.modules() if hasattr(module, "drop_prob")]
+    assert drops == pytest.approx([0.1, 0.2])  # from 0 in the first layer
 
 
 def test_the_number_of_classes_has_two_names():
