@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from mfwrap.recipes.tasks.table import TASKS
 from mfwrap.runner.document import Path, RecipeDocument, RecipeError, shown, yaml_text
+from mfwrap.runner.expert_bias import BIAS_RATE
 from mfwrap.runner.mindformers.adapter import convert_adapter, take_arch
 from mfwrap.runner.mindformers.architectures.convert import (
     convert_model,
@@ -163,6 +164,8 @@ def _convert(source: SourceFile) -> dict[str, Any]:
     training = take_training(source, layout, recomputes=recomputes) | mixed_precision
     wrapper = take_wrapper(source, layout, is_language_model=task == "causal_lm")
     monitors = take_monitors(source)
+    if peft is not None:
+        source.lose_biases_beside_adapter(monitors.pop(BIAS_RATE))
     if saves_by_callback(monitors["callbacks"]):
         training["save_strategy"] = "no"
     has_local_norms = wrapper.get("local_norm") or shows_local_norms(monitors["monitor_config"])

@@ -107,6 +107,10 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
     growth = _take_growth(source, training["per_device_train_batch_size"])
     monitors = _take_monitors(source)
     adapter = take_lora_config(source, config, _TASK)
+    rate = source.bias_rate
+    if adapter is not None:
+        source.lose_biases_beside_adapter(rate)
+        rate = None
     sections = {
         "task": _TASK,
         "model": {"config": config, **dtypes},
@@ -116,7 +120,7 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
         "runner_wrapper": _take_wrapper(source),
         "optimizer": _take_optimizer(source, config, is_adapted=adapter is not None),
         "lr_schedule": _take_schedule(source),
-        BIAS_RATE: source.bias_rate,
+        BIAS_RATE: rate,
         "peft": adapter,
         **monitors,
     }

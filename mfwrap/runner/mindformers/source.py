@@ -103,6 +103,16 @@ class SourceFile:
         """Add a loss; see `Loss`."""
         self.losses.append(Loss(name, path, says))
 
+    def lose_biases_beside_adapter(self, rate: float | None) -> None:
+        """Add a loss: checkpoints of an adapter have no biases of experts.
+
+        Args:
+            rate: Rate at which the file moves the biases; ``None`` if it does not.
+        """
+        if rate:
+            says = f"the file moves biases of experts by {rate:g} and trains an adapter"
+            self.lose("moe", ("model",), f"{says}; the recipe does not move them")
+
     def check_mappings(self, names: Iterable[str]) -> None:
         """Raise `RecipeError` if a section that the file has is not a mapping."""
         for name in names:

@@ -447,7 +447,9 @@ def test_adapters(model, rule, excluded, targets, shared):
         "a_std": 0.01,
     }
     assert recipe["peft"] == {key: value for key, value in expected.items() if value is not None}
-    assert "lora" not in {loss.name for loss in found.losses}
+    names = {loss.name for loss in found.losses}
+    assert "lora" not in names
+    assert ("moe" in names) == (model is DEEPSEEK)  # its biases of experts
 
 
 def test_defaults_of_adapters():
