@@ -68,9 +68,8 @@ def take_data(
         return _named(source, section, loader, why)
     if not evaluates:
         data["eval_fraction"] = 0.0
-    source.notes.append(
-        f"data: {loader} becomes load_dataset; set model.tokenizer to the handler's"
-    )
+    tokenizer = "set model.tokenizer to the handler's" if config else "with the model's tokenizer"
+    source.notes.append(f"data: {loader} becomes load_dataset; {tokenizer}")
     if evaluates:
         source.notes.append("data: a tenth of the rows is held out, instead of eval_dataset")
     if "targets" in data:
