@@ -165,11 +165,11 @@ def _take_data(source: SourceFile, config: dict[str, Any]) -> dict[str, Any]:
 
 def _take_growth(source: SourceFile, batch_size: int) -> list[int] | None:
     """Return how the batch grows to ``global_batch_size``; ``None`` if it does not."""
-    total = source.document.data["training"].get("global_batch_size", 1)
-    place: Path = ("training", "rampup_batch_size")
+    place = ("training", "rampup_batch_size")
     growth: Any = source.take(*place)
     if growth is None:
         return None
+    total = source.document.data["training"].get("global_batch_size", 1)
     try:
         BatchGrowth(growth, total).check_divisible(batch_size)
     except (TypeError, ValueError) as error:
