@@ -64,8 +64,8 @@ def _instructions(
     packing, separate = bool(data.packing), data.separate_texts is not False
     kind = network.config.model_type
     if packing and separate and kind not in SEPARATING:
-        says = f"must be false for the model type {kind!r}, which cannot keep texts of a row apart"
-        msg = f"`separate_texts` {says}, got {data.separate_texts}"
+        says = f"for the model type {kind!r}, which cannot keep texts of a row apart"
+        msg = f"`packing` needs `separate_texts: false` {says}, got {data.separate_texts}"
         raise DataError(msg)
 
     def prepare(rows: Any) -> Dataset:

@@ -127,3 +127,52 @@ def test_preferences_begin_from_the_reference(json_lines):
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
     assert all(theirs is not ours for ours, theirs in pairs)
     assert not trainer.ref_model.training
+
+
+INSTRUCTIONS = [{"instruction": f"Say {n}.", "output": f"{n}."} for n in range(8)]
+GPT2 = {"config": {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}}
+
+
+def test_answers_are_learned(json_lines):
+    """With a template, the answer alone is a target, and texts of a row begin at position 0."""
+    section = json_lines(INSTRUCTIONS) | {"template": "alpaca", "sequence_length": 900}
+    trainer = trainer_of("causal_lm", section)
+    assert set(targets(trainer)) <= {f"ASSISTANT: {n}.</s>" for n in range(8)}
+
+    packed = trainer_of("causal_lm", section | {"packing": True})
+    row = packed.train_dataset[0]
+    assert row["position_ids"].count(0) == 3  # two texts and the padding
+    assert len(packed.train_dataset) * 2 == len(trainer.train_dataset)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"separate_texts": True}, "separate_texts: needs `template` and `packing`"),
+        ({"template": None, "targets": "next_token"}, "targets: needs `template`"),
+        ({"template": "llama"}, "template: expected 'alpaca'"),
+    ],
+)
+def test_keys_of_a_template(json_lines, changes, says):
+    """A key that would have no effect is an error."""
+    with pytest.raises(RecipeError, match=says):
+        trainer_of("causal_lm", json_lines(INSTRUCTIONS) | {"template": "alpaca"} | changes)
+
+
+def test_models_that_cannot_keep_texts_apart(json_lines):
+    """Such a model needs ``separate_texts: false``, because positions do not tell it the texts."""
+    section = json_lines(INSTRUCTIONS) | {"template": "alpaca", "packing": True}
+    model = GPT2 | {"tokenizer": "bytes"}
+    with pytest.raises(
+        RecipeError, match="packing: needs `separate_texts: false` for the model type"
+    ):
+        trainer_of("causal_lm", section, model=model)
+    trainer_of("causal_lm", section | {"separate_texts": False}, model=model)
+
+
+def test_rows_of_a_stream_have_no_template(json_lines):
+    """Texts are packed before the training, so they cannot be read while it goes on."""
+    section = {"type": "datasets", "path": "json", "data_files": json_lines(INSTRUCTIONS)["path"]}
+    section |= {"streaming": True, "template": "alpaca"}
+    with pytest.raises(RecipeError, match="template: needs rows that are not streamed"):
+        trainer_of("causal_lm", section, max_steps=1)
