@@ -31,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
 from mfwrap.callbacks import LoopMonitor, MetricsRecorder, MFLossMonitor
+from mfwrap.checkpoints.ownership import exiting_when_in_use
 from mfwrap.checkpoints.whole import whole_folder
 from mfwrap.report import draw_run
 
@@ -291,4 +292,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exiting_when_in_use():
+        main()

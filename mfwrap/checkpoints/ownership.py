@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -29,6 +30,20 @@ def owning_run(folder: Path, *, waits: bool = False) -> Iterator[None]:
                 if is_first_on_node():
                     remove_leftovers(folder)
         yield
+
+
+@contextlib.contextmanager
+def exiting_when_in_use() -> Iterator[None]:
+    """End the program as `mfwrap train` does if another program owns a run folder of the block.
+
+    Rank 0 prints the sentence to standard error. The exit code is 2.
+    """
+    try:
+        yield
+    except BlockingIOError as error:
+        if this_rank() == 0:
+            sys.stderr.write(f"mfwrap: {error}\n")
+        sys.exit(2)
 
 
 @final

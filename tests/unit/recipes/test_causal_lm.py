@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import re
+import subprocess
 import sys
 from pydoc_data.topics import topics
 
@@ -11,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import LlamaForCausalLM
 
+from mfwrap.checkpoints.locks import RUN_LOCK, owning
 from mfwrap.recipes import causal_lm
 from mfwrap.records.run_record import read_facts
 
@@ -151,3 +154,17 @@ def test_settings_that_train_nothing_are_refused(name, limit):
     """A setting that is too small is an error that names the setting."""
     with pytest.raises(ValueError, match=f"`{name}` must be >= {limit}, got {limit - 1}"):
         causal_lm.RecipeArguments(**{name: limit - 1})
+
+
+def test_a_second_run_in_the_same_folder(tmp_path):
+    """A second process in a folder prints one line without a traceback, and exits with 2."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    command = [sys.executable, "-m", "mfwrap.recipes.causal_lm", "--output_dir", str(folder)]
+    command += ["--sequence_length", "32", "--micro_batch_size", "128"]
+
+    with owning(folder / RUN_LOCK):
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.fullmatch(rf"mfwrap: {folder} is in use: process \d+ .*\n", ended.stderr)
