@@ -20,6 +20,7 @@ try:
     from mfwrap.compatibility.foreign import ReleaseError
     from mfwrap.porting.command import port
     from mfwrap.runner.command import (
+        allow_code_option,
         checked_recipe,
         data,
         is_first_process,
@@ -77,6 +78,7 @@ def cli() -> None:
 @cli.command()
 @recipe_argument
 @overrides_option
+@allow_code_option
 @click.option(
     "--resume",
     is_flag=False,
@@ -103,6 +105,7 @@ def train(
     skip_rows: str | None,
     *,
     overwrite: bool,
+    allow_code: bool,
 ) -> None:
     """Run the training that RECIPE describes.
 
@@ -122,17 +125,20 @@ def train(
       mfwrap train my.yaml --resume runs/my/checkpoint-50
       mfwrap train my.yaml --resume=auto --skip-rows bad.jsonl
       mfwrap train my.yaml --overwrite
+      mfwrap train my.yaml --allow-code
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
     from mfwrap.termination import EXIT_STOPPED, exiting_when_stopped  # noqa: PLC0415  (slow)
     from mfwrap.trainer.stops import continued_by, program_words  # noqa: PLC0415  (slow)
 
     given = [word for override in overrides for word in ("--set", override)]
     given += ["--skip-rows", skip_rows] if skip_rows else []
+    given += ["--allow-code"] if allow_code else []
     again = shlex.join([*program_words(), "train", recipe, *given, "--resume=auto"])
     with continued_by(again) as continuation:
         try:
             with exiting_when_stopped():
-                _train(checked_recipe(recipe, overrides), resume, skip_rows, overwrite=overwrite)
+                checked = checked_recipe(recipe, overrides, allow_code=allow_code)
+                _train(checked, resume, skip_rows, overwrite=overwrite)
         except (KeyboardInterrupt, SystemExit) as stopped:
             if continuation.is_said:
                 sys.exit(getattr(stopped, "code", 130))

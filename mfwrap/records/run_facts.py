@@ -39,6 +39,8 @@ class RunFacts:
         model: Network, whose parameters are counted; ``None`` if it is unknown.
         first_step: Steps finished before this training; 0 for a training from the start.
         max_steps: Steps of the whole run; ``None`` if unknown.
+        code: ``folder``, relative to `folder`, and ``sha256``, the digests of files by the names of
+            their modules: the user's own code that the run has imported; ``None`` for none.
         clock: Returns seconds from an arbitrary start.
 
     Raises:
@@ -53,6 +55,7 @@ class RunFacts:
         *,
         first_step: int = 0,
         max_steps: int | None = None,
+        code: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder, self._clock, self._max_steps = folder, clock, max_steps
@@ -71,6 +74,7 @@ class RunFacts:
             "started": started or now,
             "hardware": hardware(),
             **lasting_facts(configuration, model),
+            **({} if code is None else {"code": code}),
         }
         self._write(NOT_ENDED)
 

@@ -11,12 +11,18 @@ import mfwrap.callbacks
 from mfwrap.callbacks import Callback, as_trainer_callback
 from mfwrap.runner.document import Path
 from mfwrap.runner.objects import RecipeObjects, without_nulls
+from mfwrap.runner.own_code import OwnKind, OwnType
 from mfwrap.runner.sections import CALLBACK_KEYS_WITHOUT_MEANING, CALLBACKS_WITHOUT_MEANING
 
 MakeCallback = Callable[[], TrainerCallback]
 """Builds a new callback for each run, because a callback holds the state of its run."""
 
 _MONITOR = "TrainingStateMonitor"
+
+_OWN = OwnKind(
+    "a subclass of transformers.TrainerCallback or mfwrap.callbacks.Callback",
+    lambda found: isinstance(found, type) and issubclass(found, (Callback, TrainerCallback)),
+)
 
 FOLDER_KEYS = frozenset({"directory", "folder", "output_path", "tensorboard_dir"})
 """Arguments of callbacks that are folders to write to."""
@@ -27,12 +33,18 @@ def read_callbacks(
 ) -> list[MakeCallback]:
     """Return a list of functions, each of which builds one callback of a section ``callbacks``.
 
+    A class of the user's own is not called before the run: its arguments are compared with its
+    signature. It may open files when it is built.
+
     Raises:
         RecipeError: If a callback is unknown, or raises an error about its arguments.
     """
     makers = []
     for index, entry in enumerate(section):
         path = ("callbacks", index)
+        if (own := objects.own_type(path, entry, _OWN)) is not None:
+            makers += [] if own.found is None else [_own_maker(objects, path, own)]
+            continue
         known = _callback_classes()
         name, settings = objects.named_type(path, entry, {*known, *CALLBACKS_WITHOUT_MEANING})
         if name in known:
@@ -103,6 +115,19 @@ def _maker(
     if isinstance(made, TrainerCallback):
         return functools.partial(callback, **kept)
     return lambda: as_trainer_callback(callback(**kept))
+
+
+def _own_maker(objects: RecipeObjects, path: Path, own: OwnType) -> MakeCallback:
+    settings = without_nulls(own.found, own.settings)
+    objects.check_arguments(path, own.found, settings)
+    for key in FOLDER_KEYS & settings.keys():
+        objects.check_folder((*path, key), settings[key])
+
+    def make() -> TrainerCallback:
+        made = objects.call(path, own.found, **settings)
+        return made if isinstance(made, TrainerCallback) else as_trainer_callback(made)
+
+    return make
 
 
 def _callback_classes() -> dict[str, Callable[..., Any]]:

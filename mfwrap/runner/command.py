@@ -39,38 +39,58 @@ overrides_option = click.option(
 )
 """Option ``overrides``, which replaces values of a recipe."""
 
+allow_code_option = click.option(
+    "--allow-code",
+    is_flag=True,
+    help="Run Python code that RECIPE names, as in type: my_module.MyCallback: import the module "
+    "beside RECIPE, or an installed one. Use it only for code that you trust.",
+)
+"""Option ``allow_code``, without which no code that a recipe names is imported."""
+
 
 @click.command()
 @recipe_argument
 @overrides_option
-def validate(recipe: str, overrides: Sequence[str]) -> None:
+@allow_code_option
+def validate(recipe: str, overrides: Sequence[str], *, allow_code: bool) -> None:
     """Check every value of RECIPE, and try its first step.
 
     The step has two rows in each batch, and writes to a temporary folder. It is not tried if the
     data or the model are on the hub, or if the model has more than 30 million parameters.
 
+    Classes of your own that RECIPE names are checked only with --allow-code. Without it, the output
+    names what was not checked.
+
     \b
     Example:
       mfwrap validate my.yaml --set training.learning_rate=1e-3
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
-    checked = checked_recipe(recipe, overrides)
+    checked = checked_recipe(recipe, overrides, allow_code=allow_code)
     from mfwrap.runner.folder import check_others_files  # noqa: PLC0415  (loads transformers)
     from mfwrap.runner.rehearsal import rehearse  # noqa: PLC0415  (loads transformers)
 
     check_others_files(checked.document, Path(checked.arguments.output_dir or ""))
     reason = rehearse(checked)
     note = "" if reason is None else f"; its first step was not tried, because {reason}"
+    unchecked = [
+        f"{'.'.join(map(str, path[:-1]))} ({name})" for path, name in checked.unchecked.items()
+    ]
+    if unchecked:
+        note = f", except what only --allow-code checks: {', '.join(unchecked)}{note}"
     echo(f"{recipe}: valid{note}")
 
 
 @click.command()
 @recipe_argument
 @overrides_option
+@allow_code_option
 @click.option(
     "--rows", default=5, show_default=True, type=click.IntRange(1), help="Number of rows."
 )
 @click.option("--held-out", is_flag=True, help="Show held-out rows instead of training rows.")
-def data(recipe: str, overrides: Sequence[str], rows: int, *, held_out: bool) -> None:
+def data(
+    recipe: str, overrides: Sequence[str], rows: int, *, held_out: bool, allow_code: bool
+) -> None:
     """Show the first rows of RECIPE as the model will see them.
 
     For texts, the output has the tokens of each sequence as text again, and which of them count in
@@ -82,19 +102,20 @@ def data(recipe: str, overrides: Sequence[str], rows: int, *, held_out: bool) ->
       mfwrap data supervised_tuning
       mfwrap data my.yaml --rows 20 --set data.path=other.csv
     """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
-    checked = checked_recipe(recipe, overrides)
+    checked = checked_recipe(recipe, overrides, allow_code=allow_code)
     from mfwrap.runner.preview import preview  # noqa: PLC0415  (loads transformers)
 
     for line in preview(checked, rows, held_out=held_out):
         echo(line)
 
 
-def checked_recipe(word: str, overrides: Sequence[str]) -> "Recipe":
+def checked_recipe(word: str, overrides: Sequence[str], *, allow_code: bool = False) -> "Recipe":
     """Read and check a recipe, and print its warnings.
 
     Args:
         word: Name of a shipped recipe, or path of a file.
         overrides: Entries of the form ``section.key=value``.
+        allow_code: Whether to import the modules whose classes the recipe names.
     """
     from mfwrap.runner.recipe import RecipeWarning, parse_recipe  # noqa: PLC0415  (slow)
 
@@ -105,7 +126,7 @@ def checked_recipe(word: str, overrides: Sequence[str]) -> "Recipe":
         warnings.simplefilter("ignore", RecipeWarning)
         # TRL's own default of this key causes the warning, whether a recipe has the key or not.
         warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
-        recipe = parse_recipe(text, name, overrides)
+        recipe = parse_recipe(text, name, overrides, allow_code=allow_code)
     warn(name, [" ".join(str(warning.message).split()) for warning in caught])
     if recipe.without_meaning:
         warn(name, ["ignored keys: " + ", ".join(recipe.without_meaning)])

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel
 from transformers.modelcard import make_markdown_table
 
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.recipes.data.library import BUILDERS, DatasetsSource
 from mfwrap.recipes.data.places import is_folder, resolve_package
+from mfwrap.recipes.models.own import OwnModel
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.runner.folder import AVERAGED_MODEL, MODEL
+from mfwrap.runner.own_code import OBJECT
 from mfwrap.runner.recipe import Recipe
 from mfwrap.trainer.preflight import WITHOUT_EFFECT
 
@@ -114,7 +117,7 @@ def _complete(data: Any, run: FinishedRun, title: str, name: str) -> None:
     recipe, base, on_hub = run.recipe, _base_model(run.recipe), _hub_data(run.recipe)
     tags = {"mfwrap", "generated_from_trainer", str(recipe.document.data["task"])}
     tags |= {*(data.tags or ()), *(getattr(run.model, "model_tags", None) or ())}
-    data.library_name = _library(recipe)
+    data.library_name = _library(run)
     data.pipeline_tag = recipe.task.hub_task
     # PEFT names the base model also if it is a folder of this machine.
     data.base_model = base
@@ -122,7 +125,9 @@ def _complete(data: Any, run: FinishedRun, title: str, name: str) -> None:
     data.tags = sorted(tag for tag in tags if base or not tag.startswith("base_model:"))
     data.datasets = None if on_hub is None else [on_hub.path]
     kind: Any = recipe.data
-    dataset, config, split = kind.type, None, "held out"
+    # A source of the user's own need not have a field `type`.
+    dataset = getattr(kind, "type", recipe.document.data["data"].get("type"))
+    config, split = None, "held out"
     if on_hub is not None:
         dataset, config, split = on_hub.path, on_hub.name, on_hub.eval_split or on_hub.split
     data.eval_results = [
@@ -162,10 +167,13 @@ def _results(metrics: Mapping[str, float]) -> str:
     return said + str(make_markdown_table(rows)).rstrip() if rows else ""
 
 
-def _library(recipe: Recipe) -> str:
+def _library(run: FinishedRun) -> str:
     """Return the library that loads the model."""
+    recipe = run.recipe
     if recipe.peft is not None:
         return "peft"
+    if isinstance(recipe.model, OwnModel):
+        return "transformers" if isinstance(run.model, PreTrainedModel) else "pytorch"
     return "mfwrap" if recipe.task.auto_class is None else "transformers"
 
 
@@ -183,6 +191,8 @@ def _usage(run: FinishedRun, place: str) -> str:
             "the adapter cannot be used on its own: it shows the training. To get one that can, "
             "train an adapter of a checkpoint."
         )
+    if isinstance(recipe.model, OwnModel):
+        return _own_usage(run, recipe.model, place)
     install, module, kind, labels = "transformers torch", "transformers", "Perceptron", ""
     if task.auto_class is None:
         install, module = '"mfwrap[recipes]"', "mfwrap.recipes.models"
@@ -208,6 +218,24 @@ def _usage(run: FinishedRun, place: str) -> str:
     where = "" if run.recipe.arguments.push_to_hub else ", in the folder of the model"
     code = "\n".join(lines)
     return f"After `pip install {install}`{where}:\n\n```python\n{code}\n```"
+
+
+def _own_usage(run: FinishedRun, own: OwnModel, place: str) -> str:
+    """Return code that loads a model of its author's own class."""
+    kind = type(run.model).__qualname__
+    name = own.type.removeprefix(OBJECT)
+    said = f"This needs its author's own code, `{name}`, which is not in this folder. "
+    if isinstance(run.model, PreTrainedModel):
+        install = "transformers torch"
+        lines = [f"from {type(run.model).__module__} import {kind}", ""]
+        lines.append(f"model = {kind}.from_pretrained({place})")
+    else:
+        install = "safetensors torch"
+        said += f"Build a `{kind}` as `model`, with the settings in the section `model` below. "
+        lines = ["from safetensors.torch import load_model", ""]
+        lines.append('load_model(model, "model.safetensors")')
+    code = "\n".join(lines)
+    return f"{said}After `pip install {install}`:\n\n```python\n{code}\n```"
 
 
 _CHAT = '[{"role": "user", "content": "What can you do?"}], max_new_tokens=64'
@@ -242,7 +270,10 @@ def _hub_data(recipe: Recipe) -> DatasetsSource | None:
 def _origin(run: FinishedRun, name: str) -> str:
     """Return sentences about where the weights come from."""
     path, base = run.recipe.model.path, _base_model(run.recipe)
-    if base is not None:
+    own = run.recipe.model
+    if isinstance(own, OwnModel):
+        said = f"It was built by `{own.type.removeprefix(OBJECT)}`."
+    elif base is not None:
         said = f"It was fine-tuned from [{base}](https://huggingface.co/{base})."
     elif path is None and run.recipe.peft is not None:
         said = "Its base model was built with random weights."
@@ -282,8 +313,9 @@ def _training(run: FinishedRun, configuration: Mapping[str, Any]) -> str:
     settings = yaml.safe_dump(
         shared_settings(configuration), sort_keys=False, allow_unicode=True, width=100
     )
+    flag = "" if recipe.code.facts(Path()) is None else " --allow-code"
     return (
         f"{trainer.state.global_step} updates for the task `{recipe.document.data['task']}`, with "
-        f"MindFormers' training step in mfwrap.\n\nData: {data}\n\nThe recipe, for `mfwrap train`:"
-        f"\n\n```yaml\n{settings}```"
+        f"MindFormers' training step in mfwrap.\n\nData: {data}\n\nThe recipe, for "
+        f"`mfwrap train{flag}`:\n\n```yaml\n{settings}```"
     )

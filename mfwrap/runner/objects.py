@@ -18,6 +18,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from mfwrap.checkpoints.whole import check_writable
 from mfwrap.collectives import start_failure
 from mfwrap.runner.document import Path, RecipeDocument, RecipeError, one_line, shown
+from mfwrap.runner.own_code import OBJECT, OwnCode, OwnKind, OwnType, is_own
 
 T = TypeVar("T")
 
@@ -58,10 +59,15 @@ class RecipeObjects:
 
     Args:
         document: Recipe that the sections are part of.
+        code: Finds the classes that the recipe names; by default, no code may run.
     """
 
-    def __init__(self, document: RecipeDocument) -> None:
+    def __init__(self, document: RecipeDocument, code: OwnCode | None = None) -> None:
         self.document = document
+        self.code = OwnCode(document.name, is_allowed=False) if code is None else code
+        self.unchecked: dict[Path, str] = {}
+        """Names of classes that were not loaded because the recipe may not run code, by path."""
+
         self.without_meaning: list[str] = []
         """Dotted names of the MindFormers keys that were read and have no effect in mfwrap."""
 
@@ -132,6 +138,89 @@ class RecipeObjects:
             retry = (lambda others: make(**others)) if is_by_settings else None
             raise self.refusal(path, settings, error, retry) from error
 
+    def own_type(self, path: Path, settings: Mapping[str, Any], kind: OwnKind) -> OwnType | None:
+        """Return the class or function of the user's own that a section names by its ``type``.
+
+        Args:
+            path: Path of the section.
+            settings: Content of the section.
+            kind: What the section accepts.
+
+        Returns:
+            The class or function; without it, if the recipe may not run code, which is noted in
+            `unchecked`. ``None`` if the section names none.
+
+        Raises:
+            RecipeError: If the class or function is missing or of the wrong kind.
+        """
+        name = settings.get("type")
+        if not is_own(name):
+            return None
+        others = {key: value for key, value in settings.items() if key != "type"}
+        at = (*path, "type")
+        if (given := self.code.given.get(path)) is not None:
+            return OwnType(str(name), given, others)
+        if str(name).startswith(OBJECT):
+            says = "must be passed to run_recipe again, by the program that started the run"
+            raise self.document.error(at, f"{says}, got {name!r}")
+        if not self.code.is_allowed:
+            self.unchecked[at] = str(name)
+            return OwnType(str(name), None, others)
+        return OwnType(str(name), self.code.load(self.document, at, str(name), kind), others)
+
+    def check_arguments(
+        self,
+        path: Path,
+        make: Callable[..., Any],
+        settings: Mapping[str, Any],
+        *,
+        num_passed: int = 0,
+        implied: Collection[str] = (),
+    ) -> None:
+        """Check arguments against the signature of a class or function, without a call of it.
+
+        Args:
+            path: Path of the section.
+            make: Class or function.
+            settings: Values by keyword.
+            num_passed: Number of leading arguments that mfwrap passes.
+            implied: Keywords that mfwrap sets if the recipe does not.
+
+        Raises:
+            RecipeError: If a key is unknown or missing, or a value does not have the type that the
+                signature declares.
+        """
+        try:
+            keywords = dict([*_keywords(make).items()][num_passed:])
+        except ValueError as error:
+            raise self.document.error((*path, "type"), f"has no signature: {error}") from error
+        if not takes_any(make):
+            self.kept(path, settings, {*keywords, "type"})
+        for name, is_required in keywords.items():
+            if is_required and name not in settings and name not in implied:
+                raise self.document.error((*path, name), _IS_MISSING)
+        for name, value in settings.items():
+            self._check_annotation((*path, name), make, name, value)
+
+    def call(self, path: Path, make: Callable[..., T], /, *args: Any, **settings: Any) -> T:
+        """Call a class or function of the user's own once, and convert its error.
+
+        Args:
+            path: Path of the section.
+            make: Class or function to call.
+            args: Positional arguments.
+            settings: Arguments by keyword.
+
+        Raises:
+            RecipeError: If the call raises an error.
+        """
+        try:
+            return make(*args, **settings)
+        except RecipeError:
+            raise
+        except REFUSALS as error:
+            raise self.refusal(path, settings, error) from error
+
     def choice(self, path: Path, value: object, known: Collection[str]) -> str:
         """Return a value if it is one of the known names, else raise `RecipeError`."""
         if not isinstance(value, str) or value not in known:
@@ -201,9 +290,11 @@ class RecipeObjects:
             name: Name of the field.
             value: The value.
         """
-        if not is_dataclass(owner):
-            return
-        adapter = _field_adapter(owner, name)  # type: ignore[arg-type]  # (mypy: not hashable)
+        if is_dataclass(owner):
+            self._check_annotation(path, owner, name, value)
+
+    def _check_annotation(self, path: Path, owner: Any, name: str, value: Any) -> None:
+        adapter = _field_adapter(owner, name)
         if adapter is None:
             return
         try:
@@ -262,7 +353,8 @@ class RecipeObjects:
             key = _cause(settings, text, retry)
         if key is not None:
             return self.document.error((*path, key), f"invalid: {text[:300]}")
-        return self.document.error(path, f"failed with {type(error).__name__}: {text[:300]}")
+        failed = f"failed with {type(error).__name__}{self.code.place_of(error)}"
+        return self.document.error(path, f"{failed}: {text[:300]}")
 
     def _invalid(
         self, path: Path, value: Any, error: ValidationError, section: type[Any] | None
@@ -374,9 +466,10 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
 @functools.cache
 def _field_adapter(owner: Any, name: str) -> TypeAdapter[Any] | None:
     try:
-        hint = get_type_hints(owner).get(name)
+        is_plain = isinstance(owner, type) and not is_dataclass(owner)
+        hint = get_type_hints(owner.__init__ if is_plain else owner).get(name)
         return None if hint is None else TypeAdapter(hint)
-    except (NameError, TypeError, PydanticSchemaGenerationError):
+    except (AttributeError, NameError, TypeError, PydanticSchemaGenerationError):
         return None  # pydantic does not know the type; the class checks the value itself
 
 
@@ -387,6 +480,17 @@ def _keywords(make: Callable[..., Any]) -> dict[str, bool]:
         for name, parameter in inspect.signature(make).parameters.items()
         if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
     }
+
+
+def takes_any(make: Callable[..., Any]) -> bool:
+    """Return whether a callable takes keywords that its signature does not name."""
+    kinds = {parameter.kind for parameter in inspect.signature(make).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def taken(make: Callable[..., Any], names: Collection[str]) -> list[str]:
+    """Return the names that a callable has as keywords."""
+    return [name for name in _keywords(make) if name in names]
 
 
 def _existing(location: tuple[str | int, ...], value: Any) -> Path:

@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
+from mfwrap.runner.document import RecipeError
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.training import TrainingChoice
 from mfwrap.trainer.preflight import check_optim
@@ -37,6 +38,8 @@ def check_optimizer(objects: RecipeObjects, training: TrainingChoice) -> None:
     arguments = training.arguments
     try:
         _try(training)
+    except RecipeError:
+        raise
     except REFUSALS as error:
         section = objects.document.data.get("training", {})
         given = {key: value for key, value in section.items() if key.startswith(_PREFIXES)}
@@ -54,6 +57,8 @@ def check_optimizer(objects: RecipeObjects, training: TrainingChoice) -> None:
 def _try(training: TrainingChoice) -> None:
     arguments, choice = training.arguments, training.optimizer
     check_optim(arguments)
+    if choice is not None and choice.is_object:
+        return
     if choice is not None and choice.make is not None:
         network = torch.nn.Linear(2, 2)
         for parameter in network.parameters():

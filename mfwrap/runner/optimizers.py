@@ -15,7 +15,8 @@ from transformers import Trainer, TrainingArguments
 from mfwrap.optimizers import AdamWeightDecay, ChainedOptimizer, Muon, QKClip, hidden_matrices
 from mfwrap.runner.document import RecipeDocument
 from mfwrap.runner.layer_decay import LayerDecaySection
-from mfwrap.runner.objects import RecipeObjects
+from mfwrap.runner.objects import RecipeObjects, taken
+from mfwrap.runner.own_code import OwnKind, OwnType
 from mfwrap.runner.parameter_groups import RateGroup, first_match, parameter_groups
 from mfwrap.runner.ranges import check_range, is_number
 from mfwrap.runner.sections import OPTIMIZER_KEYS_WITHOUT_MEANING, MuonSection
@@ -46,6 +47,9 @@ class OptimizerChoice:
 
     qk_clip_threshold: float | None = None
     """Limit of the attention logits, see `QKClip`; ``None`` for no limit."""
+
+    is_object: bool = False
+    """Whether the optimizer comes from a program, which may have built it already."""
 
     decay_rules: tuple[Sequence[str], Sequence[str]] = ((), ())
     """Patterns of names of the parameters with and without weight decay; the first rule counts, and
@@ -255,6 +259,13 @@ _ARGUMENTS: Mapping[str, str] = {
 _DECAY_RULES = ("weight_decay_include", "weight_decay_exclude")
 """Keys of all optimizers that choose the parameters with weight decay."""
 
+_OWN = OwnKind(
+    "a subclass of torch.optim.Optimizer, or a function of the parameter groups that builds one",
+    lambda found: issubclass(found, Optimizer) if isinstance(found, type) else callable(found),
+)
+RATES = ("lr", "learning_rate")
+"""Arguments of an optimizer's class that are its learning rate."""
+
 _OF_MUON: Mapping[str, str] = {"adamw_betas": "betas", "adamw_eps": "eps"}
 """Key of the section for each key that MindFormers' Muon has instead."""
 
@@ -281,6 +292,8 @@ def read_optimizer(
     if isinstance(absent, str) and absent in _ABSENT:
         says = f"mfwrap has no {absent}: {_ABSENT[absent]}"
         raise objects.document.error((*path, "type"), says)
+    if (found := objects.own_type(path, section, _OWN)) is not None:
+        return *_read_own(objects, found), {}
     name, settings = objects.named_type(path, section, OPTIMIZERS)
     kind = OPTIMIZERS[name]
     if kind is _ADAMW and are_half:
@@ -299,11 +312,7 @@ def read_optimizer(
     arguments: dict[str, Any] = {} if kind.optim is None else {"optim": kind.optim}
     for key, value in settings.items():
         for argument, number in _numbers(objects, key, names[key], value).items():
-            if not is_number(number) or not number >= 0:
-                says = f"expected a number >= 0, got {number!r}"
-                raise objects.document.error((*path, key), says)
-            check_range(objects, (*path, key), argument, number)
-            arguments[argument] = number
+            arguments[argument] = _checked(objects, key, argument, number)
     choice = None
     if kind.section is not None and kind.make is not None:
         parsed = objects.parse(path, kind.section, own)
@@ -316,6 +325,54 @@ def read_optimizer(
         choice = choice or OptimizerChoice(objects.document)
         choice = dataclasses.replace(choice, decay_rules=(include, exclude))
     return choice, arguments, kind.defaults
+
+
+def _read_own(
+    objects: RecipeObjects, own: OwnType
+) -> tuple[OptimizerChoice | None, dict[str, Any]]:
+    """Read the section of an optimizer of the user's own; see `read_optimizer`."""
+    if own.found is None:
+        return None, {}
+    path, settings = ("optimizer",), dict(own.settings)
+    include, exclude = (_patterns(objects, settings, key) for key in _DECAY_RULES)
+    rates = [key for key in RATES if key in settings]
+    if len(rates) > 1:
+        says = f"must be left out, because the section has {rates[0]}"
+        raise objects.document.error((*path, rates[1]), says)
+    arguments = {
+        argument: _checked(objects, key, argument, settings.pop(key))
+        for argument, keys in {"learning_rate": rates, "weight_decay": ["weight_decay"]}.items()
+        for key in keys
+        if key in settings
+    }
+    objects.check_arguments(path, own.found, settings, num_passed=1, implied=RATES)
+
+    def make(
+        network: nn.Module, groups: list[dict[str, Any]], arguments: TrainingArguments
+    ) -> Optimizer:
+        del network
+        bound = getattr(own.found, "keywords", ())  # of a functools.partial
+        names = [name for name in taken(own.found, RATES) if name not in bound]
+        rate = dict.fromkeys(names, arguments.learning_rate)
+        made = objects.call(path, own.found, groups, **settings, **rate)
+        if not isinstance(made, Optimizer):
+            says = f"expected {_OWN.says}, but {own.name} built a {type(made).__name__}"
+            raise objects.document.error((*path, "type"), says)
+        return made
+
+    is_object = path in objects.code.given
+    rules = (include, exclude)
+    choice = OptimizerChoice(objects.document, make, is_object=is_object, decay_rules=rules)
+    return choice, arguments
+
+
+def _checked(objects: RecipeObjects, key: str, argument: str, number: Any) -> float:
+    """Return a number of the section if it is in the range of a field of ``TrainingArguments``."""
+    if not is_number(number) or not number >= 0:
+        says = f"expected a number >= 0, got {number!r}"
+        raise objects.document.error(("optimizer", key), says)
+    check_range(objects, ("optimizer", key), argument, number)
+    return float(number)
 
 
 def _patterns(objects: RecipeObjects, settings: dict[str, Any], key: str) -> list[str]:

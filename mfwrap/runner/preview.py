@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments, default_data_collator
 
-from mfwrap.recipes.models.settings import ModelSettings, WeightlessModel
+from mfwrap.recipes.data.source import Rows
+from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.runner.document import RecipeError
+from mfwrap.runner.own_code import is_own
 from mfwrap.runner.recipe import Recipe
 from mfwrap.runner.rehearsal import limited, quiet
 from mfwrap.runner.run import build_trainer, task_keywords
@@ -73,7 +75,7 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
     bars = is_progress_bar_enabled()
     disable_progress_bars()
     try:
-        with quiet():
+        with quiet(), recipe.code.importable():
             prepared = _prepare(recipe, held_out=held_out)
             shown = [row for row, _ in zip(iter(prepared.rows), range(num_rows), strict=False)]
             batch = prepared.collate(shown)
@@ -94,10 +96,10 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
 def _prepare(recipe: Recipe, *, held_out: bool) -> _Prepared:
     key = "eval_dataset" if held_out else "train_dataset"
     if recipe.task.arguments() is TrainingArguments:
-        keywords = task_keywords(recipe, WeightlessModel.of(recipe.model))
-        rows, collate = keywords[key], keywords["data_collator"]
+        keywords = task_keywords(recipe, recipe.model.weightless())
+        rows, collate = keywords[key], keywords.get("data_collator", default_data_collator)
         tokenizer = keywords.get("processing_class")
-        names = getattr(keywords["model"].config, "id2label", {})
+        names = getattr(getattr(keywords["model"], "config", None), "id2label", {})
     else:
         rows, collate, tokenizer = _of_trainer(recipe, key)
         names = {}
@@ -126,6 +128,9 @@ def _of_trainer(recipe: Recipe, key: str) -> tuple[Any, Any, PreTrainedTokenizer
 
 def _shown(recipe: Recipe, prepared: _Prepared, batch: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the lines of each row."""
+    if Rows(prepared.rows).are_inputs or is_own(recipe.document.data["task"]):
+        yield from _inputs(batch)
+        return
     if "input_ids" not in batch:
         yield from _numbers(prepared, batch)
         return
@@ -220,6 +225,24 @@ class _Sequence:
 
     def _text(self, positions: Tensor) -> str:
         return str(self._tokenizer.decode(self._ids[positions].tolist()))
+
+
+def _inputs(batch: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the lines of each row of inputs that no task of mfwrap has prepared."""
+    tensors = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.dim() > 0
+    }
+    for index in range(min((len(value) for value in tensors.values()), default=0)):
+        lines = [f"row {index + 1}"]
+        for name, values in tensors.items():
+            row = values[index]
+            said = f"{tuple(row.shape)} {str(row.dtype).removeprefix('torch.')}"
+            if row.numel():
+                said += f", values from {row.min():.6g} to {row.max():.6g}"
+            lines += _field(name, said)
+        yield lines
 
 
 def _numbers(prepared: _Prepared, batch: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -3,7 +3,8 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -17,8 +18,10 @@ from mfwrap.config import StepConfig
 from mfwrap.names import hint
 from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.endings import type_of
+from mfwrap.recipes.data.own import OwnSource
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.checkpoint import has_tokenizer
+from mfwrap.recipes.models.own import IMPLIED, SHARED, OwnModel
 from mfwrap.recipes.models.settings import (
     ModelError,
     ModelSettings,
@@ -33,11 +36,13 @@ from mfwrap.runner.callbacks import (
     read_callbacks,
     read_monitor,
 )
+from mfwrap.runner.document import Path as KeyPath
 from mfwrap.runner.document import RecipeDocument, read_text
 from mfwrap.runner.expert_bias import BIAS_RATE, BalanceChoice
-from mfwrap.runner.objects import REFUSALS, RecipeObjects
+from mfwrap.runner.objects import REFUSALS, RecipeObjects, taken, without_nulls
 from mfwrap.runner.optimization import check_optimizer
 from mfwrap.runner.optimizers import OptimizerChoice
+from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode, OwnKind, OwnType, is_own
 from mfwrap.runner.replacements import without_replaced
 from mfwrap.runner.schedules import Schedule
 from mfwrap.runner.sections import RunnerWrapperSection, Sections
@@ -108,13 +113,25 @@ class Recipe:
     without_meaning: tuple[str, ...]
     """Dotted names of MindFormers keys that have no effect."""
 
+    code: OwnCode
+    """The user's own classes that the recipe names."""
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    unchecked: Mapping[KeyPath, str]
+    """Names of the user's own classes that were not loaded, because the recipe may not run code, by
+    their paths. Such a recipe cannot be trained."""
+
+
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False
+) -> Recipe:
     """Read a recipe from a file and check it; nothing is downloaded or trained.
 
     Args:
         path: YAML file.
         overrides: Entries of the form ``section.key=value`` that replace values of the file.
+        allow_code: Whether to import the modules whose classes the recipe names, as in ``type:
+            my_module.MyCallback``. Without it, no such module is imported, and `run_recipe` refuses
+            a recipe that names one.
 
     Raises:
         RecipeError: If the recipe is invalid. The message is one line of text that names the key,
@@ -124,39 +141,50 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeWarning: If MindFormers keys of the recipe have no effect: one warning that lists all
             of these keys.
     """
-    return parse_recipe(read_text(path), str(path), overrides)
+    return parse_recipe(read_text(path), str(path), overrides, allow_code=allow_code)
 
 
-def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
+def parse_recipe(
+    text: str, name: str, overrides: Sequence[str] = (), *, allow_code: bool = False
+) -> Recipe:
     """Read a recipe from a string and check it; see `load_recipe`.
 
     Args:
         text: YAML text.
-        name: Name for error messages; its stem is the default name of the run folder.
+        name: Name for error messages; its stem is the default name of the run folder, and modules
+            of the user's own are looked for in its folder.
         overrides: See `load_recipe`.
+        allow_code: See `load_recipe`.
     """
     document = RecipeDocument.parse(text, name).overridden(overrides)
-    recipe = read_document(without_replaced(document))
-    if recipe.without_meaning:
-        keys = ", ".join(recipe.without_meaning)
-        says = f"{name}: these settings have no effect in mfwrap: {keys}"
-        warnings.warn(says, RecipeWarning, stacklevel=callers_stacklevel())
+    code = OwnCode(name, is_allowed=allow_code)
+    recipe = read_document(without_replaced(document), code)
+    warn_of_ignored(recipe)
     return recipe
 
 
-def read_document(document: RecipeDocument) -> Recipe:
+def warn_of_ignored(recipe: Recipe) -> None:
+    """Emit a `RecipeWarning` if MindFormers keys of a recipe have no effect."""
+    if recipe.without_meaning:
+        keys = ", ".join(recipe.without_meaning)
+        says = f"{recipe.document.name}: these settings have no effect in mfwrap: {keys}"
+        warnings.warn(says, RecipeWarning, stacklevel=callers_stacklevel())
+
+
+def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Recipe:
     """Check every section of a recipe.
 
     Args:
         document: The recipe as plain values.
+        code: Finds the classes that the recipe names; by default, no code may run.
 
     Raises:
         RecipeError: If the recipe is invalid.
     """
-    objects = RecipeObjects(document)
+    objects = RecipeObjects(document, code)
     sections = objects.parse((), Sections, document.data)
-    task = TASKS[objects.choice(("task",), sections.task, TASKS)]
-    model = objects.parse(("model",), ModelSettings, sections.model)
+    task = _task(objects, sections.task)
+    model = _model(objects, sections.model)
     data = _data(objects, task, sections)
     wrapper = rollback = None
     if sections.runner_wrapper is not None:
@@ -209,6 +237,8 @@ def read_document(document: RecipeDocument) -> Recipe:
         rollback=rollback,
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
+        code=objects.code,
+        unchecked=objects.unchecked,
     )
 
 
@@ -226,6 +256,64 @@ def _balance(
     if network is not None:
         balance.check(network)
     return balance
+
+
+_TASK = OwnKind("a Task of mfwrap.recipes.tasks.table", lambda found: isinstance(found, Task))
+_MODEL = OwnKind(
+    "a subclass of torch.nn.Module, or a function that builds a model",
+    lambda found: issubclass(found, nn.Module) if isinstance(found, type) else callable(found),
+)
+_DATA = OwnKind(
+    "a class of data sets, with __getitem__ or __iter__, or a function that returns a data set",
+    lambda found: (
+        issubclass(found, DataSource) or hasattr(found, "__getitem__") or hasattr(found, "__iter__")
+        if isinstance(found, type)
+        else callable(found)
+    ),
+)
+
+
+def _task(objects: RecipeObjects, name: str) -> Task:
+    if not is_own(name):
+        return TASKS[objects.choice(("task",), name, TASKS)]
+    if not objects.code.is_allowed:
+        raise objects.document.error(("task",), f"{name} {NEEDS_FLAG}")
+    task: Task = objects.code.load(objects.document, ("task",), name, _TASK)
+    return task
+
+
+def _model(objects: RecipeObjects, section: Mapping[str, Any]) -> ModelSettings:
+    path = ("model",)
+    own = objects.own_type(path, section, _MODEL)
+    if own is None:
+        return objects.parse(path, ModelSettings, section)
+    shared = {key: value for key, value in own.settings.items() if key in SHARED}
+    model = replace(objects.parse(path, OwnModel, shared), type=own.name)
+    if own.found is None:
+        return model
+    arguments = _arguments(own.found, own.settings, SHARED)
+    objects.check_arguments(path, own.found, arguments, implied=IMPLIED)
+    return replace(
+        model,
+        make=partial(objects.call, path, own.found, **arguments),
+        takes=tuple(taken(own.found, IMPLIED - arguments.keys())),
+        keeps_dtype=path in objects.code.given,
+    )
+
+
+def _arguments(
+    make: Callable[..., Any], settings: Mapping[str, Any], shared: Collection[str]
+) -> dict[str, Any]:
+    """Return the settings that are arguments of a class of the user's own.
+
+    Args:
+        make: The class, or a function.
+        settings: The section without its type.
+        shared: Keys that mfwrap reads; the class gets them too, if it takes them.
+    """
+    both = taken(make, shared)
+    kept = {key: value for key, value in settings.items() if key not in shared or key in both}
+    return without_nulls(make, kept)
 
 
 def _check_dtypes(
@@ -291,16 +379,34 @@ def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
             section = {**section, "type": type_of(section["path"])}
         except ValueError as error:
             raise objects.refusal(("data",), section, error) from error
-    kind, _ = objects.named_type(("data",), section, SOURCES)
+    own = objects.own_type(("data",), section, _DATA)
+    kind = "" if own is not None else objects.named_type(("data",), section, SOURCES)[0]
     for option in sorted({name for each in TASKS.values() for name in each.options}):
         if section.get(option) is not None and option not in task.options:
             says = f"is not a setting of the task {sections.task}"
             raise objects.document.error(("data", option), says)
-    data = objects.parse(("data",), SOURCES[kind], section)
+    data = (
+        objects.parse(("data",), SOURCES[kind], section) if own is None else _own_data(objects, own)
+    )
     if data.known_columns is not None:
         known = data.known_columns | data.columns.keys()
         check_columns(objects.document, task.needs_of(data), known)
     return data
+
+
+def _own_data(objects: RecipeObjects, own: OwnType) -> DataSource:
+    """Return data of the user's own, whose class is called when the rows are read."""
+    path = ("data",)
+    if isinstance(own.found, type) and issubclass(own.found, DataSource):
+        return objects.parse(path, own.found, own.settings)
+    of_all = {field.name for field in fields(DataSource)}
+    shared = {key: value for key, value in own.settings.items() if key in of_all}
+    data = replace(objects.parse(path, OwnSource, shared), type=own.name)
+    if own.found is None:
+        return data
+    arguments = _arguments(own.found, own.settings, of_all)
+    objects.check_arguments(path, own.found, arguments)
+    return replace(data, make=partial(objects.call, path, own.found, **arguments))
 
 
 def _are_names(value: object) -> bool:

@@ -46,7 +46,7 @@ def rehearse(recipe: Recipe) -> str | None:
     """
     if recipe.data.why_unread is not None:
         return recipe.data.why_unread
-    with quiet():
+    with quiet(), recipe.code.importable():
         reason = _reason_to_skip(recipe)
         if reason is not None:
             checked_rows(recipe)
@@ -73,6 +73,10 @@ def _try_with_all_rows(recipe: Recipe) -> None:
 
 
 def _reason_to_skip(recipe: Recipe) -> str | None:
+    # Without callbacks of the user's own, the rest of the step can be tried.
+    unknown = [name for path, name in recipe.unchecked.items() if path[0] != "callbacks"]
+    if unknown:
+        return f"it needs the code of {', '.join(unknown)}, which runs only with --allow-code"
     if not recipe.model.is_local:
         return "the model or its tokenizer is on the hub"
     number = recipe.model.count_parameters(recipe.task.auto_class)
@@ -121,7 +125,7 @@ def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int) -
         for key in FOLDER_KEYS & entry.keys():
             settings[f"{name}.{key}"] = f"{folder}/{name}"
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    return read_document(recipe.document.overridden(overrides))
+    return read_document(recipe.document.overridden(overrides), recipe.code)
 
 
 @final

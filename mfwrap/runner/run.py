@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset
-from transformers import set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from mfwrap.callbacks import EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
@@ -16,8 +16,10 @@ from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.checkpoints.whole import whole_file, whole_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
-from mfwrap.recipes.data.source import ColumnUse, Needs, Rows
+from mfwrap.recipes.data.source import ColumnUse, DataError, Needs, Rows
+from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.inputs import build_for_inputs
 from mfwrap.records.evaluations import AVERAGED, results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.runner.averages import average_of
@@ -34,10 +36,11 @@ from mfwrap.runner.folder import (
 )
 from mfwrap.runner.model_card import FinishedRun, write_recipe_card
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
+from mfwrap.runner.own_code import NEEDS_FLAG
 from mfwrap.runner.pushing import push_models
 from mfwrap.runner.recipe import Recipe, check_columns, check_max_length, data_errors
 from mfwrap.runner.resumption import former_run, write_result
-from mfwrap.runner.training import optimized
+from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.trainer.display.console import StepProgressCallback
 
 
@@ -78,15 +81,19 @@ def run_recipe(
     Raises:
         RecipeError: If another program trains in the run folder, if the data lack something that
             the task needs, if the folder has checkpoints and neither `resume` nor `overwrite` is
-            given, if `resume` is ``"auto"`` and the folder has the run of another recipe, or if
-            `skip_rows` is wrong.
+            given, if `resume` is ``"auto"`` and the folder has the run of another recipe, if
+            `skip_rows` is wrong, or if the recipe names classes of the user's own and was loaded
+            without ``allow_code``.
         RuntimeError: If the models cannot be pushed (`training.push_to_hub`). They are complete in
             the run folder.
         ValueError: If there is no intact checkpoint to resume from.
     """
+    for path, name in recipe.unchecked.items():
+        raise recipe.document.error(path, f"{name} {NEEDS_FLAG}")
     left_out = _checked_skip(skip_rows)
     folder = Path(recipe.arguments.output_dir or "")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(recipe.code.importable())
         try:
             stack.enter_context(owning_run(folder, waits=resume == AUTO))
         except BlockingIOError as error:
@@ -113,6 +120,9 @@ def _run(
     _check_folder(recipe, folder, is_new=not resume, overwrite=overwrite)
     trainer, recorder = build_trainer(recipe, left_out)
     if resume:
+        if this_rank() == 0 and (changed := recipe.code.changed_since(folder)):
+            names = ", ".join(changed)
+            say(f"warning: {names} changed since {folder} was started; the run continues with it")
         claim(folder, recipe.arguments)
     else:
         # Delete only after the Trainer was built: a run that cannot start must not delete an
@@ -187,7 +197,10 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         says_evaluations=has_record,
     )
     step = recipe.step
-    trainer = optimized(task.trainer(), recipe.optimizer, recipe.schedule, recipe.balance)(
+    kind = optimized(task.trainer(), recipe.optimizer, recipe.schedule, recipe.balance)
+    if isinstance(recipe.model, OwnModel):
+        kind = with_checked_loss(kind, recipe.document)
+    trainer = kind(
         args=arguments,
         callbacks=[recorder, ThroughputRecorder(folder), *callbacks],
         step=step.config,
@@ -200,7 +213,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         eval_per_token_loss=recipe.eval_per_token_loss,
         **keywords,
     )
-    trainer.run_facts.describe(recipe.document.data)
+    trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StepProgressCallback):
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
@@ -220,11 +233,22 @@ def task_keywords(recipe: Recipe, model: ModelSettings) -> dict[str, Any]:
     """
     rows = checked_rows(recipe)
     with data_errors(RecipeObjects(recipe.document)):
+        if rows.are_inputs:
+            if recipe.task.arguments() is not TrainingArguments:
+                msg = "`type` must give a table, because TRL prepares the rows of this task itself"
+                raise DataError(msg)
+            return build_for_inputs(model, recipe.task.auto_class, rows)
         return recipe.task.build(model, recipe.data, rows)
 
 
 def _keywords(recipe: Recipe) -> dict[str, Any]:
     keywords = task_keywords(recipe, recipe.model)
+    if recipe.task.arguments() is not TrainingArguments and not isinstance(
+        keywords["model"], PreTrainedModel
+    ):
+        says = "expected a transformers.PreTrainedModel, because TRL trains no other model"
+        got = type(keywords["model"]).__name__
+        raise recipe.document.error(("model", "type"), f"{says}, got a {got}")
     check_max_length(recipe.document, recipe.arguments, keywords["model"])
     if recipe.peft is None and recipe.task.needs_reference:
         # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
@@ -271,7 +295,7 @@ def checked_rows(recipe: Recipe) -> Rows:
     try:
         with data_errors(objects):
             rows = recipe.data.rows(Needs(_uses(recipe), check, check_numbers))
-            if classes is not None and not recipe.data.is_streamed:
+            if classes is not None and not recipe.data.is_streamed and not rows.are_inputs:
                 classes.check_number()
             return rows
     except RecipeError:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mfwrap.runner.document import Path, shown
 from mfwrap.runner.layer_decay import SCALE
-from mfwrap.runner.objects import RecipeObjects
+from mfwrap.runner.objects import RecipeObjects, taken
+from mfwrap.runner.own_code import OwnKind, OwnType
 from mfwrap.runner.parameter_groups import DEFAULT_GROUP, RateGroup
 from mfwrap.runner.ranges import check_range, is_number
 from mfwrap.runner.sections import SCHEDULE_ALIASES, GroupedSection
@@ -26,21 +27,24 @@ from mfwrap.schedules.formula import FormulaLR, WarmUp
 class ScheduleChoice:
     """Class and settings of a schedule, which can be built once the optimizer exists."""
 
-    kind: type[FormulaLR]
-    """Class of the schedule."""
+    kind: Callable[..., LRScheduler]
+    """Class of the schedule, or a function that builds it."""
 
     settings: Mapping[str, Any]
-    """Arguments of the class, without the optimizer and ``total_steps``."""
+    """Arguments of `kind`, without the optimizer and the length."""
 
     total_steps: int | None
     """Length that the recipe sets; ``None`` for the length of the training."""
 
-    def make(self, optimizer: Optimizer, num_training_steps: int) -> FormulaLR:
+    @property
+    def has_formula(self) -> bool:
+        """Whether the schedule is MindFormers', or derives from its class."""
+        return isinstance(self.kind, type) and issubclass(self.kind, FormulaLR)
+
+    def make(self, optimizer: Optimizer, num_training_steps: int) -> LRScheduler:
         """Build the schedule for an optimizer."""
-        settings = dict(self.settings)
-        if _has_length(self.kind):
-            settings["total_steps"] = self.total_steps or num_training_steps
-        return self.kind(optimizer, **settings)
+        length = self.total_steps or num_training_steps
+        return self.kind(optimizer, **self.settings, **_lengths(self.kind, length))
 
     def scaled(self, factor: float) -> "ScheduleChoice":
         """Return a schedule with `factor` times this one's rates, if the initial rate has it too.
@@ -53,6 +57,15 @@ class ScheduleChoice:
         scaled = {key: rate * factor for key, rate in rates.items() if rate is not None}
         return dataclasses.replace(self, settings={**self.settings, **scaled})
 
+
+_LENGTHS = ("total_steps", "num_training_steps")
+"""Arguments of schedules that are the number of steps."""
+
+_OWN = OwnKind(
+    "a subclass of torch.optim.lr_scheduler.LRScheduler, or a function of the optimizer that "
+    "builds one",
+    lambda found: issubclass(found, LRScheduler) if isinstance(found, type) else callable(found),
+)
 
 _END_RATES = frozenset({"eta_min", "lr_end", "lr_end1", "lr_end2", "warmup_lr_init"})
 """Keys of schedules that are learning rates, apart from the initial one."""
@@ -87,42 +100,89 @@ Schedule = ScheduleChoice | GroupedScheduleChoice
 """MindFormers' schedule of a recipe."""
 
 
+_OWN_OF_GROUP = OwnKind(
+    "a subclass of mfwrap.schedules.formula.FormulaLR, because each group has its own schedule",
+    lambda found: isinstance(found, type) and issubclass(found, FormulaLR),
+)
+
+
 def read_schedule(
-    objects: RecipeObjects, path: Path, section: Mapping[str, Any], max_steps: int
-) -> tuple[ScheduleChoice, float | None]:
+    objects: RecipeObjects,
+    path: Path,
+    section: Mapping[str, Any],
+    max_steps: int,
+    own_kind: OwnKind = _OWN,
+) -> tuple[ScheduleChoice | None, float | None]:
     """Return the schedule of a section ``lr_schedule``, and the learning rate that it sets.
+
+    There is no schedule if it is a class of the user's own, and the recipe may not run code.
 
     Args:
         objects: Builder for the recipe. It builds the schedule once, to check the settings.
         path: Path of the section.
         section: Content of the section.
         max_steps: Number of steps of the training; <= 0 if it depends on the data.
+        own_kind: What a class of the user's own must be.
 
     Raises:
         RecipeError: If the schedule or a setting is unknown, or a value is out of range.
     """
+    if (own := objects.own_type(path, section, own_kind)) is not None:
+        return _read_own(objects, path, own, max_steps)
     name, settings = objects.named_type(path, section, {*SCHEDULES, *SCHEDULE_ALIASES})
     kind = SCHEDULES[SCHEDULE_ALIASES.get(name, name)]
     total_steps = settings.pop("total_steps", None)
     if total_steps == -1:  # In MindFormers, -1 means the length of the training
         total_steps = None
-    rates = [settings.pop(key) for key in _RATE_KEYS if key in settings]
-    rate = rates[0] if rates else None
-    if rate is not None:
-        rate_key = next(key for key in _RATE_KEYS if key in section)
-        if not is_number(rate):
-            says = f"expected a number, got {shown(rate)}"
-            raise objects.document.error((*path, rate_key), says)
-        check_range(objects, (*path, rate_key), "learning_rate", rate)
+    rate = _taken_rate(objects, path, settings, _RATE_KEYS)
     probe = torch.optim.SGD([torch.zeros(1)], lr=rate or 1.0)
-    length = total_steps or (max_steps if max_steps > 0 else _ANY_LENGTH)
-    checked = settings | ({"total_steps": length} if _has_length(kind) else {})
+    checked = settings | _lengths(kind, total_steps or _length(max_steps))
     objects.build(path, functools.partial(kind, probe), checked, known=keys_of(kind))
     return ScheduleChoice(kind, settings, total_steps), rate
 
 
-def _has_length(kind: type[FormulaLR]) -> bool:
-    return "total_steps" in inspect.signature(kind).parameters
+def _read_own(
+    objects: RecipeObjects, path: Path, own: OwnType, max_steps: int
+) -> tuple[ScheduleChoice | None, float | None]:
+    """Return a schedule of the user's own, and the learning rate; see `read_schedule`."""
+    if own.found is None:
+        return None, None
+    settings = dict(own.settings)
+    rate = _taken_rate(objects, path, settings, ("learning_rate",))
+    objects.check_arguments(path, own.found, settings, num_passed=1, implied=_LENGTHS)
+    total_steps = [settings.pop(key) for key in _LENGTHS if key in settings]
+    length = next((one for one in total_steps if one not in {None, -1}), None)
+    choice = ScheduleChoice(own.found, settings, length)
+    probe = torch.optim.SGD([torch.zeros(1)], lr=rate or 1.0)
+    made = objects.call(path, functools.partial(choice.make, probe, _length(max_steps)))
+    if not isinstance(made, LRScheduler):
+        says = f"expected {_OWN.says}, but {own.name} built a {type(made).__name__}"
+        raise objects.document.error((*path, "type"), says)
+    return choice, rate
+
+
+def _taken_rate(
+    objects: RecipeObjects, path: Path, settings: dict[str, Any], keys: Sequence[str]
+) -> float | None:
+    """Take the learning rate out of the settings of a schedule."""
+    rates = {key: settings.pop(key) for key in keys if key in settings}
+    rate = next(iter(rates.values()), None)
+    if rate is not None:
+        rate_key = next(iter(rates))
+        if not is_number(rate):
+            says = f"expected a number, got {shown(rate)}"
+            raise objects.document.error((*path, rate_key), says)
+        check_range(objects, (*path, rate_key), "learning_rate", rate)
+    return rate
+
+
+def _length(max_steps: int) -> int:
+    return max_steps if max_steps > 0 else _ANY_LENGTH
+
+
+def _lengths(kind: Callable[..., Any], length: int) -> dict[str, int]:
+    """Return the arguments of a schedule that are its length."""
+    return dict.fromkeys(taken(kind, _LENGTHS), length)
 
 
 def keys_of(kind: type[FormulaLR]) -> set[str]:
@@ -152,9 +212,10 @@ def read_grouped_schedule(
     """
     path = ("grouped_lr_schedule",)
     content = objects.parse(path, GroupedSection, section)
-    default, rate = read_schedule(objects, (*path, "default"), content.default, max_steps)
-    schedules = {DEFAULT_GROUP: default}
-    rate_groups = []
+    at_default = (*path, "default")
+    default, rate = read_schedule(objects, at_default, content.default, max_steps, _OWN_OF_GROUP)
+    schedules = {} if default is None else {DEFAULT_GROUP: default}
+    rate_groups: list[RateGroup] = []
     for number, settings in enumerate(content.grouped):
         at = (*path, "grouped", number)
         patterns = settings.get("params")
@@ -163,11 +224,12 @@ def read_grouped_schedule(
             says = f"expected a list of parts of parameters' names, got {shown(patterns)}"
             raise objects.document.error((*at, "params"), says)
         others = {key: value for key, value in settings.items() if key != "params"}
-        choice, own_rate = read_schedule(objects, at, others, max_steps)
+        choice, own_rate = read_schedule(objects, at, others, max_steps, _OWN_OF_GROUP)
         group = RateGroup((*at, "params"), tuple(patterns), own_rate)
-        if group.name in schedules:
+        if group.name in {DEFAULT_GROUP, *(one.name for one in rate_groups)}:
             says = f"expected other patterns than those of an earlier group, got {patterns}"
             raise objects.document.error((*at, "params"), says)
-        schedules[group.name] = choice
+        if choice is not None:
+            schedules[group.name] = choice
         rate_groups.append(group)
     return GroupedScheduleChoice(schedules), rate, tuple(rate_groups)

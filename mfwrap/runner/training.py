@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import traceback
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from mfwrap.collectives import leave_shared_store, refuse_lone_process
-from mfwrap.runner.document import Path
+from mfwrap.runner.document import Path, RecipeDocument
 from mfwrap.runner.expert_bias import BalanceChoice
 from mfwrap.runner.layer_decay import LayerDecaySection
 from mfwrap.runner.objects import RecipeObjects, without_nulls
@@ -136,7 +137,7 @@ def _read_schedule(
         says = f"must be left out, because the recipe has a section {name}"
         raise objects.document.error(paths[0], says)
     max_steps = settings.get("max_steps", -1)
-    schedule: Schedule
+    schedule: Schedule | None
     if grouped is None:
         schedule, rate = read_schedule(objects, (name,), section or {}, max_steps)
     else:
@@ -163,7 +164,8 @@ def _read_layer_decay(
         raise objects.document.error(path, says)
     section = objects.parse(path, LayerDecaySection, sections.layer_decay)
     choice = optimizer or OptimizerChoice(objects.document)
-    if isinstance(schedule, ScheduleChoice):
+    # A schedule of the user's own multiplies the initial rate of each group, as torch's do.
+    if isinstance(schedule, ScheduleChoice) and schedule.has_formula:
         schedule = GroupedScheduleChoice({DEFAULT_GROUP: schedule})
     return dataclasses.replace(choice, layer_decay=section), schedule
 
@@ -247,3 +249,41 @@ def optimized(
 
         methods["create_scheduler"] = create_scheduler
     return type(trainer.__name__, (trainer,), methods) if methods else trainer
+
+
+def with_checked_loss(trainer: type[Any], document: RecipeDocument) -> type[Any]:
+    """Return a subclass of a Trainer that says so if the model of a recipe returns no loss.
+
+    Args:
+        trainer: Class of the Trainer.
+        document: Recipe; supplies the place for the error.
+    """
+
+    def refusal(got: str) -> Exception:
+        name = document.data["model"]["type"]
+        return document.error(("model", "type"), f"{_NO_LOSS}; got {got} from {name}")
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a micro-batch as the Trainer does, if it is one number."""
+        try:
+            found = trainer.compute_loss(self, *args, **kwargs)
+        except (IndexError, TypeError, KeyError) as error:
+            # The Trainer itself has failed to take the loss out of the output, not the model.
+            if traceback.extract_tb(error.__traceback__)[-1].name != "compute_loss":
+                raise
+            got = "no loss"
+            raise refusal(got) from error
+        loss = found[0] if isinstance(found, tuple) else found
+        if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
+            is_tensor = isinstance(loss, torch.Tensor)
+            got = f"shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+            raise refusal(got)
+        return found
+
+    return type(trainer.__name__, (trainer,), {"compute_loss": compute_loss})
+
+
+_NO_LOSS = (
+    'expected a model whose forward returns a dictionary with "loss", or a tuple that begins with '
+    "the loss, a tensor of shape ()"
+)

@@ -31,10 +31,18 @@ class TrainerFacts:
         self._termination = termination
         self._facts: RunFacts | None = None
         self._given: Mapping[str, Any] | None = None
+        self._code: Mapping[str, Any] | None = None
 
-    def describe(self, configuration: Mapping[str, Any]) -> None:
-        """Take other settings of the run than those of the trainer and its step."""
-        self._given = configuration
+    def describe(
+        self, configuration: Mapping[str, Any], code: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take other settings of the run than those of the trainer and its step.
+
+        Args:
+            configuration: The settings.
+            code: The user's own modules that the run has imported; see `RunFacts`.
+        """
+        self._given, self._code = configuration, code
 
     def on_train_begin(self, _args: Any, state: TrainerState, _control: Any) -> None:
         """Begin to write in the main process, if a monitor writes."""
@@ -73,6 +81,7 @@ class TrainerFacts:
             trainer.model,
             first_step=state.global_step,
             max_steps=state.max_steps,
+            code=self._code,
         )
 
     def _configuration(self) -> Mapping[str, Any]:

@@ -68,6 +68,11 @@ class Rows(NamedTuple):
     train: Dataset | IterableDataset
     evaluation: Dataset | None = None
 
+    @property
+    def are_inputs(self) -> bool:
+        """Whether the rows are the inputs of the model, and not a table with a task's columns."""
+        return not isinstance(self.train, (Dataset, IterableDataset))
+
     def prepared(self, prepare: Callable[[Any], Any]) -> dict[str, Dataset | None]:
         """Apply a function to both data sets, and return them as keywords of the Trainer."""
         evaluation = None if self.evaluation is None else prepare(self.evaluation)
@@ -215,7 +220,10 @@ class DataSource(RecipeSection, abc.ABC):
             ValueError: If a column in the key ``columns`` is missing in the data.
             DataError: If there are no training rows, or if a check raises it.
         """
-        rows = self.read_as(needs.uses)
+        return self.divided(self.read_as(needs.uses), needs)
+
+    def divided(self, rows: Rows, needs: Needs) -> Rows:
+        """Check rows that were read, rename their columns, and hold out rows; see `rows`."""
         train, evaluation = self._prepared(needs, rows.train, held_out=False), rows.evaluation
         if evaluation is not None:
             evaluation = self._prepared(needs, evaluation, held_out=True)

@@ -78,10 +78,7 @@ class ModelSettings(RecipeSection):
 
     def __post_init__(self) -> None:
         """Check that the settings name exactly one model, and that its folder can be loaded."""
-        if (self.path is None) == (self.config is None):
-            got = "neither" if self.path is None else "both"
-            msg = f"`path` must be set if `config` is not, and left out if it is, got {got}"
-            raise ValueError(msg)
+        self._check_source()
         if self.config is not None:
             self._check_config(self.config)
         if self.path is not None:
@@ -92,6 +89,13 @@ class ModelSettings(RecipeSection):
             )
         if self.revision is not None and self.path is None:
             msg = f"`revision` needs `path`, got revision {self.revision!r} and no path"
+            raise ValueError(msg)
+
+    def _check_source(self) -> None:
+        """Check that the settings name exactly one model."""
+        if (self.path is None) == (self.config is None):
+            got = "neither" if self.path is None else "both"
+            msg = f"`path` must be set if `config` is not, and left out if it is, got {got}"
             raise ValueError(msg)
 
     @property
@@ -205,6 +209,10 @@ class ModelSettings(RecipeSection):
         settings = {k: v for k, v in implied.items() if k in known or k in _OF_ALL} | given
         config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
         return config
+
+    def weightless(self) -> "ModelSettings":
+        """Return the model without memory for its weights, to prepare data for it."""
+        return WeightlessModel.of(self)
 
     def count_parameters(self, auto_class: Any) -> int:
         """Return the number of weights, without allocating memory for them.
@@ -333,8 +341,11 @@ def make_text_model(
     vocabulary = {"vocab_size": num_tokens} | {name: getattr(tokenizer, name) for name in names}
     network = model.make_model(auto_class, **implied, **vocabulary)
     known: Any = network
+    # A model of the user's own need not say which its embeddings are.
+    if model.tokenizer is None or not hasattr(network, "get_input_embeddings"):
+        return network
     number = known.get_input_embeddings().num_embeddings
-    if model.tokenizer is not None and number < num_tokens:
+    if number < num_tokens:
         says = f"at most {number} tokens, as many as the model, got {num_tokens}"
         msg = f"`tokenizer` must have {says}"
         raise ModelError(msg)

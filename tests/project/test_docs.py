@@ -11,6 +11,7 @@ from mfwrap import callbacks
 from mfwrap.cli import cli, main
 from mfwrap.runner import Recipe, parse_recipe
 from support.mindformers_files import mindformers_text
+from support.own_parts import write_project
 from support.pages import PAGES, blocks, commands, shortened
 from support.paths import ROOT
 from support.recipe_texts import recipe_text
@@ -30,6 +31,7 @@ def write_data(folder: Path) -> None:
     reviews = "".join(f"review {n},{['bad', 'good'][n % 2]}\n" for n in range(40))
     (folder / "reviews.csv").write_text(f"review,stars\n{reviews}")
     (folder / "prices.csv").write_text("rooms,area,price\n1,30,2\n2,50,3\n")
+    write_project(folder)
     (folder / "parts").mkdir()
     for name in ("parts/1.jsonl", "check.jsonl"):
         (folder / name).write_text('{"features": [1.0], "target": 2.0}\n')

@@ -149,3 +149,14 @@ def test_a_second_run_keeps_the_first(tmp_path, clock):
     earlier = json.loads((tmp_path / "run.json.1").read_text())
     assert earlier["configuration"] == {"lr": 1.0}
     assert read_facts(tmp_path)["configuration"] == {"lr": 2.0}
+
+
+def test_imported_code(tmp_path):
+    """The user's own code is an entry of the file; a run without it has none."""
+    code = {"folder": "..", "sha256": {"my_parts": "00ff"}}
+
+    RunFacts(tmp_path / "own", {}, code=code)
+    RunFacts(tmp_path / "other", {})
+
+    assert read_facts(tmp_path / "own")["code"] == code
+    assert "code" not in read_facts(tmp_path / "other")
