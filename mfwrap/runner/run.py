@@ -2,14 +2,16 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from mfwrap.callbacks import EMACallback, MFLossMonitor
+from mfwrap.callbacks import Callback, EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
 from mfwrap.checkpoints.ownership import owning_run
 from mfwrap.checkpoints.resumption import AUTO
@@ -23,7 +25,13 @@ from mfwrap.recipes.tasks.inputs import build_for_inputs
 from mfwrap.records.evaluations import AVERAGED, results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.runner.averages import average_of
-from mfwrap.runner.document import RECIPE_FILE, RecipeError, yaml_text
+from mfwrap.runner.document import (
+    RECIPE_FILE,
+    RecipeDocument,
+    RecipeError,
+    read_text,
+    yaml_text,
+)
 from mfwrap.runner.folder import (
     AVERAGED_MODEL,
     MODEL,
@@ -34,11 +42,20 @@ from mfwrap.runner.folder import (
     claim,
     set_aside_tracebacks,
 )
+from mfwrap.runner.given import GivenObjects
 from mfwrap.runner.model_card import FinishedRun, write_recipe_card
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
-from mfwrap.runner.own_code import NEEDS_FLAG
+from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
 from mfwrap.runner.pushing import push_models
-from mfwrap.runner.recipe import Recipe, check_columns, check_max_length, data_errors
+from mfwrap.runner.recipe import (
+    Recipe,
+    check_columns,
+    check_max_length,
+    data_errors,
+    load_recipe,
+    read_document,
+    warn_of_ignored,
+)
 from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.trainer.display.console import StepProgressCallback
@@ -56,8 +73,12 @@ class RunResult(NamedTuple):
 
 
 def run_recipe(
-    recipe: Recipe,
+    recipe: Recipe | str | Path,
     *,
+    model: nn.Module | None = None,
+    data: Any = None,
+    optimizer: Optimizer | Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+    callbacks: Sequence[TrainerCallback | Callback] = (),
     resume: str | bool = False,
     overwrite: bool = False,
     skip_rows: SkipRows | None = None,
@@ -66,7 +87,19 @@ def run_recipe(
     """Train as a recipe describes; evaluate and save the raw weights and any averaged weights.
 
     Args:
-        recipe: Recipe to run.
+        recipe: Recipe to run, or the path of its YAML file, which is read without overrides.
+        model: Model to train instead of the section ``model``, of which only ``tokenizer`` counts.
+            It is trained in place, keeps its dtypes, and must return a dictionary with ``loss``, or
+            a tuple that begins with it.
+        data: Data set instead of the source in the section ``data``, whose keys of all sources
+            still count, such as ``eval_fraction``: a ``datasets.Dataset`` or a list of dictionaries
+            with the columns of the task; a ``torch.utils.data.Dataset`` with the inputs of the
+            model; or a pair of either, training rows and held-out rows.
+        optimizer: Optimizer instead of the section ``optimizer``: a function of the parameter
+            groups, such as ``functools.partial(torch.optim.SGD, lr=0.1)``, or an optimizer of the
+            parameters of `model`. A function that has a parameter ``lr`` or ``learning_rate`` gets
+            ``training.learning_rate``; a partial that sets it, and an optimizer, keep their own.
+        callbacks: Callbacks in addition to those of the recipe.
         resume: Checkpoint folder to resume from, or ``True`` for the newest checkpoint in the run
             folder. With ``"auto"``, the same call starts a run, resumes it from its newest intact
             checkpoint, or returns its result if it has finished. Rank 0 decides for all ranks.
@@ -82,12 +115,19 @@ def run_recipe(
         RecipeError: If another program trains in the run folder, if the data lack something that
             the task needs, if the folder has checkpoints and neither `resume` nor `overwrite` is
             given, if `resume` is ``"auto"`` and the folder has the run of another recipe, if
-            `skip_rows` is wrong, or if the recipe names classes of the user's own and was loaded
-            without ``allow_code``.
+            `skip_rows` is wrong, if a section contradicts an object, or if the recipe names classes
+            of the user's own and was loaded without ``allow_code``.
         RuntimeError: If the models cannot be pushed (`training.push_to_hub`). They are complete in
             the run folder.
-        ValueError: If there is no intact checkpoint to resume from.
+        TypeError: If an object has the wrong type.
+        ValueError: If there is no intact checkpoint to resume from, or `optimizer` is an optimizer
+            but `model` is missing.
     """
+    given = GivenObjects(model, data, optimizer, callbacks)
+    if any(one is not None for one in given[:-1]) or callbacks:
+        recipe = _with_objects(recipe, given)
+    elif not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
     for path, name in recipe.unchecked.items():
         raise recipe.document.error(path, f"{name} {NEEDS_FLAG}")
     left_out = _checked_skip(skip_rows)
@@ -99,6 +139,19 @@ def run_recipe(
         except BlockingIOError as error:
             raise RecipeError(str(error)) from error
         return _run(recipe, folder, left_out, resume=resume, overwrite=overwrite, say=say)
+
+
+def _with_objects(recipe: Recipe | str | Path, given: GivenObjects) -> Recipe:
+    if isinstance(recipe, Recipe):
+        document, code = recipe.document, recipe.code
+    else:
+        document = RecipeDocument.parse(read_text(recipe), str(recipe))
+        code = OwnCode(str(recipe), is_allowed=False)
+    given.check(document)
+    checked = read_document(given.document(document), given.code(code, document))
+    if not isinstance(recipe, Recipe):
+        warn_of_ignored(checked)
+    return checked
 
 
 def _run(

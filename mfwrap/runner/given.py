@@ -1,0 +1,117 @@
+"""Put the objects of a program in the place of sections of a recipe."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import TrainerCallback
+
+from mfwrap.callbacks import Callback
+from mfwrap.recipes.data.source import DataSource
+from mfwrap.runner.document import Path, RecipeDocument
+from mfwrap.runner.optimizers import RATES
+from mfwrap.runner.own_code import OBJECT, OwnCode
+
+_OF_ALL_DATA = frozenset(field.name for field in fields(DataSource))
+
+
+class GivenObjects(NamedTuple):
+    """Objects that a program passes to `mfwrap.runner.run_recipe`."""
+
+    model: nn.Module | None = None
+    data: Any = None
+    optimizer: Optimizer | Callable[[list[dict[str, Any]]], Optimizer] | None = None
+    callbacks: Sequence[TrainerCallback | Callback] = ()
+
+    def check(self, document: RecipeDocument) -> None:
+        """Refuse objects of a wrong type, and sections that contradict them.
+
+        Args:
+            document: Recipe as written.
+
+        Raises:
+            RecipeError: If a section contradicts an object.
+            TypeError: If an object has the wrong type.
+            ValueError: If there is an optimizer of the parameters of a model that is not given.
+        """
+        if self.model is not None and not isinstance(self.model, nn.Module):
+            msg = f"`model` must be a torch.nn.Module, got {type(self.model).__name__}"
+            raise TypeError(msg)
+        if not (self.optimizer is None or callable(self.optimizer) or self._is_built):
+            got = type(self.optimizer).__name__
+            msg = f"`optimizer` must be a torch.optim.Optimizer or a function, got {got}"
+            raise TypeError(msg)
+        for callback in self.callbacks:
+            if not isinstance(callback, (Callback, TrainerCallback)):
+                got = type(callback).__name__
+                msg = f"`callbacks` must be objects of transformers.TrainerCallback, got {got}"
+                raise TypeError(msg)
+        if self._is_built and self.model is None:
+            msg = (
+                "`optimizer` must be a function of the parameter groups, because the recipe builds "
+                "the model, got an optimizer of other parameters; pass `model`, too"
+            )
+            raise ValueError(msg)
+        self._check_sections(document)
+
+    def document(self, document: RecipeDocument) -> RecipeDocument:
+        """Return a recipe whose sections say which objects have replaced them."""
+        data = dict(document.data)
+        for name, kept in (("model", {"tokenizer"}), ("data", _OF_ALL_DATA), ("optimizer", ())):
+            if (found := getattr(self, name)) is not None:
+                former = data.get(name)
+                former = former if isinstance(former, Mapping) else {}
+                others = {key: value for key, value in former.items() if key in kept}
+                data[name] = {"type": _name(found), **others}
+        if self.callbacks:
+            added = [{"type": _name(one)} for one in self.callbacks]
+            data["callbacks"] = [*(data.get("callbacks") or ()), *added]
+        return RecipeDocument(document.name, data, document.places)
+
+    def code(self, code: OwnCode, document: RecipeDocument) -> OwnCode:
+        """Return a copy of a recipe's code that has the objects.
+
+        Args:
+            code: The recipe's code.
+            document: Recipe as written.
+        """
+        made = copy.copy(code)
+        given: dict[Path, Callable[..., Any]] = {}
+        if self.model is not None:
+            given["model",] = lambda: self.model
+        if self.data is not None:
+            given["data",] = lambda: self.data
+        if self.optimizer is not None:
+            make: Any = self.optimizer
+            given["optimizer",] = (lambda _: self.optimizer) if self._is_built else make
+        number = len(document.data.get("callbacks") or ())
+        for index, callback in enumerate(self.callbacks, number):
+            given["callbacks", index] = lambda callback=callback: callback
+        made.given = given
+        return made
+
+    def _check_sections(self, document: RecipeDocument) -> None:
+        if self.model is not None and document.data.get("peft") is not None:
+            raise document.error(("peft",), _contradicts("model"))
+        if self._is_built and document.data.get("grouped_lr_schedule") is not None:
+            raise document.error(("grouped_lr_schedule",), _contradicts("optimizer"))
+        if self._is_built or {*RATES} & {*getattr(self.optimizer, "keywords", ())}:
+            for section, key in (("training", "learning_rate"), ("lr_schedule", "learning_rate")):
+                if (document.data.get(section) or {}).get(key) is not None:
+                    raise document.error((section, key), _contradicts("optimizer"))
+
+    @property
+    def _is_built(self) -> bool:
+        return isinstance(self.optimizer, Optimizer)
+
+
+def _contradicts(name: str) -> str:
+    return f"must be left out, because run_recipe got the object `{name}`"
+
+
+def _name(found: Any) -> str:
+    named = found if hasattr(found, "__qualname__") else type(found)
+    return f"{OBJECT}{named.__module__}.{named.__qualname__}"
