@@ -61,7 +61,7 @@ class PyNativeSection(Mapping[str, Any]):
         self,
         path: str,
         values: Mapping[str, Any],
-        absent: Callable[[str], Counterpart | None] = {}.get,
+        absent: Callable[[str], Counterpart | None] = lambda _: None,
     ) -> None:
         self._path, self._absent = path, absent
         # A dict, because PyNative's callbacks copy sections with `deepcopy`.

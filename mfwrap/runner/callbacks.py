@@ -8,7 +8,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 import mfwrap.callbacks
-from mfwrap.callbacks import Callback, as_trainer_callback
+from mfwrap.callbacks import (
+    Callback,
+    adapt_pynative,
+    as_trainer_callback,
+    is_pynative_callback,
+)
 from mfwrap.runner.document import Path
 from mfwrap.runner.objects import RecipeObjects, without_nulls
 from mfwrap.runner.own_code import OwnKind, OwnType
@@ -20,8 +25,12 @@ MakeCallback = Callable[[], TrainerCallback]
 _MONITOR = "TrainingStateMonitor"
 
 _OWN = OwnKind(
-    "a subclass of transformers.TrainerCallback or mfwrap.callbacks.Callback",
-    lambda found: isinstance(found, type) and issubclass(found, (Callback, TrainerCallback)),
+    "a subclass of transformers.TrainerCallback, or of Callback or PyNativeCallback of "
+    "mfwrap.callbacks",
+    lambda found: (
+        isinstance(found, type)
+        and (issubclass(found, (Callback, TrainerCallback)) or is_pynative_callback(found))
+    ),
 )
 
 FOLDER_KEYS = frozenset({"directory", "folder", "output_path", "tensorboard_dir"})
@@ -125,7 +134,10 @@ def _own_maker(objects: RecipeObjects, path: Path, own: OwnType) -> MakeCallback
 
     def make() -> TrainerCallback:
         made = objects.call(path, own.found, **settings)
-        return made if isinstance(made, TrainerCallback) else as_trainer_callback(made)
+        if isinstance(made, TrainerCallback):
+            return made
+        adapt = as_trainer_callback if isinstance(made, Callback) else adapt_pynative
+        return adapt(made)
 
     return make
 

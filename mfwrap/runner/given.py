@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback
 
-from mfwrap.callbacks import Callback
+from mfwrap.callbacks import Callback, is_pynative_callback
 from mfwrap.recipes.data.source import DataSource
 from mfwrap.runner.document import Path, RecipeDocument
 from mfwrap.runner.optimizers import RATES
@@ -45,7 +45,8 @@ class GivenObjects(NamedTuple):
             msg = f"`optimizer` must be a torch.optim.Optimizer or a function, got {got}"
             raise TypeError(msg)
         for callback in self.callbacks:
-            if not isinstance(callback, (Callback, TrainerCallback)):
+            is_known = isinstance(callback, (Callback, TrainerCallback))
+            if not (is_known or is_pynative_callback(callback)):
                 got = type(callback).__name__
                 msg = f"`callbacks` must be objects of transformers.TrainerCallback, got {got}"
                 raise TypeError(msg)

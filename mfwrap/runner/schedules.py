@@ -90,7 +90,7 @@ class GroupedScheduleChoice:
             default.scaled(group[SCALE]) if SCALE in group else self.schedules[group["name"]]
             for group in optimizer.param_groups
         ]
-        makes = [
+        makes: list[Any] = [
             functools.partial(each.make, num_training_steps=num_training_steps) for each in chosen
         ]
         return GroupedLR(optimizer, makes)
@@ -98,7 +98,6 @@ class GroupedScheduleChoice:
 
 Schedule = ScheduleChoice | GroupedScheduleChoice
 """MindFormers' schedule of a recipe."""
-
 
 _OWN_OF_GROUP = OwnKind(
     "a subclass of mfwrap.schedules.formula.FormulaLR, because each group has its own schedule",

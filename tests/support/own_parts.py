@@ -75,6 +75,16 @@ class Count(TrainerCallback):
                 file.write(f"{{state.global_step}}\\n")
 
 
+class Losses:  # a callback of MindFormers' PyNative trainer, without its base class
+    def __init__(self, file: str):
+        self.file = Path(file)
+
+    def on_step_end(self, args, state, **kwargs):
+        with self.file.open("a") as file:
+            step = f"{{state.global_step}}/{{args.training.steps}}"
+            file.write(f"{{step}} {{kwargs['loss'].item()}}\\n")
+
+
 class Refusing(TrainerCallback):
     def __init__(self, limit):
         raise ValueError("`limit` must be a prime number, got " + str(limit))

@@ -189,6 +189,21 @@ def test_validate_says_what_it_could_not_check(tmp_path, capsys):
     )
 
 
+def test_a_callback_of_pynative_is_adapted(tmp_path):
+    """A class with the methods of PyNative's callbacks gets their arguments."""
+    file = tmp_path / "losses.txt"
+    callbacks = [{"type": "my_parts.Losses", "file": str(file)}]
+    recipe = checked(tmp_path, f"training.output_dir={tmp_path / 'run'}", callbacks=callbacks)
+
+    run_recipe(recipe)
+
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, records) if "global_norm" in record]
+    lines = [line.split() for line in file.read_text().splitlines()]
+    assert [step for step, _ in lines] == [f"{step}/8" for step in range(1, 9)]
+    assert [float(loss) for _, loss in lines] == pytest.approx(losses, rel=1e-6)
+
+
 def test_the_first_step_is_tried_without_an_own_callback(tmp_path, capsys):
     """If only a callback is the user's own, ``validate`` tries the step without it."""
     recipe = write_project(
@@ -344,7 +359,7 @@ def test_an_installed_class(tmp_path):
     [
         ("callbacks.0.type=my_parts.Cuont", "has no 'Cuont'; did you mean 'Count'?"),
         ("callbacks.0.type=my_part.Count", "got 'my_part'; did you mean 'my_parts'?"),
-        ("callbacks.0.type=my_parts.Net", "TrainerCallback or mfwrap.callbacks.Callback, got"),
+        ("callbacks.0.type=my_parts.Net", "or of Callback or PyNativeCallback of mfwrap.callbacks, got"),
         ("callbacks.0.type=my_parts..Net", "expected module.Name, got 'my_parts..Net'"),
         ("model.type=my_parts.Rows", "expected a subclass of torch.nn.Module, or a function"),
         ("data.type=my_parts.Count", "expected a class of data sets, with __getitem__"),
