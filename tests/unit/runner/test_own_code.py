@@ -359,7 +359,10 @@ def test_an_installed_class(tmp_path):
     [
         ("callbacks.0.type=my_parts.Cuont", "has no 'Cuont'; did you mean 'Count'?"),
         ("callbacks.0.type=my_part.Count", "got 'my_part'; did you mean 'my_parts'?"),
-        ("callbacks.0.type=my_parts.Net", "or of Callback or PyNativeCallback of mfwrap.callbacks, got"),
+        (
+            "callbacks.0.type=my_parts.Net",
+            "or of Callback or PyNativeCallback of mfwrap.callbacks, got",
+        ),
         ("callbacks.0.type=my_parts..Net", "expected module.Name, got 'my_parts..Net'"),
         ("model.type=my_parts.Rows", "expected a subclass of torch.nn.Module, or a function"),
         ("data.type=my_parts.Count", "expected a class of data sets, with __getitem__"),

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import yaml
+from transformers import TrainerCallback
 
-from mfwrap.runner import parse_recipe
+from mfwrap.runner import import_mindformers, parse_recipe
 from mfwrap.runner.run import build_trainer
 from support.mindformers_files import ABSENT, imported
 from support.networks import BY_HAND, enlarge
@@ -194,3 +195,166 @@ def test_an_imported_file_trains(tmp_path, name):
     assert len(losses) == 20
     assert all(map(math.isfinite, losses))
     assert losses[0] == pytest.approx(by_hand(**batch).loss.item(), rel=1e-6)
+
+
+RATE = 1e-3
+
+
+def cosine(step):
+    """Return the rate of CosineWithWarmUpLR with 4 of 20 steps of warm-up, by MindFormers' rule."""
+    if step < 4:
+        return RATE * step / 4
+    return 1e-5 + (RATE - 1e-5) * 0.5 * (1 + math.cos(math.pi * (step - 4) / 16))
+
+
+def stable(step):
+    """Return the rate of WarmUpStableDecayLR, by MindFormers' rule."""
+    if step < 2:
+        return RATE * step / 2
+    return RATE if step < 10 else 1e-7 + (RATE - 1e-7) * (20 - step) / 10
+
+
+def linear(step):
+    """Return the rate of LinearWithWarmUpLR with 5 steps of warm-up, by MindFormers' rule."""
+    return RATE * step / 5 if step < 5 else RATE * (20 - step) / 15
+
+
+def grown(consumed):
+    """Return the rows of an update for ``[2, 2, 24]`` and 8 rows, by MindFormers' rule."""
+    levels = (8 - 2) // 2
+    return 8 if consumed > 24 else min(2 + 2 * int(consumed / (24 / levels)), 8)
+
+
+def eight(_):
+    """Return the rows of an update of one size."""
+    return 8
+
+
+_QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": "Qwen3ForCausalLM",
+    "hidden_dropout": 0.0,
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+}
+_DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "architectures": "DeepseekV3ForCausalLM",
+    "hidden_dropout": 0.0,
+    "num_nextn_predict_layers": 0,
+    "rotary_scaling_factor": 1.0,
+    **_LATENT,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+}
+
+PYNATIVE = {
+    "qwen3": (
+        _QWEN3,
+        {"type": "CosineWithWarmUpLR", "lr_end": 1e-5, "warmup_ratio": 0.2},
+        (cosine, eight),
+    ),
+    "qwen3 that grows": (
+        _QWEN3,
+        {"type": "WarmUpStableDecayLR", "warmup_steps": 2, "decay_start_steps": 10},
+        (stable, grown),
+    ),
+    "deepseek_v3": (
+        _DEEPSEEK,
+        {"type": "LinearWithWarmUpLR", "warmup_steps": 5},
+        (linear, eight),
+    ),
+}
+"""Sections ``model`` and ``lr_scheduler`` of files of the PyNative trainer; rate and rows by step.
+"""
+
+
+class Updates(TrainerCallback):
+    """Keep the rate of each update, and the batches up to its end."""
+
+    def __init__(self, batches):
+        self.rates, self.ends, self.batches = [], [], batches
+
+    def on_step_end(self, args, state, control, step_output=None, **kwargs):
+        """Keep those of an update."""
+        self.rates.append(step_output.learning_rate.item())
+        self.ends.append(len(self.batches))
+
+
+@pytest.mark.parametrize("name", PYNATIVE)
+@pytest.mark.slow
+def test_a_file_of_pynative_trains(tmp_path, name):
+    """The first loss is that of the network written by hand; rates and rows follow the rules."""
+    model, schedule, (rate, rows) = PYNATIVE[name]
+    dtypes = {"params_dtype": "float32", "compute_dtype": "float32"}
+    growth = {"rampup_batch_size": [2, 2, 24]} if rows is grown else {}
+    file = {
+        "training": {"steps": 1000, "local_batch_size": 2, "global_batch_size": 8, **growth},
+        "optimizer": {"type": "AdamW"},
+        "lr_scheduler": schedule | {"learning_rate": RATE},
+        "train_dataset": {"dataloader": {"type": "MindDataset", "dataset_files": "/data"}},
+        "model": model | {"seq_length": 4096, **dtypes},
+        "checkpoint": {"enable_save": False},
+    }
+    result = import_mindformers(yaml.safe_dump(file), "f.yaml")
+    kind = name.split()[0]
+    recipe = yaml.safe_load(result.text)
+    recipe["data"] = data_of(tmp_path, kind)
+    text = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(text * 5)  # so that no epoch ends within 20 updates
+    sizes = {**_DENSE, "head_dim": 16} if kind == "qwen3" else FILES[kind][2]
+    overrides = [
+        *(f"model.config.{key}={value}" for key, value in sizes.items()),
+        f"training.output_dir={tmp_path / 'run'}",
+        "training.max_steps=20",
+        "training.logging_steps=1",
+        "training.use_cpu=true",
+    ]
+    trainer, _ = build_trainer(parse_recipe(yaml.safe_dump(recipe), "m.yaml", overrides))
+    enlarge(trainer.model)
+    start = copy.deepcopy(trainer.model.state_dict())
+    batches = []
+    trainer.model.register_forward_pre_hook(
+        lambda _, __, batch: batches.append(batch), with_kwargs=True
+    )
+    updates = Updates(batches)
+    trainer.add_callback(updates)
+    trainer.train()
+    by_hand = BY_HAND[kind]()
+    by_hand.load_state_dict(start)
+    wanted = ("input_ids", "attention_mask", "labels")
+    found = [
+        by_hand(**{key: value for key, value in batch.items() if key in wanted}).loss.item()
+        for batch in batches[: updates.ends[0]]
+    ]
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    sizes_by_rule, consumed = [], 0
+    for _ in range(20):
+        sizes_by_rule.append(rows(consumed))
+        consumed += sizes_by_rule[-1]
+    counts = [end - begin for begin, end in zip([0, *updates.ends], updates.ends, strict=False)]
+
+    assert result.losses == []
+    assert losses[0] == pytest.approx(sum(found) / len(found), rel=1e-6)
+    assert all(map(math.isfinite, losses))
+    assert updates.rates == pytest.approx([rate(step) for step in range(20)], rel=1e-6, abs=1e-12)
+    assert [2 * count for count in counts] == sizes_by_rule
