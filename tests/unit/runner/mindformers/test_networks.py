@@ -1,6 +1,7 @@
 """Files of MindFormers for ten networks train after the import, with the first loss they should."""
 
 import copy
+import itertools
 import json
 import math
 
@@ -155,6 +156,60 @@ def data_of(folder, name):
     return {"type": "json_lines", "path": str(path), "eval_fraction": 0.1, "sequence_length": 24}
 
 
+WANTED = ("input_ids", "attention_mask", "labels")
+
+
+class Updates(TrainerCallback):
+    """Keep the batches of a training, and the rate of each update."""
+
+    def __init__(self):
+        self.batches, self.rates, self.ends = [], [], [0]
+
+    def keep(self, network, _, batch):
+        """Keep what a network is called with."""
+        self.batches.append({key: value for key, value in batch.items() if key in WANTED})
+
+    def on_step_end(self, args, state, control, step_output=None, **kwargs):
+        """Keep the rate of an update, and where its batches end."""
+        self.rates.append(step_output.learning_rate.item())
+        self.ends.append(len(self.batches))
+
+
+def trained(recipe, folder, sizes):
+    """Train 20 steps of a small network.
+
+    Args:
+        recipe: Sections of the recipe.
+        folder: Folder of the run.
+        sizes: Keys of ``model.config``.
+
+    Returns:
+        The updates, the loss of each, and the losses of the first one's batches by hand.
+    """
+    overrides = [
+        *(f"model.config.{key}={value}" for key, value in sizes.items() if value is not ABSENT),
+        f"training.output_dir={folder / 'run'}",
+        "training.max_steps=20",
+        "training.logging_steps=1",
+        "training.use_cpu=true",
+    ]
+    trainer, _ = build_trainer(parse_recipe(yaml.safe_dump(recipe), "m.yaml", overrides))
+    enlarge(trainer.model)
+    start = copy.deepcopy(trainer.model.state_dict())
+    updates = Updates()
+    trainer.model.register_forward_pre_hook(updates.keep, with_kwargs=True)
+    trainer.add_callback(updates)
+    trainer.train()
+    name = trainer.model.config.model_type
+    by_hand = BY_HAND[{"llama": "llama31"}.get(name, name)]()
+    by_hand.load_state_dict(start)
+    first = [by_hand(**batch).loss.item() for batch in updates.batches[: updates.ends[1]]]
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert len(losses) == 20
+    assert all(map(math.isfinite, losses))
+    return updates, losses, first
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.slow
 def test_an_imported_file_trains(tmp_path, name):
@@ -169,32 +224,10 @@ def test_an_imported_file_trains(tmp_path, name):
         changes["trainer.type"] = "TextClassificationTrainer"
     result, recipe = imported(changes)
     recipe["data"] = data_of(tmp_path, name)
-    small = {key: value for key, value in sizes.items() if value is not ABSENT}
-    overrides = [
-        *(f"model.config.{key}={value}" for key, value in small.items()),
-        f"training.output_dir={tmp_path / 'run'}",
-        "training.max_steps=20",
-        "training.logging_steps=1",
-        "training.use_cpu=true",
-    ]
-    trainer, _ = build_trainer(parse_recipe(yaml.safe_dump(recipe), "m.yaml", overrides))
-    enlarge(trainer.model)
-    start = copy.deepcopy(trainer.model.state_dict())
-    batches = []
-    trainer.model.register_forward_pre_hook(
-        lambda _, __, batch: batches.append(batch), with_kwargs=True
-    )
-    trainer.train()
-    by_hand = BY_HAND[name]()
-    by_hand.load_state_dict(start)
-    wanted = ("input_ids", "attention_mask", "labels")
-    batch = {key: value for key, value in batches[0].items() if key in wanted}
-    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    _, losses, first = trained(recipe, tmp_path, sizes)
 
     assert result.losses == []
-    assert len(losses) == 20
-    assert all(map(math.isfinite, losses))
-    assert losses[0] == pytest.approx(by_hand(**batch).loss.item(), rel=1e-6)
+    assert losses[0] == pytest.approx(first[0], rel=1e-6)
 
 
 RATE = 1e-3
@@ -288,18 +321,6 @@ PYNATIVE = {
 """
 
 
-class Updates(TrainerCallback):
-    """Keep the rate of each update, and the batches up to its end."""
-
-    def __init__(self, batches):
-        self.rates, self.ends, self.batches = [], [], batches
-
-    def on_step_end(self, args, state, control, step_output=None, **kwargs):
-        """Keep those of an update."""
-        self.rates.append(step_output.learning_rate.item())
-        self.ends.append(len(self.batches))
-
-
 @pytest.mark.parametrize("name", PYNATIVE)
 @pytest.mark.slow
 def test_a_file_of_pynative_trains(tmp_path, name):
@@ -321,40 +342,13 @@ def test_a_file_of_pynative_trains(tmp_path, name):
     recipe["data"] = data_of(tmp_path, kind)
     text = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(text * 5)  # so that no epoch ends within 20 updates
-    sizes = {**_DENSE, "head_dim": 16} if kind == "qwen3" else FILES[kind][2]
-    overrides = [
-        *(f"model.config.{key}={value}" for key, value in sizes.items()),
-        f"training.output_dir={tmp_path / 'run'}",
-        "training.max_steps=20",
-        "training.logging_steps=1",
-        "training.use_cpu=true",
-    ]
-    trainer, _ = build_trainer(parse_recipe(yaml.safe_dump(recipe), "m.yaml", overrides))
-    enlarge(trainer.model)
-    start = copy.deepcopy(trainer.model.state_dict())
-    batches = []
-    trainer.model.register_forward_pre_hook(
-        lambda _, __, batch: batches.append(batch), with_kwargs=True
-    )
-    updates = Updates(batches)
-    trainer.add_callback(updates)
-    trainer.train()
-    by_hand = BY_HAND[kind]()
-    by_hand.load_state_dict(start)
-    wanted = ("input_ids", "attention_mask", "labels")
-    found = [
-        by_hand(**{key: value for key, value in batch.items() if key in wanted}).loss.item()
-        for batch in batches[: updates.ends[0]]
-    ]
-    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-    sizes_by_rule, consumed = [], 0
+    updates, losses, first = trained(recipe, tmp_path, FILES[kind][2])
+    by_rule, consumed = [], 0
     for _ in range(20):
-        sizes_by_rule.append(rows(consumed))
-        consumed += sizes_by_rule[-1]
-    counts = [end - begin for begin, end in zip([0, *updates.ends], updates.ends, strict=False)]
+        by_rule.append(rows(consumed))
+        consumed += by_rule[-1]
 
     assert result.losses == []
-    assert losses[0] == pytest.approx(sum(found) / len(found), rel=1e-6)
-    assert all(map(math.isfinite, losses))
+    assert losses[0] == pytest.approx(sum(first) / len(first), rel=1e-6)
     assert updates.rates == pytest.approx([rate(step) for step in range(20)], rel=1e-6, abs=1e-12)
-    assert [2 * count for count in counts] == sizes_by_rule
+    assert [2 * (end - begin) for begin, end in itertools.pairwise(updates.ends)] == by_rule
