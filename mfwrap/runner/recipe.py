@@ -39,6 +39,7 @@ from mfwrap.runner.callbacks import (
 from mfwrap.runner.document import Path as KeyPath
 from mfwrap.runner.document import RecipeDocument, read_text
 from mfwrap.runner.expert_bias import BIAS_RATE, BalanceChoice
+from mfwrap.runner.metric import ComputeMetrics, read_metric
 from mfwrap.runner.objects import REFUSALS, RecipeObjects, taken, without_nulls
 from mfwrap.runner.optimization import check_optimizer
 from mfwrap.runner.optimizers import OptimizerChoice
@@ -106,6 +107,9 @@ class Recipe:
 
     rollback: Rollback | None
     """When to go back to a checkpoint; ``None`` for never."""
+
+    add_metric: Callable[[ComputeMetrics | None], ComputeMetrics] | None
+    """Adds the user's own metric to the task's; ``None`` without one."""
 
     make_callbacks: tuple[MakeCallback, ...]
     """Functions that each build one callback of a run."""
@@ -235,6 +239,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         rampup_batch_size=sections.rampup_batch_size,
         eval_per_token_loss=sections.eval_per_token_loss,
         rollback=rollback,
+        add_metric=read_metric(objects, sections.metric),
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
         code=objects.code,

@@ -236,9 +236,16 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
     set_seed(arguments.seed)
     with arguments.main_process_first():
         keywords = _keywords(recipe)
-    if arguments.eval_strategy != "no" and keywords["eval_dataset"] is None:
-        says = "expected held-out rows because training.eval_strategy is set, got none"
-        raise recipe.document.error(("data",), says)
+    if recipe.add_metric is not None:
+        keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
+    if keywords["eval_dataset"] is None:
+        for key, is_set in {
+            "training.eval_strategy": arguments.eval_strategy != "no",
+            "metric": recipe.add_metric is not None,
+        }.items():
+            if is_set:
+                says = f"expected held-out rows because {key} is set, got none"
+                raise recipe.document.error(("data",), says)
     callbacks = [make() for make in recipe.make_callbacks]
     for callback in callbacks:
         if isinstance(callback, EMACallback):

@@ -51,6 +51,10 @@ class Sections(RecipeSection):
     """``type``, for example ``lora``, arguments of PEFT's configuration of that type, and fields of
     `mfwrap.runner.adapters.AdapterSection`."""
 
+    metric: dict[str, Any] | None = None
+    """``type``, a function of ``transformers.EvalPrediction`` or a class of such functions, of the
+    user's own, and its arguments."""
+
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     """``type``, a name in `mfwrap.callbacks`, and the arguments of that callback."""
 

@@ -85,6 +85,18 @@ class Losses:  # a callback of MindFormers' PyNative trainer, without its base c
             file.write(f"{{step}} {{kwargs['loss'].item()}}\\n")
 
 
+def largest(prediction, scale: float = 1.0):
+    return {{"largest": scale * float(abs(prediction.predictions).max())}}
+
+
+class Largest:
+    def __init__(self, scale: float = 1.0):
+        self.scale = scale
+
+    def __call__(self, prediction):
+        return largest(prediction, self.scale)
+
+
 class Refusing(TrainerCallback):
     def __init__(self, limit):
         raise ValueError("`limit` must be a prime number, got " + str(limit))
