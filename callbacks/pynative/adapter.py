@@ -20,7 +20,7 @@ from mfwrap.callbacks.shared.run_log import WarnOnce
 from mfwrap.collectives import add_over_ranks, num_ranks
 from mfwrap.model import Callback
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
-from mfwrap.trainer.events import MonitorCallback
+from mfwrap.trainer import MonitorCallback
 
 _EVENTS = (
     "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
