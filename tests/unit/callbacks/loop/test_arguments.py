@@ -26,6 +26,8 @@ def test_monitors_find_what_they_read():
     )
     read = set()
     for file in (ROOT / "callbacks").rglob("*.py"):
+        if file.parent.name == "pynative":  # needs a Trainer; its callbacks' `args` are PyNative's
+            continue
         read |= set(re.findall(r"(?<![\w_])args\.([a-z_0-9]+)", file.read_text(encoding="utf-8")))
 
     assert len(read) > 10
