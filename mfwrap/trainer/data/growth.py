@@ -117,8 +117,9 @@ class GrowingBatch:
         if has_length and args.max_steps <= 0:
             # As in the Trainer, the share of the last epoch is rounded up.
             whole, share = divmod(args.num_train_epochs, 1)
-            begin, end = self._first_update(int(whole)), self._first_update(int(whole) + 1)
-            max_steps = begin + math.ceil(share * (end - begin))
+            begin = self._first_update(int(whole))
+            rows = math.ceil(share * slots * self._rows_per_slot)
+            max_steps = begin + self._growth.num_updates(begin, rows)
         elif has_length:
             num_epochs = self._pass_of(max_steps - 1) + 1
         self._max_steps = max_steps
@@ -242,6 +243,8 @@ class GrowingBatch:
             rest = (self._num_slots - skipped) * self._rows_per_slot
             num_updates = self._growth.num_updates(done, rest)
         loader = keywords["train_dataloader"]
+        self._iterator = None
+        self._next_pass = loader if skipped and self._num_slots is None else None
         # The Trainer restores the random states of a checkpoint after it has read the first batches
         # behind those it skips; see `take_delayed`.
         self._delays_random_states = str(checkpoint) if skipped else None
@@ -279,7 +282,15 @@ class GrowingBatch:
         number = self._growth.size(self._trainer.state.global_step) // self._rows_per_slot
         if self._num_slots is not None:
             number = min(number, self._num_slots - self._slots_done)
-        batches, num_items = read(epoch_iterator, number, device)
+        batches, num_items = read(self._iterator or epoch_iterator, number, device)
+        if not batches and self._next_pass is not None:
+            # Data without a length ended before the checkpoint. The Trainer takes a pass without
+            # rows for the end of the data, so the next pass begins within this one.
+            if hasattr(self._next_pass, "set_epoch"):
+                self._next_pass.set_epoch(self._pass + 1)
+            self._iterator = iter(self._next_pass)
+            batches, num_items = read(self._iterator, number, device)
+        self._next_pass = None
         if not batches:
             self._parts.begin()
             return batches, num_items

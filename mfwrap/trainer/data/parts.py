@@ -69,7 +69,7 @@ class UpdateParts:
         self.left += [Part.NOTHING] * number
         self.left += parts
         self._divisor = divisor
-        return [_without_rows(batches[0])] * number + list(batches)
+        return [*(_without_rows(batches[0]) for _ in range(number)), *batches]
 
     def next(self) -> Part:
         """Return the next one `left`; let the Trainer divide its loss by their number."""
@@ -96,11 +96,12 @@ class UpdateParts:
 
 
 def _without_rows(batch: Any) -> dict[str, Any]:
-    """Return the tensors of a batch with no rows; the Trainer counts its tokens."""
+    """Return a batch with no rows; the Trainer counts its tokens, and subclasses read its keys."""
     if not isinstance(batch, Mapping):
         return {}
     return {
         name: value[:0]
+        if isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.dim())
+        else value
         for name, value in batch.items()
-        if isinstance(value, Tensor) and value.dim()
     }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from mfwrap.callbacks import (
@@ -157,7 +158,7 @@ def test_callbacks_hear_of_micro_batches_with_rows_only(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 2.5, 3])
+@pytest.mark.parametrize("epochs", [0.5, 1, 2, 2.5, 3])
 def test_epochs_have_as_many_updates_as_they_need(tmp_path, epochs):
     """Without `max_steps`, the updates of the epochs are counted with their sizes."""
     trainer = recorded(tmp_path, max_steps=-1, num_train_epochs=epochs)
@@ -168,13 +169,57 @@ def test_epochs_have_as_many_updates_as_they_need(tmp_path, epochs):
             firsts.append(number)
             left = 31
     whole = int(epochs)
-    share = (epochs - whole) * (firsts[whole + 1] - firsts[whole])
+    rows = math.ceil((epochs - whole) * 32)  # of 16 micro-batches
+    later = itertools.accumulate(sizes_of(GROWTH, 8, 40)[firsts[whole] :], initial=0)
+    number = next(number for number, taken in enumerate(later) if taken >= rows)
 
-    assert trainer.state.global_step == trainer.state.max_steps == firsts[whole] + math.ceil(share)
+    assert trainer.state.global_step == trainer.state.max_steps == firsts[whole] + number
     assert trainer.state.num_train_epochs == math.ceil(epochs)
-    if share == 0:
+    if rows == 0:
         assert trainer.state.epoch == epochs
         assert len(trainer.model.micro_batches) == 16 * epochs
+
+
+class Stream(IterableDataset):
+    """Twelve rows without a length; in each pass others, if the Trainer names the pass."""
+
+    number = 0
+
+    def set_epoch(self, number):
+        self.number = number
+
+    def __iter__(self):
+        for row in range(12):
+            yield {"inputs": torch.tensor(float(100 * self.number + row))}
+
+
+@pytest.mark.filterwarnings("ignore:.*the Trainer begins this pass again:UserWarning")
+def test_a_stream_that_has_ended_begins_again(tmp_path):
+    """A training that resumes at the end of a pass over a stream continues with the next pass."""
+
+    def streamed(folder, resume=None):
+        trainer = new_trainer(
+            MFTrainer,
+            folder,
+            model=Recording(),
+            data=Stream(),
+            extras={"data_collator": None, "rampup_batch_size": {0: 2, 2: 8}},
+            max_steps=4,
+            learning_rate=0.0,
+            save_strategy="steps",
+            save_steps=1,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    rows = streamed(tmp_path / "whole").model.micro_batches
+    assert rows[5:7] == [[10.0, 11.0], [100.0, 101.0]]
+    for step, num_rows in ((1, 2), (2, 4), (3, 12)):
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        resumed = streamed(tmp_path / f"from {step}", checkpoint)
+
+        assert resumed.state.global_step == 4
+        assert resumed.model.micro_batches == rows[num_rows // 2 :]
 
 
 def test_a_table_of_sizes(tmp_path):
