@@ -43,6 +43,10 @@ class AdapterSection(RecipeSection):
             if len(set(names)) < max(2, len(names)):
                 msg = f"`shared_a` must have lists of two or more different names, got {names}"
                 raise ValueError(msg)
+        listed = [name for names in self.shared_a for name in names]
+        if len(set(listed)) < len(listed):
+            msg = f"`shared_a` must name each layer once, got {self.shared_a}"
+            raise ValueError(msg)
         for name in ("a_std", "b_std"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
@@ -115,7 +119,13 @@ def read_peft(
     if task_type is not None:
         settings.setdefault("task_type", task_type)
     parsed = objects.parse(("peft",), AdapterSection, own)
-    return AdapterChoice(objects.build(("peft",), kinds[name], settings), parsed)
+    config = objects.build(("peft",), kinds[name], settings)
+    given = getattr(config, "init_lora_weights", True)
+    if own and given not in (True, False, "gaussian"):
+        # Other initializations fit B, and some the weights, to the A of each layer.
+        says = f"must be left out with {min(own)}, which replaces initial matrices"
+        raise objects.document.error(("peft", "init_lora_weights"), f"{says}, got {given!r}")
+    return AdapterChoice(config, parsed)
 
 
 def share_a(network: nn.Module, names: Sequence[str]) -> None:

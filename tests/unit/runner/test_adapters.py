@@ -226,6 +226,8 @@ def matrices(folder):
         ({"shared_a": [["q_proj"]]}, "peft.shared_a: must have lists of two or more"),
         ({"a_std": -1}, "peft.a_std: must be"),
         ({"type": "loha"}, "peft.shared_a: unknown key"),
+        ({"shared_a": [QKV[:2], QKV[1:]]}, "peft.shared_a: must name each layer once"),
+        ({"init_lora_weights": "olora"}, "peft.init_lora_weights: must be left out with a_std"),
     ],
 )
 def test_wrong_sections(changes, says):
