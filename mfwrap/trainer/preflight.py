@@ -129,11 +129,16 @@ def check_trainer_ranks(
         "callbacks": {"list of mfwrap's callbacks": str([type(each).__name__ for each in own])},
     }
     problems = []
+    held = {each for one in optimizers for group in one.param_groups for each in group["params"]}
+    if held and held.isdisjoint(model.parameters()):
+        problems.append(
+            f"the optimizer must hold parameters of the model, got {len(held)} parameters of others"
+        )
     by_callback = any(each.saves_checkpoints for each in monitors(callbacks))
     if args.should_save and (args.save_strategy != "no" or by_callback):
         saved = None if args.save_only_model else trainer.optimizer
         size = checkpoint_bytes(model, saved, has_average=trainer.ema is not None)
-        problems = [each for each in [disk_problem(run_folder_of(trainer), size)] if each]
+        problems += [each for each in [disk_problem(run_folder_of(trainer), size)] if each]
     check_ranks_agree(facts, problems)
     trainer.attached.attachment.ranks.are_checked = True
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.training_args import OptimizerNames
@@ -74,6 +75,16 @@ def test_a_given_optimizer_that_updates_in_backward(tmp_path):
 
     with pytest.raises(TypeError, match="got LayerWiseDummyOptimizer, which changes them during"):
         MFTrainer(Line(), args, train_dataset=ROWS, optimizers=(optimizer, None))
+
+
+def test_an_optimizer_of_another_model(tmp_path):
+    """An optimizer that holds no parameter of the model would train nothing."""
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, save_strategy="no")
+    optimizer = torch.optim.SGD(Line().parameters(), lr=0.1)
+    trainer = MFTrainer(Line(), args, train_dataset=ROWS, optimizers=(optimizer, None))
+
+    with pytest.raises(RuntimeError, match="the optimizer must hold parameters of the model, got"):
+        trainer.train()
 
 
 @needs_stages
