@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.tensors.module_hooks import keep_out_of_copies
-from mfwrap.tensors.training_forwards import is_training_forward
+from mfwrap.tensors.training_forwards import is_in_backward, is_training_forward
 
 _CHOICES = ("top_k_index", "router_indices", "selected_experts")
 """Arguments that hold the chosen experts of each token in the forward of transformers' experts."""
@@ -92,7 +92,9 @@ class ExpertCounts:
         def count(module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             given = len(positional) > position
             chosen = positional[position] if given else keywords.get(choice)
-            if not (self._is_running and module.training and isinstance(chosen, Tensor)):
+            # A loss may call parts of the network, and not the network itself.
+            runs = self._is_running or (is_training_forward(module) and not is_in_backward())
+            if not (runs and module.training and isinstance(chosen, Tensor)):
                 return
             if chosen.is_floating_point() or chosen.dtype == torch.bool:
                 return

@@ -93,6 +93,27 @@ def test_a_forward_that_is_repeated_in_the_backward():
         assert torch.equal(each, found[1][name])
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_loss_that_calls_parts_of_the_network(checkpointing):
+    """A loss may call the layers and the head by itself, also with gradient checkpointing."""
+    model = mixtral()
+    if checkpointing:
+        renamed = getattr(model, "activation_checkpointing_enable", None)
+        (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    counts = ExpertCounts(model)
+    counts.begin()
+    hidden = model.model(input_ids=tokens(1)).last_hidden_state
+    model.lm_head(hidden).logsumexp(-1).mean().backward()
+    with torch.no_grad():
+        model.model(input_ids=tokens(2))
+    found = counts.end()
+
+    expected = chosen_by_routers(model, [tokens(1)])
+    assert found.keys() == expected.keys()
+    for name, each in found.items():
+        assert torch.equal(each, expected[name])
+
+
 def test_take_and_close():
     """`take` begins again at zero; a forward pass that raises does not disturb the next one."""
     model = mixtral()
@@ -102,8 +123,9 @@ def test_take_and_close():
     first = counts.take()
     with pytest.raises(IndexError):
         model(input_ids=torch.full((1, 2), 99))
-    for experts in counts.experts.values():
-        experts(torch.ones(2, 16), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
+    with torch.no_grad():
+        for experts in counts.experts.values():
+            experts(torch.ones(2, 16), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
     assert counts.take() == {}
     model(input_ids=tokens(0))
     assert all(torch.equal(each, first[name]) for name, each in counts.take().items())
