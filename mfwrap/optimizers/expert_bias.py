@@ -15,6 +15,7 @@ from mfwrap.tensors.experts import ExpertCounts, expert_biases
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import local_tensors, meeting_device, on_device, placed_like
 from mfwrap.tensors.training_forwards import is_training_forward
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 
 @final
@@ -82,7 +83,7 @@ class ExpertBias(AfterUpdate):
         self._has_counted = False
         self._hooks = (
             network.register_forward_hook(self._note_run),
-            optimizer.register_step_post_hook(self._move),
+            unwrapped_optimizer(optimizer).register_step_post_hook(self._move),
         )
         keep_out_of_copies(network, self._hooks[0])
 

@@ -16,6 +16,7 @@ from mfwrap.tensors.attention_logits import AttentionLogits
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import local_tensors, on_device, placed_like
 from mfwrap.tensors.training_forwards import is_training_forward
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 
 @final
@@ -82,7 +83,7 @@ class QKClip(AfterUpdate):
         self._has_run = False
         self._hooks = (
             network.register_forward_hook(self._note_run),
-            optimizer.register_step_post_hook(self._clip),
+            unwrapped_optimizer(optimizer).register_step_post_hook(self._clip),
         )
         keep_out_of_copies(network, self._hooks[0])
 

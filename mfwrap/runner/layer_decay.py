@@ -9,10 +9,14 @@ from torch import nn
 
 from mfwrap.arguments import check_positive_number
 from mfwrap.recipes.data.source import RecipeSection
-from mfwrap.tensors.wrappers import plain_name
+from mfwrap.tensors.wrappers import plain_name, unwrapped_network
 
 SCALE = "lr_scale"
 """Key of a parameter group: the factor of its learning rate."""
+
+_LAST = re.compile(r"(?:^|\.)(?:final_|project_out\.)")
+"""Parts of names of what comes after the layers, wherever a model creates it. OPT creates its
+``final_layer_norm`` before them."""
 
 
 @final
@@ -92,27 +96,30 @@ class LayerDecaySection(RecipeSection):
 def layer_numbers(network: nn.Module) -> dict[str, int]:
     """Return the number of each parameter's layer; see `LayerDecaySection`.
 
-    The layers are the elements of the outermost ``nn.ModuleList``. If each element is a stage with
-    a list of blocks of its own, as in Swin, the layers are the blocks, and the other parameters of
-    a stage belong to its last block.
+    The layers are the elements of the outermost ``nn.ModuleList``. In Swin, each element is a stage
+    with a list of blocks: there, the layers are the blocks, and the other parameters of a stage
+    belong to its last block.
 
     Source: MindFormers, ``get_vit_layer`` and ``get_swin_layer``.
 
     Args:
         network: Network with or without wrappers. In the order of its parameters, those before
-            the layers have the number 0.
+            the layers have the number 0, apart from those whose names say that they come last.
 
     Returns:
         Numbers by the names of `network`.
 
     Raises:
-        ValueError: If the network has no list of layers, or several.
+        ValueError: If the network has no list of layers, several, or nothing after the layers.
     """
     names = [name for name, _ in network.named_parameters()]
     stack = _stack(network, names)
-    pattern = re.compile(rf"{re.escape(stack)}\.(\d+)\.(?:(\w+\.\d+)\.)?")
+    config: Any = getattr(unwrapped_network(network), "config", None)
+    has_stages = "swin" in str(getattr(config, "model_type", ""))
+    block = r"(?:(\w+\.\d+)\.)?" if has_stages else "()"
+    pattern = re.compile(rf"{re.escape(stack)}\.(\d+)\.{block}")
     found = [pattern.match(plain_name(name)) for name in names]
-    paths = [None if match is None else (int(match[1]), match[2]) for match in found]
+    paths = [None if match is None else (int(match[1]), match[2] or None) for match in found]
     numbers: dict[tuple[int, str | None], int] = {}
     for stage in sorted({path[0] for path in paths if path is not None}):
         blocks = _blocks([path[1] for path in paths if path is not None and path[0] == stage])
@@ -127,7 +134,12 @@ def layer_numbers(network: nn.Module) -> dict[str, int]:
             outside = after
             result[name] = numbers.get(path, numbers[path[0], None])
         else:
-            result[name] = outside
+            result[name] = after if _LAST.search(name) else outside
+    if after not in result.values():
+        msg = (
+            f"`layer_decay` needs a model with parameters after its layers, got none after {stack}"
+        )
+        raise ValueError(msg)
     return result
 
 

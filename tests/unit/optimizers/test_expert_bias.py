@@ -371,3 +371,17 @@ def test_what_cannot_be_balanced():
     network.model.layers[1].mlp.experts.num_experts = 4
     with pytest.raises(ValueError, match=r"with 8 for the 4 experts of model\.layers\.1\.mlp"):
         ExpertBias(optimizer, network)
+
+
+def test_an_optimizer_that_accelerate_has_prepared():
+    """The optimizer inside the wrapper is the one that steps."""
+    network = deepseek()
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator)
+    network, optimizer = accelerator.prepare(network, AdamW(network.parameters(), lr=0.01))
+    ExpertBias(optimizer, network, RATE)
+    before = bias_of(network)
+    accelerator.backward(network(input_ids=tokens(0), labels=tokens(0)).loss)
+    optimizer.step()
+
+    assert (bias_of(network) - before).abs().max().item() == pytest.approx(RATE)

@@ -6,9 +6,12 @@ import re
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
+    OPTConfig,
     SwinConfig,
     T5Config,
     ViTConfig,
@@ -209,6 +212,41 @@ def test_networks_without_one_list_of_layers():
         layer_numbers(network)
     with pytest.raises(ValueError, match="one list of layers, got none"):
         layer_numbers(torch.nn.Linear(2, 2))
+
+
+def test_sublayers_are_no_layers():
+    """The encoder of T5 has lists of two different sublayers; it has as many layers as blocks."""
+    sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_kv": 4, "d_ff": 8}
+    numbers = layer_numbers(built(AutoModelForTokenClassification, T5Config(**sizes)))
+
+    assert numbers["transformer.encoder.block.0.layer.1.layer_norm.weight"] == 1
+    assert numbers["transformer.encoder.block.1.layer.0.layer_norm.weight"] == 2
+    assert numbers["transformer.encoder.final_layer_norm.weight"] == 3
+
+
+def test_a_final_norm_that_is_created_first():
+    """OPT creates what comes after its layers before them."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "ffn_dim": 8, "num_hidden_layers": 2}
+    config = OPTConfig(word_embed_proj_dim=4, **sizes)
+    numbers = layer_numbers(built(AutoModelForCausalLM, config))
+
+    assert numbers["model.decoder.embed_positions.weight"] == 0
+    assert numbers["model.decoder.project_in.weight"] == 0
+    assert numbers["model.decoder.layers.1.fc1.weight"] == 2
+    assert numbers["model.decoder.final_layer_norm.weight"] == 3
+    assert numbers["model.decoder.project_out.weight"] == 3
+
+
+def test_a_network_with_nothing_after_its_layers():
+    """Its last layer would have the factor of the layer before."""
+    network = torch.nn.ModuleDict(
+        {
+            "embedding": torch.nn.Linear(2, 2),
+            "layers": torch.nn.ModuleList([torch.nn.Linear(2, 2)]),
+        }
+    )
+    with pytest.raises(ValueError, match="parameters after its layers, got none after layers"):
+        layer_numbers(network)
 
 
 @pytest.mark.parametrize(
