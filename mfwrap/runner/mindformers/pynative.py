@@ -4,6 +4,7 @@ Source: MindFormers r1.9 to r2.0, and its master of July 2026, ``mindformers.pyn
 all three are read. Where the trainer does otherwise than mfwrap's step, a note says so.
 """
 
+import difflib
 import re
 from collections.abc import Mapping
 from types import MappingProxyType, NoneType
@@ -129,9 +130,22 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
         "and a weight without a gradient is left out, which shifts MindFormers' optimizer"
     )
     source.refuse_left(("training",), ())
-    for name in source.left(()):
-        source.ignore(name)
+    _take_unread(source)
     return {name: section for name, section in sections.items() if section}
+
+
+def _take_unread(source: SourceFile) -> None:
+    """Take the top-level keys that the trainer does not read; refuse a misspelled section."""
+    source.ignore_keys((), _SECTIONS)
+    unread = source.left(())
+    missing = {*_SECTIONS, "callbacks", "lora_config"} - source.document.data.keys()
+    for name in unread:
+        if meant := difflib.get_close_matches(name, missing, n=1, cutoff=0.85):
+            raise source.document.error((name,), f"unknown section; did you mean {meant[0]!r}?")
+        source.take(name)
+    if unread:
+        says = "MindFormers' PyNative trainer does not read these keys, so neither does the recipe"
+        source.notes.append(f"{', '.join(unread)}: {says}")
 
 
 def _converted(source: SourceFile, settings: dict[str, Any]) -> dict[str, Any]:

@@ -286,6 +286,10 @@ def test_recomputation(section):
     ("changes", "says"),
     [
         ({"training.stepz": 3}, r"training\.stepz: unknown key"),
+        (
+            {"lora_confg": {"lora_rank": 4}},
+            "lora_confg: unknown section; did you mean 'lora_config",
+        ),
         ({"parallelism.tensor_paralel": 3}, r"tensor_paralel: unknown key; did you mean"),
         ({"checkpoint.save_maxx": 3}, r"checkpoint\.save_maxx: unknown key"),
         ({"training.steps": "ten"}, r"training\.steps: expected an integer >= 1"),
@@ -323,6 +327,15 @@ def test_what_mindformers_does_otherwise_is_said():
         "divide training.gradient_accumulation_steps by n",
     ):
         assert says in notes
+
+
+def test_keys_that_the_trainer_does_not_read():
+    """A key of the graph mode is named as unread, and not as one without effect."""
+    found, _ = imported({"data_skip_steps": 5, "parallel": {"parallel_mode": 1}})
+
+    says = "data_skip_steps, parallel: MindFormers' PyNative trainer does not read these keys"
+    assert any(note.startswith(says) for note in found.notes)
+    assert not any("data_skip_steps" in note for note in found.notes if "no effect" in note)
 
 
 def test_a_muon():
