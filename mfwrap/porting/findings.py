@@ -5,13 +5,17 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mfwrap.names.counterparts import Counterpart, find
 from mfwrap.names.texts import SAME
 from mfwrap.porting.modules import Imported
-from mfwrap.porting.script import Attribute, Script, Use, UserClass
+from mfwrap.porting.script import Attribute, Script, Use, UserClass, UserModule
 from mfwrap.porting.verdicts import of_name
+
+T = TypeVar("T")
+_MAX_PASSES = 8
+"""How often scripts are read, at most, until nothing new is known about their classes."""
 
 UNKNOWN = "unknown"
 VERDICTS = ("same", "write", "leave out", "no counterpart", UNKNOWN)
@@ -62,21 +66,48 @@ def read_scripts(files: Sequence[Path]) -> list[Finding]:
     """
     trees = {file: _tree(file) for file in files}
     classes: dict[str, UserClass] = {}
+    modules: dict[Path, UserModule] = {}
     # A class may derive from one in a file that is read later, and that from another.
-    for _ in range(2):
-        defined = [_read(file, tree, classes).classes for file, tree in trees.items()]
-        counts = Counter(name for each in defined for name in each)
-        classes = {n: one for each in defined for n, one in each.items() if counts[n] == 1}
-    return [
-        finding
-        for file, tree in trees.items()
-        for finding in _findings(file, _read(file, tree, classes).uses)
-    ]
+    for _ in range(_MAX_PASSES):
+        named = _of_one((name, one) for file, one in modules.items() for name in _names(file))
+        beside = {
+            folder: {file.stem: one for file, one in modules.items() if file.parent == folder}
+            for folder in {file.parent for file in files}
+        }
+        scripts = {
+            file: _read(file, tree, classes, named | beside[file.parent])
+            for file, tree in trees.items()
+        }
+        before = classes, modules
+        classes = _of_one(row for one in scripts.values() for row in one.classes.items())
+        modules = {file: one.module for file, one in scripts.items()}
+        if (classes, modules) == before:
+            break
+    return [finding for file, one in scripts.items() for finding in _findings(file, one.uses)]
 
 
-def _read(file: Path, tree: ast.Module, classes: Mapping[str, UserClass]) -> Script:
+def _of_one(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return a dict of the pairs whose name no other pair has."""
+    listed = list(pairs)
+    counts = Counter(name for name, _ in listed)
+    return {name: one for name, one in listed if counts[name] == 1}
+
+
+def _names(file: Path) -> list[str]:
+    """Return the names by which a file can be imported: ``step``, ``src.step`` and so on."""
+    parts = file.absolute().with_suffix("").parts[1:]
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return [".".join(parts[first:]) for first in range(len(parts))]
+
+
+def _read(
+    file: Path,
+    tree: ast.Module,
+    classes: Mapping[str, UserClass],
+    modules: Mapping[str, UserModule],
+) -> Script:
     try:
-        return Script(tree, classes)
+        return Script(tree, classes, modules)
     except RecursionError as error:
         msg = f"{file}: expected expressions that can be followed, got one with too many parts"
         raise ValueError(msg) from error

@@ -8,6 +8,7 @@ only the attributes in the table count.
 
 import ast
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, final
 
 from mfwrap.names.attributes import ANYWHERE, KINDS
@@ -75,9 +76,17 @@ class Other:
     """An object that is known to be none of MindSpore's."""
 
 
+class UserModule(NamedTuple):
+    """A module that is one of the scripts."""
+
+    names: "Mapping[str, Value]"
+    """What its names stand for."""
+
+
 OTHER = Other()
-Value = Imported | Instance | UserClass | Other | None
+Value = Imported | Instance | UserClass | UserModule | Other | None
 """What a name stands for; None if that is unknown."""
+_NO_MODULE = UserModule({})
 
 _NAMED: Mapping[str, str] = {
     "cb_param": "cb_params",
@@ -134,14 +143,21 @@ class Script(ast.NodeVisitor):
     Args:
         tree: Syntax tree of the script.
         others: Classes of the other scripts by name.
+        modules: The other scripts by the names with which they are imported.
     """
 
-    def __init__(self, tree: ast.Module, others: Mapping[str, UserClass]) -> None:
+    def __init__(
+        self,
+        tree: ast.Module,
+        others: Mapping[str, UserClass],
+        modules: Mapping[str, UserModule] = MappingProxyType({}),
+    ) -> None:
         self.uses: list[Use] = []
         """Uses in the order in which they were found."""
         self.classes: dict[str, UserClass] = {}
         """Classes of the script by name."""
         self._others = others
+        self._modules = modules
         self._scopes: list[dict[str, Value]] = [{}]
         self._class: UserClass | None = None
         self._attributes: dict[str, Value] = {}
@@ -152,12 +168,18 @@ class Script(ast.NodeVisitor):
             for node in nodes
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         }
-        self._is_of_mindspore = any(map(_imports_mindspore, nodes))
+        self._is_of_mindspore = any(map(self._imports_mindspore, nodes))
         if self._is_of_mindspore:
             # A function may use what the module imports or defines below it.
             for node in tree.body:
                 self._bind_early(node)
             self.visit(tree)
+
+    @property
+    def module(self) -> UserModule:
+        """The script as a module, without the other scripts that it imports."""
+        names = self._scopes[0].items()
+        return UserModule({n: one for n, one in names if not isinstance(one, UserModule)})
 
     # Names
 
@@ -166,16 +188,22 @@ class Script(ast.NodeVisitor):
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             imported = Imported(alias.name if alias.asname else name)
-            self._bind(name, imported if imported.is_known else OTHER)
+            value: Value = self._modules.get(imported.module, OTHER)
+            self._bind(name, imported if imported.is_known else value)
             if imported.is_known:
                 self._use(node, Imported(alias.name))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         """Bind names of modules."""
+        module = self._modules.get(node.module or "")
         for alias in node.names:
             name = alias.asname or alias.name
             value: Value = self._others.get(alias.name)
-            if not node.level and node.module is not None:
+            if module is not None:
+                value = module.names.get(alias.name, value)
+                if alias.name == "*":
+                    self._scopes[-1].update(module.names)
+            elif not node.level and node.module is not None:
                 imported = Imported(node.module).attribute(alias.name)
                 if imported.is_known:
                     value = imported
@@ -183,6 +211,22 @@ class Script(ast.NodeVisitor):
                 elif value is None:
                     value = OTHER
             self._bind(name, value)
+
+    def _imports_mindspore(self, node: ast.AST) -> bool:
+        """Return whether a statement imports MindSpore, or what another script has from it."""
+        found: list[Value] = []
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.append(Imported(alias.name))
+                found.extend(self._modules.get(alias.name, _NO_MODULE).names.values())
+        elif isinstance(node, ast.ImportFrom):
+            names = self._modules.get(node.module or "", _NO_MODULE).names
+            found.extend(names.get(alias.name) for alias in node.names)
+            if any(alias.name == "*" for alias in node.names):
+                found.extend(names.values())
+            if not node.level:
+                found.append(Imported(node.module or ""))
+        return any(map(_is_of_mindspore, found))
 
     def visit_Name(self, node: ast.Name) -> None:
         """Report a name that was imported."""
@@ -201,7 +245,11 @@ class Script(ast.NodeVisitor):
                 self._use(node, value)
             return
         owner = self._value(node.value)
-        if not self._use_of_object(node, owner) and node.attr in ANYWHERE and owner is not OTHER:
+        if (
+            not self._use_of_object(node, owner)
+            and node.attr in ANYWHERE
+            and not isinstance(owner, (Other, UserModule))
+        ):
             self._use(node, Attribute(ANYWHERE[node.attr], node.attr, f".{node.attr}"))
         self.visit(node.value)
 
@@ -437,6 +485,8 @@ class Script(ast.NodeVisitor):
         if isinstance(owner, Instance):
             kind = KINDS.get((owner.kind, node.attr))
             return None if kind is None else Instance(kind, owner.is_sure)
+        if isinstance(owner, UserModule):
+            return owner.names.get(node.attr)
         return OTHER if isinstance(owner, Other) else None
 
     def _of_self(self, owner: UserClass, name: str) -> Value:
@@ -487,12 +537,10 @@ class Script(ast.NodeVisitor):
         self.uses.append(Use(getattr(node, "lineno", 1), subject))
 
 
-def _imports_mindspore(node: ast.AST) -> bool:
-    if isinstance(node, ast.Import):
-        return any(Imported(alias.name).is_known for alias in node.names)
-    if isinstance(node, ast.ImportFrom):
-        return not node.level and Imported(node.module or "").is_known
-    return False
+def _is_of_mindspore(value: Value) -> bool:
+    if isinstance(value, UserClass):
+        return value.kind is not None
+    return isinstance(value, Instance) or (isinstance(value, Imported) and value.is_known)
 
 
 def _shown(node: ast.expr) -> str:

@@ -18,6 +18,7 @@ def script(tmp_path):
 
     def write(name, text):
         file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         return file
 
@@ -83,12 +84,67 @@ def test_classes_of_other_files_are_known(script):
     assert "self.weights" not in {one.name for one in read_scripts(files[:1])}
 
 
+BASE = "from mindspore import nn\nclass BaseStep(nn.TrainOneStepWithLossScaleCell):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "imports", "base"),
+    [
+        ("base.py", "from base import BaseStep", "BaseStep"),
+        ("base.py", "from .base import BaseStep as B", "B"),
+        ("base.py", "from base import *", "BaseStep"),
+        ("base.py", "import base", "base.BaseStep"),
+        ("src/base.py", "import src.base as base", "base.BaseStep"),
+        ("src/__init__.py", "from src import BaseStep", "BaseStep"),
+        ("base.py", "from base import nn", "nn.TrainOneStepCell"),
+        ("base.py", "import base as b", "b.nn.TrainOneStepCell"),
+    ],
+)
+def test_what_comes_from_mindspore_through_another_file(script, name, imports, base):
+    """A file that imports no MindSpore itself may have its classes and modules from one that does.
+
+    A third file derives from a class of the second.
+    """
+    text = f"{imports}\nclass Step({base}):\n    def construct(self, x): self.optimizer(1)\n"
+    last = "from child import Step\nclass Last(Step):\n    def f(self): self.grad\n"
+    files = [script("last.py", last), script("child.py", text), script(name, BASE)]
+    found = {(one.file, one.name) for one in read_scripts(files)}
+
+    assert {(files[1], "self.optimizer(...)"), (files[0], "self.grad")} <= found
+    assert read_scripts(files[:2]) == []
+
+
+def test_a_name_of_another_library_in_a_file_without_mindspore(script):
+    """A class of the same name that comes from another library is not taken for the user's."""
+    text = "from other import BaseStep\nclass Step(BaseStep):\n    def f(self): self.grad\n"
+    files = [script("child.py", text), script("base.py", BASE)]
+
+    assert [one for one in read_scripts(files) if one.file == files[0]] == []
+
+
 def test_two_classes_of_the_same_name(script):
-    """If two files have a class of the same name, neither is taken."""
+    """The module says which class is meant; if it is not given, neither is taken."""
     other = "class Step:\n    pass\nimport mindspore\n"
     files = [script("mine.py", MINE), script("step.py", STEP), script("other.py", other)]
+    assert "self.weights" in {one.name for one in read_scripts(files)}
 
+    script("mine.py", MINE.replace("from step", "from .parts"))
     assert "self.weights" not in {one.name for one in read_scripts(files)}
+
+
+def test_two_files_of_the_same_name(script):
+    """Of two modules of the same name, the one in the folder of the script is taken."""
+    files = [
+        script("a/base.py", BASE),
+        script("b/base.py", BASE.replace("BaseStep(", "Other(")),
+        script(
+            "a/child.py",
+            "from .base import BaseStep\nclass Step(BaseStep):\n    construct = 1\n"
+            "    def f(self): self.grad\n",
+        ),
+    ]
+
+    assert "self.grad" in {one.name for one in read_scripts(files)}
 
 
 def test_a_script_is_not_run(script):
