@@ -7,7 +7,7 @@ only the attributes in the table count.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, final
 
@@ -334,6 +334,36 @@ class Script(ast.NodeVisitor):
         else:
             self.visit(target)
 
+    # Branches
+
+    def visit_If(self, node: ast.If) -> None:
+        """Read both branches, and keep what is MindSpore's if they disagree about a name."""
+        self.visit(node.test)
+        self._visit_branches(node.body, node.orelse)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        """Read the handlers as branches beside the body."""
+        for handler in node.handlers:
+            if handler.type is not None:
+                self.visit(handler.type)
+        bodies = [handler.body for handler in node.handlers]
+        self._visit_branches([*node.body, *node.orelse], *bodies)
+        for statement in node.finalbody:
+            self.visit(statement)
+
+    def _visit_branches(self, *branches: Sequence[ast.stmt]) -> None:
+        before = self._scopes[-1]
+        merged = dict(before)
+        for branch in branches:
+            self._scopes[-1] = dict(before)
+            for statement in branch:
+                self.visit(statement)
+            for name, value in self._scopes[-1].items():
+                is_new = name not in before or value != before[name]
+                if is_new and not _is_of_mindspore(merged.get(name)):
+                    merged[name] = value
+        self._scopes[-1] = merged
+
     # Functions and classes
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
@@ -519,19 +549,22 @@ class Script(ast.NodeVisitor):
     def _bind(self, name: str, value: Value) -> None:
         self._scopes[-1][name] = value
 
-    def _bind_early(self, node: ast.stmt) -> None:
+    def _bind_early(self, node: ast.stmt, *, is_branch: bool = False) -> None:
         """Bind what a module imports, also in the branches of `if` and `try`."""
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found = len(self.uses)
+            found, scope = len(self.uses), self._scopes[-1]
+            before = {name: one for name, one in scope.items() if _is_of_mindspore(one)}
             self.visit(node)
+            if is_branch:
+                scope.update(before)
             del self.uses[found:]
         elif isinstance(node, (ast.If, ast.Try)):
             for inner in ast.iter_child_nodes(node):
                 if isinstance(inner, ast.stmt):
-                    self._bind_early(inner)
+                    self._bind_early(inner, is_branch=True)
                 elif isinstance(inner, ast.ExceptHandler):
                     for statement in inner.body:
-                        self._bind_early(statement)
+                        self._bind_early(statement, is_branch=True)
 
     def _use(self, node: ast.AST, subject: Imported | Attribute) -> None:
         self.uses.append(Use(getattr(node, "lineno", 1), subject))

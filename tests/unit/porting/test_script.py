@@ -57,6 +57,44 @@ def test_aliases_are_followed(imports, used, shown):
     assert (2, shown) in uses(source)
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "try:\n    import mindspore.nn as nn\nexcept ImportError:\n    nn = None",
+        "try:\n    import torch.nn as nn\nexcept ImportError:\n    from mindspore import nn",
+        "if USE:\n    from mindspore import nn\nelse:\n    from torch import nn",
+        "if USE:\n    from torch import nn\nelse:\n    from mindspore import nn",
+        "if A:\n    from torch import nn\nelif B:\n    from mindspore import nn\nelse:\n    nn = 0",
+        "from mindspore import nn\nif USE:\n    nn = None",
+    ],
+)
+@pytest.mark.parametrize("use", ["nn.Dense", "def f(): nn.Dense"])
+def test_branches_that_disagree(imports, use):
+    """After branches that bind a name differently, it is MindSpore's."""
+    last = imports.count("\n") + 2
+
+    assert (last, "nn.Dense") in uses(f"{imports}\n{use}\n")
+    assert (1, "nn.Dense") in uses(f"def f(): nn.Dense\n{imports}\n")
+
+
+def test_uses_in_a_branch_of_another_library():
+    """In its own branch, a name is what the branch imports."""
+    source = """
+    if USE:
+        from mindspore import nn
+        nn.Dense
+    else:
+        from torch import nn
+        nn.Linear
+    try:
+        x = 1
+    finally:
+        nn.Cell
+    """
+
+    assert [name for _, name in uses(source)] == ["mindspore.nn", "nn.Dense", "nn.Cell"]
+
+
 def test_other_objects_of_the_same_name():
     """A parameter, a variable or an attribute of something else is not MindSpore's name."""
     source = """
