@@ -37,10 +37,10 @@ def port(scripts: Sequence[Path], *, as_json: bool) -> None:
     known in the others.
 
     Arguments of functions are not compared; a text says so where defaults differ. A name that
-    mfwrap does not know is "unknown".
+    mfwrap does not know is "unknown", and so is a star import of MindSpore, which is not followed.
 
     The exit code is 0 if every name has a counterpart, 1 if a name is unknown or has none, and 2
-    if a file cannot be read.
+    if a file cannot be read or is a notebook.
 
     \b
     Examples:

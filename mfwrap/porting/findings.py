@@ -17,6 +17,9 @@ T = TypeVar("T")
 _MAX_PASSES = 8
 """How often scripts are read, at most, until nothing new is known about their classes."""
 
+_NAME = "mfwrap does not know this name"
+_STAR = "star imports are not followed; import the names that the script uses one by one"
+
 UNKNOWN = "unknown"
 VERDICTS = ("same", "write", "leave out", "no counterpart", UNKNOWN)
 """All verdicts, in the order of the summary."""
@@ -62,7 +65,8 @@ def read_scripts(files: Sequence[Path]) -> list[Finding]:
         Findings in the order of the files and of the first lines.
 
     Raises:
-        ValueError: If a file cannot be read or is no Python, with one sentence that names it.
+        ValueError: If a file cannot be read, is a notebook or is no Python, with one sentence that
+            names it.
     """
     trees = {file: _tree(file) for file in files}
     classes: dict[str, UserClass] = {}
@@ -114,6 +118,13 @@ def _read(
 
 
 def _tree(file: Path) -> ast.Module:
+    # JSON often parses as a Python expression, which has no names.
+    if file.suffix == ".ipynb":
+        msg = (
+            f"{file}: expected a Python file, got a notebook; "
+            f"convert it with `jupyter nbconvert --to script {file}`"
+        )
+        raise ValueError(msg)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the script
@@ -151,7 +162,7 @@ def _judged(subject: Imported | Attribute) -> tuple[str, str, str]:
     """Return the name as it is shown, the verdict and its sentence."""
     if isinstance(subject, Imported):
         found = of_name(subject)
-        return (subject.shown, *_said(found, "mfwrap does not know this name"))
+        return (subject.shown, *_said(found, _STAR if subject.name == "*" else _NAME))
     found = find(subject.kind, subject.name)
     verdict, text = _said(found, f"mfwrap does not know this attribute of the {subject.kind}")
     if not subject.is_sure:

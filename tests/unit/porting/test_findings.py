@@ -175,6 +175,21 @@ def test_what_is_no_python(script, text, says):
         read_scripts([script("a.py", text)])
 
 
+def test_a_notebook_is_refused(script):
+    """A notebook is JSON that parses as Python, and would seem to have no names."""
+    text = '{"cells": [{"cell_type": "code", "source": ["import mindspore"]}]}'
+    with pytest.raises(ValueError, match=r"a.ipynb: expected .*, got a notebook; convert it with"):
+        read_scripts([script("a.ipynb", text)])
+
+
+def test_a_star_import_is_named(script):
+    """The sentence about a star import says that it is not followed."""
+    (star,) = read_scripts([script("a.py", "from mindspore.nn import *\nDense(1, 2)\n")])
+
+    assert (star.name, star.verdict) == ("nn.*", "unknown")
+    assert star.text.startswith("unknown: star imports are not followed; import the names")
+
+
 def test_an_expression_that_is_too_long(script):
     """An expression with too many parts is one sentence, not a RecursionError."""
     with pytest.raises(ValueError, match=r"a.py: expected .*too many parts"):
