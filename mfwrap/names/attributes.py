@@ -210,7 +210,8 @@ _DATASET_ARGUMENTS: Mapping[str, str] = {
     "num_parallel_workers": "`num_workers`",
     "num_samples": "`torch.utils.data.Subset(dataset, range(num_samples))`",
     "sampler": "`sampler`",
-    "shuffle": "`shuffle`",
+    "shuffle": "`shuffle`, which is False by default; MindSpore shuffles a source with "
+    "`__getitem__` unless `shuffle` is False or there is a `sampler`",
     "source": "`dataset`",
     **each(
         "num_shards shard_id",

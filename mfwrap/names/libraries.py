@@ -14,6 +14,7 @@ _DIFFERENT = "{}, whose arguments or defaults differ"
 _PADDING = "`torch.nn.{}`; MindSpore's pads to the same size and has no bias by default"
 _POOLING = "`torch.nn.{}`, whose stride is `kernel_size` by default; MindSpore's is 1"
 _MOMENTUM = "`torch.nn.{}`, whose `momentum` is 1 minus MindSpore's"
+_TRANSPOSED = "`torch.matmul`, with `x.mT` for a tensor that `{}` or `{}` transposes"
 
 _NN: Mapping[str, str] = {
     "ClipByNorm": "`torch.clamp(max_norm / x.norm(), max=1) * x`, or `mfwrap.clip_by_global_norm` "
@@ -21,7 +22,8 @@ _NN: Mapping[str, str] = {
     "CELU": "`torch.nn.CELU`",
     "Dense": "`torch.nn.Linear`",
     "Dropout": "`torch.nn.Dropout(p=1 - keep_prob)`, or with the same `p`",
-    "Embedding": "`torch.nn.Embedding`, whose `weight` is `embedding_table`",
+    "Embedding": "`torch.nn.Embedding`, whose `weight` is `embedding_table`, with initial values "
+    "of deviation 1; MindSpore's have 0.01",
     "GroupNorm": "`torch.nn.GroupNorm`",
     "LayerNorm": "`torch.nn.LayerNorm`, whose `eps` is 1e-5 by default; MindSpore's is 1e-7",
     "LogSoftmax": "`torch.nn.LogSoftmax`",
@@ -29,7 +31,7 @@ _NN: Mapping[str, str] = {
     "OneHot": "`torch.nn.functional.one_hot`, which has no `on_value` and `off_value`",
     "Pad": "`torch.nn.functional.pad`, whose order of paddings differs",
     "SeLU": "`torch.nn.SELU`",
-    "MatMul": "`torch.matmul`",
+    "MatMul": _TRANSPOSED.format("transpose_x1", "transpose_x2"),
     "Range": "`torch.arange`",
     "ResizeBilinear": "`torch.nn.functional.interpolate(x, size, mode='bilinear')`",
     "SoftmaxCrossEntropyWithLogits": "`torch.nn.CrossEntropyLoss`, which takes class indices of "
@@ -54,7 +56,9 @@ _NN: Mapping[str, str] = {
         "SoftMarginLoss Softmax2d Softsign Tanh Tanhshrink Threshold ZeroPad2d",
         "`torch.nn.{}`",
     ),
-    **each("ASGD Adadelta SGD", "`torch.optim.{}`"),
+    "Adadelta": "`torch.optim.Adadelta`",
+    "ASGD": "`torch.optim.ASGD`, whose `lr` is 0.01 by default; MindSpore's `learning_rate` is 0.1",
+    "SGD": "`torch.optim.SGD`, whose `lr` is 0.001 by default; MindSpore's `learning_rate` is 0.1",
     **each("Identity Unflatten", _RENAMED.format("`torch.nn.{}`")),
     **each(
         "AdaptiveAvgPool1d AdaptiveMaxPool1d BCEWithLogitsLoss BiDense=Bilinear CrossEntropyLoss "
@@ -80,9 +84,12 @@ _IN_PLACE = "`parameter.{}` within `torch.no_grad()`"
 _OPS: Mapping[str, str] = {
     "ArgMaxWithValue": "`torch.max(x, dim)`, which returns the value first",
     "ArgMinWithValue": "`torch.min(x, dim)`, which returns the value first",
+    "Argmax": "`torch.argmax(x, dim=-1)`, because torch takes the whole tensor by default",
     "AllGather": "`torch.distributed.all_gather_into_tensor`",
     "AllReduce": "`torch.distributed.all_reduce`, which works in place; a training cell's "
     "`grad_reducer` for gradients",
+    "CumSum": "`torch.cumsum`; for `exclusive` subtract `x` from the sum, for `reverse` flip `x` "
+    "before and the sum after",
     "Broadcast": "`torch.distributed.broadcast`",
     "Depend": _NO_OPERATOR,
     "DType": "`x.dtype`",
@@ -96,9 +103,10 @@ _OPS: Mapping[str, str] = {
     "HyperMap": "`hyper_map` of a training cell, or a Python loop",
     "IOU": "`torchvision.ops.box_iou`",
     "Identity": "nothing: the value itself",
-    "L2Normalize": "`torch.nn.functional.normalize`",
+    "L2Normalize": "`torch.nn.functional.normalize(x, dim=0, eps=0.01)`, which has MindSpore's "
+    "defaults: `eps` is the root of `epsilon`",
     "Map": "`hyper_map` of a training cell, or a Python loop",
-    "MatMul": "`torch.matmul`",
+    **each("BatchMatMul MatMul", _TRANSPOSED.format("transpose_a", "transpose_b")),
     "MultitypeFuncGraph": "nothing: a Python function, without `register`",
     "NMSWithMask": "`torchvision.ops.nms`",
     "OneHot": "`torch.nn.functional.one_hot`, which has no `on_value` and `off_value`",
@@ -167,8 +175,8 @@ _OPS: Mapping[str, str] = {
     ),
     **each("AddN=sum addn=sum", "Python's `sum`, or `+`"),
     **each(
-        "Abs=abs Acos=acos Add=add Argmax=argmax Asin=asin Atan=atan BatchMatMul=matmul Ceil=ceil "
-        "Concat=cat Cos=cos CumSum=cumsum Div=div Equal=eq Erf=erf Exp=exp ExpandDims=unsqueeze "
+        "Abs=abs Acos=acos Add=add Asin=asin Atan=atan Ceil=ceil "
+        "Concat=cat Cos=cos Div=div Equal=eq Erf=erf Exp=exp ExpandDims=unsqueeze "
         "Expm1=expm1 Eye=eye Floor=floor FloorDiv=floor_divide Greater=gt GreaterEqual=ge "
         "Inv=reciprocal IsFinite=isfinite IsInf=isinf IsNan=isnan Less=lt LessEqual=le "
         "LinSpace=linspace Log=log Log1p=log1p LogSoftmax=log_softmax LogicalAnd=logical_and "
@@ -254,12 +262,17 @@ _OPS: Mapping[str, str] = {
 
 _TRANSFORM = "`torchvision.transforms.{}`"
 
+_SHUFFLED = (
+    " in a `torch.utils.data.DataLoader` with `shuffle=True`, because MindSpore shuffles by default"
+)
+
 _DATASET: Mapping[str, str] = {
     "BatchInfo": "`collate_fn` of `torch.utils.data.DataLoader`, which gets the rows alone",
     "DistributedSampler": "nothing: `mfwrap.Model` and accelerate divide a DataLoader among ranks",
-    "GeneratorDataset": "`torch.utils.data.DataLoader`",
+    "GeneratorDataset": "`torch.utils.data.DataLoader` with `shuffle=True`, because MindSpore "
+    "shuffles a source with `__getitem__` by default",
     "MindDataset": Without("torch reads no MindRecord files; convert them once, with MindSpore"),
-    "NumpySlicesDataset": "`torch.utils.data.TensorDataset` in a `torch.utils.data.DataLoader`",
+    "NumpySlicesDataset": "`torch.utils.data.TensorDataset`" + _SHUFFLED,
     "PKSampler": Without("torch has no such sampler; write a `torch.utils.data.Sampler`"),
     "Dataset": "`torch.utils.data.DataLoader`",
     "Sampler": "`torch.utils.data.Sampler`",
@@ -270,12 +283,12 @@ _DATASET: Mapping[str, str] = {
     **each(
         "Cifar100Dataset=CIFAR100 Cifar10Dataset=CIFAR10 FashionMnistDataset=FashionMNIST "
         "ImageFolderDataset=ImageFolder MnistDataset=MNIST",
-        "`torchvision.datasets.{}` in a `torch.utils.data.DataLoader`",
+        "`torchvision.datasets.{}`" + _SHUFFLED,
     ),
     **each(
         "CelebADataset=CelebA CityscapesDataset=Cityscapes CocoDataset=CocoDetection "
         "VOCDataset=VOCDetection",
-        _DIFFERENT.format("`torchvision.datasets.{}` in a `torch.utils.data.DataLoader`"),
+        _DIFFERENT.format("`torchvision.datasets.{}`") + "," + _SHUFFLED,
     ),
     **each(
         "RandomSampler SequentialSampler SubsetRandomSampler WeightedRandomSampler",

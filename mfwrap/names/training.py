@@ -169,7 +169,8 @@ _NN: Mapping[str, str] = {
     "LazyAdam": "`torch.optim.SparseAdam` for sparse gradients",
     "Momentum": "`torch.optim.SGD`, which has an argument `momentum`",
     "Optimizer": "`torch.optim.Optimizer`, and `step` for `construct`",
-    "RMSProp": "`torch.optim.RMSprop`, whose `alpha` is `decay`",
+    "RMSProp": "`torch.optim.RMSprop`, whose `alpha` is `decay`; by default, torch has `lr` 0.01, "
+    "`alpha` 0.99 and `eps` 1e-08, and MindSpore 0.1, 0.9 and 1e-10, which it adds within the root",
     **each(
         "FTRL LARS Lamb ProximalAdagrad thor", Without("torch and mfwrap have no such optimizer")
     ),

@@ -62,8 +62,64 @@ def test_what_to_write_exists(text):
     ]
     arguments = {name for call in calls for name in inspect.signature(call).parameters}
     of_torch = {"alpha", "fused", "gamma", "max", "mode", "momentum", "p", "reduction", "start_dim"}
+    of_torch |= {"dim", "eps", "shuffle"}
     arguments |= {"warmup_steps"}  # of `FormulaLR`, by keyword
     assert set(re.findall(r"(\w+)=", text)) <= arguments | of_torch
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        # From the signatures in MindSpore 2.7.
+        ("SGD", {"lr": 0.1}),
+        ("ASGD", {"lr": 0.1}),
+        ("RMSProp", {"lr": 0.1, "alpha": 0.9, "eps": 1e-10}),
+        ("Adadelta", {"lr": 1.0, "rho": 0.9, "eps": 1e-6}),
+    ],
+)
+def test_defaults_of_optimizers(name, defaults):
+    """A text has both defaults, torch's and MindSpore's, where they differ."""
+    text = find("nn", name).text
+    of_torch = inspect.signature(pkgutil.resolve_name(PATH.findall(text)[0])).parameters
+
+    for argument, value in defaults.items():
+        if of_torch[argument].default != value:
+            assert f"{of_torch[argument].default} " in text.replace(",", " ")
+            assert f" {value} " in f"{text} ".replace(",", " ")
+
+
+def test_defaults_of_operators():
+    """What a text writes in place of an operator has the operator's defaults."""
+    x = torch.tensor([[3.0, 0.001], [4.0, 0.002]])
+    norm = torch.tensor([5.0, 0.01])  # the root of max(sum of squares, 1e-4) along axis 0
+
+    assert find("ops", "L2Normalize").text.startswith(
+        "`torch.nn.functional.normalize(x, dim=0, eps=0.01)`"
+    )
+    assert torch.allclose(torch.nn.functional.normalize(x, dim=0, eps=0.01), x / norm)
+    assert find("ops", "Argmax").text.startswith("`torch.argmax(x, dim=-1)`")
+
+
+@pytest.mark.parametrize(
+    "name", ["GeneratorDataset", "NumpySlicesDataset", "MnistDataset", "CocoDataset"]
+)
+def test_data_sets_that_shuffle(name):
+    """The text of a data set that MindSpore shuffles by default says so."""
+    assert "`shuffle=True`, because MindSpore shuffles" in find("dataset", name).text
+
+
+@pytest.mark.parametrize(
+    ("area", "name", "arguments"),
+    [
+        ("ops", "BatchMatMul", ["transpose_a", "transpose_b"]),
+        ("ops", "MatMul", ["transpose_a", "transpose_b"]),
+        ("nn", "MatMul", ["transpose_x1", "transpose_x2"]),
+        ("ops", "CumSum", ["exclusive", "reverse"]),
+    ],
+)
+def test_arguments_that_torch_lacks(area, name, arguments):
+    """A text says what to write for arguments that torch's function does not have."""
+    assert all(f"`{one}`" in find(area, name).text for one in arguments)
 
 
 def test_what_to_write_for_the_cosine():
