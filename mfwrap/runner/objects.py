@@ -91,7 +91,7 @@ class RecipeObjects:
             parsed: T = adapter.validate_json(json.dumps(value))
         except ValidationError as error:
             raise self._invalid(path, value, error, section) from error
-        except REFUSALS as error:
+        except Exception as error:  # a section of the user's own may raise anything
             settings = value if isinstance(value, dict) else {}
             raise self.refusal(path, settings, error) from error
         return parsed
@@ -218,7 +218,7 @@ class RecipeObjects:
             return make(*args, **settings)
         except RecipeError:
             raise
-        except REFUSALS as error:
+        except Exception as error:  # code of the user's own may raise anything
             raise self.refusal(path, settings, error) from error
 
     def choice(self, path: Path, value: object, known: Collection[str]) -> str:
@@ -438,7 +438,7 @@ def _cause(
     def is_cause(key: str) -> bool:
         try:
             retry({other: value for other, value in settings.items() if other != key})
-        except REFUSALS:
+        except Exception:  # noqa: BLE001  (an optimizer of the user's own may raise anything)
             return False
         return True
 

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
 from mfwrap.runner.document import RecipeError
-from mfwrap.runner.objects import REFUSALS, RecipeObjects
+from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.training import TrainingChoice
 from mfwrap.trainer.preflight import check_optim
 
@@ -40,7 +40,7 @@ def check_optimizer(objects: RecipeObjects, training: TrainingChoice) -> None:
         _try(training)
     except RecipeError:
         raise
-    except REFUSALS as error:
+    except Exception as error:  # an optimizer of the user's own may raise anything
         section = objects.document.data.get("training", {})
         given = {key: value for key, value in section.items() if key.startswith(_PREFIXES)}
 

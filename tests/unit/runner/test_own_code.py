@@ -417,6 +417,69 @@ def test_a_constructor_that_refuses(tmp_path):
     )
 
 
+_FAILING = """
+from torch import optim
+from transformers import TrainerCallback
+
+from mfwrap.recipes.data.source import DataSource
+
+
+class Odd(Exception):
+    pass
+
+
+def fail(*args, **settings):
+    raise Odd("no")
+
+
+class Callback(TrainerCallback):
+    def __init__(self):
+        fail()
+
+
+class Source(DataSource):
+    def __post_init__(self):
+        fail()
+
+    def read(self):
+        pass
+
+
+class Optimizer(optim.SGD):
+    def step(self, closure=None):
+        fail()
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("optimizer={type: failing.fail}", "optimizer"),
+        ("optimizer={type: failing.Optimizer}", "training"),
+        ("lr_schedule={type: failing.fail}", "lr_schedule"),
+        ("callbacks=[{type: failing.Callback}]", "callbacks.0"),
+        ("model={type: failing.fail}", "model"),
+        ("data={type: failing.fail}", "data"),
+        ("data={type: failing.Source}", "data"),
+        ("metric={type: failing.Callback}", "metric"),
+    ],
+)
+def test_an_exception_of_an_own_class(tmp_path, monkeypatch, capsys, override, name):
+    """Whatever class an error has, the command line says in one line where it was raised."""
+    monkeypatch.chdir(tmp_path)
+    recipe = write_project(tmp_path, callbacks=None)
+    file = tmp_path / "failing.py"
+    file.write_text(_FAILING, encoding="utf-8")
+    line = _FAILING.splitlines().index('    raise Odd("no")') + 1
+
+    with pytest.raises(SystemExit) as left:
+        main(["train", str(recipe), "--allow-code", "--set", override])
+
+    assert left.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f" {name}: failed with Odd at {file}:{line}: no")
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
