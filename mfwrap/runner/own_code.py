@@ -24,6 +24,9 @@ NEEDS_FLAG = (
     "load_recipe(..., allow_code=True))"
 )
 
+_PACKAGE = pathlib.Path(__file__).parents[1]
+"""Folder of mfwrap, which lies beside a recipe in a checkout."""
+
 
 class OwnKind(NamedTuple):
     """What a section accepts as its ``type``."""
@@ -228,7 +231,8 @@ class OwnCode:
         """Return whether a file is the user's own code, and not of a library."""
         is_named = any(file == getattr(one, "__file__", None) for one in self._named.values())
         beside = any(pathlib.Path(file).is_relative_to(one) for one in self._folders)
-        return is_named or (beside and "site-packages" not in file)
+        is_library = "site-packages" in file or pathlib.Path(file).is_relative_to(_PACKAGE)
+        return is_named or (beside and not is_library)
 
 
 def is_own(name: object) -> bool:

@@ -17,7 +17,7 @@ from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.runner.document import RecipeError
 from mfwrap.runner.own_code import is_own
 from mfwrap.runner.recipe import Recipe
-from mfwrap.runner.rehearsal import limited, quiet
+from mfwrap.runner.rehearsal import failure, limited, quiet
 from mfwrap.runner.run import build_trainer, task_keywords
 
 _MAX_ROWS = 1_000
@@ -82,9 +82,7 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
     except RecipeError:
         raise
     except Exception as error:
-        says = f"the data cannot be prepared: {type(error).__name__}: {error}"
-        msg = f"{recipe.document.name}: {says}"
-        raise RecipeError(msg) from error
+        raise failure(recipe, "the data cannot be prepared", error) from error
     finally:
         if bars:
             enable_progress_bars()

@@ -67,9 +67,19 @@ def _try_with_all_rows(recipe: Recipe) -> None:
     except RecipeError:
         raise
     except Exception as error:
-        says = f"the first step fails: {type(error).__name__}: {error}"
-        msg = f"{recipe.document.name}: {says}"
-        raise RecipeError(msg) from error
+        raise failure(recipe, "the first step fails", error) from error
+
+
+def failure(recipe: Recipe, what: str, error: Exception) -> RecipeError:
+    """Return an error of any library, or of the user's own code, as one that names the recipe.
+
+    Args:
+        recipe: The recipe.
+        what: What fails.
+        error: The error.
+    """
+    said = f"{type(error).__name__}{recipe.code.place_of(error)}: {error}"
+    return RecipeError(f"{recipe.document.name}: {what}: {said}")
 
 
 def _reason_to_skip(recipe: Recipe) -> str | None:

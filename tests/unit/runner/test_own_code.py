@@ -418,7 +418,7 @@ def test_a_constructor_that_refuses(tmp_path):
 
 
 _FAILING = """
-from torch import optim
+from torch import nn, optim
 from transformers import TrainerCallback
 
 from mfwrap.recipes.data.source import DataSource
@@ -430,6 +430,22 @@ class Odd(Exception):
 
 def fail(*args, **settings):
     raise Odd("no")
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, features, labels):
+        fail()
+
+
+class Rows:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        fail()
 
 
 class Callback(TrainerCallback):
@@ -478,6 +494,30 @@ def test_an_exception_of_an_own_class(tmp_path, monkeypatch, capsys, override, n
     assert left.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith(f" {name}: failed with Odd at {file}:{line}: no")
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "says"),
+    [
+        ("validate", "model={type: failing.Net}", "the first step fails"),
+        ("validate", "data={type: failing.Rows}", "the first step fails"),
+        ("data", "data={type: failing.Rows}", "the data cannot be prepared"),
+    ],
+)
+def test_the_line_that_fails_in_the_first_step(tmp_path, capsys, command, override, says):
+    """``validate`` and ``data`` name the file and line of the user's own code."""
+    recipe = write_project(tmp_path, callbacks=None)
+    file = tmp_path / "failing.py"
+    file.write_text(_FAILING, encoding="utf-8")
+    line = _FAILING.splitlines().index('    raise Odd("no")') + 1
+    words = [command, str(recipe), "--allow-code", "--set", override]
+
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--set", f"training.output_dir={tmp_path / 'run'}"])
+
+    assert left.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"mfwrap: {recipe}: {says}: Odd at {file}:{line}: no"
 
 
 @pytest.mark.parametrize(
