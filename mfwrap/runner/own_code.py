@@ -154,7 +154,11 @@ class OwnCode:
         folders = [one for one in self._folders if any(_file_in(one, name) for name in modules)]
         return {
             "folder": os.path.relpath(folders[0], run_folder) if folders else None,
-            "sha256": {name: _sha256(module) for name, module in modules.items()},
+            "sha256": {
+                name: hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
+                for name, module in modules.items()
+                if (file := getattr(module, "__file__", None)) is not None
+            },
         }
 
     def changed_since(self, run_folder: pathlib.Path) -> list[str]:
@@ -251,14 +255,11 @@ def _recorded(run_folder: pathlib.Path) -> dict[str, Any]:
 
 def _file_in(folder: pathlib.Path, module: str) -> pathlib.Path | None:
     """Return the file of a module, or of its package, in a folder; ``None`` without one."""
-    top = module.partition(".")[0]
-    files = (folder / f"{top}.py", folder / top / "__init__.py")
+    parts = module.split(".")
+    # A folder without __init__.py is a package, too, but only its modules have files.
+    bases = (folder / parts[0], folder.joinpath(*parts))
+    files = [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py")]
     return next((one for one in files if one.is_file()), None)
-
-
-def _sha256(module: ModuleType) -> str | None:
-    file = getattr(module, "__file__", None)
-    return None if file is None else hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
 
 
 def _is_importable_from(folder: pathlib.Path) -> bool:

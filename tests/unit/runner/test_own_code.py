@@ -120,6 +120,27 @@ def test_the_card_loads_the_weights(project, monkeypatch):
     assert str(project) not in card
 
 
+@pytest.mark.parametrize("files", [["cb.py"], ["cb/__init__.py"], ["__init__.py", "cb.py"]])
+def test_a_module_in_a_folder(tmp_path, files):
+    """The copy of the recipe finds a module in a folder, with and without ``__init__.py``."""
+    recipe = write_project(tmp_path, callbacks=[{"type": "parts.cb.Count", "file": "counted.txt"}])
+    for name in files:
+        (tmp_path / "parts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "parts" / name).write_text("from my_parts import Count\n")
+    run = tmp_path / "run"
+    code = load_recipe(recipe, [f"training.output_dir={run}"], allow_code=True).code
+    facts = code.facts(run)
+    run.mkdir()
+    (run / "recipe.yaml").write_text(recipe.read_text())
+    (run / "run.json").write_text(json.dumps({"code": facts}))
+
+    copied = load_recipe(run / "recipe.yaml", allow_code=True)
+
+    assert facts["folder"] == ".."
+    assert copied.code.facts(run) == facts
+    assert (None in facts["sha256"].values(), "parts.cb" in facts["sha256"]) == (False, True)
+
+
 def test_a_run_is_reported_without_its_code(project):
     """``report``, ``verify``, ``plot`` and ``compare`` import nothing."""
     before = (project / IMPORTED).read_text()
