@@ -128,7 +128,7 @@ def _maker(
 
 def _own_maker(objects: RecipeObjects, path: Path, own: OwnType) -> MakeCallback:
     settings = without_nulls(own.found, own.settings)
-    objects.check_arguments(path, own.found, settings)
+    settings = objects.checked_arguments(path, own.found, settings)
     for key in FOLDER_KEYS & settings.keys():
         objects.check_folder((*path, key), settings[key])
 

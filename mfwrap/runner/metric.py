@@ -45,7 +45,7 @@ def read_metric(
         return None
     name, found, settings = own
     is_class = isinstance(found, type)
-    objects.check_arguments(path, found, settings, num_passed=0 if is_class else 1)
+    settings = objects.checked_arguments(path, found, settings, num_passed=0 if is_class else 1)
 
     def added_to(others: ComputeMetrics | None) -> ComputeMetrics:
         metric = functools.partial(found, **settings)

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, final, get_args, get_type_hints
 
@@ -168,7 +168,7 @@ class RecipeObjects:
             return OwnType(str(name), None, others)
         return OwnType(str(name), self.code.load(self.document, at, str(name), kind), others)
 
-    def check_arguments(
+    def checked_arguments(
         self,
         path: Path,
         make: Callable[..., Any],
@@ -176,8 +176,11 @@ class RecipeObjects:
         *,
         num_passed: int = 0,
         implied: Collection[str] = (),
-    ) -> None:
+    ) -> dict[str, Any]:
         """Check arguments against the signature of a class or function, without a call of it.
+
+        A value gets the type that the signature declares: a string becomes a ``pathlib.Path`` or a
+        member of an enumeration, a mapping a dataclass, and a list a tuple or a set.
 
         Args:
             path: Path of the section.
@@ -185,6 +188,9 @@ class RecipeObjects:
             settings: Values by keyword.
             num_passed: Number of leading arguments that mfwrap passes.
             implied: Keywords that mfwrap sets if the recipe does not.
+
+        Returns:
+            The arguments by keyword.
 
         Raises:
             RecipeError: If a key is unknown or missing, or a value does not have the type that the
@@ -199,8 +205,10 @@ class RecipeObjects:
         for name, is_required in keywords.items():
             if is_required and name not in settings and name not in implied:
                 raise self.document.error((*path, name), _IS_MISSING)
-        for name, value in settings.items():
-            self._check_annotation((*path, name), make, name, value)
+        return {
+            name: self._converted((*path, name), make, name, value)
+            for name, value in settings.items()
+        }
 
     def call(self, path: Path, make: Callable[..., T], /, *args: Any, **settings: Any) -> T:
         """Call a class or function of the user's own once, and convert its error.
@@ -291,16 +299,18 @@ class RecipeObjects:
             value: The value.
         """
         if is_dataclass(owner):
-            self._check_annotation(path, owner, name, value)
+            self._converted(path, owner, name, value)
 
-    def _check_annotation(self, path: Path, owner: Any, name: str, value: Any) -> None:
+    def _converted(self, path: Path, owner: Any, name: str, value: Any) -> Any:
         adapter = _field_adapter(owner, name)
         if adapter is None:
-            return
+            return value
         try:
-            adapter.validate_json(json.dumps(value), strict=True)
+            found = adapter.validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             raise self._invalid(path, value, error, None) from error
+        # For Iterable, pydantic makes an iterator, which could be read only once.
+        return value if isinstance(found, Iterator) else found
 
     def check_folder(self, path: Path, value: object) -> None:
         """Raise `RecipeError` if a path is not a writable folder and cannot become one.

@@ -345,7 +345,7 @@ def _read_own(
         for key in keys
         if key in settings
     }
-    objects.check_arguments(path, own.found, settings, num_passed=1, implied=RATES)
+    settings = objects.checked_arguments(path, own.found, settings, num_passed=1, implied=RATES)
 
     def make(
         network: nn.Module, groups: list[dict[str, Any]], arguments: TrainingArguments

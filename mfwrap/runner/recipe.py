@@ -297,7 +297,7 @@ def _model(objects: RecipeObjects, section: Mapping[str, Any]) -> ModelSettings:
     if own.found is None:
         return model
     arguments = _arguments(own.found, own.settings, SHARED)
-    objects.check_arguments(path, own.found, arguments, implied=IMPLIED)
+    arguments = objects.checked_arguments(path, own.found, arguments, implied=IMPLIED)
     return replace(
         model,
         make=partial(objects.call, path, own.found, **arguments),
@@ -410,7 +410,7 @@ def _own_data(objects: RecipeObjects, own: OwnType) -> DataSource:
     if own.found is None:
         return data
     arguments = _arguments(own.found, own.settings, of_all)
-    objects.check_arguments(path, own.found, arguments)
+    arguments = objects.checked_arguments(path, own.found, arguments)
     return replace(data, make=partial(objects.call, path, own.found, **arguments))
 
 

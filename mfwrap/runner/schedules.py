@@ -148,7 +148,7 @@ def _read_own(
         return None, None
     settings = dict(own.settings)
     rate = _taken_rate(objects, path, settings, ("learning_rate",))
-    objects.check_arguments(path, own.found, settings, num_passed=1, implied=_LENGTHS)
+    settings = objects.checked_arguments(path, own.found, settings, num_passed=1, implied=_LENGTHS)
     total_steps = [settings.pop(key) for key in _LENGTHS if key in settings]
     length = next((one for one in total_steps if one not in {None, -1}), None)
     choice = ScheduleChoice(own.found, settings, length)

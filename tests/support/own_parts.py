@@ -65,8 +65,8 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Count(TrainerCallback):
-    def __init__(self, file: str, every: int = 1):
-        self.file, self.every = Path(file), every
+    def __init__(self, file: Path, every: int = 1):
+        self.file, self.every = file, every
         self.file.touch()
 
     def on_step_end(self, args, state, control, **kwargs):

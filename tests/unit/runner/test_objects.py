@@ -1,11 +1,14 @@
 """A mutated recipe is valid, or refused with a one-line error that names the key."""
 
 import copy
+import dataclasses
+import enum
 import functools
 import os
 import random
 import socket
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +191,64 @@ def test_the_key_without_which_a_construction_succeeds(kind, settings, key):
 
     with pytest.raises(RecipeError, match=rf"^r\.yaml: optimizer\.{key}: invalid: "):
         objects.build(("optimizer",), make, settings)
+
+
+class Color(enum.Enum):
+    """An enumeration of the user's own."""
+
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Size:
+    """A dataclass of the user's own."""
+
+    width: int
+    height: int = 2
+
+
+@pytest.mark.parametrize(
+    ("declared", "written", "wanted"),
+    [
+        (Path, "a/b", Path("a/b")),
+        (Color, "red", Color.RED),
+        (Size, {"width": 1}, Size(1, 2)),
+        (list[Size], [{"width": 1}], [Size(1, 2)]),
+        (set[str], ["a", "b"], {"a", "b"}),
+        (tuple[int, int], [1, 2], (1, 2)),
+        (Path | None, None, None),
+        (str | Path, "a/b", "a/b"),
+        (Iterable[int], [1, 2], [1, 2]),
+        (nn.Module, "a", "a"),
+    ],
+    ids=str,
+)
+def test_an_argument_has_the_declared_type(declared, written, wanted):
+    """A class of the user's own gets values of the types that its signature declares."""
+
+    class Own:
+        def __init__(self, value):
+            pass
+
+    Own.__init__.__annotations__["value"] = declared
+    objects = RecipeObjects(RecipeDocument("r.yaml", {}, {}))
+
+    found = objects.checked_arguments(("model",), Own, {"value": written})
+
+    assert found == {"value": wanted}
+    assert type(found["value"]) is type(wanted)
+
+
+def test_an_argument_without_the_declared_type():
+    """A value that cannot have the declared type is refused."""
+
+    def own(color: Color):
+        pass
+
+    objects = RecipeObjects(RecipeDocument("r.yaml", {}, {}))
+
+    with pytest.raises(RecipeError, match=r"^r\.yaml: model\.color: expected 'red', got 'blue'"):
+        objects.checked_arguments(("model",), own, {"color": "blue"})
 
 
 @pytest.mark.parametrize("target", ["link", "missing"])
