@@ -44,6 +44,10 @@ class GivenObjects(NamedTuple):
             got = type(self.optimizer).__name__
             msg = f"`optimizer` must be a torch.optim.Optimizer or a function, got {got}"
             raise TypeError(msg)
+        if not isinstance(self.callbacks, Sequence):
+            got = type(self.callbacks).__name__
+            msg = f"`callbacks` must be a list of transformers.TrainerCallback, got {got}"
+            raise TypeError(msg)
         for callback in self.callbacks:
             is_known = isinstance(callback, (Callback, TrainerCallback))
             if not (is_known or is_pynative_callback(callback)):
@@ -114,5 +118,7 @@ def _contradicts(name: str) -> str:
 
 
 def _name(found: Any) -> str:
-    named = found if hasattr(found, "__qualname__") else type(found)
+    # A generator has a __qualname__, but no __module__.
+    is_named = hasattr(found, "__qualname__") and hasattr(found, "__module__")
+    named = found if is_named else type(found)
     return f"{OBJECT}{named.__module__}.{named.__qualname__}"

@@ -18,8 +18,8 @@ class OwnSource(DataSource):
     """A data set of the author's own code.
 
     A ``datasets.Dataset`` or a list of dictionaries is a table with the columns of the task.
-    Anything else that has ``__getitem__`` or ``__iter__``, such as a ``torch.utils.data.Dataset``,
-    has the inputs of the model as its rows. A pair has training rows and held-out rows.
+    A ``torch.utils.data.Dataset``, or anything else that has ``__getitem__``, has the inputs of the
+    model as its rows. A pair has training rows and held-out rows.
     """
 
     type: str = ""
@@ -85,7 +85,8 @@ class OwnSource(DataSource):
 def _table(rows: Any) -> Any:
     if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
         return Dataset.from_list(rows)
-    has_rows = hasattr(rows, "__getitem__") or hasattr(rows, "__iter__")
+    # The Trainer takes no other iterables: not a generator, and not a DataLoader.
+    has_rows = hasattr(rows, "__getitem__") or isinstance(rows, torch.utils.data.IterableDataset)
     if not has_rows or isinstance(rows, (str, bytes, dict, IterableDataset)):
         msg = (
             "`type` must give a datasets.Dataset, a list of dictionaries or a "

@@ -8,7 +8,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import TrainerCallback
 
 from mfwrap.cli import main
@@ -176,13 +176,18 @@ def test_the_copy_of_the_recipe_needs_the_program(tmp_path, capsys):
         ({"model": Net}, TypeError, "`model` must be a torch.nn.Module, got type"),
         ({"optimizer": "SGD"}, TypeError, "`optimizer` must be a torch.optim.Optimizer or"),
         ({"callbacks": [Steps]}, TypeError, "`callbacks` must be objects of"),
+        ({"callbacks": Steps()}, TypeError, "`callbacks` must be a list of .*, got Steps"),
+        ({"data": iter([])}, RecipeError, "data.type: must give .*, got a builtins.list_iterator"),
+        ({"data": (x for x in ())}, RecipeError, "data.type: must .*, got a builtins.generator"),
+        ({"data": DataLoader(Rows())}, RecipeError, r"must give .*, got a torch.*\.DataLoader"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ValueError, "pass `model`, too"),
     ],
 )
 def test_what_is_refused(tmp_path, objects, error, wanted):
-    """An object of a wrong type is refused before anything is read."""
+    """An object of a wrong type is refused before the run."""
+    defaults = {"model": Net(), "data": Rows()} if "data" in objects else {"data": Rows()}
     with pytest.raises(error, match=wanted):
-        run_recipe(write_recipe(tmp_path), **{"data": Rows(), **objects})
+        run_recipe(write_recipe(tmp_path), **defaults | objects)
 
     assert not (tmp_path / "run").exists()
 

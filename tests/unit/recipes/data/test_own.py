@@ -9,6 +9,13 @@ from mfwrap.recipes.data.own import OwnSource
 from mfwrap.recipes.data.source import DataError
 
 
+class Streamed(torch.utils.data.IterableDataset):
+    """A data set without length."""
+
+    def __iter__(self):
+        return iter([1])
+
+
 def source(found, **settings):
     """Return the source of a function that returns `found`."""
     return OwnSource(type="my.rows", make=lambda: found, **settings)
@@ -60,7 +67,11 @@ def test_a_pair_has_its_own_held_out_rows():
         ((Dataset.from_list([]), TensorDataset(torch.zeros(1))), {}, "of one kind"),
         (TensorDataset(torch.zeros(0)), {}, "`data` must have training rows, got none"),
         (TensorDataset(torch.zeros(4)), {"columns": {"a": "b"}}, "`columns` must be left out"),
-        (iter([1]), {"max_train_samples": 1}, "`max_train_samples` must be left out"),
+        (
+            Streamed(),
+            {"max_train_samples": 1},
+            "`max_train_samples` must be left out",
+        ),
     ],
 )
 def test_what_is_refused(found, settings, wanted):
