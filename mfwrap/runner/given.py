@@ -11,11 +11,15 @@ from transformers import TrainerCallback
 
 from mfwrap.callbacks import Callback, is_pynative_callback
 from mfwrap.recipes.data.source import DataSource
+from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.table import SOURCES
 from mfwrap.runner.document import Path, RecipeDocument
 from mfwrap.runner.optimizers import RATES
-from mfwrap.runner.own_code import OBJECT, OwnCode
+from mfwrap.runner.own_code import OBJECT, OwnCode, is_own
 
 _OF_ALL_DATA = frozenset(field.name for field in fields(DataSource))
+_OF_SOURCES = {"type", *(field.name for one in SOURCES.values() for field in fields(one))}
+_OF_MODELS = {"type", *(field.name for field in fields(ModelSettings))}
 
 
 class GivenObjects(NamedTuple):
@@ -60,6 +64,7 @@ class GivenObjects(NamedTuple):
                 "the model, got an optimizer of other parameters; pass `model`, too"
             )
             raise ValueError(msg)
+        self._check_keys(document)
         self._check_sections(document)
 
     def document(self, document: RecipeDocument) -> RecipeDocument:
@@ -98,11 +103,26 @@ class GivenObjects(NamedTuple):
         made.given = given
         return made
 
+    def _check_keys(self, document: RecipeDocument) -> None:
+        """Refuse unknown keys in sections that objects replace."""
+        for name, known in (("model", _OF_MODELS), ("data", _OF_SOURCES)):
+            section = document.data.get(name)
+            if getattr(self, name) is None or not isinstance(section, Mapping):
+                continue
+            kind = section.get("type")
+            if is_own(kind) and not str(kind).startswith(OBJECT):
+                continue  # the class of the user's own that is replaced may have any key
+            for key in section.keys() - known:
+                raise document.unknown_key((name, key), known)
+
     def _check_sections(self, document: RecipeDocument) -> None:
         if self.model is not None and document.data.get("peft") is not None:
             raise document.error(("peft",), _contradicts("model"))
         if self._is_built and document.data.get("grouped_lr_schedule") is not None:
             raise document.error(("grouped_lr_schedule",), _contradicts("optimizer"))
+        decay = ("training", "weight_decay")
+        if self._is_built and (document.data.get("training") or {}).get("weight_decay") is not None:
+            raise document.error(decay, _contradicts("optimizer"))
         if self._is_built or {*RATES} & {*getattr(self.optimizer, "keywords", ())}:
             for section, key in (("training", "learning_rate"), ("lr_schedule", "learning_rate")):
                 if (document.data.get(section) or {}).get(key) is not None:

@@ -99,6 +99,7 @@ def run_recipe(
             groups, such as ``functools.partial(torch.optim.SGD, lr=0.1)``, or an optimizer of the
             parameters of `model`. A function that has a parameter ``lr`` or ``learning_rate`` gets
             ``training.learning_rate``; a partial that sets it, and an optimizer, keep their own.
+            An optimizer keeps its weight decay, too.
         callbacks: Callbacks in addition to those of the recipe.
         resume: Checkpoint folder to resume from, or ``True`` for the newest checkpoint in the run
             folder. With ``"auto"``, the same call starts a run, resumes it from its newest intact

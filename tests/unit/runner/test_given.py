@@ -58,7 +58,6 @@ def write_recipe(folder, **sections) -> Path:
         "per_device_train_batch_size": 4,
         "max_grad_norm": 0,
         "lr_scheduler_type": "constant",
-        "weight_decay": 0,
         "use_cpu": True,
         "disable_tqdm": True,
     }
@@ -201,6 +200,13 @@ def test_what_is_refused(tmp_path, objects, error, wanted):
             "lr_schedule.learning_rate: must",
         ),
         ({"grouped_lr_schedule": {"default": {}, "grouped": []}}, "got the object `optimizer`"),
+        ({"training": {"weight_decay": 0.1}}, "training.weight_decay: must be left out"),
+        ({"data": {"eval_fracton": 0.5}}, "eval_fracton: unknown key; did you mean 'eval_fraction"),
+        (
+            {"data": {"type": "object of a.B", "nubmer": 1}},
+            "data.nubmer: unknown key",
+        ),
+        ({"model": {"dtipe": "x"}}, "model.dtipe: unknown key; did you mean 'dtype'?"),
     ],
 )
 def test_sections_that_contradict_an_object(tmp_path, sections, wanted):
