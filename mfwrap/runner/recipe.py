@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from mfwrap.arguments import callers_stacklevel
@@ -269,9 +270,10 @@ _MODEL = OwnKind(
     lambda found: issubclass(found, nn.Module) if isinstance(found, type) else callable(found),
 )
 _DATA = OwnKind(
-    "a class of data sets, with __getitem__ or __iter__, or a function that returns a data set",
+    "a class of data sets, with __getitem__ or of torch's IterableDataset, or a function that "
+    "returns a data set",
     lambda found: (
-        issubclass(found, DataSource) or hasattr(found, "__getitem__") or hasattr(found, "__iter__")
+        issubclass(found, (DataSource, IterableDataset)) or hasattr(found, "__getitem__")
         if isinstance(found, type)
         else callable(found)
     ),
