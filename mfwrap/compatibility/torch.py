@@ -61,6 +61,7 @@ NAMES = (
     ForeignName("torch.nn.parallel", "DistributedDataParallel._pre_forward"),
     ForeignName("torch.nn.parallel", "DistributedDataParallel._use_python_reducer"),
     ForeignName("torch.distributed.distributed_c10d", "_get_default_store"),
+    ForeignName("torch._C", "_current_graph_task_id"),
 )
 
 foreach_add_ = torch._foreach_add_
@@ -212,3 +213,9 @@ def waits_before_forward(part: DistributedDataParallel) -> bool:
 def default_store() -> Any:
     """Return the key-value store that the ranks of the process group share."""
     return distributed.distributed_c10d._get_default_store()
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread is within a backward pass, for example in a recomputation."""
+    number: int = torch._C._current_graph_task_id()  # (torch's own checkpointing asks it)
+    return number != -1

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from mfwrap.compatibility.torch import is_in_backward
 from mfwrap.tensors.module_hooks import keep_out_of_copies
-from mfwrap.tensors.training_forwards import is_in_backward, is_training_forward
+from mfwrap.tensors.training_forwards import is_training_forward
 
 _CHOICES = ("top_k_index", "router_indices", "selected_experts")
 """Arguments that hold the chosen experts of each token in the forward of transformers' experts."""

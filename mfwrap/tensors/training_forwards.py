@@ -28,9 +28,3 @@ def is_training_forward(network: nn.Module) -> bool:
     pass, the network itself does not run.
     """
     return network.training and torch.is_grad_enabled() and not _is_replay.get()
-
-
-def is_in_backward() -> bool:
-    """Return whether this thread is within a backward pass, for example in a recomputation."""
-    number: int = torch._C._current_graph_task_id()  # noqa: SLF001  (torch's own checkpointing asks it; there is no public name)
-    return number != -1

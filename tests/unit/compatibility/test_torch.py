@@ -9,6 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR
+from torch.utils.checkpoint import checkpoint
 
 from mfwrap.compatibility import torch as names
 
@@ -202,3 +203,17 @@ def test_the_default_store_keeps_values():
     # More parameters than these would need a value.
     store = distributed.distributed_c10d._get_default_store
     assert not inspect.signature(store).parameters
+
+
+def test_a_backward_pass_is_told_from_a_forward_pass():
+    """Gradient checkpointing repeats a forward pass within the backward pass."""
+    seen = []
+
+    def forward(x):
+        seen.append(names.is_in_backward())
+        return x.exp()
+
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+
+    assert seen == [False, True]
+    assert not names.is_in_backward()
