@@ -1,7 +1,7 @@
 """The section ``layer_decay``: learning rates, and weight decay, by layer."""
 
+import functools
 import json
-import re
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from transformers import (
 from mfwrap.runner import RecipeError, run_recipe
 from mfwrap.runner.layer_decay import LayerDecaySection, layer_numbers
 from mfwrap.schedules import SCHEDULES
+from support.layer_rules import swin_layer, vit_layer
 from support.recipe_texts import VIT, message, parsed, recipe_text
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
@@ -50,27 +51,6 @@ def bert():
     return built(AutoModelForSequenceClassification, BertConfig(num_hidden_layers=2, **SIZES))
 
 
-def vit_layer(name):
-    """MindFormers' ``get_vit_layer``, with transformers' names."""
-    if name.startswith("vit.embeddings"):
-        return 0
-    number = re.search(r"\.layers?\.(\d+)\.", name)
-    return 4 if number is None else int(number[1]) + 1
-
-
-def swin_layer(name):
-    """MindFormers' ``get_swin_layer``, with transformers' names."""
-    if name.startswith("swin.embeddings"):
-        return 0
-    stage = re.search(r"encoder\.layers\.(\d+)\.", name)
-    if stage is None:
-        return sum(DEPTHS) + 1
-    if ".downsample." in name:
-        return sum(DEPTHS[: int(stage[1]) + 1])
-    block = re.search(r"blocks\.(\d+)\.", name)
-    return sum(DEPTHS[: int(stage[1])]) + int(block[1]) + 1
-
-
 def bert_layer(name):
     """Embeddings, two layers, pooler and classifier."""
     if name.startswith("bert.embeddings"):
@@ -78,7 +58,11 @@ def bert_layer(name):
     return int(name.split(".")[3]) + 1 if name.startswith("bert.encoder") else 3
 
 
-MODELS = {"vit": (vit, vit_layer, 4), "swin": (swin, swin_layer, 7), "bert": (bert, bert_layer, 3)}
+MODELS = {
+    "vit": (vit, functools.partial(vit_layer, num_layers=3), 4),
+    "swin": (swin, functools.partial(swin_layer, depths=DEPTHS), 7),
+    "bert": (bert, bert_layer, 3),
+}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -132,7 +116,7 @@ def test_weight_decay_of_the_first_layers():
     decayed = [name for name in names if "bias_table" not in name]
     # The first parameter without weight decay is in layer 1, whose group has begun by then.
     assert weights_with_decay(network, decayed) == {
-        name for name in decayed if swin_layer(name) < 2
+        name for name in decayed if swin_layer(name, DEPTHS) < 2
     }
 
 

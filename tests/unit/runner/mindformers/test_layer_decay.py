@@ -1,10 +1,12 @@
 """Learning rates by layer, which MindFormers up to 1.5 has for ViT and Swin, keep their numbers."""
 
+import functools
 import re
 
 import pytest
 from transformers import AutoModelForImageClassification, Trainer
 
+from support.layer_rules import swin_layer, vit_layer
 from support.mindformers_files import ABSENT, imported, imported_recipe, lost
 
 SCALES = {"layer_scale": True, "layer_decay": 0.65, "lr_schedule.warmup_lr_init": 1e-5}
@@ -34,26 +36,6 @@ VIT = file_of(
 SWIN = file_of("Swin", embed_dim=8, depths=DEPTHS, num_heads=[1, 2], window_size=2)
 
 
-def vit_layer(name):
-    """The number of a parameter's layer in MindFormers' ``get_vit_layer``."""
-    if name.startswith("beit.embeddings"):
-        return 0
-    number = re.search(r"\.layers?\.(\d+)\.", name)
-    return 3 if number is None else int(number[1]) + 1
-
-
-def swin_layer(name):
-    """The number of a parameter's layer in MindFormers' ``get_swin_layer``."""
-    if name.startswith("swin.embeddings"):
-        return 0
-    stage = re.search(r"encoder\.layers\.(\d+)\.", name)
-    if stage is None:
-        return sum(DEPTHS) + 1
-    block = re.search(r"blocks\.(\d+)\.", name)
-    inner = DEPTHS[int(stage[1])] - 1 if block is None else int(block[1])
-    return sum(DEPTHS[: int(stage[1])]) + inner + 1
-
-
 def mindformers_groups(names, layer, last, is_decayed):
     """Return the rate's factor and the weight decay of each parameter.
 
@@ -73,8 +55,18 @@ def mindformers_groups(names, layer, last, is_decayed):
 @pytest.mark.parametrize(
     ("changes", "layer", "last", "is_decayed"),
     [
-        (VIT, vit_layer, 3, lambda name: not re.search(r"bias$|norm", name)),
-        (SWIN, swin_layer, 4, lambda name: "relative_position_bias_table" not in name),
+        (
+            VIT,
+            functools.partial(vit_layer, num_layers=2),
+            3,
+            lambda name: not re.search(r"bias$|norm", name),
+        ),
+        (
+            SWIN,
+            functools.partial(swin_layer, depths=DEPTHS),
+            4,
+            lambda name: "relative_position_bias_table" not in name,
+        ),
     ],
     ids=["ViT", "Swin"],
 )
