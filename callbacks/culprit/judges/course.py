@@ -6,6 +6,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
+import torch
+
+from mfwrap.callbacks.culprit.judges.growth import line_growth
+
 _LENGTH = 64
 """Number of steps whose distances from what was expected tell how far the loss may move."""
 
@@ -23,6 +27,9 @@ HIGHER = 3.5
 
 _SHIFTS = ((3, 4.0), (6, 2.0))
 """Numbers of steps in a row, and the smallest score of each of them, that are a lasting shift."""
+
+_LONGEST = _RECENT + max(number for number, _ in _SHIFTS)
+"""Number of values that are kept: the last ones, and those from which they have shifted."""
 
 _SHIFT_ENDS = 20
 """Number of steps after a shift from which on another one needs twice the deviations: a run whose
@@ -67,24 +74,35 @@ CourseKind = Literal["loss_spike", "loss_drop", "loss_shift"]
 
 _NORM_PRIOR, _NORM_SHIFT, _NORM_RATIO = 0.5, (3, 3.0), 8.0
 """The prior and a shift of the logarithm of the global norm, and the smallest factor of such a
-shift. Unlike a loss, a norm may also shift to less."""
+shift, or of a growth. Unlike a loss, a norm may also shift to less."""
+
+_LEAST_FIT = 0.9
+"""Smallest share of the variance of the logarithms that a line of growing norms explains."""
 
 
 class Shift(NamedTuple):
-    """A number that stays far from what it was."""
+    """A number that stays far from what it was, or moves away from it step by step."""
 
     of: Literal["loss", "global norm"]
 
     before: float
-    """Number that was expected before."""
+    """Number that was expected before, or that the growth began with."""
 
     now: float
-    """Middle number since then."""
+    """Middle number since then, or the number that it has grown to."""
 
     num_steps: int
 
+    is_growth: bool = False
+    """Whether the number has grown in all of these steps."""
+
     def __str__(self) -> str:
         """Say it in a clause."""
+        if self.is_growth:
+            return (
+                f"the {self.of} has grown from about {self.before:.4g} to about {self.now:.4g} in "
+                f"{self.num_steps} steps"
+            )
         return (
             f"the {self.of} has been about {self.now:.4g} for {self.num_steps} steps, after about "
             f"{self.before:.4g}"
@@ -210,7 +228,13 @@ class LossCourse:
 
 @final
 class NormCourse:
-    """Tell whether the global norm of the gradients has a new size, and not in a single step."""
+    """Tell whether the global norm of the gradients has a new size, and not in a single step.
+
+    A shift is three norms in a row that are far from the size before. Where a norm changes a little
+    in each step, that size moves with it. So a line that fits the logarithms of the last eleven
+    norms is an anomaly, too, if it has grown by the factor of a shift: gradients that nobody sets
+    to zero grow so, and a training that diverges.
+    """
 
     def __init__(self) -> None:
         self.score = math.nan
@@ -230,7 +254,7 @@ class NormCourse:
             counts: Whether the update was applied. Otherwise the norm is not included.
 
         Returns:
-            Its shift; ``None`` if it has none.
+            Its shift or growth; ``None`` if it has neither.
         """
         self.score = math.nan
         self._log.begin()
@@ -243,12 +267,22 @@ class NormCourse:
         self._log.add(math.log(norm))
         number, limit = _NORM_SHIFT
         expected, values, scores = self._log.last(number, number)
-        if not scores or not (min(scores) > limit or max(scores) < -limit):
+        is_far = bool(scores) and (min(scores) > limit or max(scores) < -limit)
+        if is_far and min(abs(each - expected) for each in values) >= math.log(_NORM_RATIO):
+            middle = statistics.median(values)
+            return Shift("global norm", math.exp(expected), math.exp(middle), number)
+        return self._growth()
+
+    def _growth(self) -> Shift | None:
+        values = self._log.values
+        if len(values) < _LONGEST:
             return None
-        if min(abs(value - expected) for value in values) < math.log(_NORM_RATIO):
+        logs = torch.tensor(values, dtype=torch.float64, device="cpu")
+        growth, mean = line_growth(logs[None], _LEAST_FIT).item(), logs.mean().item()
+        if growth < math.log(_NORM_RATIO):
             return None
-        middle = statistics.median(values)
-        return Shift("global norm", math.exp(expected), math.exp(middle), number)
+        ends = math.exp(mean - growth / 2), math.exp(mean + growth / 2)
+        return Shift("global norm", *ends, len(values), is_growth=True)
 
     def forget(self) -> None:
         """Forget how far the last norm was from what was expected of it."""
@@ -277,15 +311,19 @@ class _Series:
         self, prior: Callable[[float], float], least: Callable[[], float] = lambda: 0.0
     ) -> None:
         self._prior, self._least = prior, least
-        longest = max(number for number, _ in _SHIFTS)
-        self._values: deque[float] = deque(maxlen=_RECENT + longest)
-        self._distances: deque[float] = deque(maxlen=_LENGTH + longest)
+        self._values: deque[float] = deque(maxlen=_LONGEST)
+        self._distances: deque[float] = deque(maxlen=_LENGTH + _LONGEST - _RECENT)
         self._has_new = False
 
     @property
     def num_distances(self) -> int:
         """Number of known distances."""
         return len(self._distances)
+
+    @property
+    def values(self) -> list[float]:
+        """The last values, at most eleven."""
+        return list(self._values)
 
     @property
     def highest(self) -> float:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 
 import pytest
 
@@ -216,6 +217,36 @@ def test_norms_that_have_not_shifted(norms):
     course = NormCourse()
 
     assert not any(course.add(norm) for norm in [*noisy(2.0, 30), *norms, *noisy(2.0, 9)])
+
+
+@pytest.mark.parametrize("factor", [1.25, 1.4])
+def test_norms_that_grow(factor):
+    """Each is a little larger than the last, so none is far from the size before."""
+    course = NormCourse()
+    grown = [2.0 * factor**number for number in range(1, 13)]
+    norms = [*noisy(2.0, 29), *(a * b for a, b in zip(grown, noisy(1.0, 12, seed=1), strict=True))]
+
+    shifts = [course.add(norm) for norm in norms]
+
+    windows = [[math.log(norm) for norm in norms[end - 11 : end]] for end in range(11, 42)]
+    is_grown = [
+        statistics.linear_regression(range(11), logs).slope * 10 >= math.log(8)
+        and statistics.correlation(range(11), logs) ** 2 > 0.9
+        for logs in windows
+    ]
+    assert [shift is not None for shift in shifts] == [False] * 10 + is_grown
+    assert (shifts[-1].is_growth, shifts[-1].num_steps) == (True, 11)
+    assert shifts[-1].before == pytest.approx(grown[1], rel=0.1)
+    assert shifts[-1].now == pytest.approx(grown[11], rel=0.1)
+    assert "has grown from about" in str(shifts[-1])
+
+
+def test_norms_that_grow_too_little():
+    """By a factor of seven in eleven steps, or without a line."""
+    for norms in ([7 ** (number / 10) for number in range(40)], [1.0, 1.0, 30.0] * 20):
+        course = NormCourse()
+
+        assert not any(course.add(norm) for norm in norms)
 
 
 def test_the_norms_of_a_noisy_run():
