@@ -101,6 +101,10 @@ _CLASSES: Mapping[str, str] = {
     "optimizer": "ASGD AdaFactor AdaMax Adadelta Adagrad Adam AdamOffload AdamW AdamWeightDecay "
     "Came FP32StateAdamWeightDecay FTRL FusedAdamWeightDecay FusedPmaAdamW LARS Lamb LazyAdam "
     "Momentum Muon Optimizer PmaAdamW ProximalAdagrad RMSProp Rprop SGD thor",
+    "learning-rate schedule": "ConstantWarmUpLR CosineAnnealingLR CosineAnnealingWarmRestarts "
+    "CosineDecayLR CosineWithRestartsAndWarmUpLR CosineWithWarmUpLR ExponentialDecayLR "
+    "InverseDecayLR LearningRateSchedule LinearWithWarmUpLR NaturalExpDecayLR PolynomialDecayLR "
+    "PolynomialWithWarmUpLR WarmUpLR",
     "loss-scale update cell": "AdaptiveLossScaleUpdateCell DynamicLossScaleUpdateCell "
     "FixedLossScaleUpdateCell",
     "Callback": "Callback CheckpointMonitor EvalCallBack LossMonitor MFLossMonitor "
@@ -261,6 +265,7 @@ class Script(ast.NodeVisitor):
         if not isinstance(owner, Instance) or isinstance(node.ctx, ast.Store):
             return is_self and self._class is not None and node.attr in self._class.own
         kind, is_sure, is_whole, own = owner
+        kind = _kind_of_self(kind, node.attr) if is_self else kind
         if node.attr in own or (kind in _KEYED and node.attr == "get"):
             return True
         known = find(kind, node.attr) is not None
@@ -460,6 +465,7 @@ class Script(ast.NodeVisitor):
             kind = "PyNative event"
         elif node.name != "construct":
             return
+        kind = None if kind is None else _kind_of_self(kind, node.name)
         if kind is not None and find(kind, node.name) is not None:
             self._use(node, Attribute(kind, node.name, f"def {node.name}"))
 
@@ -574,6 +580,15 @@ def _is_of_mindspore(value: Value) -> bool:
     if isinstance(value, UserClass):
         return value.kind is not None
     return isinstance(value, Instance) or (isinstance(value, Imported) and value.is_known)
+
+
+def _kind_of_self(kind: str, name: str) -> str:
+    """Return the kind whose rows are for an attribute of `self`, in a class of a kind.
+
+    An optimizer's own ``step`` does what the user of an optimizer leaves to it.
+    """
+    is_of_class = kind == "optimizer" and find("optimizer class", name) is not None
+    return "optimizer class" if is_of_class else kind
 
 
 def _shown(node: ast.expr) -> str:

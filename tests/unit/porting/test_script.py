@@ -217,6 +217,42 @@ def test_an_optimizer_by_its_name():
     assert attributes(source) == ["optimizer?: global_step", "optimizer: global_step"]
 
 
+def test_an_optimizer_of_ones_own():
+    """`self` of an optimizer's class is told apart from an optimizer that somebody uses."""
+    source = """
+    from mindspore import nn
+    class Mine(nn.Optimizer):
+        def __init__(self, params, learning_rate):
+            super().__init__(learning_rate, params)
+            self.moments = self.parameters.clone("m", "zeros")
+        def construct(self, gradients):
+            gradients = self.decay_weight(gradients)
+            return self.global_step, self.moments
+    def f(net):
+        return Mine(net, 0.1).global_step
+    """
+
+    assert sorted(attributes(source)) == [
+        "optimizer class: construct",
+        "optimizer class: decay_weight",
+        "optimizer class: global_step",
+        "optimizer class: parameters",
+        "optimizer: global_step",
+    ]
+
+
+def test_a_schedule_of_ones_own():
+    """A schedule is no network: torch calls it with the step."""
+    source = """
+    from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+    class Mine(LearningRateSchedule):
+        def construct(self, global_step):
+            return 0.1
+    """
+
+    assert attributes(source) == ["learning-rate schedule: construct"]
+
+
 def test_methods_that_only_mindspore_has():
     """A method that only MindSpore has is found on any object, except a class with its own."""
     source = """
