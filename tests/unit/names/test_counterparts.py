@@ -98,12 +98,22 @@ def test_defaults_of_operators():
     )
     assert torch.allclose(torch.nn.functional.normalize(x, dim=0, eps=0.01), x / norm)
     assert find("ops", "Argmax").text.startswith("`torch.argmax(x, dim=-1)`")
+    assert find("ops", "Argmin").text.startswith("`torch.argmin(x, dim=-1)`")
 
 
 def value_of(text, start="`", **names):
     """Return the value of the first code in a text that begins with `start`."""
     code = text[text.index(start) + 1 :].partition("`")[0].removeprefix("gamma=")
     return eval(code, {"torch": torch, **names})  # noqa: S307  (of our own table)
+
+
+def test_gelu_is_the_tanh_form():
+    """`ops.GeLU` and `nn.GELU` return the numbers in MindSpore's documentation."""
+    operator = value_of(find("ops", "GeLU").text, x=torch.tensor([1.0, 2.0, 3.0]))
+    layer = value_of(find("nn", "GELU").text)
+
+    assert torch.allclose(operator, torch.tensor([0.841192, 1.9545976, 2.9963627]), atol=5e-7)
+    assert torch.allclose(layer(torch.tensor([-1.0])), torch.tensor([-0.15880802]), atol=5e-7)
 
 
 @pytest.mark.parametrize(
