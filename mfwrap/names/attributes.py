@@ -15,7 +15,10 @@ _APPLIED = (
     "no update, `cb_params.cur_step_num`; in a step of your own a number that it counts"
 )
 _FIRST = "`optimizer.param_groups[0][{!r}]`, of the first group"
-_RATES = "`[group['lr'] for group in optimizer.param_groups]`"
+_RATES = (
+    "`optimizer.param_groups[0]['lr']`, a number, or "
+    "`[group['lr'] for group in optimizer.param_groups]` with groups of several rates"
+)
 _LISTED = "`[p for group in optimizer.param_groups for p in group['params']]`"
 _STATE = "`optimizer.state[parameter][{!r}]`"
 _OF_UPDATE = "nothing: `step` of a torch optimizer does it"
@@ -108,7 +111,13 @@ _OPTIMIZER: Mapping[str, str] = {
     "param_length": f"the length of {_LISTED}",
     "set_train": "nothing: torch's optimizers have no modes",
     "weight_decay": _FIRST.format("weight_decay"),
-    **each("_parameters parameters", f"{_LISTED}, or `weights` of the training cell"),
+    "loss_scale=": "`gradient / loss_scale` before the optimizer gets the gradients: torch's "
+    "optimizers have no such argument. `Model`, and cells with a loss scale, have divided by it",
+    **each(
+        "_parameters parameters",
+        f"{_LISTED}, or `weights` of the training cell; for its `clone`, a tuple of "
+        "`torch.zeros_like(p)` or `p.detach().clone()`",
+    ),
     **each("group_lr group_params group_weight_decay", "`optimizer.param_groups`"),
     **each("is_group is_group_lr is_group_params_ordered", "`len(optimizer.param_groups) > 1`"),
     **each("exp_avg moment1 moments1", _STATE.format("exp_avg")),
@@ -345,6 +354,7 @@ KINDS: Mapping[tuple[str, str], str] = MappingProxyType(
         ("training cell", "loss_scaling_manager"): "loss-scale update cell",
         ("training cell", "network"): "network",
         ("training cell", "optimizer"): "optimizer",
+        ("training cell", "scale_sense"): "tensor",
     }
 )
 """Kind of an object's attribute, or of what its method returns."""

@@ -29,7 +29,7 @@ PATH = re.compile(r"`((?:torch|mfwrap|accelerate|transformers)(?:\.\w+)+)")
         ("nn", "Lamb", "no counterpart", "torch and mfwrap have no such optimizer"),
         ("ops", "depend", "leave out", "nothing: statements of torch run in their order"),
         ("cb_params", "cur_step_num", "same", "the same"),
-        ("optimizer", "get_lr", "write", "`[group['lr'] for group in optimizer.param_groups]`"),
+        ("optimizer", "group_lr", "write", "`optimizer.param_groups`"),
     ],
 )
 def test_each_verdict(area, name, verdict, text):

@@ -241,6 +241,36 @@ def test_an_optimizer_of_ones_own():
     ]
 
 
+def test_the_loss_scale_of_an_optimizer():
+    """The argument is reported: torch's optimizers do not divide their gradients by it."""
+    source = """
+    from mindspore import nn
+    import torch
+    def f(net, own):
+        nn.Adam(net, loss_scale=1024.0), nn.Momentum(net, 0.1, 0.9, 1e-4, 1024.0)
+        nn.Momentum(net, 0.1, 0.9, 1e-4), torch.optim.Adam(net, loss_scale=1), own(loss_scale=1)
+    """
+
+    assert attributes(source) == ["optimizer: loss_scale="] * 2
+
+
+def test_the_loss_scale_is_a_tensor():
+    """The loss scale is followed through the overflow check, as public wrappers use it."""
+    source = """
+    from mindspore import nn
+    class Step(nn.TrainOneStepWithLossScaleCell):
+        def construct(self, x):
+            loss = self.network(x)
+            status, scale = self.start_overflow_check(loss, self.scale_sense)
+            status.value()
+            return scale.astype(loss.dtype), scale.value()
+    """
+
+    assert [one for one in attributes(source) if one.startswith("tensor")] == [
+        *("tensor: astype", "tensor: value"),
+    ]
+
+
 def test_a_schedule_of_ones_own():
     """A schedule is no network: torch calls it with the step."""
     source = """
