@@ -107,12 +107,14 @@ _OPTIMIZER: Mapping[str, str] = {
     "get_lr_parameter": "the group's rate, `group['lr']` of `optimizer.param_groups`",
     "get_weight_decay": "`[group['weight_decay'] for group in optimizer.param_groups]`",
     "global_step": _APPLIED,
-    "learning_rate": _FIRST.format("lr"),
+    "learning_rate": f"{_FIRST.format('lr')}: the rate of this step, also where MindSpore has a "
+    "schedule that is called with the step",
     "param_length": f"the length of {_LISTED}",
     "set_train": "nothing: torch's optimizers have no modes",
     "weight_decay": _FIRST.format("weight_decay"),
     "loss_scale=": "`gradient / loss_scale` before the optimizer gets the gradients: torch's "
-    "optimizers have no such argument. `Model`, and cells with a loss scale, have divided by it",
+    "optimizers have no such argument. `Model` and `TrainOneStepWithLossScaleCell` have divided "
+    "by their loss scale",
     **each(
         "_parameters parameters",
         f"{_LISTED}, or `weights` of the training cell; for its `clone`, a tuple of "
