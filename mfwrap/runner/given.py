@@ -1,7 +1,8 @@
 """Put the objects of a program in the place of sections of a recipe."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class GivenObjects(NamedTuple):
         data = dict(document.data)
         # An optimizer's section that names no other optimizer is for the object.
         of_optimizer = _settings(document) if _is_of_object(document) else ()
+        kept_keys: dict[str, Collection[str]]
         kept_keys = {"model": {"tokenizer"}, "data": _OF_ALL_DATA, "optimizer": of_optimizer}
         for name, kept in kept_keys.items():
             if (found := getattr(self, name)) is not None:
@@ -120,7 +122,7 @@ class GivenObjects(NamedTuple):
 
     def _check_keys(self, document: RecipeDocument) -> None:
         """Refuse unknown keys in sections that objects replace."""
-        tables = {"model": _OF_MODELS, "data": _OF_SOURCES}
+        tables: dict[str, AbstractSet[str]] = {"model": _OF_MODELS, "data": _OF_SOURCES}
         if not _is_of_object(document):
             tables["optimizer"] = KEYS
         for name, known in tables.items():
