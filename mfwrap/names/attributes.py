@@ -11,14 +11,19 @@ from mfwrap.names.texts import SAME, Without, each
 
 _CELL = "cb_params.train_network"
 _APPLIED = (
-    f"`{_CELL}.last_report.applied_updates`; with a `TrainOneStepCell`, which skips no update, "
-    "`cb_params.cur_step_num`"
+    f"`{_CELL}.last_report.applied_updates` in a callback; with a `TrainOneStepCell`, which skips "
+    "no update, `cb_params.cur_step_num`; in a step of your own a number that it counts"
 )
 _FIRST = "`optimizer.param_groups[0][{!r}]`, of the first group"
-_RATES = "`[group['lr'] for group in optimizer.param_groups]`"
+_RATES = (
+    "`optimizer.param_groups[0]['lr']`, a number, or "
+    "`[group['lr'] for group in optimizer.param_groups]` with groups of several rates"
+)
 _LISTED = "`[p for group in optimizer.param_groups for p in group['params']]`"
 _STATE = "`optimizer.state[parameter][{!r}]`"
 _OF_UPDATE = "nothing: `step` of a torch optimizer does it"
+_COUNT = "`self.state[parameter]['step']`, which your `step` counts"
+_DIVIDED = "nothing: accelerate or `torch.distributed.fsdp` divides the optimizer"
 _UNSCALED = "nothing: the training cell has unscaled the gradients before the optimizer runs"
 _OPERATOR = "a function of `torch`: the cells of mfwrap have no operators as attributes"
 _REDUCES = "nothing: `get_overflow_status` asks all ranks, and `grad_reducer` knows them"
@@ -102,11 +107,19 @@ _OPTIMIZER: Mapping[str, str] = {
     "get_lr_parameter": "the group's rate, `group['lr']` of `optimizer.param_groups`",
     "get_weight_decay": "`[group['weight_decay'] for group in optimizer.param_groups]`",
     "global_step": _APPLIED,
-    "learning_rate": _FIRST.format("lr"),
+    "learning_rate": f"{_FIRST.format('lr')}: the rate of this step, also where MindSpore has a "
+    "schedule that is called with the step",
     "param_length": f"the length of {_LISTED}",
     "set_train": "nothing: torch's optimizers have no modes",
     "weight_decay": _FIRST.format("weight_decay"),
-    **each("_parameters parameters", f"{_LISTED}, or `weights` of the training cell"),
+    "loss_scale=": "`gradient / loss_scale` before the optimizer gets the gradients: torch's "
+    "optimizers have no such argument. `Model` and `TrainOneStepWithLossScaleCell` have divided "
+    "by their loss scale",
+    **each(
+        "_parameters parameters",
+        f"{_LISTED}, or `weights` of the training cell; for its `clone`, a tuple of "
+        "`torch.zeros_like(p)` or `p.detach().clone()`",
+    ),
     **each("group_lr group_params group_weight_decay", "`optimizer.param_groups`"),
     **each("is_group is_group_lr is_group_params_ordered", "`len(optimizer.param_groups) > 1`"),
     **each("exp_avg moment1 moments1", _STATE.format("exp_avg")),
@@ -119,11 +132,41 @@ _OPTIMIZER: Mapping[str, str] = {
         "optim_filter",
         _OF_UPDATE,
     ),
-    **each(
-        "broadcast_params dev_num enable_tuple_broaden param_rank use_parallel",
-        "nothing: accelerate or `torch.distributed.fsdp` divides the optimizer",
-    ),
+    **each("broadcast_params dev_num enable_tuple_broaden param_rank use_parallel", _DIVIDED),
     **each("get_parameters parameters_dict trainable_params", "`optimizer.state_dict()`"),
+}
+
+_OF_GROUPS = "`group[{!r}]` of each group in `self.param_groups`"
+
+_OPTIMIZER_CLASS: Mapping[str, str] = {
+    "construct": "`step`, without arguments: each parameter has its gradient in `grad`",
+    "decay_weight": "`gradient.add(parameter, alpha=group['weight_decay'])` for each gradient; "
+    "without groups, MindSpore's leaves out the parameters with `beta` or `gamma` in their names",
+    "dynamic_lr": "`False`: a schedule outside of the optimizer changes `group['lr']`",
+    "flatten_gradients": "nothing: each parameter of torch has a gradient of its own",
+    "get_lr_parameter": _OF_GROUPS.format("lr"),
+    "gradients_centralization": "`gradient - gradient.mean(tuple(range(1, gradient.ndim)), "
+    "keepdim=True)` for weights of two and more dimensions, in groups that ask for it",
+    "optim_filter": _DIVIDED,
+    **each("assignadd global_step global_step_increase_tensor", _COUNT),
+    **each("get_lr group_lr learning_rate", _OF_GROUPS.format("lr")),
+    **each(
+        "get_weight_decay group_weight_decay weight_decay weight_decay_tensor",
+        _OF_GROUPS.format("weight_decay"),
+    ),
+    **each("decay_flags exec_weight_decay", "`group['weight_decay'] > 0`"),
+    **each("is_group is_group_lr", "`True`: torch has all parameters in `self.param_groups`"),
+    **each("hyper_map map_ map_reverse", "a Python loop over the parameters of each group"),
+    **each(
+        "_parameters group_params parameters",
+        _OF_GROUPS.format("params") + "; for its `clone`, a tensor in `self.state[parameter]`",
+    ),
+}
+"""Attributes of `self` for which an optimizer's class writes something else than its users."""
+
+_SCHEDULE: Mapping[str, str] = {
+    "construct": "`__call__`: `torch.optim.lr_scheduler.LambdaLR` passes the number of updates as "
+    "an int, and multiplies the optimizer's `lr` by the result",
 }
 
 _NETWORK: Mapping[str, str] = {
@@ -283,6 +326,8 @@ ROWS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "run_context": _RUN_CONTEXT,
         "training cell": _CELLS,
         "optimizer": _OPTIMIZER,
+        "optimizer class": _OPTIMIZER_CLASS,
+        "learning-rate schedule": _SCHEDULE,
         "network": _NETWORK,
         "tensor": _TENSOR,
         "data set": _DATASET,
@@ -311,6 +356,7 @@ KINDS: Mapping[tuple[str, str], str] = MappingProxyType(
         ("training cell", "loss_scaling_manager"): "loss-scale update cell",
         ("training cell", "network"): "network",
         ("training cell", "optimizer"): "optimizer",
+        ("training cell", "scale_sense"): "tensor",
     }
 )
 """Kind of an object's attribute, or of what its method returns."""

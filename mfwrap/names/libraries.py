@@ -24,6 +24,7 @@ _NN: Mapping[str, str] = {
     "Dropout": "`torch.nn.Dropout(p=1 - keep_prob)`, or with the same `p`",
     "Embedding": "`torch.nn.Embedding`, whose `weight` is `embedding_table`, with initial values "
     "of deviation 1; MindSpore's have 0.01",
+    "GELU": "`torch.nn.GELU(approximate='tanh')`, or `torch.nn.GELU()` for `approximate=False`",
     "GroupNorm": "`torch.nn.GroupNorm`",
     "LayerNorm": "`torch.nn.LayerNorm`, whose `eps` is 1e-5 by default; MindSpore's is 1e-7",
     "LogSoftmax": "`torch.nn.LogSoftmax`",
@@ -62,7 +63,7 @@ _NN: Mapping[str, str] = {
     **each("Identity Unflatten", _RENAMED.format("`torch.nn.{}`")),
     **each(
         "AdaptiveAvgPool1d AdaptiveMaxPool1d BCEWithLogitsLoss BiDense=Bilinear CrossEntropyLoss "
-        "GELU GRU GRUCell GaussianNLLLoss HShrink=Hardshrink InstanceNorm1d InstanceNorm2d "
+        "GRU GRUCell GaussianNLLLoss HShrink=Hardshrink InstanceNorm1d InstanceNorm2d "
         "InstanceNorm3d LRN=LocalResponseNorm LSTM LSTMCell LeakyReLU MultiheadAttention NLLLoss "
         "PReLU RNN RNNCell SmoothL1Loss SoftShrink=Softshrink Softmax Softmin Transformer "
         "TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer "
@@ -84,13 +85,18 @@ _IN_PLACE = "`parameter.{}` within `torch.no_grad()`"
 _OPS: Mapping[str, str] = {
     "ArgMaxWithValue": "`torch.max(x, dim)`, which returns the value first",
     "ArgMinWithValue": "`torch.min(x, dim)`, which returns the value first",
-    "Argmax": "`torch.argmax(x, dim=-1)`, because torch takes the whole tensor by default",
+    **each(
+        "Argmax=argmax Argmin=argmin",
+        "`torch.{}(x, dim=-1)`, because torch takes the whole tensor by default",
+    ),
     "AllGather": "`torch.distributed.all_gather_into_tensor`",
     "AllReduce": "`torch.distributed.all_reduce`, which works in place; a training cell's "
     "`grad_reducer` for gradients",
     "CumSum": "`torch.cumsum`; for `exclusive` subtract `x` from the sum, for `reverse` flip `x` "
     "before and the sum after",
+    "BiasAdd": "`x + bias` for two dimensions; otherwise `bias` is shaped to the second one",
     "Broadcast": "`torch.distributed.broadcast`",
+    "Conv2D": _DIFFERENT.format("`torch.nn.functional.conv2d`"),
     "Depend": _NO_OPERATOR,
     "DType": "`x.dtype`",
     "ControlDepend": _NO_OPERATOR,
@@ -99,12 +105,13 @@ _OPS: Mapping[str, str] = {
     "Fill": "`torch.full`",
     "Flatten": "`torch.flatten(x, start_dim=1)`",
     "GatherD": "`torch.gather`",
-    "GeLU": "`torch.nn.functional.gelu`",
+    **each("GeLU Gelu", "`torch.nn.functional.gelu(x, approximate='tanh')`"),
     "HyperMap": "`hyper_map` of a training cell, or a Python loop",
     "IOU": "`torchvision.ops.box_iou`",
     "Identity": "nothing: the value itself",
     "L2Normalize": "`torch.nn.functional.normalize(x, dim=0, eps=0.01)`, which has MindSpore's "
     "defaults: `eps` is the root of `epsilon`",
+    "Meshgrid": "`torch.meshgrid` with `indexing='xy'`, which is MindSpore's default",
     "Map": "`hyper_map` of a training cell, or a Python loop",
     **each("BatchMatMul MatMul", _TRANSPOSED.format("transpose_a", "transpose_b")),
     "MultitypeFuncGraph": "nothing: a Python function, without `register`",
@@ -120,12 +127,15 @@ _OPS: Mapping[str, str] = {
     "Shape": "`x.shape`",
     "SigmoidCrossEntropyWithLogits": "`torch.nn.functional.binary_cross_entropy_with_logits` with "
     "`reduction='none'`",
+    "Slice": "`x[begin:begin + size]` in each dimension",
+    "StandardNormal": "`torch.randn`",
     "StridedSlice": "`x[begin:end:stride]` in each dimension",
     "TensorSummary": "`torch.utils.tensorboard.SummaryWriter`",
     "ScalarSummary": "`torch.utils.tensorboard.SummaryWriter`",
     "Size": "`x.numel()`",
     "Split": "`torch.chunk`, because MindSpore's operator takes the number of parts",
     "Transpose": "`x.permute`",
+    "UniformReal": "`torch.rand`",
     "make_range": "Python's `range`",
     "add_flags": "nothing: flags are for MindSpore's compiler",
     "assign": _IN_PLACE.format("copy_(value)"),
@@ -162,6 +172,7 @@ _OPS: Mapping[str, str] = {
     "scalar_to_tensor": "`torch.tensor`",
     "shape": "`x.shape`",
     "size": "`x.numel()`",
+    "standard_normal": "`torch.randn`",
     "stop_gradient": "`x.detach()`",
     "tensor_dot": "`torch.tensordot`",
     "transpose": "`x.permute`",

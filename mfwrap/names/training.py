@@ -24,6 +24,7 @@ _EAGER = "nothing, or `torch.compile` around the network"
 _METRICS = "of `mfwrap.Model`, or a metric of `torchmetrics`"
 _LOOP = "a loop over a `torch.utils.data.DataLoader`"
 _FORMULA = "`torch.optim.lr_scheduler.LambdaLR` with the formula"
+_IN_SCHEDULE = " in a schedule of your own"
 _RECIPE = "a recipe that `mfwrap train` runs; `mfwrap import-mindformers` converts a YAML file"
 _SIGTERM = (
     "`mfwrap.trainer.MFTrainer`, which saves a checkpoint on SIGTERM, or "
@@ -90,7 +91,8 @@ _MINDSPORE: Mapping[str, str] = {
     "float_": "`torch.float32`",
     "from_numpy": "`torch.from_numpy`",
     "get_auto_parallel_context": "`accelerate.PartialState()`, whose `num_processes` and "
-    "`process_index` are the number of ranks and this rank",
+    "`process_index` are the number of ranks and this rank; `gradients_mean` is True, and "
+    "`pipeline_stages` 1 without a schedule of `torch.distributed.pipelining`",
     "get_context": "`accelerate.PartialState().device`, whose `type` is `cpu` or `cuda`",
     "get_grad": "`dict(gradients)[identifier]`: with `return_ids` each gradient comes with its id",
     "get_seed": "`torch.initial_seed`",
@@ -130,7 +132,14 @@ _MINDSPORE: Mapping[str, str] = {
     "_get_device_num": "`accelerate.PartialState().num_processes`",
     "_get_enable_parallel_optimizer": "`False`: `torch.distributed.fsdp` divides an optimizer",
     "_get_gradients_mean": "`True`: gradients are averaged over the ranks",
+    "_get_pipeline_stages": "`1` without a schedule of `torch.distributed.pipelining`",
     "_get_parallel_mode": "`accelerate.PartialState().distributed_type`",
+    **each(
+        "INC_BOTH INC_LEFT INC_NEITHER INC_RIGHT Rel Validator check_bool check_float_range "
+        "check_int_range check_is_float check_non_negative_float check_non_negative_int "
+        "check_positive_float check_positive_int check_value_type",
+        "nothing: an `if` that raises an error checks an argument",
+    ),
     "_handle_loss": "`net_outputs[0]`, or `net_outputs` itself if it is a tensor",
     **each(_DTYPES, "`torch.{}`"),
     **each("convert_model export_split_mindir load save_mindir", _EXPORT),
@@ -142,7 +151,8 @@ _MINDSPORE: Mapping[str, str] = {
 }
 
 _NN: Mapping[str, str] = {
-    "Cell": "`torch.nn.Module`, and `forward` for `construct`",
+    "Cell": "`torch.nn.Module`, and `forward` for `construct`; `mfwrap.TrainOneStepCell`, and "
+    "`__call__`, for a cell that calls an optimizer and is trained by `Model`",
     "CellDict": "`torch.nn.ModuleDict`",
     "CellList": "`torch.nn.ModuleList`",
     "DistributedGradReducer": "`torch.nn.parallel.DistributedDataParallel`, which averages "
@@ -168,7 +178,8 @@ _NN: Mapping[str, str] = {
     "AdamOffload": "`torch.optim.AdamW`, or offloading by accelerate",
     "LazyAdam": "`torch.optim.SparseAdam` for sparse gradients",
     "Momentum": "`torch.optim.SGD`, which has an argument `momentum`",
-    "Optimizer": "`torch.optim.Optimizer`, and `step` for `construct`",
+    "Optimizer": "`torch.optim.Optimizer`, whose `__init__` takes the parameters and a dict of "
+    "defaults such as `lr`, and `step` for `construct`",
     "RMSProp": "`torch.optim.RMSprop`, whose `alpha` is `decay`; by default, torch has `lr` 0.01, "
     "`alpha` 0.99 and `eps` 1e-08, and MindSpore 0.1, 0.9 and 1e-10, which it adds within the root",
     **each(
@@ -176,15 +187,21 @@ _NN: Mapping[str, str] = {
     ),
     # Schedules
     "CosineDecayLR": "`mfwrap.schedules.CosineWithWarmUpLR(optimizer, warmup_steps=0, "
-    "total_steps=decay_steps, lr_end=min_lr)`",
+    "total_steps=decay_steps, lr_end=min_lr)`, or"
+    f"{_IN_SCHEDULE} `min_lr + (max_lr - min_lr) * (1 + cos(pi * min(step / decay_steps, 1))) / 2`",
     "ExponentialDecayLR": "`torch.optim.lr_scheduler.ExponentialLR` with "
-    "`gamma=decay_rate ** (1 / decay_steps)`",
+    f"`gamma=decay_rate ** (1 / decay_steps)`, or{_IN_SCHEDULE} "
+    "`learning_rate * decay_rate ** (step / decay_steps)`",
     "InverseDecayLR": _FORMULA,
-    "LearningRateSchedule": "`torch.optim.lr_scheduler.LambdaLR`, which is passed to the cell as "
+    "LearningRateSchedule": "`torch.optim.lr_scheduler.LambdaLR` with a class whose `__call__` "
+    "takes the step and returns the rate divided by the optimizer's `lr`; pass it to the cell as "
     "`lr_scheduler`",
     "NaturalExpDecayLR": _FORMULA,
-    "PolynomialDecayLR": "`mfwrap.schedules.PolynomialWithWarmUpLR`",
-    "WarmUpLR": "`mfwrap.schedules.ConstantWarmUpLR`",
+    "PolynomialDecayLR": f"`mfwrap.schedules.PolynomialWithWarmUpLR`, or{_IN_SCHEDULE} "
+    "`end + (learning_rate - end) * (1 - min(step / decay_steps, 1)) ** power`, where `end` is "
+    "`end_learning_rate`",
+    "WarmUpLR": f"`mfwrap.schedules.ConstantWarmUpLR`, or{_IN_SCHEDULE} "
+    "`learning_rate * min(step / warmup_steps, 1)`",
     "cosine_decay_lr": "`mfwrap.schedules.CosineWithWarmUpLR`, which computes each rate when its "
     "step begins, or `torch.optim.lr_scheduler.LambdaLR` with your list",
     "exponential_decay_lr": "`torch.optim.lr_scheduler.ExponentialLR`",
@@ -232,6 +249,8 @@ _MINDFORMERS: Mapping[str, str] = {
     "PipelineCellWithTwoOutput": f"{_PIPELINE}; with {_TWO_OUTPUTS}",
     "Trainer": f"`mfwrap.trainer.MFTrainer`, or {_RECIPE}",
     "TrainingArguments": "`transformers.TrainingArguments`",
+    "_get_loss_output": "the fields of `net_outputs`, such as `loss`, `overflow`, `loss_scale` and "
+    "`learning_rate`; of a step of your own, what its `__call__` returns",
     "barrier_world": "`torch.distributed.barrier`",
     "get_real_group_size": "`accelerate.PartialState().num_processes`",
     "get_real_rank": "`accelerate.PartialState().process_index`",

@@ -36,8 +36,9 @@ def port(scripts: Sequence[Path], *, as_json: bool) -> None:
     tensors and data sets. Give all files of a project together, so that a class of one file is
     known in the others.
 
-    Arguments of functions are not compared; a text says so where defaults differ. A name that
-    mfwrap does not know is "unknown", and so is a star import of MindSpore, which is not followed.
+    Arguments of functions are not compared, except `loss_scale` of an optimizer; a text says so
+    where defaults differ. A name that mfwrap does not know is "unknown", and so is a star import of
+    MindSpore, which is not followed.
 
     The exit code is 0 if every name has a counterpart, 1 if a name is unknown or has none, and 2
     if a file cannot be read or is a notebook.

@@ -101,6 +101,10 @@ _CLASSES: Mapping[str, str] = {
     "optimizer": "ASGD AdaFactor AdaMax Adadelta Adagrad Adam AdamOffload AdamW AdamWeightDecay "
     "Came FP32StateAdamWeightDecay FTRL FusedAdamWeightDecay FusedPmaAdamW LARS Lamb LazyAdam "
     "Momentum Muon Optimizer PmaAdamW ProximalAdagrad RMSProp Rprop SGD thor",
+    "learning-rate schedule": "ConstantWarmUpLR CosineAnnealingLR CosineAnnealingWarmRestarts "
+    "CosineDecayLR CosineWithRestartsAndWarmUpLR CosineWithWarmUpLR ExponentialDecayLR "
+    "InverseDecayLR LearningRateSchedule LinearWithWarmUpLR NaturalExpDecayLR PolynomialDecayLR "
+    "PolynomialWithWarmUpLR WarmUpLR",
     "loss-scale update cell": "AdaptiveLossScaleUpdateCell DynamicLossScaleUpdateCell "
     "FixedLossScaleUpdateCell",
     "Callback": "Callback CheckpointMonitor EvalCallBack LossMonitor MFLossMonitor "
@@ -261,6 +265,7 @@ class Script(ast.NodeVisitor):
         if not isinstance(owner, Instance) or isinstance(node.ctx, ast.Store):
             return is_self and self._class is not None and node.attr in self._class.own
         kind, is_sure, is_whole, own = owner
+        kind = _kind_of_self(kind, node.attr) if is_self else kind
         if node.attr in own or (kind in _KEYED and node.attr == "get"):
             return True
         known = find(kind, node.attr) is not None
@@ -280,6 +285,7 @@ class Script(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         """Report a call of an optimizer, and what a PyNative callback reads from its keywords."""
         called = self._value(node.func)
+        self._use_of_argument(node, called)
         if isinstance(called, Instance) and called.kind == "optimizer" and node.args:
             shown = f"{_shown(node.func)}(...)"
             self._use(node, Attribute("optimizer", "__call__", shown, called.is_sure))
@@ -289,6 +295,16 @@ class Script(ast.NodeVisitor):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
             self._use_of_keyword(node, node.func.value, node.args[0])
         self.generic_visit(node)
+
+    def _use_of_argument(self, node: ast.Call, called: Value) -> None:
+        """Report an argument of an optimizer's class that torch's optimizers do not have."""
+        if not isinstance(called, Imported) or kind_of_class(called) != "optimizer":
+            return
+        names = [keyword.arg for keyword in node.keywords]
+        # `Momentum` takes the loss scale as its fifth argument, and scripts pass it by position.
+        if "loss_scale" in names or (called.name == "Momentum" and len(node.args) > 4):
+            shown = f"{called.shown}(loss_scale=...)"
+            self._use(node, Attribute("optimizer", "loss_scale=", shown))
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         """Report what a callback reads from its keywords."""
@@ -312,8 +328,18 @@ class Script(ast.NodeVisitor):
         """Follow a value to its name."""
         self.visit(node.value)
         value = self._value(node.value)
+        scale = self._of_check(node.value)
         for target in node.targets:
             self._assign(target, value)
+            if scale is not None and isinstance(target, ast.Tuple):
+                self._assign(target.elts[-1], scale)
+
+    def _of_check(self, node: ast.expr) -> Value:
+        """Return the second value of ``start_overflow_check``, which is its last argument."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return None
+        is_check = node.func.attr == "start_overflow_check" and node.args
+        return self._value(node.args[-1]) if is_check else None
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         """Follow a value to its name."""
@@ -460,6 +486,7 @@ class Script(ast.NodeVisitor):
             kind = "PyNative event"
         elif node.name != "construct":
             return
+        kind = None if kind is None else _kind_of_self(kind, node.name)
         if kind is not None and find(kind, node.name) is not None:
             self._use(node, Attribute(kind, node.name, f"def {node.name}"))
 
@@ -574,6 +601,15 @@ def _is_of_mindspore(value: Value) -> bool:
     if isinstance(value, UserClass):
         return value.kind is not None
     return isinstance(value, Instance) or (isinstance(value, Imported) and value.is_known)
+
+
+def _kind_of_self(kind: str, name: str) -> str:
+    """Return the kind whose rows are for an attribute of `self`, in a class of a kind.
+
+    An optimizer's own ``step`` does what the user of an optimizer leaves to it.
+    """
+    is_of_class = kind == "optimizer" and find("optimizer class", name) is not None
+    return "optimizer class" if is_of_class else kind
 
 
 def _shown(node: ast.expr) -> str:

@@ -3,6 +3,8 @@
 import contextlib
 import pkgutil
 
+import numpy as np
+
 from mfwrap.names.counterparts import AREAS, Counterpart, find
 from mfwrap.names.resolution import home_of
 from mfwrap.porting.modules import Imported
@@ -19,6 +21,8 @@ def of_name(imported: Imported) -> Counterpart | None:
         return None
     if imported.area in {"mint", "experimental"}:
         return _of_torch(imported)
+    if imported.area == "mindspore.numpy":
+        return _of_numpy(imported.name)
     for area in AREAS.get(imported.area, ()):
         found = find(area, imported.name)
         if found is not None:
@@ -35,3 +39,11 @@ def _of_torch(imported: Imported) -> Counterpart | None:
         pkgutil.resolve_name(path)
         return Counterpart("write", f"`{path}`")
     return None
+
+
+def _of_numpy(name: str) -> Counterpart | None:
+    """Return NumPy's name for one of the package that is modeled on NumPy, if NumPy has it."""
+    if not hasattr(np, name):
+        return None
+    text = f"`numpy.{name}` for arrays, and torch's function for tensors, which may differ"
+    return Counterpart("write", text)

@@ -15,9 +15,14 @@ from mfwrap.callbacks import (
     is_pynative_callback,
 )
 from mfwrap.runner.document import Path
+from mfwrap.runner.expert_bias import BIAS_RATE
 from mfwrap.runner.objects import RecipeObjects, without_nulls
 from mfwrap.runner.own_code import OwnKind, OwnType
-from mfwrap.runner.sections import CALLBACK_KEYS_WITHOUT_MEANING, CALLBACKS_WITHOUT_MEANING
+from mfwrap.runner.sections import (
+    BIAS_CALLBACK,
+    CALLBACK_KEYS_WITHOUT_MEANING,
+    CALLBACKS_WITHOUT_MEANING,
+)
 
 MakeCallback = Callable[[], TrainerCallback]
 """Builds a new callback for each run, because a callback holds the state of its run."""
@@ -54,6 +59,9 @@ def read_callbacks(
         if (own := objects.own_type(path, entry, _OWN)) is not None:
             makers += [] if own.found is None else [_own_maker(objects, path, own)]
             continue
+        if entry.get("type") == BIAS_CALLBACK:
+            says = f"write {BIAS_RATE}, with the rate, at the top of the recipe instead"
+            raise objects.document.error((*path, "type"), f"{BIAS_CALLBACK} is no callback: {says}")
         known = _callback_classes()
         name, settings = objects.named_type(path, entry, {*known, *CALLBACKS_WITHOUT_MEANING})
         if name in known:

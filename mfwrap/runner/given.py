@@ -1,7 +1,8 @@
 """Put the objects of a program in the place of sections of a recipe."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from mfwrap.recipes.data.source import DataSource
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.recipes.tasks.table import SOURCES
 from mfwrap.runner.document import Path, RecipeDocument
-from mfwrap.runner.optimizers import RATES
+from mfwrap.runner.optimizers import KEYS, RATES
 from mfwrap.runner.own_code import OBJECT, OwnCode, is_own
 
 _OF_ALL_DATA = frozenset(field.name for field in fields(DataSource))
@@ -70,7 +71,11 @@ class GivenObjects(NamedTuple):
     def document(self, document: RecipeDocument) -> RecipeDocument:
         """Return a recipe whose sections say which objects have replaced them."""
         data = dict(document.data)
-        for name, kept in (("model", {"tokenizer"}), ("data", _OF_ALL_DATA), ("optimizer", ())):
+        # An optimizer's section that names no other optimizer is for the object.
+        of_optimizer = _settings(document) if _is_of_object(document) else ()
+        kept_keys: dict[str, Collection[str]]
+        kept_keys = {"model": {"tokenizer"}, "data": _OF_ALL_DATA, "optimizer": of_optimizer}
+        for name, kept in kept_keys.items():
             if (found := getattr(self, name)) is not None:
                 former = data.get(name)
                 former = former if isinstance(former, Mapping) else {}
@@ -80,6 +85,18 @@ class GivenObjects(NamedTuple):
             added = [{"type": _name(one)} for one in self.callbacks]
             data["callbacks"] = [*(data.get("callbacks") or ()), *added]
         return RecipeDocument(document.name, data, document.places)
+
+    def without_effect(self, document: RecipeDocument) -> list[str]:
+        """Return the dotted names of settings of the optimizer that an object replaces.
+
+        Only of the optimizer: its settings, such as a learning rate, may be meant for the object.
+
+        Args:
+            document: Recipe as written.
+        """
+        if self.optimizer is None or _is_of_object(document):
+            return []
+        return [f"optimizer.{key}" for key in _settings(document)]
 
     def code(self, code: OwnCode, document: RecipeDocument) -> OwnCode:
         """Return a copy of a recipe's code that has the objects.
@@ -105,7 +122,10 @@ class GivenObjects(NamedTuple):
 
     def _check_keys(self, document: RecipeDocument) -> None:
         """Refuse unknown keys in sections that objects replace."""
-        for name, known in (("model", _OF_MODELS), ("data", _OF_SOURCES)):
+        tables: dict[str, AbstractSet[str]] = {"model": _OF_MODELS, "data": _OF_SOURCES}
+        if not _is_of_object(document):
+            tables["optimizer"] = KEYS
+        for name, known in tables.items():
             section = document.data.get(name)
             if getattr(self, name) is None or not isinstance(section, Mapping):
                 continue
@@ -123,14 +143,38 @@ class GivenObjects(NamedTuple):
         decay = ("training", "weight_decay")
         if self._is_built and (document.data.get("training") or {}).get("weight_decay") is not None:
             raise document.error(decay, _contradicts("optimizer"))
+        if self._is_built and _is_of_object(document):
+            for key in _settings(document):
+                raise document.error(("optimizer", key), _contradicts("optimizer"))
         if self._is_built or {*RATES} & {*getattr(self.optimizer, "keywords", ())}:
-            for section, key in (("training", "learning_rate"), ("lr_schedule", "learning_rate")):
+            places = [("training", "learning_rate"), ("lr_schedule", "learning_rate")]
+            if _is_of_object(document):
+                places += [("optimizer", key) for key in RATES]
+            for section, key in places:
                 if (document.data.get(section) or {}).get(key) is not None:
                     raise document.error((section, key), _contradicts("optimizer"))
 
     @property
     def _is_built(self) -> bool:
         return isinstance(self.optimizer, Optimizer)
+
+
+def _section(document: RecipeDocument) -> Mapping[str, Any]:
+    """Return the section ``optimizer``; an empty one if it is missing or no mapping."""
+    section = document.data.get("optimizer")
+    return section if isinstance(section, Mapping) else {}
+
+
+def _settings(document: RecipeDocument) -> list[str]:
+    """Return the keys of the section ``optimizer`` that are set, without ``type``."""
+    section = _section(document)
+    return [key for key, value in section.items() if key != "type" and value is not None]
+
+
+def _is_of_object(document: RecipeDocument) -> bool:
+    """Return whether the section ``optimizer`` names no other optimizer than the object."""
+    kind = _section(document).get("type")
+    return not kind or str(kind).startswith(OBJECT)
 
 
 def _contradicts(name: str) -> str:

@@ -269,6 +269,12 @@ RATES = ("lr", "learning_rate")
 _OF_MUON: Mapping[str, str] = {"adamw_betas": "betas", "adamw_eps": "eps"}
 """Key of the section for each key that MindFormers' Muon has instead."""
 
+KEYS = frozenset({
+    *("type", "betas", *_ARGUMENTS, *_OF_MUON, *_DECAY_RULES, *OPTIMIZER_KEYS_WITHOUT_MEANING),
+    *(each.name for each in dataclasses.fields(MuonSection)),
+})  # fmt: skip
+"""Keys of the section ``optimizer`` for any optimizer of MindFormers."""
+
 
 def read_optimizer(
     objects: RecipeObjects, section: Mapping[str, Any], *, are_half: bool

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
+from mfwrap.arguments import callers_stacklevel
 from mfwrap.callbacks import Callback, EMACallback, MFLossMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
 from mfwrap.checkpoints.ownership import owning_run
@@ -49,6 +51,7 @@ from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
 from mfwrap.runner.pushing import push_models
 from mfwrap.runner.recipe import (
     Recipe,
+    RecipeWarning,
     check_columns,
     check_max_length,
     data_errors,
@@ -152,6 +155,13 @@ def _with_objects(recipe: Recipe | str | Path, given: GivenObjects) -> Recipe:
     checked = read_document(given.document(document), given.code(code, document))
     if not isinstance(recipe, Recipe):
         warn_of_ignored(checked)
+    if keys := given.without_effect(document):
+        says = "run_recipe got the object `optimizer`, so these settings have no effect"
+        warnings.warn(
+            f"{document.name}: {says}: {', '.join(keys)}",
+            RecipeWarning,
+            stacklevel=callers_stacklevel(),
+        )
     return checked
 
 

@@ -229,9 +229,11 @@ OPTIMIZER_KEYS_WITHOUT_MEANING = frozenset(
 CALLBACKS_WITHOUT_MEANING = frozenset({
     "ColdHotExpertMonitor", "ExpertMigrateCallback", "MaxLogitsMonitor", "MoEDropRateCallback",
     "ObsMonitor", "SDCMonitor", "StressDetectCallBack", "StressTestModelMonitor", "SummaryMonitor",
-    "TopkBiasBalanceCallback",
 })  # fmt: skip
 """Callbacks that have no effect: they are for Ascend devices, MindInsight or experts."""
+
+BIAS_CALLBACK = "TopkBiasBalanceCallback"
+"""MindFormers' callback that moves the biases of experts. In a recipe, a key at the top does."""
 
 CALLBACK_KEYS_WITHOUT_MEANING: Mapping[str, frozenset[str]] = MappingProxyType({
     "MFLossMonitor": frozenset({

@@ -9,6 +9,7 @@ from mfwrap.runner.document import shown
 from mfwrap.runner.expert_bias import BIAS_RATE
 from mfwrap.runner.mindformers.source import SourceFile
 from mfwrap.runner.sections import (
+    BIAS_CALLBACK,
     CALLBACK_KEYS_WITHOUT_MEANING,
     CALLBACKS_WITHOUT_MEANING,
 )
@@ -20,7 +21,6 @@ _MISSPELLED: Mapping[str, str] = {
 }
 """Names of MindFormers 1.0 and 1.1, and the names of today."""
 
-_BALANCE = "TopkBiasBalanceCallback"
 _HEALTH = "use_checkpoint_health_monitor"
 _THRESHOLD = "embedding_local_norm_threshold"
 _NAN_CHECK = "check_for_nan_in_loss_and_grad"
@@ -70,12 +70,11 @@ def _take_callbacks(source: SourceFile) -> tuple[list[Any], float | None]:
             continue
         name = callback.get("type")
         callback["type"] = _MISSPELLED.get(str(name), name)
-        if callback["type"] in CALLBACKS_WITHOUT_MEANING:
-            if callback["type"] == _BALANCE:
-                rate = _bias_rate(source, index, callback)
-                if rate is not None:
-                    continue
-            source.without_effect.append(f"callbacks.{index} ({name})")
+        if callback["type"] == BIAS_CALLBACK:
+            rate = _bias_rate(source, index, callback)
+        if callback["type"] in {BIAS_CALLBACK, *CALLBACKS_WITHOUT_MEANING}:
+            if callback["type"] != BIAS_CALLBACK or rate is None:
+                source.without_effect.append(f"callbacks.{index} ({name})")
             continue
         _drop_keys(source, index, callback)
         if callback["type"] == "CheckpointMonitor":
@@ -84,7 +83,7 @@ def _take_callbacks(source: SourceFile) -> tuple[list[Any], float | None]:
             _convert_checkpoints(source, callback)
         kept.append(callback)
     if source.bias_rate and rate is None:
-        says = f"the file has no {_BALANCE}, so the biases of experts do not move"
+        says = f"the file has no {BIAS_CALLBACK}, so the biases of experts do not move"
         source.notes.append(f"callbacks: {says}")
     return kept, rate
 

@@ -176,7 +176,7 @@ def run_model(callback, *, evaluates=False):
     [
         (lambda p: p.optimizer.global_step, "`Adam` has no `global_step`, which MindSpore's optim"),
         (lambda p: p.optimizer.learning_rate, "write `optimizer.param_groups[0]['lr']`"),
-        (lambda p: p.optimizer.get_lr(), "write `[group['lr'] for group in optimizer.param_group"),
+        (lambda p: p.optimizer.get_lr(), "write `optimizer.param_groups[0]['lr']`, a number, or"),
         (lambda p: p.optimizer.parameters, "write `[p for group in optimizer.param_groups for p"),
         (lambda p: p.optimizer.moments1, "write `optimizer.state[parameter]['exp_avg']`"),
         (lambda p: p.train_network.optimizer.global_step, "write `cb_params.train_network.last_re"),

@@ -29,7 +29,7 @@ PATH = re.compile(r"`((?:torch|mfwrap|accelerate|transformers)(?:\.\w+)+)")
         ("nn", "Lamb", "no counterpart", "torch and mfwrap have no such optimizer"),
         ("ops", "depend", "leave out", "nothing: statements of torch run in their order"),
         ("cb_params", "cur_step_num", "same", "the same"),
-        ("optimizer", "get_lr", "write", "`[group['lr'] for group in optimizer.param_groups]`"),
+        ("optimizer", "group_lr", "write", "`optimizer.param_groups`"),
     ],
 )
 def test_each_verdict(area, name, verdict, text):
@@ -62,7 +62,7 @@ def test_what_to_write_exists(text):
     ]
     arguments = {name for call in calls for name in inspect.signature(call).parameters}
     of_torch = {"alpha", "fused", "gamma", "max", "mode", "momentum", "p", "reduction", "start_dim"}
-    of_torch |= {"dim", "eps", "shuffle"}
+    of_torch |= {"approximate", "dim", "eps", "indexing", "keepdim", "shuffle"}
     arguments |= {"warmup_steps"}  # of `FormulaLR`, by keyword
     assert set(re.findall(r"(\w+)=", text)) <= arguments | of_torch
 
@@ -98,6 +98,80 @@ def test_defaults_of_operators():
     )
     assert torch.allclose(torch.nn.functional.normalize(x, dim=0, eps=0.01), x / norm)
     assert find("ops", "Argmax").text.startswith("`torch.argmax(x, dim=-1)`")
+    assert find("ops", "Argmin").text.startswith("`torch.argmin(x, dim=-1)`")
+
+
+def value_of(text, start="`", **names):
+    """Return the value of the first code in a text that begins with `start`."""
+    code = text[text.index(start) + 1 :].partition("`")[0].removeprefix("gamma=")
+    return eval(code, {"torch": torch, **names})  # noqa: S307  (of our own table)
+
+
+def test_gelu_is_the_tanh_form():
+    """`ops.GeLU` and `nn.GELU` return the numbers in MindSpore's documentation."""
+    operator = value_of(find("ops", "GeLU").text, x=torch.tensor([1.0, 2.0, 3.0]))
+    layer = value_of(find("nn", "GELU").text)
+
+    assert torch.allclose(operator, torch.tensor([0.841192, 1.9545976, 2.9963627]), atol=5e-7)
+    assert torch.allclose(layer(torch.tensor([-1.0])), torch.tensor([-0.15880802]), atol=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "schedule", "options"),
+    [
+        ("WarmUpLR", "`learning_rate", "ConstantWarmUpLR", {"warmup_steps": 4}),
+        (
+            *("CosineDecayLR", "`min_lr", "CosineWithWarmUpLR"),
+            {"warmup_steps": 0, "total_steps": 10, "lr_end": 0.01},
+        ),
+        (
+            *("PolynomialDecayLR", "`end +", "PolynomialWithWarmUpLR"),
+            {"warmup_steps": 0, "total_steps": 10, "decay_steps": 10, "lr_end": 0.01, "power": 2},
+        ),
+    ],
+)
+def test_formulas_of_schedules(name, start, schedule, options):
+    """The formula for a schedule of one's own gives the rates of the schedule in the same text."""
+    text = find("nn", name).text
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    rates = getattr(mfwrap.schedules, schedule)(optimizer, **options)
+    numbers = {"learning_rate": 0.1, "max_lr": 0.1, "min_lr": 0.01, "end": 0.01, "power": 2}
+    numbers |= {"warmup_steps": 4, "decay_steps": 10, "pi": math.pi, "cos": math.cos}
+
+    assert f"`mfwrap.schedules.{schedule}" in text
+    for step in range(11):
+        rate = value_of(text, start, step=step, **numbers)
+        assert rate == pytest.approx(rates.rate(0.1, step=step), rel=1e-12), step
+
+
+def test_the_formula_of_an_exponential_schedule():
+    """The formula gives the rates of torch's schedule with the `gamma` in the same text."""
+    text = find("nn", "ExponentialDecayLR").text
+    numbers = {"decay_rate": 0.9, "decay_steps": 4, "learning_rate": 0.1}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    gamma = value_of(text, "`gamma=", **numbers)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+
+    for step in range(9):
+        rate = value_of(text, "`learning_rate *", step=step, **numbers)
+        assert rate == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+
+
+def test_weight_decay_of_an_optimizer_of_ones_own():
+    """What replaces `decay_weight` is what torch's SGD does for its `weight_decay`."""
+    parameter = torch.tensor([2.0, -3.0])
+    parameter.grad = torch.tensor([0.5, 0.25])
+    expected = parameter - value_of(
+        find("optimizer class", "decay_weight").text,
+        parameter=parameter,
+        gradient=parameter.grad,
+        group={"weight_decay": 0.1},
+    )
+    torch.optim.SGD([parameter], lr=1.0, weight_decay=0.1).step()
+
+    assert torch.equal(parameter, expected)
 
 
 @pytest.mark.parametrize(

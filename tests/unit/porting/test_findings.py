@@ -46,7 +46,7 @@ def test_each_sentence(script):
     """The sentence says that a name is the same, otherwise, left out, without one, or unknown."""
     text = (
         "from mindspore import nn, ops\nops.depend, nn.Lamb, nn.TrainOneStepCell, nn.NoSuchName\n"
-        "def f(cb_params, optimizer):\n    cb_params.mode, optimizer.get_lr()\n"
+        "def f(cb_params, optimizer):\n    cb_params.mode, optimizer.group_lr\n"
     )
     said = {one.name: (one.verdict, one.text) for one in read_scripts([script("a.py", text)])}
 
@@ -61,10 +61,9 @@ def test_each_sentence(script):
     assert said["nn.TrainOneStepCell"] == ("same", "the same: `mfwrap.TrainOneStepCell`")
     assert said["nn.NoSuchName"] == ("unknown", "unknown: mfwrap does not know this name")
     assert said["cb_params.mode"] == ("same", "the same")
-    rates = "`[group['lr'] for group in optimizer.param_groups]`"
-    assert said["optimizer.get_lr"] == (
+    assert said["optimizer.group_lr"] == (
         "write",
-        f"if this is MindSpore's optimizer: write {rates}",
+        "if this is MindSpore's optimizer: write `optimizer.param_groups`",
     )
 
 

@@ -217,6 +217,72 @@ def test_an_optimizer_by_its_name():
     assert attributes(source) == ["optimizer?: global_step", "optimizer: global_step"]
 
 
+def test_an_optimizer_of_ones_own():
+    """`self` of an optimizer's class is told apart from an optimizer that somebody uses."""
+    source = """
+    from mindspore import nn
+    class Mine(nn.Optimizer):
+        def __init__(self, params, learning_rate):
+            super().__init__(learning_rate, params)
+            self.moments = self.parameters.clone("m", "zeros")
+        def construct(self, gradients):
+            gradients = self.decay_weight(gradients)
+            return self.global_step, self.moments
+    def f(net):
+        return Mine(net, 0.1).global_step
+    """
+
+    assert sorted(attributes(source)) == [
+        "optimizer class: construct",
+        "optimizer class: decay_weight",
+        "optimizer class: global_step",
+        "optimizer class: parameters",
+        "optimizer: global_step",
+    ]
+
+
+def test_the_loss_scale_of_an_optimizer():
+    """The argument is reported: torch's optimizers do not divide their gradients by it."""
+    source = """
+    from mindspore import nn
+    import torch
+    def f(net, own):
+        nn.Adam(net, loss_scale=1024.0), nn.Momentum(net, 0.1, 0.9, 1e-4, 1024.0)
+        nn.Momentum(net, 0.1, 0.9, 1e-4), torch.optim.Adam(net, loss_scale=1), own(loss_scale=1)
+    """
+
+    assert attributes(source) == ["optimizer: loss_scale="] * 2
+
+
+def test_the_loss_scale_is_a_tensor():
+    """The loss scale is followed through the overflow check, as public wrappers use it."""
+    source = """
+    from mindspore import nn
+    class Step(nn.TrainOneStepWithLossScaleCell):
+        def construct(self, x):
+            loss = self.network(x)
+            status, scale = self.start_overflow_check(loss, self.scale_sense)
+            status.value()
+            return scale.astype(loss.dtype), scale.value()
+    """
+
+    assert [one for one in attributes(source) if one.startswith("tensor")] == [
+        *("tensor: astype", "tensor: value"),
+    ]
+
+
+def test_a_schedule_of_ones_own():
+    """A schedule is no network: torch calls it with the step."""
+    source = """
+    from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+    class Mine(LearningRateSchedule):
+        def construct(self, global_step):
+            return 0.1
+    """
+
+    assert attributes(source) == ["learning-rate schedule: construct"]
+
+
 def test_methods_that_only_mindspore_has():
     """A method that only MindSpore has is found on any object, except a class with its own."""
     source = """

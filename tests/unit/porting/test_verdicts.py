@@ -24,6 +24,10 @@ from mfwrap.porting.verdicts import of_name
             "`torch.optim.lr_scheduler.CosineAnnealingLR`",
         ),
         ("mindspore.ops", "depend", "leave out", "nothing: statements of torch run in their order"),
+        (
+            *("mindspore.numpy", "arange", "write"),
+            "`numpy.arange` for arrays, and torch's function for tensors, which may differ",
+        ),
         ("mindspore.nn", None, "write", None),
         ("mindspore.nn.layer.basic", None, "write", None),
     ],
@@ -41,6 +45,7 @@ def test_what_stands_for_a_name(module, name, verdict, text):
     [
         ("mindspore", "NoSuchName"),
         ("mindspore.mint", "no_such_function"),
+        ("mindspore.numpy", "no_such_function"),
         ("mindspore.nn", "*"),
         # MindFormers' own layers are not those of MindSpore.
         ("mindformers.modules", "Dropout"),

@@ -3,6 +3,7 @@
 import pytest
 
 from mfwrap.callbacks import MFLossMonitor, TrainingStateMonitor
+from mfwrap.runner.document import RecipeError
 from support.recipe_texts import parsed
 
 
@@ -38,3 +39,12 @@ def test_callbacks_are_made_anew():
 
     assert isinstance(make(), MFLossMonitor)
     assert make() is not make()
+
+
+def test_a_callback_that_is_a_key_of_a_recipe():
+    """The error for MindFormers' callback that moves biases of experts names the recipe's key."""
+    says = "callbacks.0.type: TopkBiasBalanceCallback is no callback: write "
+    says += "moe_router_bias_update_rate, with the rate, at the top of the recipe instead"
+
+    with pytest.raises(RecipeError, match=says):
+        parsed(callbacks=[{"type": "TopkBiasBalanceCallback"}])

@@ -62,6 +62,7 @@ def write_recipe(folder, **sections) -> Path:
         "disable_tqdm": True,
     }
     recipe = {"task": "regression", "training": training} | sections
+    folder.mkdir(exist_ok=True)
     file = folder / "r.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return file
@@ -207,6 +208,11 @@ def test_what_is_refused(tmp_path, objects, error, wanted):
             "data.nubmer: unknown key",
         ),
         ({"model": {"dtipe": "x"}}, "model.dtipe: unknown key; did you mean 'dtype'?"),
+        (
+            {"optimizer": {"type": "AdamW", "lerning_rate": 1}},
+            "optimizer.lerning_rate: unknown key; did you mean 'learning_rate'?",
+        ),
+        ({"optimizer": {"weight_decay": 0.1}}, "optimizer.weight_decay: must be left out, .*"),
     ],
 )
 def test_sections_that_contradict_an_object(tmp_path, sections, wanted):
@@ -216,6 +222,42 @@ def test_sections_that_contradict_an_object(tmp_path, sections, wanted):
     with pytest.raises(RecipeError, match=wanted):
         run_recipe(
             write_recipe(tmp_path, **sections), model=network, data=Rows(), optimizer=optimizer
+        )
+
+
+def test_settings_of_a_replaced_optimizer_are_named(tmp_path):
+    """A section of another optimizer is replaced; a warning names its settings."""
+    section = {"type": "Muon", "learning_rate": 1e-3, "nesterov": True, "weight_decay": None}
+    recipe = write_recipe(tmp_path, optimizer=section)
+    says = "so these settings have no effect: optimizer.learning_rate, optimizer.nesterov$"
+
+    with pytest.warns(RecipeWarning, match=f"got the object `optimizer`, {says}"):
+        run_recipe(recipe, model=Net(), data=Rows(), optimizer=torch.optim.SGD)
+
+
+def test_settings_of_a_function_that_builds_the_optimizer(tmp_path):
+    """A section that names no optimizer has the settings of the function."""
+    groups = []
+
+    def sgd(parameters, lr, momentum=0.0):
+        groups.extend(parameters)
+        return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+
+    settings = {"learning_rate": 0.5, "momentum": 0.5, "weight_decay": 0.1}
+    section = {**settings, "weight_decay_exclude": ["layer.*"]}
+    run_recipe(write_recipe(tmp_path, optimizer=section), model=Net(), data=Rows(), optimizer=sgd)
+
+    assert weight_of(tmp_path).tolist() == [[4.0, 8.0]]  # as without weight decay
+    assert [(one["momentum"], one["weight_decay"]) for one in groups if one["params"]] == [
+        (0.5, 0.0)
+    ]
+    recipe = write_recipe(tmp_path / "wrong", optimizer={"momntum": 0.5})
+    with pytest.raises(RecipeError, match=r"optimizer.momntum: unknown key; did you mean"):
+        run_recipe(recipe, model=Net(), data=Rows(), optimizer=sgd)
+    recipe = write_recipe(tmp_path / "wrong", optimizer={"learning_rate": 0.5})
+    with pytest.raises(RecipeError, match=r"optimizer.learning_rate: must be left out"):
+        run_recipe(
+            recipe, model=Net(), data=Rows(), optimizer=functools.partial(torch.optim.SGD, lr=1)
         )
 
 

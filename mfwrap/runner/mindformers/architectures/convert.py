@@ -1,5 +1,6 @@
 """Convert a ``model_config`` by the class that MindFormers builds from it."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -182,6 +183,8 @@ def convert_model(
         kind = _core_kind(keys, name, kind)
         config = convert_core(keys, kind, config_keys(kind))
         keys.refuse_unknown(CORE_NO_EFFECT)
+    if config.get("first_k_dense_replace", 0) >= config.get("num_hidden_layers", math.inf):
+        keys.move_biases(None)  # no layer has experts
     if TASKS[task].classes is None:
         config.pop("num_labels", None)
     return config

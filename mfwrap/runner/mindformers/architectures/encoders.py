@@ -70,7 +70,9 @@ def convert_vit(keys: Keys) -> dict[str, Any]:
 
     MindFormers classifies the mean of the patches and drops paths. In transformers, BEiT does both,
     without its relative positions. BEiT has no bias of keys, which does not change the attention:
-    it adds the same number to all scores of a query.
+    it adds the same number to all scores of a query. No network of transformers classifies the
+    class token as MindFormers does for ``use_mean_pooling: false``: without a norm after the last
+    layer.
 
     Source: MindFormers 1.2, ``ViTModel``.
 
@@ -100,7 +102,9 @@ def convert_vit(keys: Keys) -> dict[str, Any]:
     keys.lose_dropout("drop_path_rate", 0.1)
     if pools:
         says = "the file classifies the mean of the patches; the recipe, the class token"
-        keys.lose("architecture", "use_mean_pooling", says)
+    else:
+        says = "the file classifies the class token without a norm; the recipe normalizes it first"
+    keys.lose("architecture", "use_mean_pooling", says)
     if keys.value("init_values") is not None:
         says = "the file scales each layer's output by learned factors; the recipe does not"
         keys.lose("architecture", "init_values", says)

@@ -166,7 +166,7 @@ class Keys:
         """Add a loss."""
         self._source.lose(name, self._place(key), says)
 
-    def move_biases(self, rate: float) -> None:
+    def move_biases(self, rate: float | None) -> None:
         """Note at which rate the model moves the biases of its experts; see `SourceFile`."""
         self._source.bias_rate = rate
 

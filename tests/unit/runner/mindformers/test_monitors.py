@@ -167,6 +167,16 @@ def test_a_callback_that_balances_experts(model, callback, rate):
     assert without_effect == (bool(callback) and rate is None)
 
 
+@pytest.mark.parametrize("model", [{"first_k_dense_replace": 2}, {"moe_layer_freq": [0, 0]}])
+def test_a_callback_for_a_model_without_experts(model):
+    """If all layers are dense, no bias moves, and the recipe is accepted."""
+    result, recipe = balanced(model, [BALANCE])
+
+    assert RATE not in recipe
+    assert recipe["model"]["config"]["first_k_dense_replace"] == 2
+    assert "callbacks.1 (TopkBiasBalanceCallback)" in result.notes[-1]
+
+
 def test_a_callback_for_a_model_without_biases():
     """The callback's own rate is a loss if the recipe's model has no biases to move."""
     own = {**BALANCE, "balance_via_topk_bias": True, "topk_bias_update_rate": 0.01}

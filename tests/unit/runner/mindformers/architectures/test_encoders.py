@@ -56,7 +56,7 @@ def test_vit_loses_its_pooling_and_drop_path():
         " init_values: 0.1}",
         "image_classification",
     )
-    assert [loss.path[-1] for loss in model.losses] == ["init_values"]
+    assert [loss.path[-1] for loss in model.losses] == ["use_mean_pooling", "init_values"]
     assert model.config["num_labels"] == 10
 
 
@@ -118,6 +118,29 @@ def test_vit_with_mean_pooling():
     torch.testing.assert_close(network(pixel_values=images).logits, expected)
     drops = [module.drop_prob for module in network.modules() if hasattr(module, "drop_prob")]
     assert drops == pytest.approx([0.1, 0.2])  # from 0 in the first layer
+
+
+def test_vit_without_mean_pooling_loses_its_missing_norm():
+    """MindFormers classifies the class token of the last layer as it is; transformers does not."""
+    text = VIT.replace(", init_values: 0.3", "")
+    model = converted(text.replace("}", ", use_mean_pooling: false}"), "image_classification")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**model.config)
+    network = AutoModelForImageClassification.from_config(config).eval()
+    hidden = []
+    network.vit.layernorm.register_forward_hook(lambda _, inputs, __: hidden.append(inputs[0]))
+    logits = network(pixel_values=torch.randn(4, 3, 8, 8)).logits
+
+    (last,) = hidden
+    normalized = layer_norm(last[:, 0], (16,), eps=1e-6)
+    of_mindformers = network.classifier(last[:, 0])
+    torch.testing.assert_close(logits, network.classifier(normalized))
+    assert (logits - of_mindformers).abs().max() > 0.1 * logits.abs().max()
+    assert [(loss.name, loss.path[-1]) for loss in model.losses] == [
+        ("dropout", "drop_path_rate"),
+        ("architecture", "use_mean_pooling"),
+    ]
+    assert "without a norm" in model.losses[1].says
 
 
 def test_the_number_of_classes_has_two_names():

@@ -115,7 +115,8 @@ def test_the_first_loss(name, text):
     torch.manual_seed(0)
     network = auto_class.from_config(AutoConfig.for_model(**model.config))
 
-    assert model.losses == []
+    # The norm of the class token is an accepted loss: MindFormers has none.
+    assert [loss.name for loss in model.losses] == ["architecture"] * (name == "vit")
     assert [name for name, _ in network.named_parameters()] == [
         name for name, _ in expected.named_parameters()
     ]
