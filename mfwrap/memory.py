@@ -98,9 +98,10 @@ def host_memory() -> HostMemory | None:
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the peak of a device's allocated memory, or on a CPU that of the process, in bytes."""
-    of_device, of_host = device_memory(device), host_memory()
+    of_device = device_memory(device)
     if of_device is not None:
         return of_device.max_allocated
+    of_host = host_memory()
     return None if of_host is None else of_host.peak
 
 
