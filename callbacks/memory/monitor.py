@@ -1,7 +1,7 @@
 """Record how much memory a training takes, and warn when the device is nearly full."""
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -80,7 +80,7 @@ class MemoryMonitor(MonitorCallback):
         self,
         step_interval: int = 10,
         *,
-        folder: str | Path | None = None,
+        folder: str | os.PathLike[str] | None = None,
         memory_snapshot: bool = False,
     ) -> None:
         self._step_interval = check_int("step_interval", step_interval, minimum=1)
@@ -218,7 +218,7 @@ class MemoryMonitor(MonitorCallback):
 
 
 def with_memory_monitor(
-    callbacks: Sequence[TrainerCallback], folder: str | Path
+    callbacks: Sequence[TrainerCallback], folder: str | os.PathLike[str]
 ) -> list[TrainerCallback]:
     """Return some callbacks, after a `MemoryMonitor` of a run folder unless one is among them."""
     has_one = any(isinstance(one, MemoryMonitor) for one in callbacks)
