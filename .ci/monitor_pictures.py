@@ -329,6 +329,39 @@ def draw_loop(folder: Path) -> None:
     draw_text("loop_monitor", [cut(line) for line in lines])
 
 
+def draw_memory(folder: Path) -> None:
+    """Draw the records of a loop whose fifth step has no memory left, and its error."""
+    from mfwrap import MFTrainOneStepCell
+    from mfwrap.callbacks import LoopMonitor, MemoryMonitor
+    from mfwrap.memory import memory_note
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    network = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, fused=True)
+    cell = MFTrainOneStepCell(network, optimizer, gradient_accumulation_steps=2)
+    tokens = torch.randint(256, (8, LENGTH))
+    note = ""
+    with LoopMonitor(cell, folder, callbacks=[MemoryMonitor(2, folder=folder)]) as monitor:
+        for _ in range(4):
+            cell(input_ids=tokens, labels=tokens)
+            monitor.end_step()
+        network.lm_head.register_forward_hook(lambda *_: torch.empty(2**50))
+        try:
+            cell(input_ids=tokens, labels=tokens)
+        except RuntimeError as error:
+            note = memory_note(error) or ""
+            raised = str(error).partition("] ")[2]
+    lines = (folder / "memory.jsonl").read_text().splitlines()
+    draw_text("memory_monitor", [*lines, "", f"RuntimeError: {raised}", note])
+
+
 def main() -> None:
     """Train, and draw all pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -347,6 +380,7 @@ def main() -> None:
         draw_two(folder / "two")
         draw_three(folder / "three", run(folder / "three", "weight", 3))
         draw_loop(folder / "loop")
+        draw_memory(folder / "memory")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from mfwrap.callbacks.eval_callback import EvalCallback
 from mfwrap.callbacks.local_norm_monitor import LocalNormMonitor
 from mfwrap.callbacks.loop.monitor import LoopMonitor
 from mfwrap.callbacks.loss_monitor.monitor import MFLossMonitor
+from mfwrap.callbacks.memory.monitor import MemoryMonitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder
 from mfwrap.callbacks.mindspore.checkpoint_config import CheckpointConfig
 from mfwrap.callbacks.mindspore.early_stopping import EarlyStopping
@@ -49,6 +50,7 @@ __all__ = [
     "LoopMonitor",
     "LossMonitor",
     "MFLossMonitor",
+    "MemoryMonitor",
     "MetricsRecorder",
     "ModelCheckpoint",
     "ProfileMonitor",

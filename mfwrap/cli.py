@@ -380,10 +380,12 @@ def _hide_progress_bars(recipe: "Recipe") -> None:
 
 def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
     """Print a run's error in one line, write its traceback to the run folder, and exit with 1."""
+    from mfwrap.memory import memory_note  # noqa: PLC0415  (loads torch)
     from mfwrap.runner.folder import write_traceback  # noqa: PLC0415  (slow)
 
     file = write_traceback(Path(recipe.arguments.output_dir or ""), error)
-    line = " ".join(str(error).split()) + ("" if file is None else f"; traceback in {file}")
+    line = " ".join(f"{error} {memory_note(error) or ''}".split())
+    line += "" if file is None else f"; traceback in {file}"
     echo(f"mfwrap: the run failed: {type(error).__name__}: {line}", err=True)
     sys.exit(1)
 

@@ -21,6 +21,7 @@ from mfwrap.callbacks.loop.arguments import LoopArguments, loop_arguments
 from mfwrap.callbacks.loop.csv_file import CsvFile
 from mfwrap.callbacks.loop.source import AttachedSource, OptimizerSource, source_of
 from mfwrap.callbacks.loop.trackers import Tracker, Trackers
+from mfwrap.callbacks.memory.monitor import with_memory_monitor
 from mfwrap.callbacks.shared.progress import UNKNOWN_LENGTH
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
@@ -60,7 +61,8 @@ class LoopMonitor:
     prepared, and `end_step` after each update. Each update then has a record in
     ``training_state.jsonl`` and a row in ``metrics.csv`` in `folder`, with its loss, learning rate,
     loss scale, flags and, if the step computes them, norm and local norms; bad steps have a record
-    in ``anomalies.jsonl``. The trackers get the same numbers, at the step that they belong to.
+    in ``anomalies.jsonl``. The trackers get the same numbers, at the step that they belong to. A
+    `MemoryMonitor` writes ``memory.jsonl``.
 
     A step's numbers are copied to the host in the background, and written in the next update: with
     `attach` after its last backward, otherwise just before the weights change. The last step is
@@ -138,7 +140,10 @@ class LoopMonitor:
             "local_loss_format": _FORMATS,
         }
         self._monitor = TrainingStateMonitor(**formats | settings, folder=folder, log_to=self._log)
-        self._callbacks: list[TrainerCallback] = [self._monitor, *callbacks]
+        self._callbacks: list[TrainerCallback] = [
+            self._monitor,
+            *with_memory_monitor(callbacks, folder),
+        ]
         self._control = TrainerControl()
         self._state = TrainerState(
             global_step=first_step,

@@ -61,6 +61,8 @@ class MFLossMonitor(MonitorCallback, ExportableState):
     - If the FLOPs of an update are known, the first line ends with
       ``, train_throughput_per_npu: 1.234T`` (TFLOP/s of this device). If the device's peak rate is
       known too, ``, mfu: 41.0%`` follows. Recomputed operations count as FLOPs.
+    - On an accelerator the first line ends with ``, max_memory: 12.34 GiB``: torch's peak of the
+      allocated memory, on the main process.
 
     While an `MFTrainer` shows its progress bar in a terminal, the records are not printed;
     ``console="lines"`` prints them instead of the bar.

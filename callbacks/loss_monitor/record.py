@@ -8,6 +8,7 @@ import numpy as np
 
 from mfwrap.callbacks.shared.progress import RunPosition
 from mfwrap.callbacks.shared.step_values import StepValues
+from mfwrap.memory import GIB
 
 _UNKNOWN = "unavailable"
 _BAR_WIDTH = 50
@@ -38,6 +39,9 @@ class StepRecord:
 
     peak_tflops: float | None
 
+    max_memory: int | None = None
+    """Peak of the memory that is allocated on the device, in bytes; ``None`` on a CPU."""
+
     @property
     def throughput(self) -> float:
         """Samples per second and process; 0 if unknown."""
@@ -49,9 +53,10 @@ class StepRecord:
 def record_lines(record: StepRecord) -> tuple[str, ...]:
     """Format a record as two lines, and a line for each learning rate if there are several.
 
-    Source: MindFormers, ``MFLossMonitor.print_output_info``; the ``mfu`` is ours. MindFormers
-    prints the names of all parameters of a group instead of the group's name. If the length of the
-    run is unknown, which MindFormers never has, ``?`` is in its place, and no share of the run.
+    Source: MindFormers, ``MFLossMonitor.print_output_info``; ``mfu`` and ``max_memory`` are ours.
+    MindFormers prints the names of all parameters of a group instead of the group's name. If the
+    length of the run is unknown, which MindFormers never has, ``?`` is in its place, and no share
+    of the run.
     """
     return (_numbers(record), _progress(record), *_rates(record.values.learning_rates))
 
@@ -84,7 +89,7 @@ def _numbers(record: StepRecord) -> str:
         f"loss:[{values.loss:5.3f}/{record.mean_loss:5.3f}], {named}"
         f"per_step_time: {int(record.seconds * 1000)}ms, {learning_rate}"
         f"overflow cond: {overflow}, loss_scale: {loss_scale}, global_norm: {norm}"
-        f"{_compute(record)}"
+        f"{_compute(record)}{_memory(record)}"
     )
 
 
@@ -95,6 +100,10 @@ def _compute(record: StepRecord) -> str:
     if record.peak_tflops is not None:
         text += f", mfu: {100 * record.tflops / record.peak_tflops:.1f}%"
     return text
+
+
+def _memory(record: StepRecord) -> str:
+    return "" if record.max_memory is None else f", max_memory: {record.max_memory / GIB:.2f} GiB"
 
 
 def _progress(record: StepRecord) -> str:

@@ -17,6 +17,7 @@ from mfwrap.callbacks.loss_monitor.settings import LossMonitorSettings
 from mfwrap.callbacks.shared.progress import Samples, StepClock, run_length
 from mfwrap.callbacks.shared.step_values import PackedValues, StepValues, pack, values_of_logs
 from mfwrap.collectives import add_over_ranks, gather_objects, num_ranks
+from mfwrap.memory import device_memory
 
 
 class SavedMean(TypedDict):
@@ -134,8 +135,9 @@ class MonitoredRun:
         if output is None:
             return
         self.has_outputs = True
-        moment = self._moment(global_step)
-        self._unsent.append((pack(output, report=report), moment))
+        packed = pack(output, report=report)
+        moment = self._moment(global_step, packed.tensor.device)
+        self._unsent.append((packed, moment))
         if sends or moment.make_record is not None or not self._averages_loss:
             self.send()
 
@@ -185,13 +187,14 @@ class MonitoredRun:
         """Return the state of the running mean. Call `flush` first."""
         return self._mean.save(self._last_step)
 
-    def _moment(self, global_step: int) -> _Moment:
+    def _moment(self, global_step: int, device: torch.device | None = None) -> _Moment:
         position = self._length.position(global_step)
         make_record = None
         num_steps = max(global_step - self._last_printed, 1)
         if self._is_due(global_step):
             size = self.samples.mean(global_step, num_steps)
             seconds, flops = self.clock.end_lap(), self._flops(size)
+            memory = None if device is None else device_memory(device)
             earlier = self._length.first_step * self.samples.per_update
             make_record = functools.partial(
                 StepRecord,
@@ -203,6 +206,7 @@ class MonitoredRun:
                 num_processes=self._num_processes,
                 tflops=flops / seconds / 1e12 if flops and seconds else None,
                 peak_tflops=self._peak_tflops,
+                max_memory=None if memory is None else memory.max_allocated,
             )
         return _Moment((position.epoch, self._pass_over_data), make_record)
 

@@ -10,7 +10,7 @@ latest, it adds all other prepared optimizers.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mfwrap.accelerate.loop_step import LoopStep
+from mfwrap.accelerate.memory import Shapes, follow_forward, leave_forward
 from mfwrap.accelerate.setup import (
     EMA,
     made_average,
@@ -30,10 +31,11 @@ from mfwrap.accelerate.setup import (
 from mfwrap.accelerate.timing import LoopSections
 from mfwrap.accelerate.window import OptimizerWindow
 from mfwrap.average.ema import ExponentialMovingAverage
-from mfwrap.collectives import rank_watch, section_clock
+from mfwrap.collectives import Section, rank_watch, section_clock
 from mfwrap.compatibility.accelerate import data_loaders_of, models_of, optimizers_of
 from mfwrap.config import StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
+from mfwrap.memory import Training, explain_out_of_memory, is_out_of_memory
 from mfwrap.outputs import StepReport
 from mfwrap.preflight import Facts, num_batches, step_facts
 from mfwrap.step.accelerator import scale_of
@@ -141,6 +143,8 @@ class Attachment:
         """Check of the ranks that update the models together."""
         self.sections = LoopSections()
         """Times of the sections of the loop's steps."""
+        self._shapes: Shapes = {}
+        """Shapes of the tensors of the last micro-batch, by name."""
         self._float32: Float32Gradients | None = None
         self.is_weightless = False
         """Whether ``accelerator.backward`` multiplies losses by 0, so that gradients are 0."""
@@ -172,6 +176,7 @@ class Attachment:
         finally:
             self.checkpoints.detach()
             self.sections.detach()
+            leave_forward(self)
             for window in self.step.windows.values():
                 window.hand_back(scaled=scaled)
                 window.update.read_own_gradients(None)
@@ -188,6 +193,7 @@ class Attachment:
         known = self._distributed_parts
         known += [part for part in distributed_parts(prepared) if part not in known]
         self.sections.see_model(prepared)
+        follow_forward(prepared, self)
         # Start the watch of the ranks, so that it answers even if this rank never gets a batch.
         rank_watch()
 
@@ -278,8 +284,61 @@ class Attachment:
             optimizer: Optimizer without accelerate's wrapper.
         """
         self.build(final=True, in_step=True)
-        with self.ranks.updating(ends=True):
+        with self.explaining_memory(Section.UPDATE), self.ranks.updating(ends=True):
             self.step.update(optimizer, self.accelerator.gradient_accumulation_steps)
+
+    @contextlib.contextmanager
+    def explaining_memory(self, section: Section) -> Iterator[None]:
+        """Explain an error for lack of memory that is raised within the block."""
+        try:
+            yield
+        except RuntimeError as error:
+            is_update = section is Section.UPDATE
+            self.explain_out_of_memory(error, section, None if is_update else self._num_backward)
+            raise
+
+    def explain_out_of_memory(
+        self, error: BaseException, section: Section, micro_batch: int | None = None
+    ) -> None:
+        """Add a note to an error for lack of memory; see `mfwrap.memory.explain_out_of_memory`.
+
+        Args:
+            error: Any error.
+            section: Section of the step.
+            micro_batch: Number of the micro-batch in its update, from 1; ``None`` outside of
+                forward and backward.
+        """
+        if not is_out_of_memory(error):
+            return
+        models, window = models_of(self.accelerator), next(iter(self.step.windows.values()), None)
+        number = self.accelerator.gradient_accumulation_steps
+        training = Training(
+            networks=models,
+            is_sharded=bool(ShardedParts(*models).units),
+            accumulates=not self.accelerator.sync_gradients or max(number, micro_batch or 1) > 1,
+            reduces_each=self.config.sync_each_batch,
+            average=self.ema,
+        )
+        explain_out_of_memory(
+            error,
+            self.accelerator.device,
+            section,
+            training,
+            step=1 if window is None else window.update.counts.num_updates + 1,
+            micro_batch=_numbered(micro_batch, number),
+            shapes=None if micro_batch is None else self._shapes,
+        )
+
+    def after_forward(self, shapes: Shapes, error: BaseException | None) -> None:
+        """Note the shapes of a micro-batch, and explain an error of its forward."""
+        self._shapes = shapes
+        if error is not None:
+            self.explain_out_of_memory(error, Section.FORWARD_BACKWARD, self._num_backward + 1)
+
+    @property
+    def _num_backward(self) -> int:
+        """Number of micro-batches of this update whose backward has begun."""
+        return max((window.num_backward for window in self.step.windows.values()), default=0)
 
     def _leave_float32(self) -> None:
         if self._float32 is not None:
@@ -307,12 +366,20 @@ class Attachment:
             self.flush()
         finally:
             self.step.clear()
+            leave_forward(self)
             self._leave_float32()
             self._distributed_parts.clear()
             # The models that are prepared next are compared across ranks again.
             self.ranks = LoopRanks(self.accelerator, self._distributed_parts, self.config)
             if self._make_ema is not None:
                 self.ema = None
+
+
+def _numbered(micro_batch: int | None, number: int) -> str:
+    if micro_batch is None:
+        return ""
+    # A loop of its own way, and a Trainer, do not tell the accelerator how many there are.
+    return f"{micro_batch} of {number}" if number > 1 else str(micro_batch)
 
 
 @final

@@ -131,7 +131,10 @@ class AttachedAccelerator:
             keywords["gradient"] = gradient
         self.scaler.multiplies = gradient is None
         try:
-            with self.attachment.ranks.updating(ends=False):
+            with (
+                self.attachment.explaining_memory(Section.FORWARD_BACKWARD),
+                self.attachment.ranks.updating(ends=False),
+            ):
                 super().backward(*args, **keywords)  # type: ignore[misc]  # (the accelerator's own method)
         finally:
             self.scaler.multiplies = True
@@ -156,14 +159,15 @@ class AttachedAccelerator:
 
         The optimizer's step does the clipping if possible; see `clip_grad_norm`.
         """
-        return clip_grad_norm(
-            list(self.attachment.windows.values()),
-            parameters,
-            self.attachment.step.loss_scale.value,
-            max_norm=max_norm,
-            norm_type=float(norm_type),
-            may_fold=self.sync_gradients,
-        )
+        with self.attachment.explaining_memory(Section.UPDATE):
+            return clip_grad_norm(
+                list(self.attachment.windows.values()),
+                parameters,
+                self.attachment.step.loss_scale.value,
+                max_norm=max_norm,
+                norm_type=float(norm_type),
+                may_fold=self.sync_gradients,
+            )
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp the unscaled gradients, in place."""

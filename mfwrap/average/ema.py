@@ -184,6 +184,11 @@ class ExponentialMovingAverage:
         return None
 
     @property
+    def is_on_accelerator(self) -> bool:
+        """Whether an average takes memory of another device than the CPU."""
+        return any(average.device.type != "cpu" for average in self._held.averages.values())
+
+    @property
     def is_swapped(self) -> bool:
         """Whether the averages are in the parameters, inside a block of `swap`.
 

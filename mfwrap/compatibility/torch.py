@@ -7,7 +7,8 @@ FSDP2, pipelines, graphs and dtypes of gradients.
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, distributed, nn
@@ -62,6 +63,8 @@ NAMES = (
     ForeignName("torch.nn.parallel", "DistributedDataParallel._use_python_reducer"),
     ForeignName("torch.distributed.distributed_c10d", "_get_default_store"),
     ForeignName("torch._C", "_current_graph_task_id"),
+    ForeignName("torch.cuda.memory", "_record_memory_history"),
+    ForeignName("torch.cuda.memory", "_dump_snapshot"),
 )
 
 foreach_add_ = torch._foreach_add_
@@ -213,6 +216,36 @@ def waits_before_forward(part: DistributedDataParallel) -> bool:
 def default_store() -> Any:
     """Return the key-value store that the ranks of the process group share."""
     return distributed.distributed_c10d._get_default_store()
+
+
+@final
+class MemoryHistory:
+    """Let torch note its allocations on a device, and write what it has noted.
+
+    torch's documentation describes these names, which begin with an underscore.
+
+    Args:
+        device: Device with a caching allocator.
+
+    Raises:
+        ValueError: If torch takes no snapshots of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        memory: Any = getattr(getattr(torch, device.type, None), "memory", None)
+        if not hasattr(memory, "_record_memory_history"):
+            msg = f"`memory_snapshot` must be False on {device}, of which torch takes no snapshots"
+            raise ValueError(msg)
+        self._memory = memory
+        memory._record_memory_history(max_entries=100_000)
+
+    def write(self, file: Path) -> None:
+        """Write a pickle of what is allocated, and of the last allocations."""
+        self._memory._dump_snapshot(str(file))
+
+    def stop(self) -> None:
+        """Let torch note no allocations any longer."""
+        self._memory._record_memory_history(enabled=None)
 
 
 def is_in_backward() -> bool:

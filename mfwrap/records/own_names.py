@@ -21,8 +21,8 @@ EARLIER = "earlier_"
 """Prefix of the tracebacks of attempts before the one that has finished the run."""
 
 RECORD = re.compile(
-    r"((anomalies|checkpoint_health|fingerprints|local_norms|metrics|progress|rank_clock|throughput"
-    r"|training_state)(_rank\d+)?\.jsonl"
+    r"((anomalies|checkpoint_health|fingerprints|local_norms|memory|metrics|progress|rank_clock"
+    r"|throughput|training_state)(_rank\d+)?\.jsonl|memory_snapshot(_rank\d+)?\.pickle"
     r"|(result|rollbacks|abnormal_global_norm)\.json|skip_rows\.jsonl|run\.(html|json|png)"
     rf"|({EARLIER})?error_rank_\d+\.txt)({OWN_PARTIAL})?"
 )

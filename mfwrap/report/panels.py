@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
+from mfwrap.memory import GIB
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import overflow_steps
@@ -36,6 +37,17 @@ _OWN_PANEL = {
     *_LOSSES, "applied_updates", "global_norm", "learning_rate", "loss_scale", "max_grad_norm",
     "noise_scale", "overflow", "overflows", "seconds", "skipped_updates", "tokens",
 }  # fmt: skip
+
+_MEMORY = {
+    "max_memory_allocated": ("allocated, peak", "GiB"),
+    "max_memory_reserved": ("reserved, peak", "GiB"),
+    "max_memory_share": ("reserved, peak as a share of the device", ""),
+    "memory_allocated": ("allocated after the step", "GiB"),
+    "num_alloc_retries": ("allocation retries", ""),
+    "host_memory": ("process on the host", "GiB"),
+    "max_host_memory": ("process on the host, peak", "GiB"),
+}
+"""By name of a curve: what the panel of memory calls it, and its unit."""
 
 _FEW_DECADES = 20
 """Factor between the largest and the median loss, or between the rates of runs, above which they
@@ -73,6 +85,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         *maps_by_layer(runs),
         *by_rank(runs),
         _choice(runs, "throughput", "Throughput", _is_throughput),
+        _memory(runs),
         _choice(
             runs,
             "others",
@@ -83,6 +96,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
                     or name in of_layers
                     or _is_throughput(name)
                     or _is_evaluation(name)
+                    or name in _MEMORY
                 )
             ),
         ),
@@ -213,6 +227,21 @@ def _global_norm(runs: Sequence[RunRecord]) -> Panel:
     traces = lines(runs, "global_norm", "global norm", smooth=True)
     content = _curves(traces, log=True, may_log=True, limits=limits)
     return Panel("global_norm", "Global norm", note, content)
+
+
+def _memory(runs: Sequence[RunRecord]) -> Panel:
+    """Return a panel of what `mfwrap.callbacks.MemoryMonitor` has recorded, bytes as GiB."""
+    found = {key: kind for key, kind in _MEMORY.items() if any(key in run.curves for run in runs)}
+    traces = [
+        line(number, label(run, what, runs), shown, choice=choice, shape="hv")
+        for choice, (key, (what, unit)) in enumerate(found.items())
+        for number, run in enumerate(runs)
+        if (curve := run.curves.get(key))
+        for shown in [Curve(curve.steps, [v / GIB if unit else v for v in curve.values])]
+    ]
+    choices, units = [what for what, _ in found.values()], [unit for _, unit in found.values()]
+    note = "Memory of rank 0. Peaks are those since its process began."
+    return Panel("memory", "Memory", note, _curves(traces, choices=choices, units=units))
 
 
 def _choice(

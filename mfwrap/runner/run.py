@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, se
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.callbacks import Callback, EMACallback, MFLossMonitor
+from mfwrap.callbacks.memory.monitor import with_memory_monitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
 from mfwrap.checkpoints.ownership import owning_run
 from mfwrap.checkpoints.resumption import AUTO
@@ -263,17 +264,18 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
             callback.loads_best = False  # a run saves the raw weights as `model`
     folder = Path(arguments.output_dir or "")
     has_record = any(isinstance(one, MFLossMonitor) for one in callbacks)
-    recorder = MetricsRecorder(
-        folder,
-        says_evaluations=has_record,
-    )
+    recorder = MetricsRecorder(folder, says_evaluations=has_record)
     step = recipe.step
     kind = optimized(task.trainer(), recipe.optimizer, recipe.schedule, recipe.balance)
     if isinstance(recipe.model, OwnModel):
         kind = with_checked_loss(kind, recipe.document)
     trainer = kind(
         args=arguments,
-        callbacks=[recorder, ThroughputRecorder(folder), *callbacks],
+        callbacks=[
+            recorder,
+            ThroughputRecorder(folder),
+            *with_memory_monitor(callbacks, folder),
+        ],
         step=step.config,
         scale_sense=None if step.make_scale is None else step.make_scale(),
         ema=recipe.make_average,

@@ -56,6 +56,9 @@ class GradientAccumulation:
     ) -> None:
         self.network = network
         """Network, with its wrappers."""
+        self.running: int | None = None
+        """Index of the call whose forward or backward runs, or has raised; ``None`` before the
+        first and after the last."""
         self._reduces_each = reduces_each
         self._accelerator = accelerator
         self.distributed_parts = distributed_parts(network)
@@ -81,6 +84,7 @@ class GradientAccumulation:
                 trainable parameter.
             RuntimeError: See `ShardedParts.check_usable`.
         """
+        self.running = None
         self.sharded_parts.check_usable()
         section_clock.switch(Section.FORWARD_BACKWARD)
         if section_clock.is_on:
@@ -93,11 +97,13 @@ class GradientAccumulation:
         divisor = 1 if self._float32.is_active else len(calls)
         try:
             for index, call in enumerate(calls):
+                self.running = index
                 with self._reduction(last=index == len(calls) - 1):
                     with self._autocast():
                         part = self._forward(call)
                     self._backward(part, loss_scale, divisor)
                 parts.append(detached(part, loss_scale.device))
+            self.running = None
         except BaseException:
             self.sharded_parts.discard_half_a_step()
             raise

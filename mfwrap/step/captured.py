@@ -34,6 +34,7 @@ from mfwrap.collectives import section_clock
 from mfwrap.compatibility.graphs import capturing, is_idle, lacks_graphs, new_graph
 from mfwrap.compatibility.torch import step_hooks
 from mfwrap.loss_scale.live import LossScale
+from mfwrap.memory import is_out_of_memory
 from mfwrap.optimizers.chained import parts_of
 from mfwrap.outputs import StepReport
 from mfwrap.step.accumulation import GradientAccumulation
@@ -204,6 +205,8 @@ class CapturedStep:
                 raise
             # The end of a capture that has failed raises an error of its own.
             cause = error if error.__context__ is None else error.__context__
+            if is_out_of_memory(cause):
+                raise cause from None
             # CUDA adds some lines of advice to the first one.
             reason = str(cause).partition("\n")[0]
             msg = (

@@ -12,6 +12,7 @@ from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.collectives import Section, section_clock
 from mfwrap.config import SpikePolicyName, StepConfig
 from mfwrap.loss_scale.live import LossScale, ScaleSense
+from mfwrap.memory import Training, explain_out_of_memory, is_out_of_memory, shapes_of
 from mfwrap.outputs import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.step.accelerator import (
     DEFAULT_SCALE,
@@ -301,8 +302,32 @@ class MFTrainOneStepCell(LossScaleHooks):
 
     def __step(self, calls: Sequence[NetworkCall]) -> StepOutput | LocalNormStepOutput:
         run = self.__update_once if self.__captured is None else self.__captured
-        self.last_report = run(calls)
+        try:
+            self.last_report = run(calls)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self.__explain(error, calls)
+            raise
         return self.last_report.output
+
+    def __explain(self, error: RuntimeError, calls: Sequence[NetworkCall]) -> None:
+        """Say in which micro-batch memory ran out, and what needs less."""
+        accumulate, index, number = self.__accumulate, self.__accumulate.running, len(calls)
+        explain_out_of_memory(
+            error,
+            self.__update.parameters.device,
+            Section.UPDATE if index is None else Section.FORWARD_BACKWARD,
+            Training(
+                networks=[accumulate.network],
+                is_sharded=bool(accumulate.sharded_parts.units),
+                accumulates=number > 1,
+                reduces_each=self.__config.sync_each_batch,
+                average=self.__ema,
+            ),
+            step=self.__update.counts.num_updates + 1,
+            micro_batch="" if index is None or number == 1 else f"{index + 1} of {number}",
+            shapes=None if index is None else shapes_of(*calls[index]),
+        )
 
     def __update_once(self, calls: Sequence[NetworkCall]) -> StepReport:
         self.__update.release_gradients()

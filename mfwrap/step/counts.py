@@ -58,6 +58,8 @@ class UpdateCounts:
         self.applied_updates = zero
         self.skipped_updates = zero
         self.consecutive_skips = zero
+        self.num_updates = 0
+        """Number of updates, applied and skipped; the host knows it without asking the device."""
         # None while only the device knows.
         self._was_skipped: bool | None = False
         # Error about too many skips, which `flush` raises.
@@ -71,6 +73,7 @@ class UpdateCounts:
 
     def count(self, applied: Tensor, skipped: Tensor) -> None:
         """Count one update; `applied` and its opposite `skipped` have shape ``()``, bool."""
+        self.num_updates += 1
         self.applied_updates = self.applied_updates + applied
         self.skipped_updates = self.skipped_updates + skipped
         self.consecutive_skips = (self.consecutive_skips + 1) * skipped
@@ -196,6 +199,7 @@ class UpdateCounts:
         self.check(state_dict)
         for name, counter in self.tensors().items():
             setattr(self, name, state_dict[name].detach().clone().to(counter.device))
+        self.num_updates = int(self.applied_updates) + int(self.skipped_updates)
         self.discard_pending()
         self._was_skipped = bool(self.consecutive_skips > 0)
 

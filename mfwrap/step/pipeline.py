@@ -154,6 +154,8 @@ class PipelineAccumulation:
     """
 
     def __init__(self, schedule: Any, config: StepConfig) -> None:
+        self.running: int | None = None
+        """As of `GradientAccumulation`."""
         self._schedule = schedule
         self._stages = stages_of(schedule)
         _check_schedule(schedule, self._stages, config)
@@ -198,6 +200,7 @@ class PipelineAccumulation:
         divisor = num_parts if divides else 1
         parts: list[LossParts] = []
         section_clock.switch(Section.FORWARD_BACKWARD)
+        self.running = 0
         self._float32.accumulate(on=num_parts > 1)
         try:
             with contextlib.ExitStack() as stack:
@@ -209,6 +212,7 @@ class PipelineAccumulation:
                     stack.enter_context(part.no_sync())
                 run(self._schedule, arguments, keywords)
             self._batches.keep_shapes()
+            self.running = None
         except BaseException:
             self.sharded_parts.discard_half_a_step()
             forget_losses(self._schedule)

@@ -16,7 +16,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from mfwrap.accelerate.attachment import Attachment
 from mfwrap.arguments import described, takes
-from mfwrap.collectives import section_clock
+from mfwrap.collectives import Section, section_clock
 from mfwrap.outputs import StepReport
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
@@ -446,7 +446,8 @@ def new_step_handler(kind: Any) -> StepCallbackHandler:
 def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]:
     """Train within the block; then flush the step, and stop deferring the steps of schedules.
 
-    After an error, the callbacks also put the raw weights back into the model.
+    After an error, the callbacks also put the raw weights back into the model. An error for lack of
+    memory outside of the updates is explained here.
 
     Args:
         attached: Step of the training.
@@ -455,7 +456,8 @@ def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]
     try:
         yield
         attached.flush()
-    except BaseException:
+    except BaseException as error:
+        attached.explain_out_of_memory(error, Section.DATA)
         # Flush after an error, too: the schedule's last step is still to be done. A second error
         # is suppressed, because it would hide the first.
         with contextlib.suppress(RuntimeError):

@@ -16,7 +16,10 @@ LEVELS = (
     {"compatibility"},
     {"arguments", "collectives", "names", "outputs"},
     {"schedules", "tensors"},
-    {"average", "checkpoints", "config", "loss_scale", "optimizers", "preflight", "termination"},
+    {
+        *("average", "checkpoints", "config", "loss_scale", "memory", "optimizers", "preflight"),
+        "termination",
+    },
     {"records"},
     {"step"},
     {"accelerate", "sharded_checkpoint"},
@@ -39,7 +42,7 @@ ORDER_INSIDE = {
     "callbacks": (
         {"shared"},
         {"culprit"},
-        {"average", "loss_monitor", "mindspore", "training_state"},
+        {"average", "loss_monitor", "memory", "mindspore", "training_state"},
     ),
     "recipes": ({"data"}, {"models"}, {"tasks"}),
 }

@@ -583,7 +583,7 @@ TABLES = {
     "fp16": {"checks", "the two courses", "MFTrainer"},
     "recipes": {"checks", "a planted NaN", "recipes, killed and resumed"},
     "ranks": {"checks", "whole steps of a Llama, 2 micro-batches"},
-    "memory": set(),
+    "memory": {"checks", "host time of reading the memory"},
     "randomness": {"checks", "random states"},
     "compiled": {"torch.compile"},
     "monitors": set(),

@@ -28,7 +28,7 @@ CHECKPOINT = f"checkpoints/{RUN}"
 RECORDS = (
     *("metrics.jsonl", "progress.jsonl", "training_state.jsonl", "local_norms.jsonl"),
     *("anomalies.jsonl", "checkpoint_health.jsonl", "metrics_rank1.jsonl", "metrics.csv"),
-    *("throughput.jsonl", "fingerprints.jsonl", "rank_clock.jsonl"),
+    *("throughput.jsonl", "fingerprints.jsonl", "rank_clock.jsonl", "memory.jsonl"),
 )
 OF_RUNS = (
     *("run.json", "result.json", "recipe.yaml", "run.html", "run.png", "rollbacks.json"),

@@ -268,8 +268,8 @@ def test_a_second_run_into_one_folder(recipe, capsys):
     code, _, err = call(capsys, *short, "--overwrite")
     assert (code, err.count("\n")) == (0, 1)
     assert (
-        err == "mfwrap: removed from runs/small: checkpoint-3, metrics.jsonl, model, "
-        "progress.jsonl, result.json, run.json, throughput.jsonl\n"
+        err == "mfwrap: removed from runs/small: checkpoint-3, memory.jsonl, metrics.jsonl, "
+        "model, progress.jsonl, result.json, run.json, throughput.jsonl\n"
     )
 
 

@@ -32,6 +32,7 @@ from mfwrap.callbacks import (
     EvalCallback,
     LocalNormMonitor,
     LossMonitor,
+    MemoryMonitor,
     MetricsRecorder,
     MFLossMonitor,
     RankClock,
@@ -283,6 +284,7 @@ def _every_monitor(setup: Setup, waits: Waits) -> None:
     def every(folder: Path) -> list[TrainerCallback]:
         return [
             MetricsRecorder(folder),
+            MemoryMonitor(1),
             TrainingStateMonitor(
                 folder=folder,
                 replay=True,

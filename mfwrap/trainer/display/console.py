@@ -41,8 +41,9 @@ def _fitted(line: str, width: int) -> str:
 class StepProgressCallback(ProgressCallback):
     """Show one progress bar with the numbers of the last step whose values have arrived.
 
-    In a terminal the bar shows loss, norm and learning rate, and, where they apply, the loss scale
-    and the number of skipped updates. A skipped update and a warning of a callback are one line
+    In a terminal the bar shows loss, norm, learning rate and the peak of the memory
+    (`mfwrap.memory.peak_memory`), and, where they apply, the loss scale and the number of skipped
+    updates. A skipped update and a warning of a callback are one line
     above the bar, cut to the terminal's width. The Trainer's dict, and the lines of a callback that
     prints each step, are not printed.
 

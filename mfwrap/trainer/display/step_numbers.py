@@ -8,8 +8,11 @@ from typing import final
 
 import torch
 
+from mfwrap.memory import GIB, peak_memory
 from mfwrap.outputs import StepReport
 from mfwrap.tensors.deferred import DeferredReads
+
+_STEPS_BETWEEN_PEAKS = 10
 
 
 @final
@@ -26,6 +29,7 @@ class ShownStep:
     def __init__(self, show: Callable[[Sequence[str]], None], write: Callable[[str], None]) -> None:
         self._show = show
         self._reads = DeferredReads()
+        self._memory = ""
         self._log = _LineHandler(write)
         logging.getLogger("mfwrap").addHandler(self._log)
 
@@ -39,6 +43,10 @@ class ShownStep:
         known = {name: value for name, value in values.items() if value is not None}
         device = next(iter(known.values())).device
         tensors = [value.detach().float().mean().to(device) for value in known.values()]
+
+        if step % _STEPS_BETWEEN_PEAKS == 0 or not self._memory:
+            peak = peak_memory(device)
+            self._memory = "" if peak is None else f"memory {peak / GIB:.3g} GiB"
 
         def receive(numbers: Sequence[float]) -> None:
             self._receive(step, dict(zip(known, numbers, strict=True)))
@@ -70,6 +78,8 @@ class ShownStep:
             # A monitor may have said more about it.
             if not self._log.has_said(f"step {step}: "):
                 self._log.write(f"step {step}: update skipped, loss {values['loss']:.4g}, {norm}")
+        if self._memory:
+            texts.append(self._memory)
         if num_skipped:
             texts.append(f"skipped {num_skipped}")
         self._show(texts)

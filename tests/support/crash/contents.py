@@ -16,9 +16,11 @@ from mfwrap.checkpoints.whole import OWN_PARTIAL
 __all__ = ["contents", "differences"]
 
 _TIMES = re.compile(
-    r"runtime|per_second|throughput|_time$|seconds|started|command|(^|/)progress\.jsonl$"
+    r"runtime|per_second|throughput|_time$|seconds|started|command|host_memory|max_memory_section"
+    r"|(^|/)(memory|progress)\.jsonl$"
 )
-"""Names of what depends on the clock, and of the command, which is another one after a crash."""
+"""Names of what depends on the clock or the process, and of the command, which is another one after
+a crash."""
 
 _IGNORED = re.compile(
     rf"(earlier_)?error_rank_\d+\.txt({OWN_PARTIAL})?|{ABANDONED}.*|.*\.jsonl?\.\d+|_mfwrap_files(_rank\d+)?\.txt"

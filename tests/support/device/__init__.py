@@ -14,6 +14,7 @@ the same numbers, and checks what would be wrong if the work were done late:
 - `pinned`: pinned host memory. A copy from the device arrives only when the host waits for it;
   until then the memory holds NaN, and reading it is a fault. So is writing to memory that is being
   copied.
+- `allocator`: memory of the device as a caching allocator counts it, and its errors.
 - `graphs`: graphs, which refuse in a capture what CUDA refuses, and replay the recorded operators
   from and into the memory of the capture.
 - `device`: the device itself, what it has seen (`Device.watching`), and a capture without a graph

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from support.device.allocator import Allocator
+
 Clock = dict[int, int]
 
 
@@ -92,6 +94,7 @@ class Timeline:
         self.current = self.new_stream()
         self.default = self.current
         self.watch = Watch()
+        self.allocator = Allocator()
         self.is_capturing = False
         self.on_wait: Callable[[], None] = lambda: None
         """Called when the host has waited for more work."""
@@ -247,10 +250,14 @@ class Memory:
 
     Args:
         timeline: Timeline of the device.
+        num_bytes: Size of the tensor for which it is allocated.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    _size: int | None = None
+
+    def __init__(self, timeline: Timeline, num_bytes: int = 0) -> None:
         self._timeline = timeline
+        self._size = timeline.allocator.allocate(num_bytes)
         self._owner = timeline.current
         self._written = Use(self._owner.number, self._owner.position, "its allocation")
         self._read: dict[int, Use] = {}
@@ -278,6 +285,9 @@ class Memory:
             self._read[stream.number] = use
 
     def __del__(self) -> None:
+        if self._size is None:  # the allocation has failed
+            return
+        self._timeline.allocator.free(self._size)
         for use in (self._written, *self._read.values()):
             if use.stream not in self._recorded and not self._owner.has_seen(use):
                 self._timeline.fault(

@@ -25,6 +25,9 @@ class Device:
         getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         self.device = torch.device(NAME, 0)
         self._timeline = Timeline()
+        self.allocator = self._timeline.allocator
+        """Numbers of the device's memory."""
+        self.allocator.join(getattr(torch, NAME))
         self._timeline.on_wait = arrive
         self._runtime = Runtime(self.device, self._timeline)
         self._library = torch.library.Library("_", "IMPL")

@@ -166,7 +166,7 @@ class Runtime:
     def new(self, raw: Tensor, memory: Memory | None = None) -> Tensor:
         """Return a tensor of the device; ``None`` allocates memory, which the operator writes."""
         if memory is None:
-            memory = Memory(self._timeline)
+            memory = Memory(self._timeline, raw.untyped_storage().nbytes())
             memory.use("its creation", writes=True)
             self.recorder.allocated(memory)
         return SimulatedTensor(raw, memory, self)

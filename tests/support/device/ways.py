@@ -34,6 +34,7 @@ from mfwrap.callbacks import (
     EvalCallback,
     LocalNormMonitor,
     LossMonitor,
+    MemoryMonitor,
     MetricsRecorder,
     MFLossMonitor,
     RankClock,
@@ -239,6 +240,7 @@ def monitors(device: torch.device, steps: Steps) -> list[float]:
         steps,
         lambda folder: [
             MetricsRecorder(folder),
+            MemoryMonitor(1),
             TrainingStateMonitor(folder=folder, replay=True, **EVERY_OUTPUT),
             EvalCallback(lambda: {"answer": 42}, step_interval=5),
             ReplicaCheck(3, gradients=True, folder=folder),

@@ -19,6 +19,7 @@ from mfwrap.callbacks import (
     CheckpointMonitor,
     EMACallback,
     EvalCallback,
+    MemoryMonitor,
     MFLossMonitor,
     ProfileMonitor,
     RankClock,
@@ -104,6 +105,7 @@ def monitors(folder, **settings):
         ProfileMonitor(1, 2, folder / "profile"),
         ReplicaCheck(1, gradients=True, folder=folder),
         RankClock(2, folder=folder),
+        MemoryMonitor(2, folder=folder),
     ]
 
 

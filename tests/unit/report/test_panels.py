@@ -41,6 +41,19 @@ def test_panels_without_numbers_are_left_out(tmp_path):
     assert list(panels(tmp_path)) == ["loss"]
 
 
+def test_memory(tmp_path):
+    """Bytes are shown in GiB, counts and shares as they are, and nothing of it is shown twice."""
+    gib = 2**30
+    record = {"step": 1, "max_memory_allocated": 3 * gib, "num_alloc_retries": 2}
+    write_lines(tmp_path / "memory.jsonl", [record | {"max_memory_section": "update"}])
+    shown = panels(tmp_path)
+
+    assert list(shown) == ["memory"]
+    assert shown["memory"].content["choices"] == ["allocated, peak", "allocation retries"]
+    assert shown["memory"].content["units"] == ["GiB", ""]
+    assert [trace["y"] for trace in shown["memory"].content["traces"]] == [[3], [2]]
+
+
 def test_loss(shown):
     """The panel shows the training loss, both evaluation losses and the non-finite step."""
     loss = traces(shown["loss"])

@@ -81,6 +81,8 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
         "error_rank_1.txt",
         "earlier_error_rank_1.txt",
         "metrics_rank1.jsonl",
+        "memory_rank1.jsonl",
+        "memory_snapshot.pickle",
         "rollbacks.json",
         "skip_rows.jsonl",
         "run.png.0123456789abcdef.partial",
@@ -104,7 +106,7 @@ def test_records_of_a_run_without_checkpoints_begin_anew(tmp_path):
     assert [record["step"] for record in lines(tmp_path / "throughput.jsonl")] == [2, 4]
     left = {path.name for path in tmp_path.iterdir()}
     assert left >= {*kept, "tensorboard", "model", "recipe.yaml"}
-    assert not left & {"run.png", "run.html", "metrics_rank1.jsonl"}
+    assert not left & {"run.png", "run.html", "metrics_rank1.jsonl", "memory_snapshot.pickle"}
     assert not list(tmp_path.glob("*error_rank_1.txt"))
     assert {path.name for path in tmp_path.glob("*.partial")} == {"run.png.partial"}
     assert not list((tmp_path / "tensorboard").iterdir())

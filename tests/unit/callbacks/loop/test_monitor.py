@@ -183,7 +183,7 @@ def test_a_second_run_in_the_folder_keeps_the_first(tmp_path):
     renamed = [line for line in (str(one.message) for one in caught) if "renamed" in line]
     files = {file.name for file in run.iterdir()} - {LIST}
     new = {name for name in files if not name.endswith(".1")}
-    assert len(renamed) == len(new) == 6
+    assert len(renamed) == len(new) == 7
     assert files == new | {f"{name}.1" for name in new}
     assert (run / "metrics.csv").read_text() == (run / "metrics.csv.1").read_text()
 

@@ -227,3 +227,11 @@ def test_a_norm_is_printed_as_an_array_of_numpy(norm):
     first, _ = record_lines(record(global_norm=norm))
 
     assert first.endswith(f"global_norm: {np.array([norm], dtype=np.float32)}")
+
+
+def test_the_memory_of_a_device_ends_the_first_line():
+    """A CPU has none, so its lines are MindFormers'."""
+    first, *_ = record_lines(record(max_memory=3 * 2**29))
+
+    assert first.endswith(", max_memory: 1.50 GiB")
+    assert "max_memory" not in record_lines(record())[0]
