@@ -19,6 +19,7 @@ try:
     from mfwrap.comparison.command import compare
     from mfwrap.compatibility.foreign import ReleaseError
     from mfwrap.porting.command import port
+    from mfwrap.runner.average_command import average
     from mfwrap.runner.command import (
         allow_code_option,
         checked_recipe,
@@ -336,7 +337,7 @@ def verify(run: Path) -> None:
         sys.exit(1)
 
 
-for _command in (compare, data, port, validate):
+for _command in (average, compare, data, port, validate):
     cli.add_command(_command)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap import ExponentialMovingAverage, StepReport
-from mfwrap.arguments import check_bool
+from mfwrap.arguments import check_bool, check_int
+from mfwrap.average.tensors import write
 from mfwrap.callbacks.average.evaluated_averages import EvaluatedAverages
 from mfwrap.callbacks.average.files import (
     export_averages,
@@ -23,6 +24,12 @@ from mfwrap.callbacks.average.files import (
     save_state,
     saved_checkpoint,
 )
+from mfwrap.callbacks.average.snapshots import (
+    begin_snapshots,
+    build_average,
+    save_snapshot,
+    weighted_sums,
+)
 from mfwrap.records.evaluations import (
     ends_with_averages,
     mark_averages,
@@ -33,6 +40,14 @@ from mfwrap.records.evaluations import (
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 from mfwrap.trainer import MonitorCallback
+
+_DTYPES: dict[str | None, torch.dtype | None] = {
+    None: None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Dtypes of snapshots."""
 
 
 @final
@@ -79,6 +94,16 @@ class EMACallback(MonitorCallback):
             ``False`` by default.
         update_every: Update the callback's own average at every `update_every`-th step, see
             `ExponentialMovingAverage`; 1 by default.
+        sigma_rel: Relative lengths of the callback's own power-function averages, instead of
+            `decay`, see `ExponentialMovingAverage`. The first is evaluated and exported.
+        snapshot_every: Write the power-function averages to ``average_snapshots`` in the run folder
+            at every `snapshot_every`-th step; ``None`` for never. `load_average` and
+            `mfwrap average` build averages of other lengths from them. A snapshot takes as many
+            bytes as the averages; its step synchronizes with the device. Twenty snapshots or more
+            in a training are advisable.
+        snapshot_dtype: Dtype of the averages in snapshots: ``"float32"``, ``"bfloat16"`` or
+            ``"float16"``, with half the bytes and rounded to 3 or 4 digits. By default that of the
+            averages.
         evaluate: Evaluate with averaged weights.
         export: Write ``checkpoint-*/ema``.
         load_best: With ``args.load_best_model_at_end``, end with the averaged weights of the best
@@ -87,9 +112,10 @@ class EMACallback(MonitorCallback):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a setting is out of range, or `load_best` is on without `evaluate` and
-            `export`. At the start of training: if `decay`, `warmup` or `update_every` is given
-            but the Trainer has an average, if the Trainer has two `EMACallback` objects, or if
-            weights are sharded and the Trainer has no average.
+            `export`. At the start of training: if a setting of the own average is given but the
+            Trainer has an average, if the Trainer has two `EMACallback` objects, if weights are
+            sharded and the Trainer has no average, or if `snapshot_every` is given and the average
+            has no `sigma_rel`.
     """
 
     def __init__(
@@ -98,14 +124,29 @@ class EMACallback(MonitorCallback):
         *,
         warmup: bool | None = None,
         update_every: int | None = None,
+        sigma_rel: float | Sequence[float] | None = None,
+        snapshot_every: int | None = None,
+        snapshot_dtype: str | None = None,
         evaluate: bool = True,
         export: bool = True,
         load_best: bool | None = None,
     ) -> None:
-        settings = {"decay": decay, "warmup": warmup, "update_every": update_every}
+        settings = {
+            "decay": decay,
+            "warmup": warmup,
+            "update_every": update_every,
+            "sigma_rel": sigma_rel,
+        }
         self._settings: dict[str, Any] = {k: v for k, v in settings.items() if v is not None}
         # Average a dummy tensor, so that a wrong setting raises here and not when training begins.
         ExponentialMovingAverage([torch.zeros(())], **self._settings)
+        if snapshot_every is not None:
+            check_int("snapshot_every", snapshot_every)
+        if snapshot_dtype not in _DTYPES:
+            allowed = ", ".join(map(repr, _DTYPES))
+            msg = f"`snapshot_dtype` must be one of {allowed}, got {snapshot_dtype!r}"
+            raise ValueError(msg)
+        self._snapshot_every, self._snapshot_dtype = snapshot_every, _DTYPES[snapshot_dtype]
         check_bool("evaluate", evaluate)
         check_bool("export", export)
         if load_best is not None:
@@ -159,6 +200,14 @@ class EMACallback(MonitorCallback):
                 _resume(self.ema, resumed_from or resumed_checkpoint(args, state))
             if attachment is None:
                 self._updates = AppliedUpdates(optimizer)
+        if self._snapshot_every is not None:
+            if not self.ema.sigma_rel:
+                msg = (
+                    f"`snapshot_every` must be None for an average without `sigma_rel`, got "
+                    f"{self._snapshot_every}; give the average `sigma_rel=(0.05, 0.10)`"
+                )
+                raise ValueError(msg)
+            begin_snapshots(Path(args.output_dir or "."), state.global_step)
         if args.eval_on_start:
             self._prepare_evaluation(state, control, model, optimizer, is_due=True)
 
@@ -188,9 +237,11 @@ class EMACallback(MonitorCallback):
         **_: Any,
     ) -> None:
         """Update the callback's own average; prepare the evaluation of a stock Trainer."""
-        del args
         if self.ema is not None and self._is_own:
             self.ema.update(self._applied(step_report))
+        every, step = self._snapshot_every, state.global_step
+        if self.ema is not None and every is not None and step % every == 0:
+            save_snapshot(self.ema, Path(args.output_dir or "."), step, self._snapshot_dtype)
         self._prepare_evaluation(state, control, model, optimizer, is_due=control.should_evaluate)
 
     def on_epoch_end(
@@ -312,6 +363,46 @@ class EMACallback(MonitorCallback):
             note_loaded_averages(state, are_loaded=are_loaded)
             if are_loaded:
                 self._note_next_loading(model, state)
+
+    def load_average(
+        self,
+        run: str | Path,
+        *,
+        sigma_rel: float | None = None,
+        last: int | None = None,
+        at: int | None = None,
+    ) -> float:
+        """Replace the averages of `ema` by others that are built from what a run has stored.
+
+        Call it after the training, on every rank. ``with callback.ema.swap():`` then evaluates and
+        saves these averages, and ``callback.ema.copy_to()`` writes them into the model. Sharded
+        averages are built shard by shard. Copied buffers stay those of the last step.
+
+        Args:
+            run: Run folder.
+            sigma_rel: Relative length of a power-function average, from the snapshots and
+                checkpoints of the run.
+            last: Number of the last checkpoints whose weights are averaged, instead of `sigma_rel`.
+            at: Number of applied updates of the average of length `sigma_rel`: the last stored
+                averages at or before it end it. By default the last ones.
+
+        Returns:
+            Relative L2 error of the profile of the average; 0 with `last`.
+
+        Raises:
+            RuntimeError: Before a training, or inside `ema.swap`.
+            ValueError: If the average cannot be built, see `mfwrap average`.
+        """
+        if self.ema is None:
+            msg = "`load_average` must be called after the training, when the callback has an `ema`"
+            raise RuntimeError(msg)
+        self.ema.refuse_inside_swap("load_average")
+        built = build_average(Path(run), sigma_rel=sigma_rel, last=last, at=at)
+        averages = dict(self.ema.named_averages())
+        built.check_fit(averages)
+        for name, value in weighted_sums(built, averages):
+            write([averages[name]], [value])
+        return built.response_error
 
     def put_weights_back(self) -> None:
         """Restore the raw weights if an interrupted evaluation left averages in the model."""

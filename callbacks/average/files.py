@@ -24,7 +24,9 @@ from mfwrap.checkpoints.network_weights import foreign_weights
 from mfwrap.checkpoints.whole import complete_move, whole_file, whole_folder
 from mfwrap.tensors.shards import is_distributed
 
-_EXPORT = "ema"
+EXPORT = "ema"
+"""Folder of the averaged model in a checkpoint."""
+
 _STATE = "mfwrap_ema.safetensors"
 _WEIGHTS = "mfwrap_weights.safetensors"
 _TRAINER_STATE = "trainer_state.json"
@@ -116,7 +118,7 @@ def export_averages(
     with ema.swap():
         gathered = get_model_state_dict(model, options=_WHOLE) if is_sharded(model) else None
         if is_writer:
-            with whole_folder(folder / _EXPORT) as written:
+            with whole_folder(folder / EXPORT) as written:
                 _save(model, written, gathered)
 
 
@@ -157,7 +159,15 @@ def load_exported(model: nn.Module, checkpoint: Path) -> bool:
         Whether there are averages.
     """
     complete_move(checkpoint)
-    folder = checkpoint / _EXPORT
+    return load_averages(model, checkpoint / EXPORT)
+
+
+def load_averages(model: nn.Module, folder: Path) -> bool:
+    """Load averaged weights from a folder of a model; warn if there are none.
+
+    Returns:
+        Whether there are averages.
+    """
     # A large model is split into several files.
     files = sorted(folder.glob("model*.safetensors"))
     adapted: Any = model
@@ -174,7 +184,7 @@ def load_exported(model: nn.Module, checkpoint: Path) -> bool:
                 model.load_state_dict(weights, strict=False)
     else:
         warnings.warn(
-            f"{folder} has no averaged weights; the model keeps its raw weights", stacklevel=3
+            f"{folder} has no averaged weights; the model keeps its raw weights", stacklevel=4
         )
         return False
     return True

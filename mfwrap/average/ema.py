@@ -1,13 +1,14 @@
 """Keep an exponential moving average of weights, without host-device synchronization."""
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from mfwrap.arguments import check_bool, check_int, check_real, described
+from mfwrap.average.profiles import gamma_of
 from mfwrap.average.swap import Swap
 from mfwrap.average.tensors import (
     buffer_places,
@@ -74,10 +75,17 @@ class ExponentialMovingAverage:
         dtype: Floating-point dtype of the averages. The default is the dtype of each weight, but at
             least float32, because an average in bfloat16 stops moving when its increments round to
             zero. Weights of a different dtype are converted in pieces of 8 million numbers.
+        sigma_rel: Relative length of a power-function average, in (0, 0.2886], instead of a
+            `decay`: the decay of the ``t``-th applied update is ``(1 - 1 / t)**(gamma + 1)``, so
+            the average reaches back over the same share of the training at any time. Several
+            lengths, such as ``(0.05, 0.10)``, keep several averages, each with the memory of one.
+            The first is the one that is swapped in, copied and exported; all are in the state,
+            from which `mfwrap average` builds an average of any length after the training.
 
     Raises:
         TypeError: If an argument has the wrong type, or a tensor is not floating-point.
-        ValueError: If an argument is out of range, or there are no weights to average.
+        ValueError: If an argument is out of range, `sigma_rel` is combined with `decay`, `warmup`
+            or `update_every`, or there are no weights to average.
 
     Example:
         >>> import torch
@@ -95,7 +103,8 @@ class ExponentialMovingAverage:
         1.0
 
     Source: ``torch.optim.swa_utils`` (update); ``num_updates`` of TensorFlow's
-    ``tf.train.ExponentialMovingAverage`` (warm-up).
+    ``tf.train.ExponentialMovingAverage`` (warm-up); Karras et al. 2024, "Analyzing and Improving
+    the Training Dynamics of Diffusion Models", section 3 (power function).
     """
 
     def __init__(
@@ -106,15 +115,29 @@ class ExponentialMovingAverage:
         update_every: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        sigma_rel: float | Sequence[float] | None = None,
     ) -> None:
         decay = checked_decay(decay)
         check_placement(device, dtype)
         self._warmup = check_bool("warmup", warmup)
         self._update_every = check_int("update_every", update_every)
+        self._sigmas, exponents = _lengths(sigma_rel)
+        if self._sigmas and (decay, self._warmup, self._update_every) != (0.999, False, 1):
+            msg = (
+                "`sigma_rel` must be given without `decay`, `warmup` and `update_every`, got "
+                f"decay={decay}, warmup={warmup}, update_every={update_every}"
+            )
+            raise ValueError(msg)
+        if isinstance(parameters, Iterator):
+            parameters = list(parameters)
         self._from_module = isinstance(parameters, nn.Module)
         self._buffer_places = buffer_places(parameters)
         self._sharded_parts = sharded_parts(parameters) if isinstance(parameters, nn.Module) else []
-        self._held = AveragedWeights(parameters, decay, device, dtype)
+        self._all = [
+            AveragedWeights(parameters, decay, device, dtype, exponent) for exponent in exponents
+        ]
+        self._held = self._all[0]
         self._buffers = {
             name: copied(place.tensor(), device, None)
             for name, place in self._buffer_places.items()
@@ -146,9 +169,10 @@ class ExponentialMovingAverage:
         check_applied(applied)
         self.begin_update()
         if (self._num_calls + 1) % self._update_every == 0:
-            num_updates = self._applied_updates if self._warmup else None
-            for group in self._held.groups:
-                group.follow(group.share(num_updates, applied))
+            num_updates = self._applied_updates if self._warmup or self._sigmas else None
+            for held in self._all:
+                for group in held.groups:
+                    group.follow(group.share(num_updates, applied))
             follow_buffers(self._buffers.values(), self._current_buffers(), applied)
         self._num_calls += 1
         if applied is None:
@@ -167,7 +191,8 @@ class ExponentialMovingAverage:
                 average was built.
         """
         self.refuse_inside_swap("update")
-        self._held.begin_update()
+        for held in self._all:
+            held.begin_update()
 
     def count_replay(self) -> None:
         """Count a call of `update` that a graph of the device has replayed."""
@@ -187,6 +212,11 @@ class ExponentialMovingAverage:
     def is_on_accelerator(self) -> bool:
         """Whether an average takes memory of another device than the CPU."""
         return any(average.device.type != "cpu" for average in self._held.averages.values())
+
+    @property
+    def sigma_rel(self) -> tuple[float, ...]:
+        """Relative lengths of power-function averages; empty for an exponential average."""
+        return tuple(self._sigmas)
 
     @property
     def is_swapped(self) -> bool:
@@ -279,7 +309,8 @@ class ExponentialMovingAverage:
 
     def check_placement(self) -> None:
         """Raise ``RuntimeError`` if a weight was moved or converted after construction."""
-        self._held.check_placement()
+        for held in self._all:
+            held.check_placement()
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -289,7 +320,8 @@ class ExponentialMovingAverage:
             RuntimeError: If called inside `swap`.
         """
         self.refuse_inside_swap("restart")
-        write(self._held.averages.values(), self._held.weights.values())
+        for held in self._all:
+            write(held.averages.values(), held.weights.values())
         write(self._buffers.values(), self._current_buffers())
         self._applied_updates.zero_()
         self._num_calls = 0
@@ -306,18 +338,24 @@ class ExponentialMovingAverage:
         No synchronization with the device.
         """
         if not self.is_swapped:
-            self._held.start_trainable()
+            for held in self._all:
+                held.start_trainable()
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "averages": dict(self._held.averages),
-            "buffers": dict(self._buffers),
-            "counters": {
-                "applied_updates": self._applied_updates.clone(),
-                "num_calls": torch.full((), self._num_calls, dtype=torch.int64, device="cpu"),
-            },
+        counters = {
+            "applied_updates": self._applied_updates.clone(),
+            "num_calls": torch.full((), self._num_calls, dtype=torch.int64, device="cpu"),
         }
+        if self._sigmas:
+            counters["sigma_rel"] = torch.tensor(self._sigmas, dtype=torch.float64, device="cpu")
+        averages = {part: dict(held.averages) for part, held in self._parts()}
+        return {**averages, "buffers": dict(self._buffers), "counters": counters}
+
+    def _parts(self) -> Iterator[tuple[str, AveragedWeights]]:
+        """Yield the averages of each length, with their name in the state."""
+        for number, held in enumerate(self._all):
+            yield part_of_state(number), held
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`, or change nothing if it does not fit.
@@ -332,14 +370,15 @@ class ExponentialMovingAverage:
         Raises:
             KeyError: If a name is missing or unknown.
             TypeError: If an entry is not a mapping, or holds anything but tensors.
-            ValueError: If a shape or a dtype does not fit, or a counter is negative.
+            ValueError: If a shape, a dtype or a `sigma_rel` does not fit, or a counter is negative.
             RuntimeError: If called inside `swap`.
         """
         self.refuse_inside_swap("load_state_dict")
         fitting = self.check_state_dict(state)
-        applied_updates, num_calls = fitting["counters"]
-        self._held.start(state["averages"])
-        write(self._held.averages.values(), fitting["averages"])
+        applied_updates, num_calls = fitting["counters"][:2]
+        for part, held in self._parts():
+            held.start(state[part])
+            write(held.averages.values(), fitting[part])
         write(self._buffers.values(), fitting["buffers"])
         write([self._applied_updates], [applied_updates])
         self._num_calls = int(num_calls)
@@ -353,13 +392,17 @@ class ExponentialMovingAverage:
         """
         expected = self._state()
         check_names("state", state, expected)
-        if isinstance(state["averages"], Mapping):
-            expected["averages"] = self._held.started_with(state["averages"])
+        for part, held in self._parts():
+            if isinstance(state[part], Mapping):
+                expected[part] = held.started_with(state[part])
         fitting = {}
         for part, tensors in expected.items():
             check_names(part, state[part], tensors)
             fitting[part] = fitting_tensors(part, state[part], tensors)
-        applied_updates, num_calls = fitting["counters"]
+        applied_updates, num_calls, *saved = fitting["counters"]
+        if saved and saved[0].tolist() != self._sigmas:
+            msg = f"`sigma_rel` must be {self._sigmas}, as given, got {saved[0].tolist()}"
+            raise ValueError(msg)
         if int(applied_updates) < 0 or int(num_calls) < 0:
             msg = f"`counters` must be >= 0, got {applied_updates} and {num_calls}"
             raise ValueError(msg)
@@ -389,6 +432,25 @@ class ExponentialMovingAverage:
         if self.is_swapped:
             msg = f"`{method}` must not be called inside `swap`; call it after the block"
             raise RuntimeError(msg)
+
+
+def part_of_state(number: int) -> str:
+    """Return the name in the state of the averages of the length with this number, from 0."""
+    return f"averages_{number}" if number else "averages"
+
+
+def _lengths(
+    sigma_rel: float | Sequence[float] | None,
+) -> tuple[list[float], Sequence[float | None]]:
+    """Return the relative lengths and ``gamma + 1`` of each; no length and ``None`` without."""
+    if sigma_rel is None:
+        return [], [None]
+    sigmas = [*sigma_rel] if isinstance(sigma_rel, (list, tuple)) else [sigma_rel]
+    exponents = [gamma_of(sigma) + 1 for sigma in sigmas]
+    if not sigmas or len({*sigmas}) < len(sigmas):
+        msg = f"`sigma_rel` must be one or several different numbers, got {sigma_rel}"
+        raise ValueError(msg)
+    return [float(sigma) for sigma in sigmas], exponents
 
 
 def checked_decay(decay: float) -> float:

@@ -37,16 +37,24 @@ class AveragedGroup(NamedTuple):
     nine: Tensor
     """9 in the shape, dtype and device of `smoothing_factor`, made once to save time."""
 
+    exponent: float | None
+    """``gamma + 1`` of a power-function average; ``None`` for an exponential one."""
+
     def share(self, num_updates: Tensor | None, applied: Tensor | None) -> Tensor:
         """Return the share of the current weights in the new averages; 0 for a skipped update.
 
         Args:
-            num_updates: Number of updates applied before this one, for the warm-up; ``None`` if
-                there is no warm-up.
+            num_updates: Number of updates applied before this one, for the warm-up and for
+                power-function averages; ``None`` if the decay is constant.
             applied: Whether this update was applied; ``None`` means that it was.
         """
         factor = self.smoothing_factor
-        if num_updates is not None:
+        if num_updates is not None and self.exponent is not None:
+            # Equal to 1 - (1 - 1 / t)**exponent, but without subtractions, which would lose digits.
+            dtype = torch.promote_types(factor.dtype, torch.float32)
+            inverse = torch.reciprocal((on_device(num_updates, factor.device) + 1).to(dtype))
+            factor = -torch.expm1(self.exponent * torch.log1p(-inverse)).to(factor.dtype)
+        elif num_updates is not None:
             # Equal to 1 - (1 + n) / (10 + n), but without the subtraction, which would lose digits.
             factor = torch.maximum(self.nine / (on_device(num_updates, factor.device) + 10), factor)
         return factor if applied is None else factor * on_device(applied, factor.device)
@@ -174,7 +182,10 @@ def _pieces(
 
 
 def grouped(
-    weights: Mapping[str, Tensor], averages: Mapping[str, Tensor], decay: float
+    weights: Mapping[str, Tensor],
+    averages: Mapping[str, Tensor],
+    decay: float,
+    exponent: float | None = None,
 ) -> list[AveragedGroup]:
     """Group weights and averages by device and dtype."""
     members: dict[object, list[str]] = {}
@@ -195,6 +206,7 @@ def grouped(
                 # Subtract in Python's float64: in float32, 1 - 0.9999 would be 1.00017e-4.
                 smoothing_factor=_number(1 - decay, average),
                 nine=_number(9.0, average),
+                exponent=exponent,
             )
         )
     return groups

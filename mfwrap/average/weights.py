@@ -19,6 +19,7 @@ class AveragedWeights:
         decay: Weight of the old average in the new one.
         device: Device of the averages; ``None`` for each weight's device.
         dtype: Dtype of the averages; ``None`` for the default.
+        exponent: ``gamma + 1`` of a power-function average; ``None`` for an exponential one.
 
     Raises:
         TypeError: If a tensor to average is not floating-point.
@@ -31,8 +32,9 @@ class AveragedWeights:
         decay: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        exponent: float | None = None,
     ) -> None:
-        self._decay, self._device, self._dtype = decay, device, dtype
+        self._decay, self._device, self._dtype, self._exponent = decay, device, dtype, exponent
         self.weights = named_weights(parameters)
         """Weights that are averaged, in the order of their module."""
         self._names = list(self.weights)
@@ -47,7 +49,7 @@ class AveragedWeights:
             }
         self.averages = {name: self._average(weight) for name, weight in self.weights.items()}
         """Averages of `weights`, in the same order."""
-        self.groups = grouped(self.weights, self.averages, decay)
+        self.groups = grouped(self.weights, self.averages, decay, exponent)
         """Weights and averages by device and dtype."""
         self._checked = self._present()
 
@@ -93,7 +95,7 @@ class AveragedWeights:
         if new:
             self.weights = self._in_order(self.weights)
             self.averages = self._in_order(self.averages)
-            self.groups = grouped(self.weights, self.averages, self._decay)
+            self.groups = grouped(self.weights, self.averages, self._decay, self._exponent)
 
     def started_with(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return the averages after a call of `start`, with the weights for those that it adds."""

@@ -156,6 +156,11 @@ def stored_tensors(folder: Path) -> dict[str, Any]:
     return dict(reader.read_metadata().state_dict_metadata)
 
 
+def tensor_folders(folder: Path) -> list[Path]:
+    """Return the folders of a checkpoint that `stored_tensors` and `load_tensors` can read."""
+    return [each for each in (folder, folder / _SHARDS) if each.is_dir()]
+
+
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors with the values that `save_tensors` wrote. Call it on every rank.
 

@@ -28,8 +28,11 @@ RECORD = re.compile(
 )
 """Names of the files that a run writes, and of what `whole_file` leaves of them if it is killed."""
 
-OTHER_NAMES = ("model", "model_ema", "recipe.yaml", "tensorboard")
-"""Names of the further files and folders of a recipe's run."""
+AVERAGE_SNAPSHOTS = "average_snapshots"
+"""Folder of the averages that a training has stored at intervals."""
+
+OTHER_NAMES = (AVERAGE_SNAPSHOTS, "model", "model_ema", "recipe.yaml", "tensorboard")
+"""Names of the further files and folders of a run."""
 
 
 def known_names(folder: Path) -> set[str]:

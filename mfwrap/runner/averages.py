@@ -48,5 +48,7 @@ def _load(average: ExponentialMovingAverage, checkpoint: Path, trainer: Any) -> 
     # A weight that was frozen when the checkpoint was written has no average there. Its average
     # then is the weight itself, which the Trainer has loaded.
     average.restart()
-    averages = {**average.state_dict()["averages"], **saved["averages"]}
-    average.load_state_dict({**saved, "averages": averages})
+    own = average.state_dict()
+    parts = [part for part in saved if part.startswith("averages") and part in own]
+    averages = {part: {**own[part], **saved[part]} for part in parts}
+    average.load_state_dict({**saved, **averages})

@@ -17,6 +17,7 @@ from mfwrap.checkpoints.run_folders import (
 from mfwrap.checkpoints.whole import being_replaced, sync, whole_file
 from mfwrap.checkpoints.written_files import rewrite_list
 from mfwrap.records.own_names import (
+    AVERAGE_SNAPSHOTS,
     CHECKPOINT,
     EARLIER,
     RECORD,
@@ -40,7 +41,7 @@ AVERAGED_MODEL = "model_ema"
 _EVENTS = "tensorboard"
 """Folder of TensorBoard's event files."""
 
-_MODELS = (MODEL, AVERAGED_MODEL)
+_MODELS = (MODEL, AVERAGED_MODEL, AVERAGE_SNAPSHOTS)
 _OF_OTHERS = re.compile(rf"run\.(html|png)|({EARLIER})?error_rank_.*")
 """Files that a training does not write. Its failed starts leave tracebacks."""
 

@@ -107,14 +107,14 @@ def _try_step(recipe: Recipe, max_rows: int | None) -> None:
         finish(small, trainer, recorder)
 
 
-def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int) -> Recipe:
+def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int | None) -> Recipe:
     """Return a recipe whose run stays in a folder, silent and small.
 
     Args:
         recipe: The recipe.
         folder: Folder for all that the run writes.
         max_train: Largest number of training rows; ``None`` for that of the recipe.
-        max_eval: Largest number of held-out rows.
+        max_eval: Largest number of held-out rows; ``None`` for that of the recipe.
     """
     settings: dict[str, Any] = {
         "training.output_dir": folder,

@@ -77,6 +77,10 @@ def read_step(
     )
 
 
+_KNOWN = ("decay", "warmup", "update_every", "device", "sigma_rel")
+"""Arguments of `ExponentialMovingAverage` that the section ``ema`` may have."""
+
+
 def read_average(
     objects: RecipeObjects, section: Mapping[str, Any] | None
 ) -> Callable[[Any], ExponentialMovingAverage] | None:
@@ -85,7 +89,7 @@ def read_average(
         return None
     section = without_nulls(ExponentialMovingAverage, section)
     probe = functools.partial(ExponentialMovingAverage, [torch.zeros(())])
-    objects.build(("ema",), probe, section, known=("decay", "warmup", "update_every", "device"))
+    objects.build(("ema",), probe, section, known=_KNOWN)
     return functools.partial(ExponentialMovingAverage, **section)
 
 
