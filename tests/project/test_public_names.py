@@ -18,8 +18,8 @@ CALLBACKS = """
     MFLossMonitor TrainingStateMonitor CheckpointMonitor EMACallback EvalCallback ProfileMonitor
     LossMonitor TimeMonitor ModelCheckpoint CheckpointConfig Callback EarlyStopping
     ReduceLROnPlateau History LambdaCallback LearningRateScheduler LocalNormMonitor ReplicaCheck
-    RankClock newest_healthy_checkpoint RunContext as_trainer_callback PyNativeCallback
-    adapt_pynative is_pynative_callback
+    RankClock RecomputeCheck newest_healthy_checkpoint RunContext as_trainer_callback
+    PyNativeCallback adapt_pynative is_pynative_callback
 """
 SCHEDULES = """
     SCHEDULES ConstantWarmUpLR ConstantWithCoolDownLR LinearWithWarmUpLR CosineWithWarmUpLR
