@@ -31,6 +31,7 @@ from mfwrap.callbacks.pynative.adapter import (
     is_pynative_callback,
 )
 from mfwrap.callbacks.rank_clock import RankClock
+from mfwrap.callbacks.recompute_check import RecomputeCheck
 from mfwrap.callbacks.replica_check import ReplicaCheck
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.model import Callback, RunContext, as_trainer_callback
@@ -56,6 +57,7 @@ __all__ = [
     "ProfileMonitor",
     "PyNativeCallback",
     "RankClock",
+    "RecomputeCheck",
     "ReduceLROnPlateau",
     "ReplicaCheck",
     "RunContext",

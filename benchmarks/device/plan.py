@@ -32,6 +32,7 @@ SECTIONS = {
     "ranks": Section(shows="DistributedDataParallel and FSDP2", share=75),
     "memory": Section(shows="peak memory", share=40),
     "randomness": Section(shows="random states and pinned batches", share=60),
+    "recompute": Section(shows="steps that are run again, bit by bit", share=30),
     "compiled": Section(shows="whole steps with torch.compile", share=60),
     "monitors": Section(shows="the cost of monitors", share=100),
 }

@@ -36,6 +36,7 @@ Kind = Literal[
     "expert_load",
     "update_growth",
     "replicas_differ",
+    "recompute_differs",
 ]
 """Kind of an anomaly, as it is recorded. A ``"spike"`` is one of the global norm,
 ``"local_norm_spike"`` is one of a group's norm, and ``"state_spike"`` one of a weight, a buffer or
@@ -60,6 +61,7 @@ KINDS: Mapping[str, str] = {
     "expert_load": "uneven load of experts",
     "update_growth": "growing updates",
     "replicas_differ": "replicas differ",
+    "recompute_differs": "recomputation differs",
 }
 """Kinds of anomalies, each with its name in the log."""
 
@@ -178,12 +180,18 @@ class Anomaly:
 
     where: str | None = None
     """``"input"``, ``"targets"`` (a micro-batch without targets), ``"mask"`` (one without tokens),
-    ``"weight"``, ``"weights"`` (most weights are non-finite), ``"activation"``, ``"loss"`` or
-    ``"gradient"``."""
+    ``"weight"``, ``"weights"`` (most weights are non-finite), ``"received"`` (what a module
+    receives), ``"activation"``, ``"loss"`` or ``"gradient"``."""
 
     name: str | None = None
     """Name of the first culprit: an input of the network, a weight, or a module. A module is the
     culprit if its output or the gradient of its output is non-finite."""
+
+    device: str | None = None
+    """Device on which a step was run again with another result."""
+
+    fingerprints: tuple[str, ...] = ()
+    """Fingerprint of the tensor in each run of the step, the step itself first."""
 
     micro_batch: int | None = None
     """Micro-batch of the fault, counted from 0 on its rank."""
@@ -222,7 +230,7 @@ class Anomaly:
 
     num_groups: int = 0
     """Number of groups whose norm is non-finite. In a spike: number of groups whose norm rose by
-    the spike factor or more. If replicas differ: number of tensors that differ."""
+    the spike factor or more. If replicas or runs differ: number of tensors that differ."""
 
     weights: tuple[StateNorm, ...] = ()
     """Weights whose norm is non-finite or has risen, the worst first. Their records have no
@@ -354,7 +362,8 @@ class Anomaly:
             self.where == "activation" or self.kind not in NON_FINITE
         ):
             # Of a finite step, no value was the first non-finite one.
-            whole |= dict.fromkeys(("activation", "gradient", "input"), self.explanation)
+            places = ("activation", "gradient", "input", "received")
+            whole |= dict.fromkeys(places, self.explanation)
         if self.where in whole:
             return whole[self.where]
         if self.where == "input":

@@ -39,6 +39,7 @@ from mfwrap.tensors.fingerprints import (
 )
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import is_distributed, local_tensors, meeting_device, on_device
+from mfwrap.tensors.training_forwards import is_training_forward
 from mfwrap.tensors.wrappers import trainable, unwrapped_network, unwrapped_optimizer
 
 _NUM_PIECES = 4
@@ -248,7 +249,7 @@ class FingerprintRecorder:
     def _record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
-        if self._is_watching and network.training and torch.is_grad_enabled():
+        if self._is_watching and is_training_forward(network):
             inputs = dict(tensors_in(arguments_of(network, positional, keywords)))
             if inputs:
                 self._micro_batches.append(_hashed(inputs))

@@ -22,6 +22,9 @@ from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import BadSteps, MonitorCallback
 
+_OF_OTHERS = frozenset({"recompute_differs", "replicas_differ"})
+"""Kinds of anomalies that other monitors find."""
+
 
 @final
 @monitors_training
@@ -71,7 +74,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             ``on_train_begin`` if the length of the run or, for ``"jsonl"``, its folder is unknown.
     """
 
-    bad_kinds = tuple(kind for kind in KINDS if kind != "replicas_differ")
+    bad_kinds = tuple(kind for kind in KINDS if kind not in _OF_OTHERS)
 
     @takes_settings(TrainingStateSettings)
     def __init__(self, settings: TrainingStateSettings) -> None:

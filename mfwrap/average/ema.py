@@ -445,7 +445,7 @@ def _lengths(
     """Return the relative lengths and ``gamma + 1`` of each; no length and ``None`` without."""
     if sigma_rel is None:
         return [], [None]
-    sigmas = [*sigma_rel] if isinstance(sigma_rel, (list, tuple)) else [sigma_rel]
+    sigmas: list[float] = [*sigma_rel] if isinstance(sigma_rel, Sequence) else [sigma_rel]
     exponents = [gamma_of(sigma) + 1 for sigma in sigmas]
     if not sigmas or len({*sigmas}) < len(sigmas):
         msg = f"`sigma_rel` must be one or several different numbers, got {sigma_rel}"

@@ -36,6 +36,7 @@ _RESUME = (
     "`torchrun --max-restarts`"
 )
 _REPLICAS = "`mfwrap.callbacks.ReplicaCheck`, which compares ranks that must have equal weights"
+_RECOMPUTE = "`mfwrap.callbacks.RecomputeCheck`, which runs a step again and compares the results"
 _EXPERTS = "your own `mfwrap.callbacks.Callback`"
 _EXPORT = Without("a network of PyTorch is exported by `torch.export` or `torch.onnx`")
 _STRATEGY = Without("MindSpore's parallel strategies exist in MindSpore alone; see docs/ranks.md")
@@ -288,7 +289,8 @@ _CALLBACKS: Mapping[str, str] = {
     "TrainFaultTolerance": _RESUME,
     "TrainerCallback": "`mfwrap.callbacks.PyNativeCallback`, and `adapt_pynative` around the "
     "callback that a Trainer gets; or `transformers.TrainerCallback`",
-    **each("SDCMonitor StressDetectCallBack StressTestModelMonitor", _REPLICAS),
+    **each("SDCMonitor StressDetectCallBack", _RECOMPUTE),
+    "StressTestModelMonitor": _REPLICAS,
     **each("SummaryCollector SummaryMonitor", _TENSORBOARD),
     **each(
         "ColdHotExpertMonitor ExpertMigrateCallback MoEDropRateCallback",

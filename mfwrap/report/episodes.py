@@ -37,6 +37,7 @@ _PLACES = {
     "targets": "targets {}, all of them ignored",
     "weight": "weight {}",
     "weights": "most weights, among them {}",
+    "received": "input of {}",
     "activation": "output of {}",
     "gradient": "gradient of {}",
 }
@@ -59,6 +60,7 @@ _CAUSES = {
     "rank_data": "bad data on one rank",
     "rank_differs": "one rank differs",
     "router": "collapsed router",
+    "silent_data_corruption": "silent data corruption",
     "transient": "transient fault",
     "weight_changed": "a changed weight",
 }
@@ -419,6 +421,7 @@ def _where(records: Sequence[Mapping[str, Any]], run: RunRecord) -> list[str]:
     lines = list(dict.fromkeys(line for place in places for line in place))
     if ranks:
         lines.append(f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}")
+    lines += dict.fromkeys(record["device"] for record in records if "device" in record)
     numbers = sorted({record["micro_batch"] for record in records if "micro_batch" in record})
     if numbers:
         many = "es" if len(numbers) > 1 else ""

@@ -20,6 +20,12 @@ def ways():
 
 
 @pytest.fixture(scope="module")
+def recomputed():
+    """Return what a check has found that runs steps twice, with wrong operators and without."""
+    return run("support.device.recomputed:found")
+
+
+@pytest.fixture(scope="module")
 def captures():
     """Return what captured steps have shown."""
     return run("support.device.captures:found")
@@ -142,3 +148,17 @@ def test_a_capture_that_fails_changes_nothing(captures):
     assert "hold, with capture=True, got: a kernel that cannot be captured" in error
     assert found["numbers"] == pytest.approx(found["expected"], rel=1e-6, nan_ok=True)
     assert (found["faults"], found["reads"]) == ([], [])
+
+
+def test_fifty_wrong_operators_are_named(recomputed):
+    """Of 50 products that are wrong by one bit in one of two runs, all are named, by tensor."""
+    assert len(recomputed["expected"]) == 50
+    assert recomputed["found"] == recomputed["expected"]
+    assert recomputed["devices"] == ["simulated:0"]
+
+
+def test_a_step_that_is_run_twice_reads_nothing(recomputed):
+    """Without a fault nothing is recorded, and the host reads nothing from the device."""
+    assert recomputed["without"] == []
+    assert recomputed["faults"] == []
+    assert recomputed["reads"] == []

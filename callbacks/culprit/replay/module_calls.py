@@ -96,4 +96,5 @@ class ModuleCalls:
         self.returned(self._call(name, module), output)
 
     def _call(self, name: str, module: nn.Module) -> ModuleCall:
-        return ModuleCall(name, self._numbers[name], module)
+        # A hook that begins a call may have made this object, too late to see that call begin.
+        return ModuleCall(name, self._numbers.get(name, 0), module)

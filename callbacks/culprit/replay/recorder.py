@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import is_distributed
-from mfwrap.tensors.training_forwards import replay
+from mfwrap.tensors.training_forwards import is_training_forward, replay
 from mfwrap.tensors.wrappers import unwrapped_network
 
 _INDICES = ("indices", "index", "idx")
@@ -129,7 +129,7 @@ class StepRecorder:
     def _record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
-        if self._records(network):
+        if self.records(network):
             if not self._this_step:
                 self._begins_with_gradients = any(
                     weight.requires_grad and weight.grad is not None
@@ -140,8 +140,9 @@ class StepRecorder:
             call = RecordedCall(positional, keywords, state, autocast, self._num_steps)
             self._this_step.append(call)
 
-    def _records(self, network: nn.Module) -> bool:
-        if not (self.is_on and network.training and torch.is_grad_enabled()):
+    def records(self, network: nn.Module) -> bool:
+        """Return whether a call of the network that begins now is recorded."""
+        if not (self.is_on and is_training_forward(network)):
             return False
         # A replay of a graph calls no hook, so a call that is captured stands for no step. Besides,
         # the state of the generator cannot be read in a capture.
@@ -149,7 +150,7 @@ class StepRecorder:
 
     def _record_loss(self, network: nn.Module, _: Any, output: Any) -> None:
         loss = loss_of(output)
-        if self._records(network) and loss is not None and self._this_step:
+        if self.records(network) and loss is not None and self._this_step:
             call = self._this_step[-1]
             # The loop may divide the loss in place, so keep a copy.
             call.loss = loss.detach().clone().reshape(())

@@ -21,6 +21,7 @@ from mfwrap.callbacks.culprit.replay.recorder import (
     loss_of,
     tensors_in,
 )
+from mfwrap.checkpoints.random_states import HostStates
 from mfwrap.compatibility.torch import post_accumulate_hooks
 from mfwrap.tensors.norms import norms_of_each
 from mfwrap.tensors.shards import local_tensors
@@ -113,17 +114,41 @@ def undisturbed(recorder: StepRecorder) -> Iterator[None]:
 
     The recorder does not record these calls.
     """
-    now = RandomState.now(recorder.device)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in recorder.network.buffers()]
+    on_device, on_host = RandomState.now(recorder.device), HostStates.now()
+    buffers = Buffers(recorder.network)
     recorder.is_on = False
     try:
         yield
     finally:
         recorder.is_on = True
-        now.restore(recorder.device)
-        with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
+        on_device.restore(recorder.device)
+        on_host.restore()
+        buffers.restore()
+
+
+@final
+class Buffers:
+    """Copies of all buffers of a network.
+
+    Args:
+        network: The network.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._kept = [
+            (network.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], buffer)
+            for name, buffer in network.named_buffers()
+        ]
+        self._contents = [buffer.detach().clone() for *_, buffer in self._kept]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the same tensors with the same contents back."""
+        for (module, name, buffer), content in zip(self._kept, self._contents, strict=True):
+            buffer.copy_(content)
+            # A forward may put a new tensor into the place of a buffer.
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
 
 
 def attempted(recorder: StepRecorder, act: Callable[[], _T], default: _D) -> _T | _D:

@@ -92,6 +92,15 @@ class Device:
         finally:
             self._timeline.is_capturing = False
 
+    @contextmanager
+    def spoiling(self, spoil: Callable[[str, Any], None]) -> Iterator[None]:
+        """Call a function with the name and the result, on the CPU, of each operator."""
+        before, self._runtime.spoil = self._runtime.spoil, spoil
+        try:
+            yield
+        finally:
+            self._runtime.spoil = before
+
     def new_stream(self) -> Stream:
         return self._timeline.new_stream()
 

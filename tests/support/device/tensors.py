@@ -1,5 +1,6 @@
 """Tensors of the simulated device, and what each operator does to their memory."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -90,6 +91,8 @@ class Runtime:
     def __init__(self, device: torch.device, timeline: Timeline) -> None:
         self.device = device
         self.recorder = Recorder(timeline)
+        self.spoil: Callable[[str, Any], None] = lambda _name, _result: None
+        """Called with the name and the result of each operator; may change the result in place."""
         self._timeline = timeline
 
     def is_ours(self, value: Any) -> bool:
@@ -124,6 +127,7 @@ class Runtime:
         if not func.is_view:
             self.recorder.before(name, ours, written)
         result = func(*raw_args, **raw_kwargs)
+        self.spoil(name, result)
         by_raw = {id(x.raw): x for x in ours}
         memories = {x.raw.untyped_storage().data_ptr(): x.memory for x in ours if x.numel()}
         if not func.is_view:
