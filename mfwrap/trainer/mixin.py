@@ -58,6 +58,7 @@ from mfwrap.trainer.data.skip import NO_CHECKPOINT, DataSkip, refuse_growth
 from mfwrap.trainer.display.console import closed_after_error, show_in_one_place
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
+    RequestedSave,
     StepCallbackHandler,
     add_step_to_events,
     check_given_callbacks,
@@ -222,7 +223,12 @@ class MFTrainerMixin(_Base):
         """Pass the step's results to the callbacks of the handler, which may be a new one."""
         if not isinstance(self.callback_handler, StepCallbackHandler):
             add_step_to_events(
-                self, self._before_event, self._after_event, self._termination, self.run_facts
+                self,
+                self._before_event,
+                self._after_event,
+                self._termination,
+                self.run_facts,
+                RequestedSave(self._checkpoints.requests),
             )
             show_in_one_place(self.callback_handler, self._termination)
 
