@@ -14,7 +14,7 @@ from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.data import stateful_loader
 from mfwrap.trainer.data.stateful_loader import stateful_base
 from support import trainer_runs
-from support.ranks.processes import run_ranks
+from support.ranks.processes import start_ranks
 from support.ranks.stateful_data import (
     NUM_STEPS,
     SAVED,
@@ -76,7 +76,14 @@ def test_two_ranks(tmp_path, kind, workers):
     if kind == "datasets":
         settings["accelerator_config"] = {"dispatch_batches": False}
 
-    assert run_ranks(tmp_path, train_and_resume, settings) == [0, 0]
+    ranks = start_ranks(tmp_path, train_and_resume, settings)
+    for process in ranks:
+        process.join(240)  # longer than `run_ranks` waits: each rank starts workers twice
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+
+    assert codes == [0, 0]
     for rank in range(2):
         resumed, whole = json.loads((tmp_path / f"outcome_{rank}.json").read_text())
         assert len(whole["seen"]) == 2 * ROWS_OF_UPDATE
