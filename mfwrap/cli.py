@@ -337,6 +337,36 @@ def verify(run: Path) -> None:
         sys.exit(1)
 
 
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--wait", is_flag=True, help="Wait until the checkpoint is complete, and print its path alone."
+)
+def checkpoint(run: Path, *, wait: bool) -> None:
+    """Ask the training in the run folder RUN for a checkpoint, without stopping it.
+
+    The training saves after the step that it is doing when it notices the request, which takes
+    about a second, longer on a network disk that keeps old listings. Start the command on any
+    machine that shares the folder. A request is for the training that runs now: it is forgotten
+    when that training ends, also if it is killed.
+
+    \b
+    Examples:
+      mfwrap checkpoint runs/causal_lm
+      mfwrap checkpoint runs/causal_lm --wait
+    """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
+    from mfwrap.records import checkpoint_requests  # noqa: PLC0415  (loads torch)
+
+    try:
+        token = checkpoint_requests.request_checkpoint(run)
+        if wait:
+            click.echo(checkpoint_requests.wait_for_checkpoint(run, token))
+        else:
+            echo(f"asked the training in {run} for a checkpoint")
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+
+
 for _command in (average, compare, data, port, validate):
     cli.add_command(_command)
 

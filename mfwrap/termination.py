@@ -244,8 +244,8 @@ def _naming_the_dead() -> Iterator[None]:
 
 def _dead(who: str) -> RuntimeError:
     return RuntimeError(
-        f"training was asked to stop, but {who} probably died; this rank ends without saving, so "
-        "resume from the last checkpoint"
+        f"training was asked to stop or to save, but {who} probably died; this rank ends without "
+        "saving, so resume from the last checkpoint"
     )
 
 

@@ -30,6 +30,7 @@ from mfwrap.checkpoints.ownership import OwnedFolders
 from mfwrap.checkpoints.whole import whole_file
 from mfwrap.checkpoints.written_files import list_own
 from mfwrap.collectives import this_rank
+from mfwrap.records.checkpoint_requests import CheckpointRequests
 from mfwrap.records.own_names import begin_folder, check_own
 from mfwrap.records.run_facts import PROGRESS, RunFacts
 from mfwrap.records.run_files import owning_record_folders
@@ -154,6 +155,7 @@ class LoopMonitor:
         self._max_steps = max_steps
         self._configuration = dict(configuration or {})
         self._has_begun = False
+        self._requests = CheckpointRequests()
         self._owned = OwnedFolders()
         self._predecessor = _WRITERS.get(self._folder.resolve())
         optimizer = self._source.optimizer
@@ -201,7 +203,7 @@ class LoopMonitor:
             self._ends.append(hook.remove)
         if isinstance(self._source, AttachedSource):
             observers = self._source.attached.attachment.observers
-            events = _AttachedEvents(self, self._monitor, self._stop)
+            events = _AttachedEvents(self, self._monitor, self._requests, self._stop)
             observers.append(events)
             self._ends.append(lambda: observers.remove(events))
         itself, process = weakref.WeakMethod(self.close), os.getpid()
@@ -219,6 +221,21 @@ class LoopMonitor:
     def global_step(self) -> int:
         """Number of updates so far; log your own numbers of the last update at this step."""
         return self._state.global_step
+
+    @property
+    def should_save(self) -> bool:
+        """Whether `mfwrap checkpoint` has asked for a checkpoint, which is due now.
+
+        Read it after each `end_step`, on every rank; it is the same on all ranks. If it is true,
+        save as at any other step: ``accelerator.save_state`` of an attached loop answers the
+        request; in any other loop the next `end_step` does. A loop that never reads it takes no
+        requests. Does not synchronize with the device.
+        """
+        if not self._has_begun:
+            return False
+        if not self._requests.is_open:
+            self._requests.open(self._folder)
+        return self._requests.is_due(self.global_step)
 
     def end_step(
         self, loss: Tensor | float | None = None, *, grad_norm: Tensor | float | None = None
@@ -250,6 +267,8 @@ class LoopMonitor:
         else:
             output = report.output
         self._begin()
+        if not isinstance(self._source, AttachedSource):
+            self._requests.saved(Path())
         self._last_report = report
         self._state.global_step += 1
         self._send("on_step_end", step_output=output, step_report=report)
@@ -275,6 +294,7 @@ class LoopMonitor:
         try:
             self._stop()
         finally:
+            self._requests.close()
             self._owned.close()
             if _WRITERS.get(self._folder.resolve()) is self:
                 del _WRITERS[self._folder.resolve()]
@@ -398,10 +418,15 @@ class _AttachedEvents:
     """Pass the events of an attached loop on to a `LoopMonitor`; see `LoopObserver`."""
 
     def __init__(
-        self, monitor: LoopMonitor, steps: TrainingStateMonitor, stop: Callable[[], None]
+        self,
+        monitor: LoopMonitor,
+        steps: TrainingStateMonitor,
+        requests: CheckpointRequests,
+        stop: Callable[[], None],
     ) -> None:
         self._monitor = monitor
         self._steps = steps
+        self._requests = requests
         self._stop = stop
 
     def before_save(self, folder: Path) -> None:
@@ -410,6 +435,10 @@ class _AttachedEvents:
         if this_rank() == 0:
             with whole_file(folder / STATE_FILE) as partial:
                 partial.write_text(json.dumps(self._monitor.state_dict()), encoding="utf-8")
+
+    def after_save(self, folder: Path) -> None:
+        """Answer a request for the checkpoint of `attach`."""
+        self._requests.saved(folder.absolute())
 
     def after_load(self, folder: Path) -> None:
         """Continue from a checkpoint of `attach`; one without a state begins at `global_step`."""

@@ -59,6 +59,13 @@ class LoopObserver(Protocol):
             folder: Temporary folder of the checkpoint.
         """
 
+    def after_save(self, folder: Path) -> None:
+        """Learn that a checkpoint is saved; called on every rank.
+
+        Args:
+            folder: Path that the checkpoint has, or gets when it is complete.
+        """
+
     def after_load(self, folder: Path) -> None:
         """Restore what `before_save` has written; called on every rank.
 

@@ -108,6 +108,8 @@ class AttachedCheckpoints:
             scaler = self._accelerator.scaler if self._attached.has_grad_scaler else None
             with replaced(self._accelerator, scaler=scaler):
                 save(str(written))
+        for observer in self._attached.observers:
+            observer.after_save(final)
         return final
 
     def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:

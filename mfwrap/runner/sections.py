@@ -73,6 +73,9 @@ class Sections(RecipeSection):
     eval_per_token_loss: bool = False
     """Whether ``eval_loss`` is the mean over all targets; see `mfwrap.trainer.MFTrainer`."""
 
+    use_stateful_dataloader: bool = False
+    """Whether streamed rows keep their place by their state; see `mfwrap.trainer.MFTrainer`."""
+
     rollback: dict[str, Any] | None = None
     """Fields of `mfwrap.trainer.Rollback`."""
 

@@ -55,6 +55,7 @@ from mfwrap.compatibility.transformers import (
     saves_optimizer_itself,
     saves_weights_itself,
 )
+from mfwrap.records.checkpoint_requests import CheckpointRequests
 from mfwrap.records.own_names import (
     CHECKPOINT,
     begin_folder,
@@ -95,6 +96,8 @@ class Checkpoints:
     def __init__(self, trainer: TrainerView, *, keeps_average: bool) -> None:
         self._trainer = trainer
         self._keeps_average = keeps_average
+        self.requests = CheckpointRequests()
+        """Requests for checkpoints of other programs."""
         self._staging: Path | None = None
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
         self.ending: Callable[[], None] | None = None
@@ -149,6 +152,7 @@ class Checkpoints:
                         _check_own(
                             self._trainer, folder, has_monitors=has_monitors, is_new=not asked_for
                         )
+                stack.enter_context(contextlib.closing(self.requests.open(folder)))
             try:
                 yield
             except Exception:

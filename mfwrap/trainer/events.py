@@ -18,6 +18,7 @@ from mfwrap.accelerate.attachment import Attachment
 from mfwrap.arguments import described, takes
 from mfwrap.collectives import Section, section_clock
 from mfwrap.outputs import StepReport
+from mfwrap.records.checkpoint_requests import CheckpointRequests
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
@@ -239,6 +240,26 @@ class PostponedSave:
 
     # An error, or an evaluation with the strategy "best", may have prevented a postponed save.
     on_train_begin = on_epoch_begin = on_save
+
+
+@final
+class RequestedSave:
+    """Save a checkpoint that another program has asked for; see `CheckpointRequests`.
+
+    Args:
+        requests: Requests of the training.
+    """
+
+    def __init__(self, requests: CheckpointRequests) -> None:
+        self._requests = requests
+
+    def on_step_end(self, _args: Any, state: TrainerState, control: TrainerControl) -> None:
+        """Request the checkpoint."""
+        control.should_save = self._requests.is_due(state.global_step) or control.should_save
+
+    def on_save(self, _args: Any, state: TrainerState, _control: TrainerControl) -> None:
+        """Answer the request."""
+        self._requests.saved(Path(f"checkpoint-{state.global_step}"))
 
 
 class StepCallbackHandler(CallbackHandler):

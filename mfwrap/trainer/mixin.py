@@ -55,9 +55,11 @@ from mfwrap.trainer.data.growth import GrowingBatch
 from mfwrap.trainer.data.parts import Part, UpdateParts
 from mfwrap.trainer.data.position import TrainerPosition
 from mfwrap.trainer.data.skip import NO_CHECKPOINT, DataSkip, refuse_growth
+from mfwrap.trainer.data.stateful_loader import new_stateful_loader
 from mfwrap.trainer.display.console import closed_after_error, show_in_one_place
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
+    RequestedSave,
     StepCallbackHandler,
     add_step_to_events,
     check_given_callbacks,
@@ -149,6 +151,9 @@ class MFTrainerMixin(_Base):
             number of ranks. The targets are the ``labels`` that are not -100, without the first one
             of each row if the model predicts the next token. By default the loss is the mean over
             the rows: the mean loss of each batch, weighted by its rows.
+        use_stateful_dataloader: Whether a resume restores the place in iterable data by their own
+            state, through torchdata's ``StatefulDataLoader``. By default it reads the rows before
+            its place again and throws them away.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -172,6 +177,7 @@ class MFTrainerMixin(_Base):
         rollback: Rollback | None = None,
         rampup_batch_size: RampUp | None = None,
         eval_per_token_loss: bool = False,
+        use_stateful_dataloader: bool = False,
         **kwargs: Any,
     ) -> None:
         check_trainer_release()
@@ -185,7 +191,7 @@ class MFTrainerMixin(_Base):
         self._given_ema, self._given_scale = ema, scale_sense
         self._communication_hook = communication_hook
         self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
-        self._position = TrainerPosition()
+        self._position = TrainerPosition(is_stateful=use_stateful_dataloader)
         self._parts = UpdateParts(self)
         self._skip = DataSkip(
             self, self._parts, data_skip_steps, skip_rows, may_go_back=rollback is not None
@@ -194,6 +200,7 @@ class MFTrainerMixin(_Base):
         self._batch = TrainerBatch(self, self._step_config)
         self.batch_growth = GrowingBatch(self, rampup_batch_size, self._batch, self._parts)
         others = {"data_skip_steps": data_skip_steps, "skip_rows": skip_rows, "rollback": rollback}
+        others["use_stateful_dataloader"] = use_stateful_dataloader or None
         given = [name for name, value in others.items() if value is not None]
         if self.batch_growth.is_on and given:
             refuse_growth(f"`{given[0]}`")
@@ -211,6 +218,7 @@ class MFTrainerMixin(_Base):
         # are still scaled. The attached accelerator clips the gradients of any meshes.
         leave_meshes_to_step(self)
         check_construction(self)
+        self._position.check_data(self.train_dataset)
         self._connect_events()
 
     @property
@@ -222,7 +230,12 @@ class MFTrainerMixin(_Base):
         """Pass the step's results to the callbacks of the handler, which may be a new one."""
         if not isinstance(self.callback_handler, StepCallbackHandler):
             add_step_to_events(
-                self, self._before_event, self._after_event, self._termination, self.run_facts
+                self,
+                self._before_event,
+                self._after_event,
+                self._termination,
+                self.run_facts,
+                RequestedSave(self._checkpoints.requests),
             )
             show_in_one_place(self.callback_handler, self._termination)
 
@@ -398,9 +411,20 @@ class MFTrainerMixin(_Base):
         has_ended = self._checkpoints.ended_early or self.state.global_step >= max_steps
         if has_ended:
             return num_train_epochs, 0
+        position = self._position
+        if not has_length and (position.is_placed or position.begins_pass):
+            passes, updates, _ = position.done_without_length()
+            if position.begins_pass:
+                return passes + 1, 0
+            return passes, updates * self.args.gradient_accumulation_steps
         if not has_length:
             self._position.warn_of_repeated_rows(self.args, max_steps)
         return epochs, batches
+
+    def get_train_dataloader(self) -> Any:
+        """Return the data loader of the training; with a state, if that is asked for."""
+        make = super().get_train_dataloader
+        return new_stateful_loader(self.accelerator, make) if self._position.is_stateful else make()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Return the numbers of updates and epochs of a training; note its data loader."""
@@ -417,7 +441,7 @@ class MFTrainerMixin(_Base):
 
         loader, num_skipped = keywords["train_dataloader"], self._batch.num_skipped
         keywords["train_dataloader"] = followed_loader(loader, follow, num_skipped=num_skipped)
-        moved = self._skip.of_epoch(keywords)
+        moved = self._skip.of_epoch(keywords, is_placed=self._position.is_placed)
         if moved is not None:
             super()._run_epoch(**self.batch_growth.of_epoch(moved))  # type: ignore[no-untyped-call]  # (transformers)
 

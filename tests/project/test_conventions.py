@@ -24,6 +24,7 @@ LONG = {
     "mfwrap/runner/mindformers/importer.py::_convert": "takes the sections of a file in turn",
     "mfwrap/runner/recipe.py::read_document": "takes the sections of a recipe in turn",
     "mfwrap/step/cell.py::__init__": "takes the settings of a step, and gives them to its parts",
+    "mfwrap/trainer/mixin.py::__init__": "takes the settings of a trainer, gives them to its parts",
     "mfwrap/trainer/trainer.py::__init__": "names the arguments of two classes for editors",
 }
 """Functions of more than 50 lines of code, and why they are not several functions."""

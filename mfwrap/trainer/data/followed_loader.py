@@ -1,5 +1,6 @@
 """Follow the batches of a Trainer's data loader, which may be the user's own."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -8,6 +9,7 @@ from accelerate.data_loader import SkipBatchSampler
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mfwrap.accelerate.data_workers import worker_start
+from mfwrap.trainer.data.stateful_loader import followed_rows, stateful_base
 from mfwrap.trainer.lookalikes import lookalike
 
 Follow = Callable[[Iterable[Any]], Iterator[Any]]
@@ -23,16 +25,18 @@ class _Batches(IterableDataset[Any]):
 
     Args:
         loader: The loader.
+        num_before: Number of batches before the first one that the loader yields; each is ``None``.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, num_before: int) -> None:
         self._loader = loader
+        self._num_before = num_before
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+        return itertools.chain(itertools.repeat(None, self._num_before), self._loader)
 
 
-def skippable_loader(loader: Any, epoch: int) -> Any:
+def skippable_loader(loader: Any, epoch: int, *, num_before: int = 0) -> Any:
     """Return a loader whose first batches ``skip_first_batches`` of accelerate can skip.
 
     That function makes a new loader of torch or accelerate from the parts of the old one. So a
@@ -43,9 +47,11 @@ def skippable_loader(loader: Any, epoch: int) -> Any:
     Args:
         loader: Any iterable. One with the iteration of torch or accelerate is returned unchanged.
         epoch: Number of the epoch, for loaders and samplers that have ``set_epoch``.
+        num_before: Number of batches of the epoch before the first one that the loader yields. A
+            loader that has restored its place yields none of those to skip.
     """
     iterate = getattr(type(loader), "__iter__", None)
-    if getattr(iterate, "__module__", "").partition(".")[0] in _LIBRARIES:
+    if not num_before and getattr(iterate, "__module__", "").partition(".")[0] in _LIBRARIES:
         return loader
     # The Trainer tells this to the loader that it iterates over, and to the sampler of a shard.
     sampler: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
@@ -54,7 +60,7 @@ def skippable_loader(loader: Any, epoch: int) -> Any:
             part.set_epoch(epoch)
     # With a generator of its own, the outer loader draws no random number for the inner one.
     settings: Any = {"batch_size": None, "collate_fn": _unchanged, "generator": torch.Generator()}
-    return DataLoader(_Batches(loader), **settings)
+    return DataLoader(_Batches(loader, num_before), **settings)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -70,7 +76,8 @@ def followed_loader(loader: Any, follow: Follow, *, num_skipped: int = 0) -> Any
     Args:
         loader: Data loader of torch or accelerate. Any other object is returned unchanged.
         follow: Function for the batches of the batch sampler, called for each iteration. If the
-            loader has no batch sampler of torch's class ``Sampler``, it is not called.
+            loader has no batch sampler of torch's class ``Sampler``, it is not called. A loader
+            that keeps its place by a state calls it with ``None`` for each batch.
         num_skipped: Number of batches that accelerate's ``skip_first_batches`` skips in addition to
             its argument.
     """
@@ -79,7 +86,12 @@ def followed_loader(loader: Any, follow: Follow, *, num_skipped: int = 0) -> Any
         return loader
     start = worker_start(base)
     members: dict[str, Any] = {"worker_init_fn": property(lambda _: start)}
-    if isinstance(base.batch_sampler, Sampler):
+    if stateful_base(loader) is not None:
+        members["__iter__"] = followed_rows(loader, base, follow)
+        # accelerate asks for the state at each batch, and nobody reads its copy. On a rank that
+        # reads no rows itself, the first state would start workers and draw a random number.
+        members["state_dict"] = lambda _: {}
+    elif isinstance(base.batch_sampler, Sampler):
         sampler = _followed_sampler(base.batch_sampler, follow)
         members["batch_sampler"] = property(lambda _: sampler)
     view = lookalike(base, **members)

@@ -1,6 +1,7 @@
 """Save and restore a training's position in its data, so that a resume gets the same batches."""
 
 import contextlib
+import copy
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from accelerate.state import GradientState
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from mfwrap.arguments import callers_stacklevel
+from mfwrap.arguments import callers_stacklevel, check_bool
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.global_batch import GlobalBatch, positive
 from mfwrap.checkpoints.held_generators import (
@@ -34,7 +35,9 @@ from mfwrap.checkpoints.random_states import (
     restore_random_states,
 )
 from mfwrap.checkpoints.required_files import TRAINER_STATE
+from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.records.skipped_rows import checked_row
+from mfwrap.trainer.data.stateful_loader import check_place, check_stateful_data, stateful_base
 from mfwrap.trainer.log import check_log
 
 
@@ -51,9 +54,21 @@ class TrainerPosition:
     - the random states of the batch that was made ahead, and those of the generators that the data
       set and the collator hold (`DataPosition`);
     - the sums of the log (`mfwrap.trainer.log.Losses`).
+
+    Args:
+        is_stateful: Whether iterable data keep their place by the state of their loader
+            (`mfwrap.trainer.data.stateful_loader`). Otherwise the Trainer reads the batches before
+            the place again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_stateful: bool = False) -> None:
+        self.is_stateful = check_bool("use_stateful_dataloader", is_stateful)
+        """Whether iterable data keep their place by the state of their loader."""
+        self.is_placed = False
+        """Whether a resume restores the place of a loader within a pass, on any rank; in an epoch,
+        whether its loader has done so."""
+        self.begins_pass = False
+        """Whether a resume with such loaders begins the pass after one that had ended."""
         self._data = DataPosition()
         self._epoch_random_states: dict[str, Any] | None = None
         self._loader: Any = None
@@ -67,6 +82,11 @@ class TrainerPosition:
         has begun."""
         self.resumed_from: Path | None = None
         """Checkpoint that the coming epoch resumes from; ``None`` for any other epoch."""
+
+    def check_data(self, dataset: Any) -> None:
+        """Check that training data can keep their place as asked for; see `check_stateful_data`."""
+        if self.is_stateful:
+            check_stateful_data(dataset)
 
     @contextlib.contextmanager
     def of_training(self, checkpoint: str | None, args: TrainingArguments) -> Iterator[None]:
@@ -89,11 +109,15 @@ class TrainerPosition:
             # to their states at the start of the checkpoint's epoch.
             self._epoch_random_states = self.saved["epoch_random_states"]
             restore_random_states(self.saved["epoch_random_states"])
+        if self.is_stateful:
+            states = gather_objects(_place_of(self.saved))
+            self.begins_pass = "ended" in states
+            self.is_placed = "within" in states and not self.begins_pass
         try:
             yield
         finally:
             self._data.release()
-            self._loader = None
+            self._loader, self.is_placed, self.begins_pass = None, False, False
 
     def watching(self, batches: Iterable[tuple[int, Any]]) -> Iterator[Any]:
         """Yield the batches of the epoch that `begin_epoch` has begun; see `DataPosition`.
@@ -115,12 +139,9 @@ class TrainerPosition:
         """
         if self.resumed_from is None or args.ignore_data_skip or args.process_index != 0:
             return
-        state = TrainerState.load_from_json(str(self.resumed_from / TRAINER_STATE))
-        # Without a length, a pass counts as one epoch, and each update as a share of `max_steps`.
-        passes, part = divmod(float(state.epoch or 0), 1)
-        updates = round(part * state.max_steps)
+        passes, updates, step = self.done_without_length()
         # The last update of the training may come before that point.
-        updates = min(updates, max_steps - state.global_step)
+        updates = min(updates, max_steps - step)
         has_ended = self.saved is not None and self.saved.get("pass_has_ended", False)
         if passes and updates and not has_ended:
             warnings.warn(
@@ -131,6 +152,20 @@ class TrainerPosition:
                 " of datasets",
                 stacklevel=callers_stacklevel(),
             )
+
+    def done_without_length(self) -> tuple[int, int, int]:
+        """Return what a resumed training of data without a length has done.
+
+        Returns:
+            Number of whole passes over the data, updates of the pass after them, and all updates.
+            The pass after them may have ended as well; see `begins_pass`.
+        """
+        if self.resumed_from is None:
+            return 0, 0, 0
+        state = TrainerState.load_from_json(str(self.resumed_from / TRAINER_STATE))
+        # Without a length, a pass counts as one epoch, and each update as a share of `max_steps`.
+        passes, part = divmod(float(state.epoch or 0), 1)
+        return int(passes), round(part * state.max_steps), state.global_step
 
     def restore_random_states(self, checkpoint: str, load: Callable[[str], None]) -> None:
         """Restore the random states of a checkpoint, unless that is done already.
@@ -173,9 +208,14 @@ class TrainerPosition:
         saved, self.saved = self.saved, None
         checkpoint, self.resumed_from = self.resumed_from, None
         self._data.watch(loader)
+        if self.is_stateful and self._loader is None:
+            with raising_together():
+                check_place(loader)
         self._loader = loader
         self._samplers = _samplers(loader)
-        is_between_epochs = float(epoch or 0).is_integer()
+        is_between_epochs = float(epoch or 0).is_integer() or self.begins_pass
+        self.begins_pass = False
+        self.is_placed &= saved is not None and skips_data and not is_between_epochs
         if saved is not None:
             name = "sampler_generators" if is_between_epochs else "epoch_sampler_generators"
             restore_generators(self._samplers, saved.get(name, {}))
@@ -191,7 +231,7 @@ class TrainerPosition:
                     load_random_states(str(checkpoint))
                     restore_generators(self._data.makers, saved.get("maker_generators", {}))
 
-                self._data.resume(saved["data"], restore)
+                self._data.resume(saved["data"], restore, is_placed=self.is_placed)
         self._epoch_random_states = random_states()
         self._epoch_samplers = self._sampler_states()
         if getattr(loader, "persistent_workers", False) and float(epoch or 0) >= 1:
@@ -248,6 +288,14 @@ class TrainerPosition:
             self._samplers, but=self._data.makers.values(), opaque=SeedableRandomSampler
         )
         return states_of(found)
+
+
+def _place_of(saved: Mapping[str, Any] | None) -> str | None:
+    """Return whether this rank's loader is within a pass or at its end; ``None`` if unknown."""
+    if saved is not None and saved.get("pass_has_ended", False):
+        return "ended"
+    data = None if saved is None else saved["data"]
+    return None if data is None or data.get("place") is None else "within"
 
 
 def _samplers(loader: Any) -> dict[str, object]:
@@ -376,6 +424,9 @@ class _MadeBatch(NamedTuple):
     makers: Mapping[str, Any]
     """States of the generators that the data set and the collator hold, at the same time."""
 
+    place: Mapping[str, Any] | None = None
+    """State of a loader that keeps its place, at the same time."""
+
 
 class _Resumed(NamedTuple):
     ahead: _MadeBatch
@@ -396,11 +447,13 @@ class DataPosition:
 
     Only data loaders without workers draw from the generators of this process. Iterable data sets,
     and accelerate's dispatcher (where rank 0 draws for all ranks), are supported between epochs
-    only.
+    only, unless their loader keeps its place by a state, with or without workers.
     """
 
     def __init__(self) -> None:
         self._watches = False
+        self._stateful: Any = None
+        self._first = 0
         self.makers: dict[str, Any] = {}
         """Data set and collator of the watched loader, which may hold generators, by name."""
         self._held: dict[str, Generator] = {}
@@ -423,6 +476,8 @@ class DataPosition:
             self.makers = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
             self._watches = not isinstance(loader, DataLoaderDispatcher)
             self._num_looks = 0
+        self._stateful, self._first = stateful_base(loader), 0
+        self._watches |= self._stateful is not None
 
     def keep_states(self) -> None:
         """Make the next epoch begin with the present random states.
@@ -435,6 +490,7 @@ class DataPosition:
     def release(self) -> None:
         """Record nothing from now on, and discard all recorded states."""
         self._watches, self.makers, self._held, self._late = False, {}, {}, {}
+        self._stateful = None
         self._made = self._resumed = self._kept = None
         self.is_resumed = False
 
@@ -449,14 +505,20 @@ class DataPosition:
             self._kept = None
         for number, indices in batches:
             if self._watches:
-                self._before_batch(number)
+                self._before_batch(self._first + number)
             yield indices
             # The batch is made, unless it is one to skip: then none was made ahead. The sampler
             # may draw for the next one now.
             if self._watches and self.is_resumed:
                 self._restore_rest()
 
-    def resume(self, saved: Mapping[str, Any] | None, restore_rest: Callable[[], None]) -> None:
+    def resume(
+        self,
+        saved: Mapping[str, Any] | None,
+        restore_rest: Callable[[], None],
+        *,
+        is_placed: bool = False,
+    ) -> None:
         """Make the next epoch restore a checkpoint's random states at the right batch.
 
         Args:
@@ -464,7 +526,12 @@ class DataPosition:
             restore_rest: Function that restores the states that the generators had when the
                 checkpoint was written. It is called once, between two batches: after the batch
                 that was made ahead has been made again, and before the next batch is made.
+            is_placed: Whether the loader restores its place, and begins with the batch that was
+                made ahead. Otherwise it makes the batches before it again.
         """
+        if is_placed and saved is not None:
+            self._first = saved["batch"]
+            self._stateful.load_state_dict(saved["place"])
         if saved is not None and self._watches:
             states = HostStates.decoded(saved["random_states"])
             ahead = _MadeBatch(saved["batch"], states, saved.get("makers", {}))
@@ -491,6 +558,7 @@ class DataPosition:
             "batch": self._made.number,
             "random_states": self._made.states.encoded(),
             "makers": self._made.makers,
+            "place": self._made.place,
         }
 
     def _before_batch(self, number: int) -> None:
@@ -507,7 +575,9 @@ class DataPosition:
         elif self._late and self._num_looks == 1:
             restore_generators(self.makers, self._late)
             self._late = {}
-        self._made = _MadeBatch(number, HostStates.now(), self._maker_states())
+        # The data set may go on to change what its state holds.
+        place = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+        self._made = _MadeBatch(number, HostStates.now(), self._maker_states(), place)
 
     def _maker_states(self) -> dict[str, Any]:
         # A collator may make its generator for the first batch, so look again before the second.

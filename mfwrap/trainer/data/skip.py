@@ -107,11 +107,12 @@ class DataSkip:
         with self.rows.of_training(), self.noted.of_training():
             yield
 
-    def of_epoch(self, keywords: Mapping[str, Any]) -> dict[str, Any] | None:
+    def of_epoch(self, keywords: Mapping[str, Any], *, is_placed: bool) -> dict[str, Any] | None:
         """Return keywords with which an epoch begins where `begin` says, without the rows left out.
 
         Args:
             keywords: Keywords of the Trainer's ``_run_epoch``.
+            is_placed: Whether the loader has restored its place in the data.
 
         Returns:
             The keywords to call it with; ``None`` for an epoch without any update.
@@ -126,9 +127,13 @@ class DataSkip:
             "resume_from_checkpoint": resumed_from,
         }
         is_resumed = resumed_from is not None and moved["epoch"] == moved["epochs_trained"]
-        if is_resumed and keywords["steps_trained_in_current_epoch"] > 0:
-            loader = skippable_loader(keywords["train_dataloader"], moved["epoch"])
-            moved["train_dataloader"] = loader
+        num_done = keywords["steps_trained_in_current_epoch"]
+        if is_resumed and num_done > 0:
+            moved["train_dataloader"] = skippable_loader(
+                keywords["train_dataloader"],
+                moved["epoch"],
+                num_before=num_done if is_placed else 0,
+            )
         return self.rows.of_epoch(moved)
 
     def batches(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:

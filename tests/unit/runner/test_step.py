@@ -157,3 +157,11 @@ def test_what_counts_updates_of_one_size(other):
     name = next(iter(other))
     with pytest.raises(RecipeError, match=f"rampup_batch_size: expected no value beside {name}"):
         parsed(rampup_batch_size=[4, 2, 20], **other)
+
+
+def test_streamed_rows_that_keep_their_place():
+    """`use_stateful_dataloader` must be true or false, and is false by default."""
+    assert not parsed().use_stateful_dataloader
+    assert parsed(use_stateful_dataloader=True).use_stateful_dataloader
+    with pytest.raises(RecipeError, match="use_stateful_dataloader"):
+        parsed(use_stateful_dataloader=1.5)

@@ -30,6 +30,7 @@ REASONS = {
     "create_accelerator_and_postprocess": "attach the step to the accelerator",
     "create_scheduler": "advance the schedule for applied updates only",
     "set_initial_training_values": "know the data loader, and count updates of a growing batch",
+    "get_train_dataloader": "let iterable data keep their place by their own state",
     "get_batch_samples": "read the micro-batches that an update has",
     "training_step": "count and filter losses, and weigh micro-batches that lack rows",
     "compute_loss": "report the losses that the output has beside `loss`",
@@ -61,6 +62,7 @@ OVERRIDDEN = {
     "create_accelerator_and_postprocess": ("self", ["__init__"]),
     "create_scheduler": ("self, num_training_steps, optimizer=None", ["_prepare_for_training"]),
     "set_initial_training_values": ("self, args, dataloader", ["_inner_training_loop"]),
+    "get_train_dataloader": ("self", ["_inner_training_loop"]),
     "get_batch_samples": ("self, epoch_iterator, num_batches, device", ["_run_epoch"]),
     "training_step": ("self, model, inputs, num_items_in_batch=None", ["_run_epoch"]),
     "prediction_step": (
