@@ -28,8 +28,8 @@ RECORD = re.compile(
 )
 """Names of the files that a run writes, and of what `whole_file` leaves of them if it is killed."""
 
-OTHER_NAMES = ("model", "model_ema", "recipe.yaml", "tensorboard")
-"""Names of the further files and folders of a recipe's run."""
+OTHER_NAMES = ("model", "model_ema", "recipe.yaml", "row_losses", "tensorboard")
+"""Names of the further files and folders of a run."""
 
 
 def known_names(folder: Path) -> set[str]:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ from mfwrap.trainer.model_card import extended_card
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.rollback import Rollback, Rollbacks
+from mfwrap.trainer.row_losses import LossBy, LossByRow
 from mfwrap.trainer.run_facts import TrainerFacts
 from mfwrap.trainer.stops import save_last_step, stop
 
@@ -86,6 +87,11 @@ _EVALUATION_EVENTS = frozenset({"on_prediction_step", "on_log", "on_evaluate"})
 """Events that do not end the time in which a requested evaluation is run."""
 
 _USUAL: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+_UNWATCHED: contextlib.AbstractContextManager[Callable[..., None]] = contextlib.nullcontext(
+    lambda *_: None
+)
+"""What follows the rows of a micro-batch if nothing needs them."""
 
 
 class MFTrainerMixin(_Base):
@@ -149,6 +155,15 @@ class MFTrainerMixin(_Base):
             number of ranks. The targets are the ``labels`` that are not -100, without the first one
             of each row if the model predicts the next token. By default the loss is the mean over
             the rows: the mean loss of each batch, weighted by its rows.
+        loss_by: Source of each row of the training data: the name of a column of it, a name for
+            each row, or a name for each part of a ``torch.utils.data.ConcatDataset``. The log then
+            has ``loss/<source>``, the mean loss of the source's targets since the last log, and
+            ``tokens/<source>``, their number, over all micro-batches and ranks. Models must return
+            ``logits`` (TRL's: ``log_probs``). See `mfwrap.trainer.row_losses.LossByRow` for what it
+            costs. ``None`` for no such log.
+        row_losses: Whether to write the loss of each row to the folder ``row_losses`` of the run,
+            with its place in the data; ``mfwrap rows`` shows the highest and the lowest. It needs
+            pyarrow. See `mfwrap.records.row_losses`.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -172,6 +187,8 @@ class MFTrainerMixin(_Base):
         rollback: Rollback | None = None,
         rampup_batch_size: RampUp | None = None,
         eval_per_token_loss: bool = False,
+        loss_by: LossBy | None = None,
+        row_losses: bool = False,
         **kwargs: Any,
     ) -> None:
         check_trainer_release()
@@ -190,6 +207,7 @@ class MFTrainerMixin(_Base):
         self._skip = DataSkip(
             self, self._parts, data_skip_steps, skip_rows, may_go_back=rollback is not None
         )
+        self.loss_by_row = LossByRow(self, self._skip.noted, loss_by, records_rows=row_losses)
         self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
         self.batch_growth = GrowingBatch(self, rampup_batch_size, self._batch, self._parts)
@@ -211,6 +229,7 @@ class MFTrainerMixin(_Base):
         # are still scaled. The attached accelerator clips the gradients of any meshes.
         leave_meshes_to_step(self)
         check_construction(self)
+        self.loss_by_row.check_trainer()
         self._connect_events()
 
     @property
@@ -350,6 +369,7 @@ class MFTrainerMixin(_Base):
             self._position.of_training(resume_from_checkpoint, self.args),
             replaced(self._evaluation, is_due=False),
             records_of_training(),
+            self.loss_by_row.of_training(),
             closed_after_error(self.callback_handler.callbacks),
             flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),
             self._termination,
@@ -369,6 +389,7 @@ class MFTrainerMixin(_Base):
         )
         # The loaded state has the batch size of the checkpoint; monitors need the present one.
         self.state.train_batch_size = batch_size_of(self)
+        self.loss_by_row.prepare()
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(
@@ -378,6 +399,7 @@ class MFTrainerMixin(_Base):
             num_update_steps_per_epoch,
             self._skip.rows.fact,
             self.batch_growth.settings(),
+            sources=self.loss_by_row.fact,
         )
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize
@@ -445,8 +467,10 @@ class MFTrainerMixin(_Base):
         share = self._losses.begin_micro_batch(inputs, num_items)
         stands_in = part is Part.STAND_IN
         weight = replaced(self.attached.attachment, is_weightless=True) if stands_in else _USUAL
-        with weight:
+        rows = self.loss_by_row
+        with weight, rows.watching(model, stands_in=stands_in) if rows.is_on else _UNWATCHED as end:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+            end(loss, num_items)
         loss = self._losses.add(loss, share)
         return torch.zeros_like(loss) if stands_in else loss
 
@@ -587,6 +611,7 @@ class MFTrainerMixin(_Base):
                 "global_batch": self._batch.state_dict(),
                 "data_skip": self._skip.state_dict(),
                 "samples": self.batch_growth.state_dict(),
+                "loss_by": self.loss_by_row.state_dict(),
             },
         )
         save_attributes(self, folder)
@@ -686,6 +711,7 @@ class MFTrainerMixin(_Base):
         self.batch_growth.tell_monitors()
         self.attached.attachment.step.rate_factor = 1.0
         self._losses.begin(self._position.saved)
+        self.loss_by_row.begin(self._position.saved)
         if self._position.resumed_from is not None:
             restore_attributes(self, self._position.resumed_from)
             restore_outer_weights(self, self._position.resumed_from)

@@ -93,6 +93,8 @@ def check_trainer_ranks(
     updates_per_epoch: int,
     skipped_rows: str,
     growth: Mapping[str, Any],
+    *,
+    sources: str,
 ) -> None:
     """Raise the same error on all ranks if they disagree, or if a checkpoint cannot be written.
 
@@ -105,6 +107,7 @@ def check_trainer_ranks(
         updates_per_epoch: Number of updates of an epoch.
         skipped_rows: Description of the rows that are left out.
         growth: How the batch grows, by the name of the setting; empty if it does not.
+        sources: Description of the sources of the data.
 
     Raises:
         RuntimeError: If the ranks disagree, or if a rank has a problem.
@@ -118,6 +121,7 @@ def check_trainer_ranks(
         "first update": str(trainer.state.global_step),
         "rows to leave out": skipped_rows,
         "growth of the batch": str(growth),
+        "sources of the data": sources,
     }
     if args.max_steps <= 0 or "epoch" in (args.eval_strategy, args.save_strategy):
         numbers["number of updates in an epoch"] = str(updates_per_epoch)

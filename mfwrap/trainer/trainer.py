@@ -27,6 +27,7 @@ from mfwrap.schedules.batch_growth import RampUp
 from mfwrap.step.ranks.local_norms import CommunicationHook
 from mfwrap.trainer.mixin import MFTrainerMixin
 from mfwrap.trainer.rollback import Rollback
+from mfwrap.trainer.row_losses import LossBy
 
 if TYPE_CHECKING:
     import datasets
@@ -36,9 +37,9 @@ class MFTrainer(MFTrainerMixin, Trainer):
     """`transformers.Trainer` with MindFormers' training step.
 
     `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
-    ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback``, ``rampup_batch_size``
-    and ``eval_per_token_loss``) and what differs from the Trainer; the other arguments are the
-    Trainer's.
+    ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback``, ``rampup_batch_size``,
+    ``eval_per_token_loss``, ``loss_by`` and ``row_losses``) and what differs from the Trainer; the
+    other arguments are the Trainer's.
 
     Example:
         >>> import torch
@@ -93,6 +94,8 @@ class MFTrainer(MFTrainerMixin, Trainer):
         rollback: Rollback | None = None,
         rampup_batch_size: RampUp | None = None,
         eval_per_token_loss: bool = False,
+        loss_by: LossBy | None = None,
+        row_losses: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -117,4 +120,6 @@ class MFTrainer(MFTrainerMixin, Trainer):
             rollback=rollback,
             rampup_batch_size=rampup_batch_size,
             eval_per_token_loss=eval_per_token_loss,
+            loss_by=loss_by,
+            row_losses=row_losses,
         )
