@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 FOLDER = "row_losses"
 """Name of the folder in a run folder."""
 
+BY_SOURCE = ("loss/", "tokens/")
+"""Prefixes of the names of numbers by source in the log of a training."""
+
 _NAME = re.compile(r"steps_(\d+)_(\d+)_rank_(\d+)\.parquet")
 
 _TYPES = {

@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from mfwrap.arguments import check_bool, described
 from mfwrap.collectives import add_over_ranks
-from mfwrap.records.row_losses import RowLossFiles, check_pyarrow
+from mfwrap.records.row_losses import BY_SOURCE, RowLossFiles, check_pyarrow
 from mfwrap.step.losses import named_losses
 from mfwrap.step.per_token import shifts_labels
 from mfwrap.step.row_losses import RowLosses, row_losses
@@ -156,6 +156,10 @@ class LossByRow:
                 f"{len(names)} rows, such as {self._names[0]!r:.60} and {self._names[1]!r:.60}"
             )
             raise ValueError(msg)
+
+    def source_of(self, index: int) -> str:
+        """Return the source of a row of the data set; call `prepare` before."""
+        return self._names[self._source_of[index]]
 
     @property
     def fact(self) -> str:
@@ -333,8 +337,9 @@ class LossByRow:
             _refuse_lost(num_lost)
         number = len(self._names)
         found = list(zip(self._names, totals[:number], totals[number:], strict=True))
-        losses = {f"loss/{name}": total / count for name, total, count in found if count}
-        return losses | {f"tokens/{name}": int(count) for name, _, count in found}
+        loss, tokens = BY_SOURCE
+        losses = {f"{loss}{name}": total / count for name, total, count in found if count}
+        return losses | {f"{tokens}{name}": int(count) for name, _, count in found}
 
     def _read_rows(self) -> None:
         """Copy the losses of the rows to the host; synchronizes with the device."""
