@@ -135,7 +135,7 @@ def _kept_by_loss(loss: Any, num_rows: int) -> _Targets | None:
     node = _node_of_loss(loss)
     if node is None or getattr(node, "_saved_weight", None) is not None:
         return None
-    values, targets = node._saved_self, node._saved_target  # noqa: SLF001  (torch documents them)
+    values, targets = node._saved_self, node._saved_target  # noqa: SLF001  (documented names)
     kind = node.name()
     if kind == "NllLossBackward0":
         counted = targets != _signed(node._saved_ignore_index)  # noqa: SLF001  (see above)

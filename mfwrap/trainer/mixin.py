@@ -22,7 +22,7 @@ from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.attributes import replaced
 from mfwrap.accelerate.setup import EMA
 from mfwrap.accelerate.state import load_step, save_step
-from mfwrap.arguments import check_bool, described, needed_arguments
+from mfwrap.arguments import described, needed_arguments
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
 from mfwrap.collectives import RankWatch, rank_watch
@@ -215,7 +215,6 @@ class MFTrainerMixin(_Base):
         given = [name for name, value in others.items() if value is not None]
         if self.batch_growth.is_on and given:
             refuse_growth(f"`{given[0]}`")
-        check_bool("eval_per_token_loss", eval_per_token_loss)
         self._evaluation = Evaluation(self, per_token=eval_per_token_loss)
         self._termination = RankTermination()
         self.run_facts = TrainerFacts(self, self._termination)
@@ -229,7 +228,6 @@ class MFTrainerMixin(_Base):
         # are still scaled. The attached accelerator clips the gradients of any meshes.
         leave_meshes_to_step(self)
         check_construction(self)
-        self.loss_by_row.check_trainer()
         self._connect_events()
 
     @property

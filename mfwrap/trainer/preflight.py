@@ -77,11 +77,13 @@ def check_construction(trainer: TrainerView) -> None:
 
     Raises:
         TypeError: If the trainer was given an optimizer that changes weights during backward.
-        ValueError: If ``args.optim`` names such an optimizer, or transformers has split the model
-            into pipeline stages.
+        ValueError: If ``args.optim`` names such an optimizer, transformers has split the model
+            into pipeline stages, or the trained loss is not the mean of the losses of rows, which
+            an argument needs.
     """
     refuse_generation_pipeline(trainer.model)
     check_optim(trainer.args)
+    trainer.loss_by_row.check_trainer()
     if trainer.optimizer is not None:
         refuse_update_in_backward(unwrapped_optimizer(trainer.optimizer))
 
