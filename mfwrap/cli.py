@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -327,7 +328,7 @@ def rows(run: Path, number: int, *, as_json: bool) -> None:
     if as_json:
         for name, listed in lists.items():
             for row in listed:
-                echo(json.dumps(to_plain({"list": name, **row._asdict()})))
+                echo(json.dumps(to_plain({"list": name, **asdict(row)})))
         return
     echo(f"{len(found):,} rows, trained on {found.num_records:,} times")
     for name, listed in lists.items():

@@ -1,8 +1,9 @@
 """List the rows of a run with the highest and lowest losses, and those whose loss never falls."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,8 @@ from numpy.typing import NDArray
 from mfwrap.records.row_losses import read_row_losses
 
 
-class ListedRow(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedRow:
     """A row of the training data with its losses."""
 
     index: int
@@ -128,7 +130,8 @@ def lists_of(rows: RowLists, number: int) -> dict[str, list[ListedRow]]:
 
 def table_lines(rows: list[ListedRow]) -> Iterator[str]:
     """Yield the lines of a table of rows, below a line with the names of the columns."""
-    names = [name for name in ListedRow._fields if name != "source" or _have_sources(rows)]
+    names = [each.name for each in fields(ListedRow)]
+    names = [name for name in names if name != "source" or _have_sources(rows)]
     cells = [[name.replace("_", " ") for name in names]]
     cells += [[_text(getattr(row, name)) for name in names] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -159,7 +159,7 @@ class LossByRow:
 
     def source_of(self, index: int) -> str:
         """Return the source of a row of the data set; call `prepare` before."""
-        return self._names[self._source_of[index]]
+        return self._names[int(self._source_of[index])]
 
     @property
     def fact(self) -> str:
@@ -425,8 +425,8 @@ def _names_of_rows(data: Any, loss_by: LossBy) -> Sequence[Any]:
     if isinstance(loss_by, str):
         return _column(data, loss_by)
     if isinstance(data, ConcatDataset) and len(loss_by) == len(data.datasets):
-        parts = zip(loss_by, data.datasets, strict=True)
-        return [name for name, part in parts for _ in range(len(part))]
+        sizes = np.diff(data.cumulative_sizes, prepend=0).tolist()
+        return [name for name, size in zip(loss_by, sizes, strict=True) for _ in range(size)]
     if len(loss_by) != len(data):
         msg = (
             "`loss_by` must have a name for each row of the training data, or for each part of a "

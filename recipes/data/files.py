@@ -93,13 +93,18 @@ class FilesSource(DataSource):
     def _rows(self, read: Callable[[str, Sequence[str]], Dataset]) -> Rows:
         """Read the files of each key by themselves, so that an error names the key and the file."""
         files = self.files()
-        train = self._grouped(read) if isinstance(self.path, dict) else read("path", files["path"])
+        if isinstance(self.path, dict):
+            train = self._grouped(self.path, read)
+        else:
+            train = read("path", files["path"])
         return Rows(train, read("eval_path", files["eval_path"]) if self.eval_path else None)
 
-    def _grouped(self, read: Callable[[str, Sequence[str]], Dataset]) -> Dataset:
+    def _grouped(
+        self, groups: Mapping[str, Files], read: Callable[[str, Sequence[str]], Dataset]
+    ) -> Dataset:
         """Read the training files of each source, and add the name of the source as a column."""
         parts: list[Dataset] = []
-        for group, files in dict(self.path).items():
+        for group, files in groups.items():
             matches = _matching(files)
             part = read("path", matches)
             if SOURCE in part.column_names:

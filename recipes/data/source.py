@@ -262,14 +262,14 @@ class DataSource(RecipeSection, abc.ABC):
             if isinstance(names, list) and {needs.uses.get(name) for name in names} == {"number"}:
                 # Before they are joined, the error for a wrong number names its own column.
                 _check(self, needs.check_numbers, rows.select_columns(names), held_out=held_out)
-        names = None
+        sources = None
         if self.source_column is not None and not held_out:
             _check_source(self.source_column, rows.column_names)
-            names = list(map(str, rows[self.source_column]))
+            sources = list(map(str, rows[self.source_column]))
         rows = _renamed(rows, self.columns)
-        if names is not None:
+        if sources is not None:
             rows = rows.remove_columns(SOURCE) if SOURCE in rows.column_names else rows
-            rows = rows.add_column(SOURCE, names)
+            rows = rows.add_column(SOURCE, sources)
         _check(self, needs.check, rows, held_out=held_out)
         return rows
 
