@@ -15,6 +15,7 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.records.json_lines import JsonLines, last_value
+from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
 
@@ -25,7 +26,9 @@ class MetricsRecorder(MonitorCallback):
 
     If an `EMACallback` evaluates averaged weights, their metrics get the prefix ``ema_``.
 
-    If the network reports losses beside their sum, the record has them by name in ``losses``.
+    If the network reports losses beside their sum, the record has them by name in ``losses``. If
+    the Trainer logs the loss by source, a record for each log has ``loss/<source>`` and
+    ``tokens/<source>``, of all steps since the log before and of all ranks.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
@@ -79,11 +82,23 @@ class MetricsRecorder(MonitorCallback):
         if self._lines is not None and step_report is not None:
             self._reports.append((state.global_step, step_report))
 
-    def on_log(self, *_: Any, **__: Any) -> None:
-        """Write the steps since the last call; before a save, so that the checkpoint has them."""
+    def on_log(
+        self,
+        args: TrainingArguments | None,  # noqa: ARG002  (the Trainer passes it by position)
+        state: TrainerState,
+        *_: Any,
+        logs: Mapping[str, Any] | None = None,
+        **__: Any,
+    ) -> None:
+        """Write the steps since the last call, and the loss by source if the log has it."""
         self.write_steps()
+        of_sources = {n: v for n, v in (logs or {}).items() if n.startswith(BY_SOURCE)}
+        if of_sources:
+            self.write({"step": state.global_step, **of_sources})
 
-    on_pre_save = on_log
+    def on_pre_save(self, *_: Any, **__: Any) -> None:
+        """Write the steps since the last call, so that the checkpoint has them."""
+        self.write_steps()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write the last steps."""

@@ -4,10 +4,12 @@ The help text of `cli` lists the exit codes.
 """
 
 import gc
+import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -291,6 +293,49 @@ def report(runs: Sequence[Path], output: Path | None, watch: int | None) -> None
         return
     echo(f"writing {page} every {watch} s until the end of the run; Ctrl-C ends this earlier")
     _draw(page, lambda: watch_runs(runs, page, watch))
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--number",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Largest number of rows in a list.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per row.")
+def rows(run: Path, number: int, *, as_json: bool) -> None:
+    """List the training rows of RUN with the highest and the lowest losses.
+
+    A third list has the rows of several epochs whose loss was never below that of their first
+    epoch. The run must have recorded the losses of its rows: `row_losses: true` in the section
+    data. Index, epoch and position tell where a row is in the data; `--skip-rows` leaves rows out
+    by epoch and position.
+
+    \b
+    Examples:
+      mfwrap rows runs/causal_lm
+      mfwrap rows runs/causal_lm --number 100 --json
+    """  # noqa: D301  (click keeps the lines of a paragraph that begins with \b)
+    from mfwrap.records.json_lines import to_plain  # noqa: PLC0415  (loads torch)
+    from mfwrap.report.rows import RowLists, lists_of, table_lines  # noqa: PLC0415  (loads torch)
+
+    try:
+        found = RowLists(run)
+    except (ImportError, OSError, ValueError) as error:
+        raise RecipeError(str(error)) from error
+    lists = lists_of(found, number)
+    if as_json:
+        for name, listed in lists.items():
+            for row in listed:
+                echo(json.dumps(to_plain({"list": name, **asdict(row)})))
+        return
+    echo(f"{len(found):,} rows, trained on {found.num_records:,} times")
+    for name, listed in lists.items():
+        echo(f"\n{name}: {len(listed)}")
+        for line in table_lines(listed) if listed else ():
+            echo(line)
 
 
 @cli.command()

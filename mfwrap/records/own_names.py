@@ -31,7 +31,7 @@ RECORD = re.compile(
 AVERAGE_SNAPSHOTS = "average_snapshots"
 """Folder of the averages that a training has stored at intervals."""
 
-OTHER_NAMES = (AVERAGE_SNAPSHOTS, "model", "model_ema", "recipe.yaml", "tensorboard")
+OTHER_NAMES = (AVERAGE_SNAPSHOTS, "model", "model_ema", "recipe.yaml", "row_losses", "tensorboard")
 """Names of the further files and folders of a run."""
 
 

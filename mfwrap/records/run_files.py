@@ -81,19 +81,7 @@ class RunFiles:
             OSError: If files cannot be written to the folder.
         """
         path = path.absolute()
-        owned = _OWNED.get()
-        if owned is not None:
-            owned.own(path.parent)
-        check_writable(path.parent)
-        if path not in self._committed:
-            try:
-                check_own([path])
-            except FileExistsError:
-                if path.parent in self._begun:  # for a file that was opened before
-                    drop_unused_list(path.parent)
-                raise
-        if begin_folder(path.parent):
-            self._begun.add(path.parent)
+        self._claim(path)
         committed = self._committed.pop(path, None)
         if self._cut_at.get(path) != global_step:
             if committed is not None:
@@ -107,6 +95,43 @@ class RunFiles:
         self._open.add(lines)
         self.folders[path.parent] = None
         return lines
+
+    def begin_parts(self, folder: Path, global_step: int) -> bool:
+        """Begin a folder of records in a run folder, whose owner removes records by their steps.
+
+        Args:
+            folder: The folder, which may be missing.
+            global_step: Steps finished before this training; 0 for a training from the start.
+
+        Returns:
+            Whether what is in the folder belongs to an earlier run.
+
+        Raises:
+            BlockingIOError: If another program owns the run folder.
+            FileExistsError: If there is a folder of this name that no run of mfwrap has written.
+            OSError: If files cannot be written to the run folder.
+        """
+        folder = folder.absolute()
+        self._claim(folder)
+        list_own(folder)
+        self.folders[folder.parent] = None
+        return self._is_fork or not global_step
+
+    def _claim(self, path: Path) -> None:
+        """Own the folder of a record, and refuse a record that no run of mfwrap has written."""
+        owned = _OWNED.get()
+        if owned is not None:
+            owned.own(path.parent)
+        check_writable(path.parent)
+        if path not in self._committed:
+            try:
+                check_own([path])
+            except FileExistsError:
+                if path.parent in self._begun:  # for a file that was opened before
+                    drop_unused_list(path.parent)
+                raise
+        if begin_folder(path.parent):
+            self._begun.add(path.parent)
 
     def save(self, checkpoint: Path, run_folder: Path | None = None) -> None:
         """Sync the open files to disk, and write their lengths into a checkpoint.
@@ -204,6 +229,7 @@ class RunFiles:
 _RUN_FILES = RunFiles()
 
 open_records = _RUN_FILES.open
+begin_parts = _RUN_FILES.begin_parts
 
 
 def record_folders() -> list[Path]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import binned
 from mfwrap.report.drawing import Panel, label, line
@@ -23,7 +24,7 @@ _MEMBER = re.compile(r"(?P<family>[^/]+)/(?P<member>.+)")
 _FEWEST_ROWS = 4
 """A family with fewer members is shown as single curves."""
 
-_NO_MAPS = {"learning_rate"}
+_NO_MAPS = {"learning_rate", *(prefix.rstrip("/") for prefix in BY_SOURCE)}
 
 _FAMILIES = {
     "update_ratio": ("Update ratios", "Norm of the update of a weight, divided by its norm."),

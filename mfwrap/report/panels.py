@@ -8,12 +8,16 @@ from typing import Any
 
 from mfwrap.memory import GIB
 from mfwrap.records.evaluations import AVERAGED
+from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_record import Curve, RunRecord
-from mfwrap.report.curves import overflow_steps
+from mfwrap.report.curves import COLORS, overflow_steps
 from mfwrap.report.drawing import Panel, label, line, lines, rounded
 from mfwrap.report.norm_maps import by_rank, families_of, maps_by_layer, norms_by_step
 
 _LOSSES = ("loss", "eval_loss", f"{AVERAGED}eval_loss")
+
+_OF_SOURCE = BY_SOURCE[0]
+"""Prefix of the curves of the loss by source."""
 
 _THROUGHPUT = ("throughput", "_per_second", "flops", "mfu", "_runtime", "_preparation_time")
 """Words in curve names: a curve with one of them belongs to the panel of throughput."""
@@ -63,6 +67,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
     of_layers = {name for run in runs for family in families_of(run).values() for name in family}
     panels = [
         _loss(runs),
+        _sources(runs),
         _evaluations(runs),
         _one_curve(
             runs,
@@ -93,6 +98,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
             lambda name: (
                 not (
                     name in _OWN_PANEL
+                    or name.startswith(_OF_SOURCE)
                     or name in of_layers
                     or _is_throughput(name)
                     or _is_evaluation(name)
@@ -133,6 +139,20 @@ def _loss(runs: Sequence[RunRecord]) -> Panel:
         "infinite."
     )
     return Panel("loss", "Loss", note, _curves(traces, log=_spreads(runs), may_log=True))
+
+
+def _sources(runs: Sequence[RunRecord]) -> Panel:
+    """Return a panel of the loss by source: all sources of one run, or a menu for several."""
+    title = "Loss by source"
+    found = [name for name in runs[0].curves if name.startswith(_OF_SOURCE)]
+    if len(runs) > 1 or len(found) > len(COLORS):
+        return _choice(runs, "sources", title, lambda name: name.startswith(_OF_SOURCE))
+    traces = [
+        line(0, name.removeprefix(_OF_SOURCE), runs[0].curves[name], smooth=True, color=place)
+        for place, name in enumerate(found)
+    ]
+    note = "Mean loss of the targets of each source of the data, over all ranks."
+    return Panel("sources", title, note, _curves(traces, may_log=True))
 
 
 def _spreads(runs: Sequence[RunRecord]) -> bool:

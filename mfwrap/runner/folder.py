@@ -27,6 +27,7 @@ from mfwrap.records.own_names import (
     known_names,
     own_names,
 )
+from mfwrap.records.row_losses import FOLDER as ROW_LOSSES
 from mfwrap.runner.document import RecipeDocument
 
 RESULT = "result.json"
@@ -169,6 +170,8 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
     files = [path for name in own if RECORD.fullmatch(name) and (path := folder / name).is_file()]
     if _EVENTS in own:
         files += (folder / _EVENTS).glob("events.out.tfevents.*")
+    if ROW_LOSSES in own:
+        files += (folder / ROW_LOSSES).glob("*.parquet")
     for path in files:
         path.unlink(missing_ok=True)
     removed += [path.relative_to(folder).as_posix() for path in files]

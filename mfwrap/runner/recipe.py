@@ -399,6 +399,10 @@ def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
     data = (
         objects.parse(("data",), SOURCES[kind], section) if own is None else _own_data(objects, own)
     )
+    for key, is_set in {"loss_by": data.source_column, "row_losses": data.row_losses}.items():
+        if is_set and task.needs_reference:
+            says = f"must be left out, because the pairs of the task {sections.task} have no loss"
+            raise objects.document.error(("data", key), f"{says} of their own")
     if data.known_columns is not None:
         known = data.known_columns | data.columns.keys()
         check_columns(objects.document, task.needs_of(data), known)
@@ -421,7 +425,9 @@ def _own_data(objects: RecipeObjects, own: OwnType) -> DataSource:
 
 
 def _are_names(value: object) -> bool:
-    """Return whether a value is a string, or a list of strings that is not empty."""
+    """Return whether a value is a string, a list of strings that is not empty, or several."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(_are_names, value.values()))
     if isinstance(value, list):
         return bool(value) and all(isinstance(one, str) for one in value)
     return isinstance(value, str)

@@ -21,7 +21,7 @@ from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.checkpoints.whole import whole_file, whole_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
-from mfwrap.recipes.data.source import ColumnUse, DataError, Needs, Rows
+from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataError, Needs, Rows
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.recipes.tasks.inputs import build_for_inputs
@@ -285,6 +285,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         rampup_batch_size=recipe.rampup_batch_size,
         eval_per_token_loss=recipe.eval_per_token_loss,
         use_stateful_dataloader=recipe.use_stateful_dataloader,
+        row_losses=recipe.data.row_losses,
         **keywords,
     )
     trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder))
@@ -311,8 +312,32 @@ def task_keywords(recipe: Recipe, model: ModelSettings) -> dict[str, Any]:
             if recipe.task.arguments() is not TrainingArguments:
                 msg = "`type` must give a table, because TRL prepares the rows of this task itself"
                 raise DataError(msg)
-            return build_for_inputs(model, recipe.task.auto_class, rows)
-        return recipe.task.build(model, recipe.data, rows)
+            keywords = build_for_inputs(model, recipe.task.auto_class, rows)
+            return keywords | {"loss_by": recipe.data.loss_by}
+        return _with_sources(recipe, recipe.task.build(model, recipe.data, rows))
+
+
+def _with_sources(recipe: Recipe, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the Trainer's keywords with the source of each training row, if the data have it.
+
+    A collator must not get the column. TRL's collators take the columns that they know, and TRL may
+    leave out rows when it prepares them, so there the Trainer reads the column later.
+    """
+    if recipe.data.source_column is None:
+        return keywords
+    columns = keywords["train_dataset"].column_names
+    if SOURCE not in columns:
+        msg = f"`loss_by` needs a task that keeps the column {SOURCE!r}, got rows with {columns}"
+        raise DataError(msg)
+    if recipe.task.arguments() is not TrainingArguments:
+        return keywords | {"loss_by": SOURCE}
+    names = list(keywords["train_dataset"][SOURCE])
+    without = {
+        key: rows.remove_columns(SOURCE)
+        for key in ("train_dataset", "eval_dataset")
+        if (rows := keywords[key]) is not None and SOURCE in rows.column_names
+    }
+    return keywords | without | {"loss_by": names}
 
 
 def _keywords(recipe: Recipe) -> dict[str, Any]:

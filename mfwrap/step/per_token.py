@@ -44,7 +44,7 @@ class PerTokenLoss:
             )
             raise ValueError(msg)
         self._divides_by_it: bool | None = None
-        self._shifts_labels = _shifts_labels(model)
+        self._shifts_labels = shifts_labels(model)
         self._parameter_names = list(inspect.signature(model.forward).parameters)
 
     def __call__(self, call: NetworkCall) -> LossParts:
@@ -116,8 +116,13 @@ def _accepts_num_items_in_batch(model: nn.Module) -> bool:
     return takes_keywords and "loss_function" in dir(type(model))
 
 
-def _shifts_labels(model: nn.Module) -> bool:
-    """Return whether the model predicts the next token: the first label is then not a target."""
+def shifts_labels(network: nn.Module) -> bool:
+    """Return whether a network predicts the next token: the first label is then not a target.
+
+    Args:
+        network: Network without wrappers, except that of PEFT.
+    """
+    model = _without_adapters(network)
     config = getattr(model, "config", None)
     loss_function = getattr(model, "loss_function", None)
     causal = getattr(loss_function, "__name__", None) == "ForCausalLMLoss"

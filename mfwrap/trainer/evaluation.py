@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
 
 from mfwrap.accelerate.attributes import replaced
+from mfwrap.arguments import check_bool
 from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
 from mfwrap.trainer.view import TrainerView
 
@@ -41,7 +42,7 @@ class Evaluation:
 
     def __init__(self, trainer: TrainerView, *, per_token: bool) -> None:
         self._trainer = trainer
-        self._per_token = per_token
+        self._per_token = check_bool("eval_per_token_loss", per_token)
         self._sums: Tensor | None = None
         self.is_of_training = False
         """Whether the training itself has requested the evaluation that is running."""

@@ -181,10 +181,11 @@ def monitors(callbacks: Iterable[object]) -> list[MonitorCallback]:
 
 
 def finish_pending(trainer: TrainerView) -> None:
-    """Call `MonitorCallback.on_pre_save` of a trainer's callbacks, on every rank."""
+    """Write what is pending before a save: that of the callbacks, and rows; on every rank."""
     known = {"model": trainer.model, "optimizer": trainer.optimizer}
     for callback in monitors(trainer.callback_handler.callbacks):
         callback.on_pre_save(trainer.args, trainer.state, trainer.control, **known)
+    trainer.loss_by_row.write()
 
 
 @contextlib.contextmanager

@@ -151,6 +151,7 @@ class Losses:
             self._sums.until_last_log += missing * num_steps
             for callback in monitors(trainer.callback_handler.callbacks):
                 logs |= callback.values_to_log()
+            logs |= trainer.loss_by_row.values_to_log()
             if trainer.batch_growth.is_on:
                 logs |= trainer.batch_growth.values_to_log()
             return logs

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.attributes import replaced
 from mfwrap.accelerate.setup import EMA
 from mfwrap.accelerate.state import load_step, save_step
-from mfwrap.arguments import check_bool, described, needed_arguments
+from mfwrap.arguments import described, needed_arguments
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
 from mfwrap.collectives import RankWatch, rank_watch
@@ -74,6 +74,7 @@ from mfwrap.trainer.model_card import extended_card
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
 from mfwrap.trainer.rollback import Rollback, Rollbacks
+from mfwrap.trainer.row_losses import LossBy, LossByRow
 from mfwrap.trainer.run_facts import TrainerFacts
 from mfwrap.trainer.stops import save_last_step, stop
 
@@ -88,6 +89,11 @@ _EVALUATION_EVENTS = frozenset({"on_prediction_step", "on_log", "on_evaluate"})
 """Events that do not end the time in which a requested evaluation is run."""
 
 _USUAL: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+_UNWATCHED: contextlib.AbstractContextManager[Callable[..., None]] = contextlib.nullcontext(
+    lambda *_: None
+)
+"""What follows the rows of a micro-batch if nothing needs them."""
 
 
 class MFTrainerMixin(_Base):
@@ -154,6 +160,15 @@ class MFTrainerMixin(_Base):
         use_stateful_dataloader: Whether a resume restores the place in iterable data by their own
             state, through torchdata's ``StatefulDataLoader``. By default it reads the rows before
             its place again and throws them away.
+        loss_by: Source of each row of the training data: the name of a column of it, a name for
+            each row, or a name for each part of a ``torch.utils.data.ConcatDataset``. The log then
+            has ``loss/<source>``, the mean loss of the source's targets since the last log, and
+            ``tokens/<source>``, their number, over all micro-batches and ranks. Models must return
+            ``logits`` (TRL's: ``log_probs``). See `mfwrap.trainer.row_losses.LossByRow` for what it
+            costs. ``None`` for no such log.
+        row_losses: Whether to write the loss of each row to the folder ``row_losses`` of the run,
+            with its place in the data; ``mfwrap rows`` shows the highest and the lowest. It needs
+            pyarrow. See `mfwrap.records.row_losses`.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -178,6 +193,8 @@ class MFTrainerMixin(_Base):
         rampup_batch_size: RampUp | None = None,
         eval_per_token_loss: bool = False,
         use_stateful_dataloader: bool = False,
+        loss_by: LossBy | None = None,
+        row_losses: bool = False,
         **kwargs: Any,
     ) -> None:
         check_trainer_release()
@@ -196,6 +213,7 @@ class MFTrainerMixin(_Base):
         self._skip = DataSkip(
             self, self._parts, data_skip_steps, skip_rows, may_go_back=rollback is not None
         )
+        self.loss_by_row = LossByRow(self, self._skip.noted, loss_by, records_rows=row_losses)
         self.rollbacks = Rollbacks(self, rollback, self._skip)
         self._batch = TrainerBatch(self, self._step_config)
         self.batch_growth = GrowingBatch(self, rampup_batch_size, self._batch, self._parts)
@@ -204,7 +222,6 @@ class MFTrainerMixin(_Base):
         given = [name for name, value in others.items() if value is not None]
         if self.batch_growth.is_on and given:
             refuse_growth(f"`{given[0]}`")
-        check_bool("eval_per_token_loss", eval_per_token_loss)
         self._evaluation = Evaluation(self, per_token=eval_per_token_loss)
         self._termination = RankTermination()
         self.run_facts = TrainerFacts(self, self._termination)
@@ -363,6 +380,7 @@ class MFTrainerMixin(_Base):
             self._position.of_training(resume_from_checkpoint, self.args),
             replaced(self._evaluation, is_due=False),
             records_of_training(),
+            self.loss_by_row.of_training(),
             closed_after_error(self.callback_handler.callbacks),
             flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),
             self._termination,
@@ -382,6 +400,7 @@ class MFTrainerMixin(_Base):
         )
         # The loaded state has the batch size of the checkpoint; monitors need the present one.
         self.state.train_batch_size = batch_size_of(self)
+        self.loss_by_row.prepare()
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(
@@ -391,6 +410,7 @@ class MFTrainerMixin(_Base):
             num_update_steps_per_epoch,
             self._skip.rows.fact,
             self.batch_growth.settings(),
+            sources=self.loss_by_row.fact,
         )
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize
@@ -469,8 +489,10 @@ class MFTrainerMixin(_Base):
         share = self._losses.begin_micro_batch(inputs, num_items)
         stands_in = part is Part.STAND_IN
         weight = replaced(self.attached.attachment, is_weightless=True) if stands_in else _USUAL
-        with weight:
+        rows = self.loss_by_row
+        with weight, rows.watching(model, stands_in=stands_in) if rows.is_on else _UNWATCHED as end:
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+            end(loss, num_items)
         loss = self._losses.add(loss, share)
         return torch.zeros_like(loss) if stands_in else loss
 
@@ -611,6 +633,7 @@ class MFTrainerMixin(_Base):
                 "global_batch": self._batch.state_dict(),
                 "data_skip": self._skip.state_dict(),
                 "samples": self.batch_growth.state_dict(),
+                "loss_by": self.loss_by_row.state_dict(),
             },
         )
         save_attributes(self, folder)
@@ -710,6 +733,7 @@ class MFTrainerMixin(_Base):
         self.batch_growth.tell_monitors()
         self.attached.attachment.step.rate_factor = 1.0
         self._losses.begin(self._position.saved)
+        self.loss_by_row.begin(self._position.saved)
         if self._position.resumed_from is not None:
             restore_attributes(self, self._position.resumed_from)
             restore_outer_weights(self, self._position.resumed_from)

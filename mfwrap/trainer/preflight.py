@@ -77,11 +77,13 @@ def check_construction(trainer: TrainerView) -> None:
 
     Raises:
         TypeError: If the trainer was given an optimizer that changes weights during backward.
-        ValueError: If ``args.optim`` names such an optimizer, or transformers has split the model
-            into pipeline stages.
+        ValueError: If ``args.optim`` names such an optimizer, transformers has split the model
+            into pipeline stages, or the trained loss is not the mean of the losses of rows, which
+            an argument needs.
     """
     refuse_generation_pipeline(trainer.model)
     check_optim(trainer.args)
+    trainer.loss_by_row.check_trainer()
     if trainer.optimizer is not None:
         refuse_update_in_backward(unwrapped_optimizer(trainer.optimizer))
 
@@ -93,6 +95,8 @@ def check_trainer_ranks(
     updates_per_epoch: int,
     skipped_rows: str,
     growth: Mapping[str, Any],
+    *,
+    sources: str,
 ) -> None:
     """Raise the same error on all ranks if they disagree, or if a checkpoint cannot be written.
 
@@ -105,6 +109,7 @@ def check_trainer_ranks(
         updates_per_epoch: Number of updates of an epoch.
         skipped_rows: Description of the rows that are left out.
         growth: How the batch grows, by the name of the setting; empty if it does not.
+        sources: Description of the sources of the data.
 
     Raises:
         RuntimeError: If the ranks disagree, or if a rank has a problem.
@@ -118,6 +123,7 @@ def check_trainer_ranks(
         "first update": str(trainer.state.global_step),
         "rows to leave out": skipped_rows,
         "growth of the batch": str(growth),
+        "sources of the data": sources,
     }
     if args.max_steps <= 0 or "epoch" in (args.eval_strategy, args.save_strategy):
         numbers["number of updates in an epoch"] = str(updates_per_epoch)

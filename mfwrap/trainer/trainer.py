@@ -27,6 +27,7 @@ from mfwrap.schedules.batch_growth import RampUp
 from mfwrap.step.ranks.local_norms import CommunicationHook
 from mfwrap.trainer.mixin import MFTrainerMixin
 from mfwrap.trainer.rollback import Rollback
+from mfwrap.trainer.row_losses import LossBy
 
 if TYPE_CHECKING:
     import datasets
@@ -37,8 +38,8 @@ class MFTrainer(MFTrainerMixin, Trainer):
 
     `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
     ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback``,
-    ``rampup_batch_size``, ``eval_per_token_loss`` and ``use_stateful_dataloader``) and what differs
-    from the Trainer; the other arguments are the Trainer's.
+    ``rampup_batch_size``, ``eval_per_token_loss``, ``use_stateful_dataloader``, ``loss_by`` and
+    ``row_losses``) and what differs from the Trainer; the other arguments are the Trainer's.
 
     Example:
         >>> import torch
@@ -94,6 +95,8 @@ class MFTrainer(MFTrainerMixin, Trainer):
         rampup_batch_size: RampUp | None = None,
         eval_per_token_loss: bool = False,
         use_stateful_dataloader: bool = False,
+        loss_by: LossBy | None = None,
+        row_losses: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -119,4 +122,6 @@ class MFTrainer(MFTrainerMixin, Trainer):
             rampup_batch_size=rampup_batch_size,
             eval_per_token_loss=eval_per_token_loss,
             use_stateful_dataloader=use_stateful_dataloader,
+            loss_by=loss_by,
+            row_losses=row_losses,
         )

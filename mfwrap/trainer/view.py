@@ -40,6 +40,8 @@ class TrainerView(Protocol):
     """`TrainerFacts` of the trainer."""
     batch_growth: Any
     """`GrowingBatch` of the trainer."""
+    loss_by_row: Any
+    """`LossByRow` of the trainer."""
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:

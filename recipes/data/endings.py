@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mfwrap.recipes.data.files import Files, listed
+from mfwrap.recipes.data.files import Groups, listed
 from mfwrap.recipes.data.images import has_images
 from mfwrap.recipes.data.library import SAVED
 from mfwrap.recipes.data.lines import OPENERS
@@ -21,7 +21,7 @@ _TYPES = {
 """Type of a source, by the ending of its files."""
 
 
-def type_of(path: Files) -> str:
+def type_of(path: Groups) -> str:
     """Return the type of the source that reads a path.
 
     A file's ending decides, before which ``.gz``, ``.bz2`` or ``.xz`` is left out. A folder with

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import datasets
-from datasets import Dataset, Features, Value, load_dataset
+from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 from mfwrap.recipes.data.fields import ColumnTypes
@@ -21,9 +21,12 @@ from mfwrap.recipes.data.lines import (
     read_lines,
     table_rows,
 )
-from mfwrap.recipes.data.source import ColumnUse, DataSource, Rows
+from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataSource, Rows
 
 Files = str | list[str]
+
+Groups = Files | dict[str, Files]
+"""Files, or files by the name of the source that they are."""
 
 _TEXT = Features({"text": Value("string")})
 
@@ -32,9 +35,10 @@ _TEXT = Features({"text": Value("string")})
 class FilesSource(DataSource):
     """Base of the sources that read local files."""
 
-    path: Files
+    path: Groups
     """File or files with training rows. A pattern such as ``data/*.csv`` means all files that
-    match it, in the order of their names."""
+    match it, in the order of their names. A mapping such as ``{web: web.csv, books: [a.csv,
+    b.csv]}`` names the sources of the rows, which follow one another; see `loss_by`."""
 
     eval_path: Files | None = None
     """File or files with held-out rows. Without them, `eval_fraction` of the rows is held out."""
@@ -54,11 +58,11 @@ class FilesSource(DataSource):
     def files(self) -> dict[str, Sequence[str]]:
         """Return the files of each key: ``path`` and, if it is set, ``eval_path``."""
         given = {"path": self.path, "eval_path": self.eval_path}
-        return {
-            name: [one for file in listed(files) for one in _matches(file)]
-            for name, files in given.items()
-            if files is not None
-        }
+        return {name: _matching(files) for name, files in given.items() if files is not None}
+
+    @property
+    def source_column(self) -> str | None:
+        return SOURCE if self.loss_by is None and isinstance(self.path, dict) else self.loss_by
 
     def origin(self, *, held_out: bool) -> str | None:
         files = self.files()["eval_path" if held_out and self.eval_path is not None else "path"]
@@ -88,8 +92,32 @@ class FilesSource(DataSource):
 
     def _rows(self, read: Callable[[str, Sequence[str]], Dataset]) -> Rows:
         """Read the files of each key by themselves, so that an error names the key and the file."""
-        train, *held_out = [read(name, files) for name, files in self.files().items()]
-        return Rows(train, held_out[0] if held_out else None)
+        files = self.files()
+        if isinstance(self.path, dict):
+            train = self._grouped(self.path, read)
+        else:
+            train = read("path", files["path"])
+        return Rows(train, read("eval_path", files["eval_path"]) if self.eval_path else None)
+
+    def _grouped(
+        self, groups: Mapping[str, Files], read: Callable[[str, Sequence[str]], Dataset]
+    ) -> Dataset:
+        """Read the training files of each source, and add the name of the source as a column."""
+        parts: list[Dataset] = []
+        for group, files in groups.items():
+            matches = _matching(files)
+            part = read("path", matches)
+            if SOURCE in part.column_names:
+                says = f"without a column {SOURCE!r}, whose place the names of the files take"
+                msg = f"`path` must be a mapping of files {says}, got one in {matches[0]}"
+                raise ValueError(msg)
+            first = parts[0].remove_columns(SOURCE).features if parts else part.features
+            difference = _difference(self.files()["path"][0], first, matches[0], part.features)
+            if difference is not None:
+                msg = f"`path` must hold rows with the same columns, but {difference}"
+                raise ValueError(msg)
+            parts.append(part.add_column(SOURCE, [group] * len(part)))
+        return concatenate_datasets(parts)
 
 
 @final
@@ -307,9 +335,16 @@ def reading_locally() -> Iterator[None]:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
 
 
-def listed(files: Files) -> Sequence[str]:
-    """Return one file, or a list of files, as a list."""
+def listed(files: Groups) -> Sequence[str]:
+    """Return one file, a list of files, or the files of all sources, as a list."""
+    if isinstance(files, dict):
+        return [one for group in files.values() for one in listed(group)]
     return [files] if isinstance(files, str) else files
+
+
+def _matching(files: Groups) -> Sequence[str]:
+    """Return the files that names and patterns mean."""
+    return [one for file in listed(files) for one in _matches(file)]
 
 
 def _matches(file: str) -> Sequence[str]:

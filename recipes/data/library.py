@@ -68,6 +68,11 @@ class DatasetsSource(DataSource):
             if not self.streaming:
                 msg = f"`shuffle_buffer` needs `streaming: true`, got {self.shuffle_buffer}"
                 raise ValueError(msg)
+        for key in ("loss_by", "row_losses"):
+            if self.streaming and getattr(self, key):
+                got = getattr(self, key)
+                msg = f"`{key}` needs rows with an index, which streamed rows have not, got {got!r}"
+                raise ValueError(msg)
         if self._is_saved:
             _check_saved(self)
 

@@ -10,6 +10,9 @@ from datasets import Dataset, IterableDataset
 
 from mfwrap.arguments import check_int
 
+SOURCE = "source"
+"""Column of prepared training rows that names where each of them comes from."""
+
 
 class RecipeSection:
     """Base of the frozen dataclasses that the sections of a recipe are parsed into.
@@ -132,6 +135,13 @@ class DataSource(RecipeSection, abc.ABC):
     ``mindformers`` is what MindFormers from 1.7 on computes: the token after the next one, and
     token 0 at the end of each text."""
 
+    loss_by: str | None = None
+    """Column of the training rows that names the source of each row; the log then has the loss by
+    source, see `MFTrainer`. If `path` is a mapping of names to files, these names by default."""
+
+    row_losses: bool = False
+    """Write the loss of each training row to the run folder; see `MFTrainer`."""
+
     def __post_init__(self) -> None:
         """Check that values are in range and columns are known."""
         if not 0 <= self.eval_fraction < 1:
@@ -158,6 +168,13 @@ class DataSource(RecipeSection, abc.ABC):
             raise ValueError(msg)
         if self.known_columns is not None:
             _check_columns(self.columns, self.known_columns)
+            if self.loss_by is not None:
+                _check_source(self.loss_by, self.known_columns)
+
+    @property
+    def source_column(self) -> str | None:
+        """Column that names the source of each training row; ``None`` without one."""
+        return self.loss_by
 
     @property
     def why_unread(self) -> str | None:
@@ -245,7 +262,14 @@ class DataSource(RecipeSection, abc.ABC):
             if isinstance(names, list) and {needs.uses.get(name) for name in names} == {"number"}:
                 # Before they are joined, the error for a wrong number names its own column.
                 _check(self, needs.check_numbers, rows.select_columns(names), held_out=held_out)
+        sources = None
+        if self.source_column is not None and not held_out:
+            _check_source(self.source_column, rows.column_names)
+            sources = list(map(str, rows[self.source_column]))
         rows = _renamed(rows, self.columns)
+        if sources is not None:
+            rows = rows.remove_columns(SOURCE) if SOURCE in rows.column_names else rows
+            rows = rows.add_column(SOURCE, sources)
         _check(self, needs.check, rows, held_out=held_out)
         return rows
 
@@ -270,6 +294,17 @@ def _check_columns(columns: Columns, known: Collection[str], origin: str | None 
                 got = f"{column!r}{'' if origin is None else f', which is missing in {origin}'}"
                 msg = f"`columns` must have values among {sorted(known)}, got {got}"
                 raise ValueError(msg)
+
+
+def _check_source(column: str, known: Collection[str]) -> None:
+    if column not in known:
+        msg = f"`loss_by` must be a column of the training rows, {sorted(known)}, got {column!r}"
+        raise ValueError(msg)
+
+
+def kept_columns(rows: Any, names: Collection[str]) -> list[str]:
+    """Return names of columns, with `SOURCE` if the rows have it."""
+    return [*names, *(name for name in rows.column_names or () if name == SOURCE)]
 
 
 def _renamed(rows: Dataset, columns: Columns) -> Dataset:

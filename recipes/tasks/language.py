@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForTokenClassification,
@@ -13,7 +13,7 @@ from transformers import (
 
 from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.instructions import SEPARATING, instruction_texts, model_row, packed_rows
-from mfwrap.recipes.data.source import DataError, DataSource, Rows
+from mfwrap.recipes.data.source import SOURCE, DataError, DataSource, Rows, kept_columns
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings, fitting_length, make_text_model
 
@@ -42,7 +42,9 @@ def build_causal_lm(model: ModelSettings, data: DataSource, rows: Rows) -> dict[
         if isinstance(texts, IterableDataset):
             # A block is 1,000 texts; with packing, an incomplete last piece of each is dropped.
             return texts.map(cut_block, batched=True, remove_columns=column_names(texts))
-        return Dataset.from_dict(cut_block(texts))
+        if SOURCE in texts.column_names and not data.packing:
+            return Dataset.from_dict(_named_pieces(texts, tokenizer, length))
+        return _by_source(texts, lambda part: Dataset.from_dict(cut_block(part)))
 
     return {
         "model": network,
@@ -73,12 +75,40 @@ def _instructions(
             msg = "`template` needs rows that are not streamed, got a stream"
             raise DataError(msg)
         targets = data.targets or "next_token"
-        texts = instruction_texts(rows, tokenizer, length, targets, packing=packing)
-        groups = packed_rows(texts, length) if packing else ([text] for text in texts)
         is_separate = packing and separate
-        return Dataset.from_list([model_row(each, length, separate=is_separate) for each in groups])
+
+        def of_source(part: Dataset) -> Dataset:
+            texts = instruction_texts(part, tokenizer, length, targets, packing=packing)
+            groups = packed_rows(texts, length) if packing else ([text] for text in texts)
+            found = [model_row(each, length, separate=is_separate) for each in groups]
+            return Dataset.from_list(found)
+
+        if SOURCE in rows.column_names and not packing:
+            return of_source(rows).add_column(SOURCE, rows[SOURCE])
+        return _by_source(rows, of_source)
 
     return prepare
+
+
+def _by_source(rows: Dataset, prepare: Callable[[Dataset], Dataset]) -> Dataset:
+    """Pack rows, those of each source by themselves, so that no packed row is of several.
+
+    Args:
+        rows: Rows, perhaps with the column `SOURCE`.
+        prepare: Makes rows of a model's inputs, of another number.
+
+    Returns:
+        The rows of all sources, one source after the other, with their column `SOURCE`.
+    """
+    if SOURCE not in rows.column_names:
+        return prepare(rows)
+    of_source: dict[str, list[int]] = {}
+    for index, name in enumerate(rows[SOURCE]):
+        of_source.setdefault(name, []).append(index)
+    parts = {name: prepare(rows.select(indices)) for name, indices in of_source.items()}
+    return concatenate_datasets(
+        [part.add_column(SOURCE, [name] * len(part)) for name, part in parts.items() if len(part)]
+    )
 
 
 def build_tuning(
@@ -97,7 +127,7 @@ def build_tuning(
     columns = list(needed_columns(needs, column_names(rows.train)) or ())
     return {
         "model": make_text_model(model, AutoModelForCausalLM, tokenizer),
-        **rows.prepared(lambda table: table.select_columns(columns)),
+        **rows.prepared(lambda table: table.select_columns(kept_columns(table, columns))),
         "processing_class": tokenizer,
     }
 
@@ -117,6 +147,16 @@ def _pieces(texts: Iterator[list[int]], length: int) -> Iterator[Sequence[int]]:
         for start in range(0, len(ids), length):
             if len(piece := ids[start : start + length]) > 1:
                 yield piece
+
+
+def _named_pieces(
+    texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int
+) -> dict[str, list[Any]]:
+    """Return pieces of texts in their order, with the source of each."""
+    of_texts = zip(_token_ids(texts, tokenizer), texts[SOURCE], strict=True)
+    found = [(piece, name) for ids, name in of_texts for piece in _pieces(iter([ids]), length)]
+    pieces = [piece for piece, _ in found]
+    return {"input_ids": pieces, "labels": pieces, SOURCE: [name for _, name in found]}
 
 
 def _packed(texts: Iterator[list[int]], length: int) -> Iterator[Sequence[int]]:

@@ -17,7 +17,7 @@ from transformers import (
     default_data_collator,
 )
 
-from mfwrap.recipes.data.source import DataError, DataSource, Rows
+from mfwrap.recipes.data.source import SOURCE, DataError, DataSource, Rows, kept_columns
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import (
     ModelError,
@@ -104,7 +104,7 @@ def build_image_classification(
     def renamed(images: Dataset) -> Dataset:
         # Rename the columns, because the Trainer drops those that are not arguments of the model.
         names = {"image": "pixel_values", "label": "labels"}
-        return images.select_columns(list(names)).rename_columns(names)
+        return images.select_columns(kept_columns(images, names)).rename_columns(names)
 
     return {
         "model": model.make_model(
@@ -136,7 +136,8 @@ def build_regression(model: ModelSettings, data: DataSource, rows: Rows) -> dict
         raise ModelError(msg)
 
     def kept(table: Dataset) -> Dataset:
-        return table.select_columns(["features", "target"]).rename_column("target", "labels")
+        kept_ones = kept_columns(table, ["features", "target"])
+        return table.select_columns(kept_ones).rename_column("target", "labels")
 
     is_streamed = isinstance(rows.train, IterableDataset)
     network: Any = model.make_model(None, num_features=num_features, standardize=not is_streamed)
@@ -237,7 +238,8 @@ def _labels(rows: Rows, column: str, model: ModelSettings) -> _Labels:
 
 
 def _mapped(rows: Any, encode: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-    return rows.map(encode, batched=True, remove_columns=column_names(rows))
+    removed = [name for name in column_names(rows) if name != SOURCE]
+    return rows.map(encode, batched=True, remove_columns=removed)
 
 
 def _first_tokens(words: list[int | None], labels: list[int]) -> list[int]:

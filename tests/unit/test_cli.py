@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.shell_completion import ShellComplete
@@ -20,6 +21,7 @@ from PIL import Image
 
 from mfwrap.callbacks.metrics_recorder import ThroughputRecorder
 from mfwrap.cli import cli, main
+from mfwrap.records.row_losses import RowLossFiles
 from mfwrap.runner.library import shipped_recipes
 from support.checkpoint_folders import write_checkpoint
 from support.mindformers_files import mindformers_text
@@ -45,6 +47,34 @@ def recipe(tmp_path, monkeypatch):
     file = tmp_path / "small.yaml"
     file.write_text(recipe_text(training={"save_strategy": "steps", "save_steps": 3}))
     return file
+
+
+def test_rows(tmp_path, capsys):
+    """`rows` prints three tables, or a JSON object per row; a run without rows is an error."""
+    files = RowLossFiles(tmp_path / "run")
+    files.begin(0, sets_aside=True)
+    places = {"step": [1, 1, 2, 2], "epoch": [0, 0, 1, 1], "position": [0, 1, 0, 1]}
+    losses = {"index": [5, 3, 3, 5], "loss": [1.5, 0.25, 0.125, np.nan], "targets": [2, 1, 1, 2]}
+    files.write(places | losses | {"source": ["web", "\x1b[2J", "\x1b[2J", "web"]})
+    code, out, _ = call(capsys, "rows", tmp_path / "run", "--number", 1)
+    code_of_json, lines, _ = call(capsys, "rows", tmp_path / "run", "--json")
+
+    assert (code, code_of_json) == (0, 0)
+    heads = ["2 rows, trained on 4 times", "highest: 1", "lowest: 1", "never fell: 1"]
+    assert [line for line in out.splitlines() if line in heads] == heads
+    assert "\x1b" not in out
+    rows = [json.loads(line) for line in lines.splitlines()]
+    assert [(row["list"], row["index"]) for row in rows] == [
+        ("highest", 5),
+        ("highest", 3),
+        ("lowest", 3),
+        ("lowest", 5),
+        ("never fell", 5),
+    ]
+    assert rows[0]["loss"] == "nan"
+    code, _, error = call(capsys, "rows", tmp_path)
+    assert code == 2
+    assert error.startswith(f"mfwrap: {tmp_path} has no losses of rows: ")
 
 
 def test_train_and_plot(recipe, capsys):

@@ -199,6 +199,19 @@ class EpochRows:
         numbers = range(self.first_update, self.dealing.num_updates)
         return (update for update in numbers if update not in empty)
 
+    def update_after(self, number: int) -> int | None:
+        """Return the update before which so many others are trained on; ``None`` at the end.
+
+        Args:
+            number: Number of updates that are trained on from the first one on.
+        """
+        update = self.first_update + number
+        for empty in self.empty_updates:
+            if empty > update:
+                break
+            update += 1
+        return update if update < self.dealing.num_updates else None
+
     def batches(self, batches: Iterable[list[Any]]) -> Iterator[tuple[int, list[Any]]]:
         """Return this rank's batches without the rows that are left out, each with its slot.
 

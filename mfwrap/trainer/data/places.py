@@ -4,14 +4,27 @@ import contextlib
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from mfwrap.compatibility.transformers import makes_batches_itself
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow
 from mfwrap.trainer.data.dealt import Dealing, EpochRows
 from mfwrap.trainer.events import MonitorCallback, monitors
 from mfwrap.trainer.view import TrainerView
+
+
+class DealtRows(NamedTuple):
+    """Rows of a micro-batch on this rank."""
+
+    epoch: int
+    """Number of the pass over the data."""
+
+    indices: Sequence[Any]
+    """Indices of the rows in the data set."""
+
+    positions: Sequence[int]
+    """Places of the rows in the order of the pass; fewer than `indices` for a row that only stands
+    in for rows of other ranks."""
 
 
 @final
@@ -33,6 +46,8 @@ class NotedRows:
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
         self._takers: list[MonitorCallback] = []
+        self.needed_by = ""
+        """Argument of the trainer that needs the rows, in words; empty if only monitors do."""
         # A step is judged in the next step, which may belong to the next epoch.
         self._epochs: deque[_NotedEpoch] = deque(maxlen=2)
 
@@ -73,8 +88,11 @@ class NotedRows:
             left_out: Rows of the epoch that are left out; ``None`` for none.
             first_slots: Returns the first micro-batch of each update of an epoch; ``None`` if all
                 updates have equally many.
+
+        Raises:
+            ValueError: If an argument of the trainer needs the rows, and they are unknown.
         """
-        if not self._takers:
+        if not self._is_on:
             return
         trainer = self._trainer
         grown = first_slots(epoch)
@@ -83,6 +101,14 @@ class NotedRows:
         is_unknown = trainer.args.ignore_data_skip or makes_batches_itself(trainer)
         if rows is None or is_unknown or rows.dealing.num_updates != updates_per_epoch:
             rows = None
+        if self.needed_by and (rows is None or rows.dealing.num_ranks != trainer.args.world_size):
+            msg = (
+                f"{self.needed_by} must be left out with this data loader "
+                f"({type(loader).__name__}): it needs a map-style data set that each rank reads in "
+                "batches of a fixed size, rows of its own on each rank, and `ignore_data_skip` "
+                "False"
+            )
+            raise ValueError(msg)
         num_ahead = (getattr(loader, "num_workers", 0) or 0) * (
             getattr(loader, "prefetch_factor", None) or 2
         )
@@ -108,7 +134,11 @@ class NotedRows:
         Args:
             batches: Indices of the rows of each batch, with the slot of the batch.
         """
-        return self._epochs[-1].noting(batches) if self._takers else iter(batches)
+        return self._epochs[-1].noting(batches) if self._is_on else iter(batches)
+
+    @property
+    def _is_on(self) -> bool:
+        return bool(self._takers or self.needed_by)
 
     def places(self, step: int, sizes: Sequence[int]) -> Sequence[Sequence[RowPlace | None]]:
         """Return the places of this rank's rows in a step; see `RowPlaces`.
@@ -118,8 +148,21 @@ class NotedRows:
             sizes: Number of rows of each micro-batch of the rank. The places of a micro-batch of
                 another size than the sampler's, for example of packed texts, are ``None``.
         """
+        batches = self.of_step(step)
+        # A network that is called twice per micro-batch has more calls than there are slots.
+        if len(batches) != len(sizes):
+            return ()
+        return [_places(batch, size) for batch, size in zip(batches, sizes, strict=True)]
+
+    def of_step(self, step: int) -> Sequence[DealtRows]:
+        """Return this rank's rows in each micro-batch of a step; empty if they are unknown.
+
+        Args:
+            step: One of the last two steps, or the present one, counted from 1 over the whole
+                training.
+        """
         epochs = [each for each in self._epochs if each.steps_before < step]
-        return epochs[-1].places(step, sizes) if epochs else ()
+        return epochs[-1].of_step(step) if epochs else ()
 
 
 @final
@@ -148,35 +191,28 @@ class _NotedEpoch:
             self._dealt.append((slot, indices))
             yield slot, indices
 
-    def places(self, step: int, sizes: Sequence[int]) -> Sequence[Sequence[RowPlace | None]]:
-        """Return the places of rows, as `NotedRows.places` does."""
+    def of_step(self, step: int) -> Sequence[DealtRows]:
+        """Return the rows of a step, as `NotedRows.of_step` does."""
         rows = self._rows
-        if rows is None:
-            return ()
-        update = next(islice(rows.updates(), step - self.steps_before - 1, None), None)
-        if update is None:
+        update = None if rows is None else rows.update_after(step - self.steps_before - 1)
+        if rows is None or update is None:
             return ()
         dealt = dict(self._dealt)
         kept = rows.kept_positions(update, rows.dealing.rank)
-        # A network that is called twice per micro-batch has more calls than there are slots.
-        if len(kept) != len(sizes) or not kept.keys() <= dealt.keys():
+        if not kept.keys() <= dealt.keys():
             return ()
-        return [
-            self._of_batch(dealt[slot], positions, size)
-            for (slot, positions), size in zip(kept.items(), sizes, strict=True)
-        ]
+        return [DealtRows(self._number, dealt[slot], positions) for slot, positions in kept.items()]
 
-    def _of_batch(
-        self, indices: Sequence[Any], positions: Sequence[int], size: int
-    ) -> Sequence[RowPlace | None]:
-        unknown = [None] * size
-        if not len(indices) == len(positions) == size:
-            return unknown
-        try:
-            numbers = [operator.index(index) for index in indices]
-        except TypeError:
-            return unknown  # the sampler yields keys
-        return [
-            RowPlace(index, SkippedRow(self._number, position))
-            for index, position in zip(numbers, positions, strict=True)
-        ]
+
+def _places(batch: DealtRows, size: int) -> Sequence[RowPlace | None]:
+    unknown = [None] * size
+    if not len(batch.indices) == len(batch.positions) == size:
+        return unknown
+    try:
+        numbers = [operator.index(index) for index in batch.indices]
+    except TypeError:
+        return unknown  # the sampler yields keys
+    return [
+        RowPlace(index, SkippedRow(batch.epoch, position))
+        for index, position in zip(numbers, batch.positions, strict=True)
+    ]

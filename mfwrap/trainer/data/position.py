@@ -39,6 +39,7 @@ from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.records.skipped_rows import checked_row
 from mfwrap.trainer.data.stateful_loader import check_place, check_stateful_data, stateful_base
 from mfwrap.trainer.log import check_log
+from mfwrap.trainer.row_losses import check_state
 
 
 @final
@@ -251,8 +252,8 @@ class TrainerPosition:
             args: Training arguments, which contain the rank and the number of ranks.
             log: Function that returns the state of the log.
             others: States of `mfwrap.trainer.data.global_batch.TrainerBatch`,
-                `mfwrap.trainer.data.skip.DataSkip` and `mfwrap.trainer.data.growth.GrowingBatch` by
-                their names in the file.
+                `mfwrap.trainer.data.skip.DataSkip`, `mfwrap.trainer.data.growth.GrowingBatch` and
+                `mfwrap.trainer.row_losses.LossByRow` by their names in the file.
         """
         if self._epoch_random_states is None:
             return
@@ -350,6 +351,7 @@ def _read(path: Path) -> dict[str, Any]:
             _check_count(content["data"]["batch"])
             HostStates.decoded(content["data"]["random_states"])
             check_states(content["data"].get("makers", {}))
+        check_state(content.get("loss_by"))
         _check_batch(content["global_batch"])
         _check_count(content.get("samples") or 0)
         _check_count(abs(content["data_skip"]["offset"]))

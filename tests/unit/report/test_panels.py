@@ -54,6 +54,29 @@ def test_memory(tmp_path):
     assert [trace["y"] for trace in shown["memory"].content["traces"]] == [[3], [2]]
 
 
+def test_loss_by_source(tmp_path):
+    """One run has its sources in one panel, each in a color; several runs have a menu of them."""
+    names = ("web", "books", "code", "forum")
+    for run in ("one", "two"):
+        records = [
+            {"step": step, "loss": 2.0}
+            | {f"loss/{name}": 2 + step * place for place, name in enumerate(names)}
+            | {f"tokens/{name}": 10 * step for name in names}
+            for step in (10, 20)
+        ]
+        write_lines(tmp_path / run / "metrics.jsonl", records)
+    alone = panels(tmp_path / "one")
+    sources = traces(alone["sources"])
+
+    assert list(alone) == ["loss", "sources", "others"]
+    assert list(sources) == list(names)
+    assert [trace["color"] for trace in sources.values()] == [0, 1, 2, 3]
+    assert (sources["code"]["x"], sources["code"]["y"]) == ([10, 20], [22, 42])
+    assert alone["others"].content["choices"] == sorted(f"tokens/{name}" for name in names)
+    both = panels(tmp_path / "one", tmp_path / "two")
+    assert both["sources"].content["choices"] == sorted(f"loss/{name}" for name in names)
+
+
 def test_loss(shown):
     """The panel shows the training loss, both evaluation losses and the non-finite step."""
     loss = traces(shown["loss"])

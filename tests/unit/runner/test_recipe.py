@@ -1,12 +1,13 @@
 """A recipe is checked completely, and each fault is an error of one line."""
 
 import dataclasses
+import json
 
 import pytest
 
 from mfwrap.runner import RecipeError, parse_recipe
 from mfwrap.runner.library import shipped_recipes
-from support.recipe_texts import message, parsed, recipe_text
+from support.recipe_texts import SMALL_LLAMA, message, parsed, recipe_text
 
 
 def test_local_norms_need_gradients_that_are_reduced_together():
@@ -150,6 +151,23 @@ def test_errors_name_key_expectation_and_place(override, says):
 
     assert says in found
     assert found.startswith(f"--set {override.partition('=')[0]}: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss_by", "site"), ("row_losses", True), ("path", {"web": "a.jsonl", "books": "a.jsonl"})],
+)
+def test_pairs_have_no_loss_by_row(tmp_path, monkeypatch, key, value):
+    """Preference tuning refuses the loss by source and by row."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n')
+    data = {"type": "json_lines", "path": "a.jsonl"} | {key: value}
+    model = {"config": SMALL_LLAMA, "tokenizer": "bytes"}
+    text = recipe_text(task="preference_tuning", model=None, data=None, training={})
+    text += f"model: {json.dumps(model)}\ndata: {json.dumps(data)}\n"
+    found = "loss_by" if key == "path" else key
+
+    assert f"data.{found}: must be left out, because the pairs of the task" in message(text=text)
 
 
 def test_errors_name_the_line():

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mfwrap.records import read_json_lines
+from mfwrap.records.row_losses import read_row_losses
 from mfwrap.runner import RecipeError, parse_recipe
 from mfwrap.runner.library import shipped_recipes
 from mfwrap.runner.run import build_trainer, run_recipe
-from support.recipe_texts import SMALL_LLAMA, recipe_text
+from support.recipe_texts import BERT, PERCEPTRON, SMALL_LLAMA, VIT, recipe_text
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,6 +81,68 @@ def test_a_loss_per_token(tmp_path, name):
         targets += labels.ne(-100).sum().item()
 
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses / targets, rel=1e-5)
+
+
+WORDS = ["one", "two", "three", "four", "five", "six"]
+LANGUAGE = {"config": SMALL_LLAMA, "tokenizer": "bytes"}
+
+
+def labelled(number):
+    """Return a row for any task; classes, lengths and sites are uneven."""
+    words = WORDS[: 1 + number % 6]
+    return {
+        "text": " ".join(words),
+        "label": "ab"[number % 5 == 0],
+        "tokens": words,
+        "labels": [number % 2] * len(words),
+        "features": [number, number % 3],
+        "target": number % 7,
+        "image": [[number / 40, 0.0, 0.5, 1.0]] * 4,
+        "prompt": f"{number}?",
+        "completion": " ".join(words),
+        "site": ["web", "web", "books"][number % 3],
+    }
+
+
+OF_TASKS = {
+    "causal_lm": (
+        ("text",),
+        {"sequence_length": 16},
+        {"config": SMALL_LLAMA, "tokenizer": "bytes"},
+    ),
+    "sequence_classification": (("text", "label"), {"sequence_length": 32}, BERT),
+    "token_classification": (("tokens", "labels"), {"sequence_length": 32}, BERT),
+    "image_classification": (("image", "label"), {}, VIT),
+    "regression": (("features", "target"), {}, PERCEPTRON),
+    "supervised_tuning": (("prompt", "completion"), {}, LANGUAGE),
+}
+"""Columns, further keys of the data, and model, by task."""
+
+
+@pytest.mark.parametrize("task", OF_TASKS)
+def test_loss_by_source(tmp_path, task, monkeypatch):
+    """Each task has the loss by source of its rows, in the log, in the records and by row."""
+    monkeypatch.chdir(tmp_path)
+    columns, keys, model = OF_TASKS[task]
+    rows = [{n: v for n, v in labelled(k).items() if n in {*columns, "site"}} for k in range(40)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    data = {"path": "rows.json", "eval_fraction": 0.1, "loss_by": "site", "row_losses": True}
+    training = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 4}
+    text = recipe_text(task=task, model=None, data=None, training=training)
+    text += f"model: {json.dumps(model)}\ndata: {json.dumps(data | keys)}\n"
+    run(tmp_path / "run", text=text)
+
+    log = [record for record in records(tmp_path / "run") if "tokens/web" in record]
+    assert [record["step"] for record in log] == [2, 4]
+    table = read_row_losses(tmp_path / "run").to_pandas()
+    assert set(table.source) == {"web", "books"}
+    for record in log:
+        of_log = table[(table.step > record["step"] - 2) & (table.step <= record["step"])]
+        for name, group in of_log.groupby("source"):
+            assert record[f"tokens/{name}"] == group.targets.sum()
+            mean = (group.loss * group.targets).sum() / group.targets.sum()
+            assert record[f"loss/{name}"] == pytest.approx(mean, rel=1e-5)
+    assert len(table) == 4 * 2 * 4
 
 
 QUICK = {"causal_lm", "regression"}

@@ -191,3 +191,39 @@ def test_an_adapter_and_its_reference(tmp_path):
 
     assert_equal_runs(stock, ours)
     assert any(entry.get("kl") for entry in stock.state.log_history)
+
+
+SITES = ["web", "books", "web", "code"] * 10
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_loss_by_source_of_supervised_tuning(tmp_path, padding_free):
+    """The head that makes no logits gives the losses of the rows; no forward pass is added."""
+    _, our_kind = kinds("SFT")
+    texts = ["hello world this is text", "another line of words here"] * 20
+    settings = SETTINGS | ({"padding_free": True, "max_length": None} if padding_free else {})
+    calls = []
+    model = llama()
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    ours = trained(
+        our_kind,
+        trl.SFTConfig(str(tmp_path), **settings),
+        {"text": texts, "site": SITES},
+        model=model,
+        loss_by="site",
+    )
+
+    entries = [entry for entry in ours.state.log_history if "learning_rate" in entry]
+    assert len(entries) == 6
+    assert len(calls) == 6 * 2
+    for entry in entries:
+        tokens = {name: entry[f"tokens/{name}"] for name in ("web", "books", "code")}
+        total = sum(n * entry[f"loss/{name}"] for name, n in tokens.items() if n)
+        assert total / sum(tokens.values()) == pytest.approx(entry["loss"], rel=1e-4)
+
+
+def test_loss_by_source_of_pairs_is_refused(tmp_path):
+    """Preference tuning has no loss of its own for each row."""
+    _, our_kind = kinds("DPO")
+    with pytest.raises(ValueError, match="need"):
+        preference_tuned(our_kind, tmp_path, loss_by=["web"] * 40)

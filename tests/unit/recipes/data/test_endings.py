@@ -19,6 +19,7 @@ from mfwrap.recipes.data.endings import type_of
         ("notes.txt", "text"),
         ("data/*.csv", "csv"),
         (["a.csv", "b.csv.xz"], "csv"),
+        ({"web": "a.csv", "books": ["b.csv", "c.csv"]}, "csv"),
         ("org/name-v1.5", "datasets"),
         ("imdb", "datasets"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from mfwrap.runner import RecipeError
-from mfwrap.runner.run import build_trainer, checked_rows
+from mfwrap.runner.run import build_trainer, checked_rows, task_keywords
 from support.recipe_data import recipe_of
 from support.recipe_texts import BERT, PERCEPTRON
 
@@ -30,6 +30,44 @@ def test_text_files(tmp_path, monkeypatch):
     assert lines.train["text"][:] == ["one", "two", "three"]
     assert lines.evaluation["text"][:] == ["four"]
     assert files.train["text"][:] == ["one\ntwo\nthree\n"]
+
+
+def test_files_by_source(tmp_path, monkeypatch):
+    """A mapping names the sources of the rows, which keep their order and their types."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("features,target\n1,2\n3,4\n")
+    (tmp_path / "b1.csv").write_text("features,target\n5,6.5\n")
+    (tmp_path / "b2.csv").write_text("features,target\n7,8\n")
+    section = {"path": {"web": "a.csv", "books": ["b1.csv", "b2.csv"]}, "eval_fraction": 0}
+    section["columns"] = {"features": ["features"]}
+    recipe = recipe_of("regression", section, model=PERCEPTRON)
+    train, keywords = checked_rows(recipe).train, task_keywords(recipe, recipe.model)
+
+    assert train["source"][:] == ["web", "web", "books", "books"]
+    assert train["target"][:] == [2, 4, 6.5, 8]
+    keywords = task_keywords(
+        recipe := recipe_of("regression", section, model=PERCEPTRON), recipe.model
+    )
+    assert keywords["loss_by"] == ["web", "web", "books", "books"]
+    assert keywords["train_dataset"].column_names == ["features", "labels"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ({"text": "x", "source": "b"}, {"text": "x", "source": "b"}, "without a column 'source'"),
+        ({"text": "x"}, {"text": "x", "more": "b"}, "but a.json lacks 'more', which b.json has"),
+        ({"text": "x"}, {"text": 3}, "'text' has the type .* in a.json and .* in b.json"),
+    ],
+)
+def test_files_by_source_that_do_not_fit(tmp_path, monkeypatch, first, second, says):
+    """Sources must have the same columns of the same types, and none of them a column `source`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps([first]))
+    (tmp_path / "b.json").write_text(json.dumps([second]))
+    section = {"path": {"web": "a.json", "books": "b.json"}, "eval_fraction": 0}
+    with pytest.raises(RecipeError, match=says):
+        checked_rows(recipe_of("causal_lm", section))
 
 
 @pytest.mark.parametrize("rows_are", ["lines", "files"])

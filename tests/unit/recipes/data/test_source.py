@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from datasets import Dataset
 
-from mfwrap.recipes.data.source import DataError, DataSource, Needs, Rows
+from mfwrap.recipes.data.source import DataError, DataSource, Needs, Rows, kept_columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,16 @@ def test_columns_are_renamed():
 
     assert seen == [["text", "number"]]
     assert set(rows.train.column_names) == {"text", "number"}
+
+
+def test_a_column_names_the_sources():
+    """It may be a column that is renamed; held-out rows of the source's own need none."""
+    rows = Numbers(columns={"text": "body"}, loss_by="body", eval_fraction=0).rows()
+
+    assert rows.train["source"][:3] == rows.train["text"][:3] == ["text 0", "text 1", "text 2"]
+    assert kept_columns(rows.train, ["text"]) == ["text", "source"]
+    with pytest.raises(ValueError, match=r"`loss_by` must be a column of the training rows, \['b"):
+        Numbers(loss_by="site")
 
 
 def test_an_unknown_column_is_an_error():

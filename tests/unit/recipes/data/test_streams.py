@@ -156,6 +156,12 @@ def test_a_null_ends_the_run(tmp_path):
         ({}, {"max_steps": -1}, r"training\.max_steps: expected a number of updates, because"),
         ({"shuffle_buffer": 1}, {}, r"data\.shuffle_buffer: must be >= 2, got 1"),
         ({"streaming": False, "shuffle_buffer": 9}, {}, "shuffle_buffer: needs `streaming: true`"),
+        (
+            {"loss_by": "text"},
+            {},
+            "loss_by: needs rows with an index, which streamed rows",
+        ),
+        ({"row_losses": True}, {}, "row_losses: needs rows with an index, which streamed rows"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path, keys, training, says):

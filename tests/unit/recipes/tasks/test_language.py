@@ -1,10 +1,12 @@
 """Language tasks cut, pack and mask texts, and train weights or adapters."""
 
+import re
+
 import pytest
 import torch
 
 from mfwrap.runner import RecipeError
-from support.recipe_data import trainer_of
+from support.recipe_data import LANGUAGE, trainer_of
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,6 +73,34 @@ def test_the_assistants_words_need_messages(json_lines):
     says = r"^r:\d+: training\.assistant_only_loss: expected false, because"
     with pytest.raises(RecipeError, match=says):
         trainer_of("supervised_tuning", section, max_length=32, assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("template", [False, True])
+def test_sources_of_pieces(json_lines, packing, template):
+    """Pieces keep their order and their source; with packing, none is of two sources."""
+    names = ["web", "books", "web"] * 4
+    rows = [
+        {"text": letter * 20, "instruction": letter, "output": letter, "site": name}
+        for letter, name in zip("ABCDEFGHIJKL", names, strict=True)
+    ]
+    section = json_lines(rows) | {"eval_fraction": 0, "loss_by": "site", "packing": packing}
+    section |= {"template": "alpaca", "separate_texts": False} if template and packing else {}
+    section |= {"template": "alpaca"} if template else {}
+    section["sequence_length"] = 600 if template else 16
+    model = LANGUAGE | {"config": LANGUAGE["config"] | {"max_position_embeddings": 1024}}
+    trainer = trainer_of("causal_lm", section, model=model)
+    plain = trainer_of("causal_lm", section | {"loss_by": None}, model=model)
+
+    trainer.loss_by_row.prepare()
+    texts = [trainer.processing_class.decode(row["input_ids"]) for row in trainer.train_dataset]
+    sources = [trainer.loss_by_row.source_of(index) for index in range(len(texts))]
+    of_letter = dict(zip("ABCDEFGHIJKL", names, strict=True))
+    for text, source in zip(texts, sources, strict=True):
+        found = set(re.findall(r"ASSISTANT: (\w)<", text) if template else text) & set(of_letter)
+        assert {of_letter[letter] for letter in found} == {source}
+    if not packing:
+        assert trainer.train_dataset["input_ids"][:] == plain.train_dataset["input_ids"][:]
 
 
 def test_trl_packs(json_lines):

@@ -73,7 +73,9 @@ def test_rows_are_where_accelerate_deals_them(of_ranks, steps, data):
         found = dict(epoch.batches(batches))
         assert list(found) == [slot for slot, is_full in enumerate(full) if is_full]
         assert epoch.empty_updates == empty
-        assert [*epoch.updates()] == [n for n in updates[first:] if n not in empty]
+        trained = [n for n in updates[first:] if n not in empty]
+        assert [*epoch.updates()] == trained
+        assert [epoch.update_after(n) for n in range(len(trained) + 1)] == [*trained, None]
         assert epoch.num_empty_slots == sum(len(dealing.slots(update)) for update in empty)
         for slot, batch in found.items():
             kept = [row for row in batches[slot] if row not in skipped or slot < steps_before]

@@ -1,0 +1,225 @@
+"""The losses of rows are those of torch's losses, computed by hand in float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers.loss.loss_utils import (
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
+
+from mfwrap.step import row_losses as module
+from mfwrap.step.row_losses import row_losses
+from support.host_reads import HostReads
+
+ROWS, LENGTH, CLASSES = 4, 7, 11
+IGNORED = -100
+
+
+class Config:
+    """The configuration of a classifier."""
+
+    problem_type = None
+    num_labels = CLASSES
+
+
+def logits_of(*shape):
+    """Return logits that need a gradient."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def classes(*shape, ignores=True):
+    """Return targets, of which some do not count, and none of the second row."""
+    labels = torch.randint(CLASSES, shape, generator=torch.Generator().manual_seed(2))
+    if ignores:
+        labels[0, :3] = labels[1] = IGNORED
+    return labels
+
+
+def entropies(logits, labels):
+    """Return sum and number of the cross entropies of each row, in float64."""
+    log_probs = logits.detach().double().log_softmax(-1)
+    found = []
+    for row, targets in enumerate(labels.reshape(ROWS, -1).tolist()):
+        of_row = log_probs[row].reshape(-1, CLASSES)
+        pairs = [(place, y) for place, y in enumerate(targets) if y != IGNORED]
+        found.append((-sum(of_row[pair].item() for pair in pairs), len(pairs)))
+    return found
+
+
+def shifted(labels):
+    """Return the labels as targets of the tokens before them."""
+    return torch.cat([labels[:, 1:], torch.full((ROWS, 1), IGNORED)], dim=1)
+
+
+def causal(num_items):
+    """Return output, inputs and losses of a language model."""
+    logits, labels = logits_of(ROWS, LENGTH, CLASSES), classes(ROWS, LENGTH)
+    loss = ForCausalLMLoss(logits, labels, CLASSES, num_items_in_batch=num_items)
+    return loss, logits, labels, entropies(logits, shifted(labels))
+
+
+def masked():
+    """Return output, inputs and losses of a masked language model."""
+    logits, labels = logits_of(ROWS, LENGTH, CLASSES), classes(ROWS, LENGTH)
+    return ForMaskedLMLoss(logits, labels, CLASSES), logits, labels, entropies(logits, labels)
+
+
+def of_tokens():
+    """Return output, inputs and losses of a classifier of tokens."""
+    logits, labels = logits_of(ROWS, LENGTH, CLASSES), classes(ROWS, LENGTH)
+    loss = ForTokenClassification(logits, labels, Config())
+    return loss, logits, labels, entropies(logits, labels)
+
+
+def of_rows():
+    """Return output, inputs and losses of a classifier of rows."""
+    logits, labels = logits_of(ROWS, CLASSES), classes(ROWS, ignores=False)
+    loss = ForSequenceClassificationLoss(labels, logits, Config())
+    return loss, logits, labels, entropies(logits, labels)
+
+
+def regression():
+    """Return output, inputs and losses of a regression with one number."""
+    config = Config()
+    config.num_labels = 1
+    logits, labels = logits_of(ROWS, 1), torch.arange(4.0)
+    loss = ForSequenceClassificationLoss(labels, logits, config)
+    errors = (logits.detach().double().squeeze() - labels).square().tolist()
+    return loss, logits, labels, [(error, 1) for error in errors]
+
+
+def several_classes():
+    """Return output, inputs and losses of a classifier with several classes per row."""
+    logits, labels = logits_of(ROWS, CLASSES), classes(ROWS, CLASSES, ignores=False) % 2.0
+    loss = ForSequenceClassificationLoss(labels, logits, Config())
+    chances = logits.detach().double().sigmoid()
+    each = -(labels * chances.log() + (1 - labels) * (1 - chances).log())
+    return loss, logits, labels, [(total, CLASSES) for total in each.sum(1).tolist()]
+
+
+KINDS = {
+    "next token": lambda: causal(None),
+    "next token, summed": lambda: causal(torch.tensor(37)),
+    "masked": masked,
+    "tokens": of_tokens,
+    "rows": of_rows,
+    "regression": regression,
+    "several classes": several_classes,
+}
+
+
+def assert_losses(found, expected):
+    """Fail unless the rows have these sums and numbers, and no graph."""
+    assert found.num_lost is None
+    assert found.sums.tolist() == pytest.approx([total for total, _ in expected], rel=1e-5)
+    assert found.targets.tolist() == [count for _, count in expected]
+    assert not found.sums.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_that_torch_has_kept(kind, monkeypatch):
+    """The losses come from what the trained loss keeps: no second pass, and no host read."""
+    monkeypatch.delattr(module, "_cross_entropy")
+    loss, logits, labels, expected = KINDS[kind]()
+    output = {"loss": loss * 3 + 0, "logits": logits}
+    with HostReads() as reads:
+        found = row_losses(output, {"labels": labels}, ROWS, shifts_labels=False)
+
+    assert_losses(found, expected)
+    assert reads.names == []
+    loss.backward()
+
+
+@pytest.mark.parametrize("chunk", [1, 3 * CLASSES, 2**20])
+@pytest.mark.parametrize("kind", [*KINDS][:5])
+def test_losses_computed_again(kind, chunk, monkeypatch):
+    """Without a graph, the cross entropy of the logits is computed again, in parts of any size."""
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
+    loss, logits, labels, expected = KINDS[kind]()
+    output = {"loss": loss.detach(), "logits": logits}
+    found = row_losses(
+        output, {"labels": labels}, ROWS, shifts_labels=kind.startswith("next token")
+    )
+
+    assert_losses(found, expected)
+
+
+def test_labels_that_are_shifted_already():
+    """`shift_labels` are the targets, in the place of `labels`."""
+    _, logits, labels, expected = causal(None)
+    inputs = {"labels": labels, "shift_labels": shifted(labels)}
+    found = row_losses({"logits": logits}, inputs, ROWS, shifts_labels=True)
+
+    assert_losses(found, expected)
+
+
+def test_log_probs_of_a_fused_head():
+    """TRL's head gives log-probabilities of the targets, and no logits."""
+    _, logits, labels, expected = causal(None)
+    mask = labels[:, 1:] != IGNORED
+    picked = logits.log_softmax(-1)[:, :-1].gather(2, labels[:, 1:, None].clamp(min=0)).squeeze(2)
+    output = {"log_probs": picked.masked_fill(~mask, 0), "label_mask": mask}
+    found = row_losses(output, {"labels": labels}, ROWS, shifts_labels=True)
+
+    assert_losses(found, expected)
+
+
+@pytest.mark.parametrize("num_rows", [ROWS, ROWS - 1])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_rows_in_one_sequence(num_rows, padding):
+    """Positions tell the rows apart; targets of further rows are counted as lost."""
+    _, logits, labels, _ = masked()
+    labels[:, 0] = IGNORED
+    expected = entropies(logits, labels)
+    flat = functional.pad(labels.reshape(-1), (0, padding), value=IGNORED)[None]
+    positions = functional.pad(torch.arange(LENGTH).repeat(ROWS), (0, padding))[None]
+    logits = functional.pad(logits.reshape(-1, CLASSES), (0, 0, 0, padding))[None]
+    inputs = {"labels": flat, "position_ids": positions}
+    found = row_losses({"logits": logits}, inputs, num_rows, shifts_labels=False)
+
+    assert_losses(found._replace(num_lost=None), expected[:num_rows])
+    assert found.num_lost == sum(count for _, count in expected[num_rows:])
+
+
+def weighted():
+    """Return an output whose cross entropy has weights."""
+    logits, labels = logits_of(ROWS, CLASSES), classes(ROWS, ignores=False)
+    loss = functional.cross_entropy(logits, labels, weight=torch.arange(1.0, CLASSES + 1))
+    return loss, logits, labels, entropies(logits, labels)
+
+
+def test_weights_are_no_part_of_a_rows_loss():
+    """A weighted loss is not what the rows have; the trainer notices that the losses differ."""
+    loss, logits, labels, expected = weighted()
+    output = {"loss": loss, "logits": logits}
+
+    assert_losses(row_losses(output, {"labels": labels}, ROWS, shifts_labels=False), expected)
+
+
+@pytest.mark.parametrize(
+    ("output", "inputs", "num_rows", "says"),
+    [
+        ({"loss": torch.ones(())}, {"labels": classes(ROWS, 3)}, ROWS, "lacks an output with"),
+        ({"logits": logits_of(ROWS, 3, CLASSES)}, {}, ROWS, "lacks `labels` in its inputs"),
+        ({"logits": logits_of(ROWS)}, {"labels": torch.ones(ROWS)}, ROWS, r"logits of shape \(4,"),
+        (
+            {"logits": logits_of(ROWS, 3, CLASSES)},
+            {"labels": classes(ROWS, 3)},
+            3,
+            "got 4 instead of 3 rows and only",
+        ),
+        (
+            {"logits": logits_of(1, 3, CLASSES)},
+            {"labels": classes(1, 3, ignores=False)},
+            2,
+            "got 1 instead of 2 rows and only",
+        ),
+    ],
+)
+def test_what_is_refused(output, inputs, num_rows, says):
+    """One sentence says what is missing."""
+    with pytest.raises(ValueError, match=says):
+        row_losses(output, inputs, num_rows, shifts_labels=False)
