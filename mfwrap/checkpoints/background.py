@@ -19,7 +19,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     @property
     def is_running(self) -> bool:
@@ -58,7 +58,7 @@ class BackgroundWriter:
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # noqa: BLE001  (`wait` raises it)
+        except BaseException as error:  # noqa: BLE001  (`wait` raises it)
             self._error = error
 
     def _log_error(self) -> None:

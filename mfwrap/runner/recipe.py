@@ -106,6 +106,9 @@ class Recipe:
     eval_per_token_loss: bool
     """Whether ``eval_loss`` is the mean over all targets, and not over the rows."""
 
+    async_save: bool
+    """Whether checkpoints are written in the background."""
+
     rollback: Rollback | None
     """When to go back to a checkpoint; ``None`` for never."""
 
@@ -239,6 +242,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         data_skip_steps=sections.data_skip_steps,
         rampup_batch_size=sections.rampup_batch_size,
         eval_per_token_loss=sections.eval_per_token_loss,
+        async_save=sections.async_save,
         rollback=rollback,
         add_metric=read_metric(objects, sections.metric),
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),

@@ -272,6 +272,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         rollback=recipe.rollback,
         rampup_batch_size=recipe.rampup_batch_size,
         eval_per_token_loss=recipe.eval_per_token_loss,
+        async_save=recipe.async_save,
         **keywords,
     )
     trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder))

@@ -36,9 +36,9 @@ class MFTrainer(MFTrainerMixin, Trainer):
     """`transformers.Trainer` with MindFormers' training step.
 
     `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
-    ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback``, ``rampup_batch_size``
-    and ``eval_per_token_loss``) and what differs from the Trainer; the other arguments are the
-    Trainer's.
+    ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback``, ``rampup_batch_size``,
+    ``eval_per_token_loss`` and ``async_save``) and what differs from the Trainer; the other
+    arguments are the Trainer's.
 
     Example:
         >>> import torch
@@ -93,6 +93,7 @@ class MFTrainer(MFTrainerMixin, Trainer):
         rollback: Rollback | None = None,
         rampup_batch_size: RampUp | None = None,
         eval_per_token_loss: bool = False,
+        async_save: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -117,4 +118,5 @@ class MFTrainer(MFTrainerMixin, Trainer):
             rollback=rollback,
             rampup_batch_size=rampup_batch_size,
             eval_per_token_loss=eval_per_token_loss,
+            async_save=async_save,
         )
