@@ -201,7 +201,8 @@ class Crashes:
         done = [each.identity() for each in self.trace(folder)]
         if self._counts_on_paths:
             planned = [operation.identity_on_path()]
-            done = done[-1:]
+            # A run goes on after a failure. If it was killed, this is its last operation.
+            done = [each for each in done if each == planned[0]][:1]
         else:
             number = self.operations.index(operation) + 1
             planned = [each.identity() for each in self.operations[:number]]
