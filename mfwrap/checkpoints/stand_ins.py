@@ -44,7 +44,7 @@ class StandIns:
         for path in sorted(folder.glob(f"*{SAFETENSORS}")):
             with safe_open(path, "pt") as file:
                 metadata = file.metadata()
-                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (the file is no mapping)
             named = {
                 name: self._weights.get(tuple(value.tolist()), value)
                 if value.shape == (2,)

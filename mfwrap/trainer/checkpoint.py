@@ -438,23 +438,37 @@ class Checkpoints:
                 move_back(staging, run_folder, but=name)
             if is_there:
                 self._finish(staging / name, run_folder / name)
-                put = functools.partial(
-                    self._put,
-                    staging / name,
-                    run_folder / name,
-                    trainer.state.best_model_checkpoint,
-                    deferred,
+                self._hand_over(
+                    staging / name, run_folder / name, deferred, owned if is_later else None
                 )
-                complete = functools.partial(self._complete, staging / name, run_folder / name)
-                if is_later:
-                    writes = put if args.should_save else None
-                    self.background.submit(writes, complete, owned.pop_all())
-                else:
-                    if args.should_save:
-                        put()
-                    trainer.accelerator.wait_for_everyone()
-                    complete()
                 self.saved_step = trainer.state.global_step
+
+    def _hand_over(
+        self,
+        written: Path,
+        final: Path,
+        deferred: DeferredFiles | None,
+        owned: contextlib.ExitStack | None,
+    ) -> None:
+        """Put a checkpoint into place, or let the thread do so.
+
+        Args:
+            written: Folder in which the checkpoint was written.
+            final: Folder that it gets.
+            deferred: What is not written yet; ``None`` if nothing is.
+            owned: Owns the run folder, for the thread; ``None`` to do it now.
+        """
+        trainer, writes = self._trainer, self._trainer.args.should_save
+        best = trainer.state.best_model_checkpoint
+        put = functools.partial(self._put, written, final, best, deferred)
+        complete = functools.partial(self._complete, written, final)
+        if owned is not None:
+            self.background.submit(put if writes else None, complete, owned.pop_all())
+            return
+        if writes:
+            put()
+        trainer.accelerator.wait_for_everyone()
+        complete()
 
     def note_own(self) -> None:
         """Note the checkpoint that the user's own ``_save_checkpoint`` is about to write.

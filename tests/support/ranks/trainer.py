@@ -94,7 +94,7 @@ def save_on_own_disk(
     rank: int,
     folder: str,
     each_node: bool,  # noqa: FBT001  (a pool of ranks passes positional arguments)
-    is_later: bool = False,  # noqa: FBT001, FBT002
+    is_later: bool = False,  # noqa: FBT001, FBT002  (as above)
 ) -> list[str]:
     """Train and save one step as if this rank were alone on its node.
 
