@@ -81,12 +81,14 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         embedding_pattern: Regular expression. A group of gradients belongs to an embedding if the
             expression is found in the name of the group.
         most_skips: Largest number of skipped updates in a row that is still healthy.
+        async_save: Whether `MFTrainer` writes checkpoints in the background, as with its argument
+            of this name.
         clock: Returns seconds from an arbitrary start.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range. At the start of training, if the Trainer has a
-            ``save_total_limit``.
+            ``save_total_limit``, or if it is no `MFTrainer` and `async_save` is set.
     """
 
     saves_checkpoints = True
@@ -101,6 +103,7 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         embedding_local_norm_threshold: float | None = None,
         embedding_pattern: str = "embed|wte",
         most_skips: int = 2,
+        async_save: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (
@@ -110,6 +113,7 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         ):
             check_int(name, value, minimum=0)
         check_bool("use_checkpoint_health_monitor", use_checkpoint_health_monitor)
+        check_bool("async_save", async_save)
         if save_checkpoint_seconds != 0:
             check_positive_number("save_checkpoint_seconds", save_checkpoint_seconds, finite=True)
         if embedding_local_norm_threshold is not None:
@@ -127,7 +131,10 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
             "embedding_local_norm_threshold": embedding_local_norm_threshold,
             "embedding_pattern": embedding_pattern,
             "most_skips": most_skips,
+            "async_save": async_save,
         }
+        self.saves_in_background = async_save
+        self._may_save_in_background = False
         self._steps, self._seconds = save_checkpoint_steps, save_checkpoint_seconds
         self._keep = keep_checkpoint_max
         self._records_health = use_checkpoint_health_monitor
@@ -170,6 +177,10 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         }
         return {"args": dict(self._settings), "attributes": {"saved_run": saved}}
 
+    def expect_background_saves(self) -> None:
+        """Learn that `MFTrainer` takes the setting `async_save`."""
+        self._may_save_in_background = True
+
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -182,8 +193,11 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
 
         Raises:
             OSError: If files cannot be written to the run folder.
-            ValueError: If the Trainer has a ``save_total_limit``.
+            ValueError: If the Trainer has a ``save_total_limit``, or does not know `async_save`.
         """
+        if self.saves_in_background and not self._may_save_in_background:
+            msg = "`async_save` must be False in a Trainer other than MFTrainer, got True"
+            raise ValueError(msg)
         if self._keep and args.save_total_limit is not None:
             msg = (
                 f"the Trainer's save_total_limit={args.save_total_limit} and keep_checkpoint_max="

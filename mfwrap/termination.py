@@ -153,10 +153,23 @@ class LastStep:
         names: Prefix of the keys. Nothing else may use keys with this prefix.
         rank: This rank.
         num_ranks: Number of ranks.
+        reason: What has happened when a rank is asked, for the error.
+        seconds_between_checks: Time between two looks of the thread for a question.
     """
 
-    def __init__(self, store: Store, names: str, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        names: str,
+        rank: int,
+        num_ranks: int,
+        *,
+        reason: str = "training was asked to stop",
+        seconds_between_checks: float = _SECONDS_BETWEEN_CHECKS,
+    ) -> None:
         self._store = store
+        self._reason = reason
+        self._seconds_between_checks = seconds_between_checks
         self._asked = f"{names}asked"
         self._answers = [f"{names}{number}" for number in range(num_ranks)]
         self._own_answer = self._answers[rank]
@@ -182,14 +195,14 @@ class LastStep:
         with self._lock:
             if is_requested and not self._has_answered:
                 self._begun = step
-                with _naming_the_dead():
+                with self._naming_the_dead():
                     self._store.set(self._asked, "")
                     self._answer()
             if not self._has_answered:
                 self._begun = step + 1
                 return False
         if self._number is None:
-            with _naming_the_dead():
+            with self._naming_the_dead():
                 self._number = self._largest_answer()
         return step >= self._number
 
@@ -199,7 +212,7 @@ class LastStep:
             if silent:
                 seconds = f"{_SECONDS_FOR_ANSWERS:.0f} s"
                 who = f"{named_ranks(silent)} did not answer within {seconds} and has"
-                raise _dead(who)
+                raise self._dead(who)
         return max(int(answer) for answer in self._store.multi_get(self._answers))
 
     def close(self) -> None:
@@ -217,7 +230,7 @@ class LastStep:
 
     def _listen(self) -> None:
         try:
-            while not self._is_over.wait(_SECONDS_BETWEEN_CHECKS):
+            while not self._is_over.wait(self._seconds_between_checks):
                 if self._store.check([self._asked]):
                     with self._lock:
                         self._answer()
@@ -229,24 +242,23 @@ class LastStep:
                 stacklevel=2,
             )
 
+    @contextlib.contextmanager
+    def _naming_the_dead(self) -> Iterator[None]:
+        """Explain an error of the store, whose host has died."""
+        try:
+            yield
+        except distributed.DistError as error:
+            who = (
+                "the process that hosts the key-value store of torch.distributed did not answer "
+                "and has"
+            )
+            raise self._dead(who) from error
 
-@contextlib.contextmanager
-def _naming_the_dead() -> Iterator[None]:
-    """Explain an error of the store, whose host has died."""
-    try:
-        yield
-    except distributed.DistError as error:
-        who = (
-            "the process that hosts the key-value store of torch.distributed did not answer and has"
+    def _dead(self, who: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._reason}, but {who} probably died; this rank ends without saving, so resume "
+            "from the last checkpoint"
         )
-        raise _dead(who) from error
-
-
-def _dead(who: str) -> RuntimeError:
-    return RuntimeError(
-        f"training was asked to stop or to save, but {who} probably died; this rank ends without "
-        "saving, so resume from the last checkpoint"
-    )
 
 
 @final

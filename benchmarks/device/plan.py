@@ -31,6 +31,7 @@ SECTIONS = {
     "recipes": Section(shows="recipes, killed and resumed; a planted NaN", share=110),
     "ranks": Section(shows="DistributedDataParallel and FSDP2", share=75),
     "memory": Section(shows="peak memory", share=40),
+    "background": Section(shows="checkpoints in the background", share=200),
     "randomness": Section(shows="random states and pinned batches", share=60),
     "recompute": Section(shows="steps that are run again, bit by bit", share=30),
     "compiled": Section(shows="whole steps with torch.compile", share=60),

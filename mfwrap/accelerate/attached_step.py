@@ -5,6 +5,7 @@
 step's state in ``save_state`` and ``load_state``.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Self, final
 
@@ -21,6 +22,7 @@ from mfwrap.accelerate.classes import (
 from mfwrap.accelerate.saving import AttachedCheckpoints
 from mfwrap.accelerate.schedules import attach_scheduler
 from mfwrap.accelerate.setup import EMA, attached_handler_class, check_arguments, loop_config
+from mfwrap.arguments import check_bool
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.compatibility.accelerate import models_of, optimizers_of, schedulers_of
 from mfwrap.config import StepConfig
@@ -45,6 +47,7 @@ class AttachedStep:
         ema: EMA | None,
         scale_sense: ScaleSense | None,
         communication_hook: CommunicationHook | None,
+        async_save: bool = False,  # noqa: FBT001, FBT002  (only this module calls it)
     ) -> None:
         self.config = config
         """Settings of the step."""
@@ -55,7 +58,9 @@ class AttachedStep:
         self._grad_scaler = accelerator.scaler
         self._ddp_handler = accelerator.ddp_handler
         self._handler_kind = type(self._ddp_handler)
-        self.attachment = Attachment(accelerator, *self._arguments, AttachedCheckpoints)
+        self._async_save = async_save
+        checkpoints = functools.partial(AttachedCheckpoints, async_save=async_save)
+        self.attachment = Attachment(accelerator, *self._arguments, checkpoints)
         """What accelerate's calls drive, for the monitors and the Trainer of mfwrap."""
         self._scaler = StepScaler(self.attachment, self._grad_scaler)
         accelerator.scaler = self._scaler
@@ -131,6 +136,17 @@ class AttachedStep:
         """
         self.attachment.step.flush()
 
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last ``save_state`` is in place; call it on all ranks.
+
+        Only with `async_save` there is something to wait for. The next ``save_state``,
+        ``load_state``, ``end_training`` and `detach` call it for you.
+
+        Raises:
+            Exception: On all ranks, if the checkpoint could not be written.
+        """
+        self.attachment.checkpoints.settle()
+
     def detach(self) -> None:
         """Restore the accelerator and its prepared objects to accelerate's own classes.
 
@@ -169,8 +185,9 @@ class AttachedStep:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.accelerator, self._arguments, self.attachment.step.state_dict())
-        return _attached_again, arguments
+        arguments = (*self._arguments, self._async_save)
+        state = self.attachment.step.state_dict()
+        return _attached_again, (self.accelerator, arguments, state)
 
 
 def _attached_again(
@@ -209,6 +226,7 @@ def attach(
     *,
     scale_sense: ScaleSense | None = None,
     communication_hook: CommunicationHook | None = None,
+    async_save: bool = False,
 ) -> AttachedStep:
     """Make an accelerate loop run MindFormers' training step.
 
@@ -249,6 +267,10 @@ def attach(
             DistributedDataParallel. The local norms of the gradients are taken before the hook
             reduces them. ``None`` takes the hook of the accelerator's
             ``DistributedDataParallelKwargs``, or torch's all-reduce if there is none.
+        async_save: Whether ``save_state`` copies weights, optimizers and average to host memory,
+            and a thread writes them while the loop goes on. The checkpoint is in place after
+            `AttachedStep.wait_for_checkpoint`. On one process, an error of the thread is raised by
+            the next update; on several, where they wait for the checkpoint.
 
     Returns:
         The attached step. It holds the reports of the updates.
@@ -279,6 +301,12 @@ def attach(
     """
     config = StepConfig() if config is None else config
     check_arguments(accelerator, config, ema, communication_hook)
+    check_bool("async_save", async_save)
     return AttachedStep(
-        accelerator, loop_config(accelerator, config), ema, scale_sense, communication_hook
+        accelerator,
+        loop_config(accelerator, config),
+        ema,
+        scale_sense,
+        communication_hook,
+        async_save,
     )

@@ -92,8 +92,14 @@ class LoopObserver(Protocol):
 class Checkpoints(Protocol):
     """Saves and loads the step in ``save_state`` and ``load_state``."""
 
-    def saving(self, output_dir: Any, save: Callable[[str], Any]) -> Any:
+    def saving(self, output_dir: Any, save: Callable[[str], Any], *, is_safe: bool) -> Any:
         """Call accelerate's ``save_state``; see `AttachedCheckpoints`."""
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+
+    def look(self) -> None:
+        """Complete a checkpoint that is written, if that takes no time."""
 
     def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:
         """Call accelerate's ``load_state``; see `AttachedCheckpoints`."""
@@ -158,6 +164,8 @@ class Attachment:
         self.is_loading = False
         """Whether optimizer states are being loaded. If so, ``optimizer.step()`` calls torch's
         optimizer directly instead of doing an update."""
+        self.hides_optimizers = False
+        """Whether prepared optimizers return no state, because a copy of it is written later."""
         self.observers: list[LoopObserver] = []
         """Objects that follow the loop, such as `mfwrap.callbacks.LoopMonitor`."""
         self.checkpoints = checkpoints_of(self, accelerator)
@@ -290,6 +298,7 @@ class Attachment:
         Args:
             optimizer: Optimizer without accelerate's wrapper.
         """
+        self.checkpoints.look()
         self.build(final=True, in_step=True)
         with self.explaining_memory(Section.UPDATE), self.ranks.updating(ends=True):
             self.step.update(optimizer, self.accelerator.gradient_accumulation_steps)

@@ -190,7 +190,9 @@ class AttachedAccelerator:
         """
         save = super().save_state  # type: ignore[misc]  # (the accelerator's own method)
         return self.attachment.checkpoints.saving(
-            output_dir, lambda folder: save(folder, *args, **keywords)
+            output_dir,
+            lambda folder: save(folder, *args, **keywords),
+            is_safe=bool(keywords.get("safe_serialization", args[0] if args else True)),
         )
 
     def load_state(self, input_dir: Any = None, *args: Any, **keywords: Any) -> Any:
@@ -215,7 +217,8 @@ class AttachedAccelerator:
         return freed
 
     def end_training(self) -> None:
-        """Flush the step, tell the other ranks of the end, then end as accelerate does."""
+        """Flush the step and a checkpoint, tell the other ranks, then end as accelerate does."""
+        self.attachment.checkpoints.settle()
         self.attachment.flush()
         for observer in self.attachment.observers:
             observer.before_end()
@@ -273,6 +276,8 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
 
     def state_dict(self) -> dict[str, Any]:
         """Flush the step; return the optimizer's state with the next update's learning rates."""
+        if self.attachment.hides_optimizers:
+            return {}
         self.attachment.flush()
         state: dict[str, Any] = super().state_dict()
         return state

@@ -7,11 +7,13 @@ checkpoint.
 """
 
 import contextlib
+import functools
 import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -19,15 +21,16 @@ from accelerate import Accelerator
 
 from mfwrap.accelerate.attachment import Attachment
 from mfwrap.accelerate.attributes import replaced
+from mfwrap.accelerate.background import BackgroundStates
 from mfwrap.accelerate.global_batch import LoopBatch
 from mfwrap.accelerate.state import (
     check_saved_step,
     is_writer,
     load_step,
     named_automatically,
-    save_step,
 )
 from mfwrap.checkpoints.beside import move_back, show_files
+from mfwrap.checkpoints.checksums import Extent
 from mfwrap.checkpoints.file_formats import DamagedFileError, check_format
 from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.locks import PARTIAL, lock_of, owning_together, remove_dead_lock
@@ -71,10 +74,14 @@ class AttachedCheckpoints:
     Args:
         attached: The step.
         accelerator: Its accelerator.
+        async_save: Whether ``save_state`` writes in the background.
     """
 
-    def __init__(self, attached: Attachment, accelerator: Accelerator) -> None:
+    def __init__(
+        self, attached: Attachment, accelerator: Accelerator, *, async_save: bool = False
+    ) -> None:
         self._attached = attached
+        self._background = BackgroundStates(attached, accelerator, are_wanted=async_save)
         self._accelerator = accelerator
         self._saves_in: Path | None = None
         self._batch = LoopBatch(attached, accelerator)
@@ -84,11 +91,20 @@ class AttachedCheckpoints:
         ]
 
     def detach(self) -> None:
-        """Remove the hooks from the accelerator."""
+        """Wait for a checkpoint, and remove the hooks from the accelerator."""
+        self._background.settle()
         for hook in self._hooks:
             hook.remove()
 
-    def saving(self, output_dir: Any, save: Callable[[str], Any]) -> Any:
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written; see `AttachedStep.wait_for_checkpoint`."""
+        self._background.settle()
+
+    def look(self) -> None:
+        """Complete a checkpoint of the background, if that takes no time."""
+        self._background.look()
+
+    def saving(self, output_dir: Any, save: Callable[[str], Any], *, is_safe: bool = True) -> Any:
         """Call accelerate's ``save_state`` so that its checkpoint loads without mfwrap, too.
 
         If accelerate has no gradient scaler of its own, our scaler is removed during the call.
@@ -97,17 +113,23 @@ class AttachedCheckpoints:
         Args:
             output_dir: Folder that the loop gave; ``None`` if accelerate names its checkpoints.
             save: Function that calls accelerate's ``save_state`` with a folder.
+            is_safe: Whether accelerate writes weights as safetensors.
 
         Returns:
             Folder of the checkpoint.
         """
         if self._attached.ema is not None:
             self._attached.ema.refuse_inside_swap("save_state")
-        with whole_state(self._accelerator, output_dir) as (written, final):
+        self._background.settle()
+        background = self._background if self._background.are_on(is_safe=is_safe) else None
+        with whole_state(self._accelerator, output_dir, background) as (written, final):
             self._saves_in = final.parent
             scaler = self._accelerator.scaler if self._attached.has_grad_scaler else None
             with replaced(self._accelerator, scaler=scaler):
-                save(str(written))
+                if background is None:
+                    save(str(written))
+                else:
+                    background.save(lambda: save(str(written)), written)
         for observer in self._attached.observers:
             observer.after_save(final)
         return final
@@ -129,6 +151,7 @@ class AttachedCheckpoints:
                 processes raise the same error, and nothing has been loaded. Also if another program
                 deletes or changes a file meanwhile; parts of the checkpoint have been loaded then.
         """
+        self._background.settle()
         if folder is None:
             return self._load_stock(load)
         check_sharded_load(self._accelerator)
@@ -164,12 +187,12 @@ class AttachedCheckpoints:
         with replaced(self._accelerator, scaler=None), replaced(self._attached, is_loading=True):
             return load()
 
-    def _on_save(self, _models: object, _weights: object, output_dir: str) -> None:
+    def _on_save(self, _models: object, weights: Any, output_dir: str) -> None:
         folder = Path(output_dir)
         if is_writer(self._accelerator):
             # If accelerate replaces the files of an older checkpoint, their manifest is obsolete.
             (folder / MANIFEST).unlink(missing_ok=True)
-        save_step(folder, self._attached)
+        self._background.save_step(folder, weights)
         if is_writer(self._accelerator):
             self._batch.save(folder)
         for observer in self._attached.observers:
@@ -184,7 +207,9 @@ class AttachedCheckpoints:
 
 
 @contextlib.contextmanager
-def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[tuple[Path, Path]]:
+def whole_state(
+    accelerator: Accelerator, output_dir: Any, background: BackgroundStates | None = None
+) -> Iterator[tuple[Path, Path]]:
     """Let accelerate write a checkpoint within the block, then give it its name and a manifest.
 
     Call it on every process. Oldest checkpoints are deleted last. If a folder also has other files,
@@ -195,6 +220,8 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[tuple[Pat
     Args:
         accelerator: Accelerator that saves. Within the block, it does not name checkpoints itself.
         output_dir: Argument of ``save_state``.
+        background: Writes the rest of the checkpoint after the block; ``None`` if the block writes
+            all of it.
 
     Yields:
         The folder that accelerate writes, and the one that the checkpoint is in when it is
@@ -212,7 +239,8 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[tuple[Pat
     # Not beside a checkpoint that accelerate has named: a stock accelerate would take the staging
     # folder for a checkpoint.
     staging = staging_folder((project or final.parent).absolute() / final.name)
-    with owning_together(_lock(staging, final)):
+    with contextlib.ExitStack() as owned:
+        owned.enter_context(owning_together(_lock(staging, final)))
         with raising_together():
             if accelerator.is_local_main_process:
                 if is_named and final.exists():
@@ -235,22 +263,61 @@ def whole_state(accelerator: Accelerator, output_dir: Any) -> Iterator[tuple[Pat
         with replaced(configuration, automatic_checkpoint_naming=False):
             yield written, final
         gather_objects(None)  # a barrier: the manifest lists the files of all processes
+        place = _Place(accelerator, project, staging, final, stages=stages, shows=shows)
+        if background is not None:
+            put = functools.partial(place.put, background.write)
+            background.submit(
+                put if is_writer(accelerator) else None, place.complete, owned.pop_all()
+            )
+            return
         with raising_together():
             if is_writer(accelerator):
-                write_manifest(written, required=_OWN_FILES)
-                if shows:
-                    move_back(staging, final.parent, but=final.name)
-                if stages:
-                    _move(written, final)
+                place.put()
+        place.complete()
+
+
+@final
+@dataclass(frozen=True)
+class _Place:
+    """Where a checkpoint is written, and where it belongs."""
+
+    accelerator: Any
+    project: Path | None
+    staging: Path
+    final: Path
+    _: KW_ONLY
+    stages: bool
+    shows: bool
+
+    @property
+    def _written(self) -> Path:
+        return self.staging / self.final.name if self.stages else self.final
+
+    def put(self, write: Callable[[], Mapping[Extent, str]] | None = None) -> None:
+        """Write what is missing, and the manifest; move the checkpoint; any thread may call this.
+
+        Args:
+            write: Writes what is missing, and returns the checksums; ``None`` if nothing is.
+        """
+        known = None if write is None else write()
+        write_manifest(self._written, required=_OWN_FILES, known=known)
+        if self.shows:
+            move_back(self.staging, self.final.parent, but=self.final.name)
+        if self.stages:
+            _move(self._written, self.final)
+
+    def complete(self) -> None:
+        """Move this node's files, and delete the oldest checkpoints; call it on all ranks."""
+        writes = is_writer(self.accelerator)
         with raising_together():
-            if stages and accelerator.is_local_main_process and not is_writer(accelerator):
-                final.parent.mkdir(parents=True, exist_ok=True)
-                if shows:
-                    move_back(staging, final.parent, but=final.name)
-                adopt_files(written, final)
-            if project is not None and is_writer(accelerator):
-                surplus = _surplus(configuration, final)
-                remove_checkpoints(surplus, project)
+            if self.stages and self.accelerator.is_local_main_process and not writes:
+                self.final.parent.mkdir(parents=True, exist_ok=True)
+                if self.shows:
+                    move_back(self.staging, self.final.parent, but=self.final.name)
+                adopt_files(self._written, self.final)
+            if self.project is not None and writes:
+                surplus = _surplus(self.accelerator.project_configuration, self.final)
+                remove_checkpoints(surplus, self.project)
 
 
 def _lock(staging: Path, final: Path) -> Path:

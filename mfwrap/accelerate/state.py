@@ -60,6 +60,20 @@ def is_writer(accelerator: Accelerator, *, each_node: bool | None = None) -> boo
     return bool(accelerator.is_local_main_process if each_node else accelerator.is_main_process)
 
 
+def step_content(attachment: Attachment) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Flush the step; return its state, whose averages are not copied, and a record for people."""
+    step = attachment.step
+    # Flush before anything else, because a flush may raise.
+    state = step.state_dict()
+    counts = [window.update.counts for window in step.windows.values()]
+    record = {
+        "loss_scale": step.loss_scale.value.item(),
+        "applied_updates": [each.applied_updates.item() for each in counts],
+        "skipped_updates": [each.skipped_updates.item() for each in counts],
+    }
+    return state, record
+
+
 def save_step(folder: Path, attachment: Attachment, *, each_node: bool | None = None) -> None:
     """Flush the step, then write loss scale, counts and average. Call it on every process.
 
@@ -70,15 +84,7 @@ def save_step(folder: Path, attachment: Attachment, *, each_node: bool | None = 
         attachment: Step to save.
         each_node: As in `is_writer`.
     """
-    step = attachment.step
-    # Flush before anything else, because a flush may raise.
-    state = step.state_dict()
-    counts = [window.update.counts for window in step.windows.values()]
-    record = {
-        "loss_scale": step.loss_scale.value.item(),
-        "applied_updates": [each.applied_updates.item() for each in counts],
-        "skipped_updates": [each.skipped_updates.item() for each in counts],
-    }
+    state, record = step_content(attachment)
     writes = is_writer(attachment.accelerator, each_node=each_node)
     write_step_files(folder, state, record, is_writer=writes)
 

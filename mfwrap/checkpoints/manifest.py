@@ -80,7 +80,9 @@ class _Expected(NamedTuple):
     checksum: str
 
 
-def write_manifest(folder: Path, required: Collection[str] = ()) -> None:
+def write_manifest(
+    folder: Path, required: Collection[str] = (), known: Mapping[Extent, str] | None = None
+) -> None:
     """Write the manifest of a complete checkpoint, with checksums of its content.
 
     Call this before the checkpoint gets its final name. The checksums are taken from the files and
@@ -91,6 +93,8 @@ def write_manifest(folder: Path, required: Collection[str] = ()) -> None:
     Args:
         folder: Folder of the checkpoint. An older manifest is replaced.
         required: Names of files that the caller has written.
+        known: Checksums of ranges of bytes that were computed while they were written; these are
+            not read again.
 
     Raises:
         DamagedFileError: If a safetensors file is damaged, a file of ``torch.save`` was not written
@@ -102,7 +106,9 @@ def write_manifest(folder: Path, required: Collection[str] = ()) -> None:
     if missing := next(absent, None) or missing_part(contents):
         raise DamagedFileError(folder, f"is incomplete: it has no {missing}")
     extents = [extent for content in contents.values() for extent in _extents(content)]
-    with contextlib.closing(checksums(extents)) as found:
+    known = {} if known is None else known
+    with contextlib.closing(checksums(each for each in extents if each not in known)) as read:
+        found = (known[each] if each in known else next(read) for each in extents)
         entries = {name: _entry(content, found) for name, content in contents.items()}
     with whole_file(folder / MANIFEST) as partial:
         partial.write_text(_text(entries), encoding="utf-8")

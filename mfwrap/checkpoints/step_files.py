@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mfwrap.checkpoints import hashed_files
+from mfwrap.checkpoints.checksums import Extent
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.manifest import HAS_MANIFEST
 from mfwrap.checkpoints.whole import whole_file
@@ -31,7 +33,12 @@ _FORMAT_VERSION = 1
 
 
 def write_step_files(
-    folder: Path, state: Mapping[str, Any], record: Mapping[str, Any], *, is_writer: bool = True
+    folder: Path,
+    state: Mapping[str, Any],
+    record: Mapping[str, Any],
+    *,
+    is_writer: bool = True,
+    checksums: dict[Extent, str] | None = None,
 ) -> None:
     """Write a step's state into the folder of a checkpoint. Call it on every rank.
 
@@ -43,6 +50,8 @@ def write_step_files(
             Each rank writes its own shards of distributed tensors.
         record: Extra entries of the JSON file, for people who read the file.
         is_writer: Whether this rank writes the JSON file and the tensors that are not distributed.
+        checksums: Gets the checksums of the file of tensors, for `write_manifest`; they are
+            computed while it is written. ``None`` computes none.
     """
     tensors = flat_tensors(state)
     distributed = {name: tensor for name, tensor in tensors.items() if is_distributed(tensor)}
@@ -56,7 +65,11 @@ def write_step_files(
         return
     whole = {name: t.contiguous() for name, t in tensors.items() if name not in distributed}
     with whole_file(folder / _TENSORS) as partial:
-        save_file(whole, partial)
+        if checksums is None:
+            save_file(whole, partial)
+        else:
+            for extent, checksum in hashed_files.save_tensors(whole, partial).items():
+                checksums[extent._replace(path=folder / _TENSORS)] = checksum
     content = {
         "format_version": _FORMAT_VERSION,
         "parts": sorted(state),

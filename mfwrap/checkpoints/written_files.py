@@ -9,6 +9,7 @@ the same time overwrite each other's lines.
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from mfwrap.collectives import this_rank
 LIST = "_mfwrap_files.txt"
 """Name of rank 0's list in a run folder; that of another rank is ``_mfwrap_files_rank<rank>.txt``.
 """
+
+_CHANGING = threading.RLock()
+"""Held while a list is changed: a checkpoint may be written in a thread of its own."""
 
 _RANK_LISTS = "_mfwrap_files_rank*.txt"
 
@@ -61,9 +65,10 @@ def drop_unused_list(folder: Path) -> None:
 def drop_listed(path: Path) -> None:
     """Take what is deleted from this rank's list: a later file of the name may be the user's."""
     own = _own_list(path.parent)
-    if own.exists():
-        kept = (_names_in(own) or set()) - {path.name}
-        _partial_list(path.parent, _lines(kept)).replace(own)
+    with _CHANGING:
+        if own.exists():
+            kept = (_names_in(own) or set()) - {path.name}
+            _partial_list(path.parent, _lines(kept)).replace(own)
 
 
 def note_written(path: Path) -> None:
@@ -78,12 +83,13 @@ def note_written(path: Path) -> None:
 
 def list_own(path: Path) -> None:
     """Add a file or folder that a run has written to the list, if the folder has one."""
-    names = listed_names(path.parent)
-    if names is not None and path.name not in names:
-        own = _own_list(path.parent)
-        content = own.read_bytes() if own.exists() else b""
-        end = "" if content.endswith(b"\n") or not content else "\n"
-        _write(own, end + _lines([path.name]), os.O_CREAT | os.O_APPEND)
+    with _CHANGING:
+        names = listed_names(path.parent)
+        if names is not None and path.name not in names:
+            own = _own_list(path.parent)
+            content = own.read_bytes() if own.exists() else b""
+            end = "" if content.endswith(b"\n") or not content else "\n"
+            _write(own, end + _lines([path.name]), os.O_CREAT | os.O_APPEND)
 
 
 def listed_names(folder: Path) -> set[str] | None:

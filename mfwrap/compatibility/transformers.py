@@ -231,6 +231,15 @@ def saves_checkpoints_itself(trainer: Any) -> bool:
     return has_own(trainer, "_save_checkpoint")
 
 
+def completes_checkpoints_itself(trainer: Any) -> bool:
+    """Return whether a method of the user's own may do something with a checkpoint's files.
+
+    The Trainers of TRL have such methods, too, which only write a card before they save.
+    """
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] != "trl"]
+    return "_save_checkpoint" in vars(trainer) or _any_has(kinds, {"_save_checkpoint"})
+
+
 def saves_optimizer_itself(trainer: Any) -> bool:
     """Return whether a Trainer saves or loads its optimizer by a method of the user's own."""
     return has_own(trainer, *_OPTIMIZER)

@@ -208,7 +208,13 @@ class CheckpointRequests:
     def _next_agreement(self) -> LastStep:
         if self._agreed is not None:
             self._agreed.close()
-        return LastStep(self._connection, next(self._names), this_rank(), num_ranks())
+        return LastStep(
+            self._connection,
+            next(self._names),
+            this_rank(),
+            num_ranks(),
+            reason="training was asked to save",
+        )
 
     def _sees_request(self) -> bool:
         if self._files is None or self._clock() < self._next_look:

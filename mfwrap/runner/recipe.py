@@ -108,6 +108,8 @@ class Recipe:
 
     use_stateful_dataloader: bool
     """Whether streamed rows keep their place by their state, and are not read again."""
+    async_save: bool
+    """Whether checkpoints are written in the background."""
 
     rollback: Rollback | None
     """When to go back to a checkpoint; ``None`` for never."""
@@ -243,6 +245,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         rampup_batch_size=sections.rampup_batch_size,
         eval_per_token_loss=sections.eval_per_token_loss,
         use_stateful_dataloader=sections.use_stateful_dataloader,
+        async_save=sections.async_save,
         rollback=rollback,
         add_metric=read_metric(objects, sections.metric),
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),

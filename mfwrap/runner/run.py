@@ -286,6 +286,7 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         eval_per_token_loss=recipe.eval_per_token_loss,
         use_stateful_dataloader=recipe.use_stateful_dataloader,
         row_losses=recipe.data.row_losses,
+        async_save=recipe.async_save,
         **keywords,
     )
     trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder))

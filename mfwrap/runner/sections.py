@@ -75,6 +75,8 @@ class Sections(RecipeSection):
 
     use_stateful_dataloader: bool = False
     """Whether streamed rows keep their place by their state; see `mfwrap.trainer.MFTrainer`."""
+    async_save: bool = False
+    """Whether checkpoints are written in the background; see `mfwrap.trainer.MFTrainer`."""
 
     rollback: dict[str, Any] | None = None
     """Fields of `mfwrap.trainer.Rollback`."""
@@ -244,7 +246,7 @@ CALLBACK_KEYS_WITHOUT_MEANING: Mapping[str, frozenset[str]] = MappingProxyType({
         "learning_rate", "micro_batch_interleave_num", "micro_batch_num", "print_separate_loss",
     }),
     "CheckpointMonitor": frozenset({
-        "append_info", "async_save", "checkpoint_format", "config", "directory", "embedding_size",
+        "append_info", "checkpoint_format", "config", "directory", "embedding_size",
         "enc_key", "enc_mode", "exception_save", "global_batch_size", "health_ckpts_record_dir",
         "integrated_save", "keep_checkpoint_per_n_minutes", "prefix", "remove_redundancy",
         "save_network_params", "save_optimizer", "save_trainable_params", "saved_network",

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -69,6 +69,8 @@ from mfwrap.records.run_facts import PROGRESS
 from mfwrap.records.run_files import resume_run, save_records
 from mfwrap.records.run_record import FACTS
 from mfwrap.tensors.wrappers import unwrapped_optimizer
+from mfwrap.trainer.background import BackgroundSaves
+from mfwrap.trainer.deferred_files import DeferredFiles
 from mfwrap.trainer.events import finish_pending, monitors, restore_in_place
 from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.lookalikes import lookalike
@@ -91,13 +93,20 @@ class Checkpoints:
     Args:
         trainer: The trainer that writes the checkpoints.
         keeps_average: Whether the trainer keeps an average of the weights.
+        in_background: Whether the trainer was asked to save in the background.
     """
 
-    def __init__(self, trainer: TrainerView, *, keeps_average: bool) -> None:
+    def __init__(
+        self, trainer: TrainerView, *, keeps_average: bool, in_background: bool = False
+    ) -> None:
         self._trainer = trainer
         self._keeps_average = keeps_average
         self.requests = CheckpointRequests()
         """Requests for checkpoints of other programs."""
+        self.background = BackgroundSaves(trainer, is_wanted=in_background)
+        """Checkpoints that are written while the training goes on."""
+        self.deferred: DeferredFiles | None = None
+        """Large files of the checkpoint that is being written, if this rank writes them later."""
         self._staging: Path | None = None
         """Folder in which a checkpoint is being written; ``None`` at any other time."""
         self.ending: Callable[[], None] | None = None
@@ -319,7 +328,8 @@ class Checkpoints:
             if is_inside and self._trainer.args.should_save:
                 # The earlier process may have been killed after it saved a checkpoint and before it
                 # removed the old ones. Remove them now.
-                self._remove_old(run_folder, kept=checkpoint)
+                best = self._trainer.state.best_model_checkpoint
+                self._remove_old(run_folder, kept=checkpoint, best=best)
 
     def _set_aside_later(self, run_folder: Path, step: int, does: str) -> None:
         if self._trainer.args.local_process_index == 0:
@@ -390,10 +400,12 @@ class Checkpoints:
         Args:
             run_folder: Folder of the run's checkpoints.
         """
-        with owning_run(run_folder):  # a training without checkpoints is stopped with one
-            yield from self._writing(run_folder)
+        with contextlib.ExitStack() as owned:
+            # A training without checkpoints is stopped with one.
+            owned.enter_context(owning_run(run_folder))
+            yield from self._writing(run_folder, owned)
 
-    def _writing(self, run_folder: Path) -> Iterator[None]:
+    def _writing(self, run_folder: Path, owned: contextlib.ExitStack) -> Iterator[None]:
         trainer, args = self._trainer, self._trainer.args
         trainer.attached.flush()
         finish_pending(trainer)
@@ -412,21 +424,55 @@ class Checkpoints:
                 staging.mkdir(parents=True, exist_ok=True)
                 if saves_checkpoints_itself(trainer):
                     show_files(run_folder, staging)
-        self._staging = staging
-        with naming_written_file(staging / name):
+        is_later = self.background.are_on()
+        with naming_written_file(staging / name), contextlib.ExitStack() as copied:
+            with raising_together():
+                if is_later and args.should_save:
+                    self.deferred = copied.enter_context(self.background.copied())
+            deferred, self._staging = self.deferred, staging
             try:
                 self._pushes = args.push_to_hub
                 with replaced(args, push_to_hub=False):
                     yield
             finally:
-                self._staging = None
+                self._staging = self.deferred = None
             # Another rank may still write beside the checkpoint.
             is_there = any(gather_objects((staging / name).is_dir()))
             if args.should_save:
                 move_back(staging, run_folder, but=name)
             if is_there:
-                self._complete(staging / name, run_folder / name)
+                self._finish(staging / name, run_folder / name)
+                self._hand_over(
+                    staging / name, run_folder / name, deferred, owned if is_later else None
+                )
                 self.saved_step = trainer.state.global_step
+
+    def _hand_over(
+        self,
+        written: Path,
+        final: Path,
+        deferred: DeferredFiles | None,
+        owned: contextlib.ExitStack | None,
+    ) -> None:
+        """Put a checkpoint into place, or let the thread do so.
+
+        Args:
+            written: Folder in which the checkpoint was written.
+            final: Folder that it gets.
+            deferred: What is not written yet; ``None`` if nothing is.
+            owned: Owns the run folder, for the thread; ``None`` to do it now.
+        """
+        trainer, writes = self._trainer, self._trainer.args.should_save
+        best = trainer.state.best_model_checkpoint
+        put = functools.partial(self._put, written, final, best, deferred)
+        complete = functools.partial(self._complete, written, final)
+        if owned is not None:
+            self.background.submit(put if writes else None, complete, owned.pop_all())
+            return
+        if writes:
+            put()
+        trainer.accelerator.wait_for_everyone()
+        complete()
 
     def note_own(self) -> None:
         """Note the checkpoint that the user's own ``_save_checkpoint`` is about to write.
@@ -456,8 +502,8 @@ class Checkpoints:
         if trainer.args.should_save and is_checkpoint(folder):
             write_manifest(folder)
 
-    def _complete(self, written: Path, final: Path) -> None:
-        """Move a checkpoint into place, remove old checkpoints, and push to the Hub if enabled."""
+    def _finish(self, written: Path, final: Path) -> None:
+        """Write what is left of a checkpoint, apart from its large files and the manifest."""
         trainer, args = self._trainer, self._trainer.args
         for callback in monitors(trainer.callback_handler.callbacks):
             callback.save_into(written, args, trainer.model)
@@ -466,18 +512,40 @@ class Checkpoints:
         trainer.accelerator.wait_for_everyone()
         if args.should_save:
             trainer.state.save_to_json(str(written / TRAINER_STATE))
-            write_manifest(written)
             if str(final) == trainer.state.best_model_checkpoint:
                 self._best_files = {}  # a callback has saved the checkpoint again
+
+    def _put(
+        self, written: Path, final: Path, best: str | None, deferred: DeferredFiles | None
+    ) -> None:
+        """Write large files and the manifest, move a checkpoint into place, and remove old ones.
+
+        Any thread may call this.
+        """
+        with naming_written_file(written):
+            write_manifest(written, known=None if deferred is None else deferred.write())
             # This call syncs all files to disk before it renames the checkpoint.
             move_into_place(written, final)
-            self._remove_old(final.parent, kept=final)
-        trainer.accelerator.wait_for_everyone()
+            self._remove_old(final.parent, kept=final, best=best)
+
+    def _complete(self, written: Path, final: Path, state: TrainerState | None = None) -> None:
+        """Take over a checkpoint that is in place, and push it to the Hub if enabled.
+
+        Args:
+            written: Folder in which the checkpoint was written.
+            final: Folder in which it is.
+            state: State of its step, if the training has gone on meanwhile.
+        """
+        trainer, args = self._trainer, self._trainer.args
         if args.local_process_index == 0 and not args.should_save:
             adopt_files(written, final)
         if args.push_to_hub:
-            with without_saved_token(args):
+            with without_saved_token(args), replaced(trainer, state=state or trainer.state):
                 push_checkpoint(trainer, str(final))
+        if state is not None:
+            # The Trainer holds the control itself while an event is handled.
+            changed = trainer.callback_handler.tell_saved(args, state, trainer.control)
+            vars(trainer.control).update(vars(changed))
 
     def _find_best(self, newest: Path) -> None:
         """Set the path of the best checkpoint, which is that of another spelling or another place.
@@ -493,8 +561,8 @@ class Checkpoints:
             if best == newest or best.is_dir():
                 state.best_model_checkpoint = str(best)
 
-    def _remove_old(self, run_folder: Path, kept: Path) -> None:
-        """Remove the checkpoints that the Trainer's own function would remove, except one.
+    def _remove_old(self, run_folder: Path, kept: Path, best: str | None) -> None:
+        """Remove the checkpoints that the Trainer's own function would remove, except two.
 
         A folder such as ``checkpoint-backup`` is a user's copy, and a checkpoint that a stock
         Trainer has written belongs to that training: they are neither counted nor removed.
@@ -503,7 +571,7 @@ class Checkpoints:
         checkpoint. Here its rule is followed: the newest and the best checkpoint are kept, and the
         oldest others are removed until the limit is met.
         """
-        limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
+        limit = self._trainer.args.save_total_limit
         if limit is None or limit <= 0:
             return
         protected = {str(run_folder / kept.name)}

@@ -64,6 +64,10 @@ class MonitorCallback(TrainerCallback):
     """Whether the callback requests checkpoints. `MFTrainer` then checks before the first step that
     the disk has room for one."""
 
+    saves_in_background: bool = False
+    """Whether the callback wants `MFTrainer` to write checkpoints in the background, as its
+    argument ``async_save`` does."""
+
     step_lines: StepLines = "never"
     """Whether the callback prints each step: ``"without a bar"`` if `MFTrainer` shows no progress
     bar in a terminal, ``"always"`` instead of such a bar, or ``"never"``."""
@@ -152,6 +156,9 @@ class MonitorCallback(TrainerCallback):
         """
         del attributes
         return False
+
+    def expect_background_saves(self) -> None:
+        """Learn that `saves_in_background` has an effect; called before ``on_train_begin``."""
 
     def expect_evaluations(self) -> None:
         """Learn that the Trainer will enter `evaluation`; called before ``on_train_begin``."""
@@ -304,6 +311,9 @@ class StepCallbackHandler(CallbackHandler):
         # deferred schedule drops the step just before the next update.
         attached.answers_late = False
         if self._before_event(event) is False:
+            if event == "on_save":  # the callbacks hear of it later, see `tell_saved`
+                self._postponed.on_save()
+                self._after_event(event, control)
             return control
         control.should_save |= self._postponed.is_due and event in {"on_log", "on_evaluate"}
         call: Callable[..., TrainerControl] = super().call_event
@@ -325,6 +335,23 @@ class StepCallbackHandler(CallbackHandler):
         attached.answers_late = event == "on_optimizer_step"
         changed.should_save |= self._postponed.must_save
         self._after_event(event, changed)
+        return changed
+
+    def tell_saved(self, args: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        """Call ``on_save`` for a checkpoint that was written in the background.
+
+        Args:
+            args: The trainer's arguments.
+            state: State of the training at the step of the checkpoint.
+            control: The trainer's control. What is due in the present step stays due.
+        """
+        with section_clock.left_out():
+            changed: TrainerControl = super().call_event(  # type: ignore[no-untyped-call]  # (transformers)
+                "on_save", args, state, control
+            )
+            for listener in self._listeners:
+                if listener is not self._postponed and hasattr(listener, "on_save"):
+                    listener.on_save(args, state, changed)
         return changed
 
     def _call_with_step(

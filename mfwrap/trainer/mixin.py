@@ -22,7 +22,7 @@ from mfwrap.accelerate.attached_step import AttachedStep, attach
 from mfwrap.accelerate.attributes import replaced
 from mfwrap.accelerate.setup import EMA
 from mfwrap.accelerate.state import load_step, save_step
-from mfwrap.arguments import described, needed_arguments
+from mfwrap.arguments import check_bool, described, needed_arguments
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
 from mfwrap.collectives import RankWatch, rank_watch
@@ -169,6 +169,11 @@ class MFTrainerMixin(_Base):
         row_losses: Whether to write the loss of each row to the folder ``row_losses`` of the run,
             with its place in the data; ``mfwrap rows`` shows the highest and the lowest. It needs
             pyarrow. See `mfwrap.records.row_losses`.
+        async_save: Whether checkpoints of the training are written in the background. A save copies
+            the state to host memory, and a thread writes it while the training goes on. The next
+            save and the end of the training wait for it. Callbacks get ``on_save`` when the
+            checkpoint is in place, before the first step after that. An error of the thread is
+            raised there, too. See docs/trainer.md for what it takes, and what is saved at once.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -195,6 +200,7 @@ class MFTrainerMixin(_Base):
         use_stateful_dataloader: bool = False,
         loss_by: LossBy | None = None,
         row_losses: bool = False,
+        async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         check_trainer_release()
@@ -207,14 +213,18 @@ class MFTrainerMixin(_Base):
         self._step_config = StepConfig() if step is None else step
         self._given_ema, self._given_scale = ema, scale_sense
         self._communication_hook = communication_hook
-        self._checkpoints = Checkpoints(self, keeps_average=ema is not None)
+        check_bool("async_save", async_save)
+        self._checkpoints = Checkpoints(
+            self, keeps_average=ema is not None, in_background=async_save
+        )
         self._position = TrainerPosition(is_stateful=use_stateful_dataloader)
         self._parts = UpdateParts(self)
         self._skip = DataSkip(
             self, self._parts, data_skip_steps, skip_rows, may_go_back=rollback is not None
         )
         self.loss_by_row = LossByRow(self, self._skip.noted, loss_by, records_rows=row_losses)
-        self.rollbacks = Rollbacks(self, rollback, self._skip)
+        wait = functools.partial(self._checkpoints.background.settle, waits=True)
+        self.rollbacks = Rollbacks(self, rollback, self._skip, wait)
         self._batch = TrainerBatch(self, self._step_config)
         self.batch_growth = GrowingBatch(self, rampup_batch_size, self._batch, self._parts)
         others = {"data_skip_steps": data_skip_steps, "skip_rows": skip_rows, "rollback": rollback}
@@ -369,10 +379,12 @@ class MFTrainerMixin(_Base):
         Then the step is flushed, and averages leave the model, while records and the progress bar,
         which shows their lines, are still open. A due evaluation, which an error may have left, is
         forgotten. What follows the data, and the logged loss, ends afterwards. The watch of the
-        ranks is the outermost part: it explains an error of any other.
+        ranks is around all these parts: it explains an error of any of them. Last, an error waits
+        for a checkpoint that is being written.
         """
         self._watch = rank_watch()
         with (
+            self._checkpoints.background.of_training(),
             contextlib.nullcontext() if self._watch is None else self._watch.training(),
             self._losses.filtering(),
             self._skip.of_training(),
@@ -411,6 +423,7 @@ class MFTrainerMixin(_Base):
             self._skip.rows.fact,
             self.batch_growth.settings(),
             sources=self.loss_by_row.fact,
+            copies_state=self._checkpoints.background.are_wanted,
         )
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize
@@ -579,6 +592,7 @@ class MFTrainerMixin(_Base):
             # The Trainer starts a collective next. If another rank has more data, it is still in an
             # update, and both ranks would wait for each other forever.
             self._watch.end_training()
+        self._checkpoints.background.end()
         run_folder, keeps_last = Path(self._get_output_dir(trial)), self._termination.is_stopping
         with (
             self._losses.finishing() as loss,
@@ -602,6 +616,7 @@ class MFTrainerMixin(_Base):
             super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._checkpoints.background.settle(waits=True)
         with replaced(self._checkpoints, hides_checkpoints=False):
             run_folder = Path(self._get_output_dir(trial))
         with training_weights(), self._checkpoints.writing(run_folder):
@@ -613,7 +628,19 @@ class MFTrainerMixin(_Base):
             self._checkpoints.users_arguments(),
             without_saved_token(self.args),
         ):
-            super()._save(output_dir, *args, **kwargs)
+            save = functools.partial(super()._save, output_dir, *args, **kwargs)
+            deferred = self._checkpoints.deferred
+            if deferred is None or output_dir is None or args or kwargs:
+                save()
+            else:
+                deferred.save_weights(Path(output_dir), save)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save = functools.partial(super()._save_optimizer_and_scheduler, output_dir)
+        if self._checkpoints.deferred is None:
+            save()
+        else:
+            self._checkpoints.deferred.save_optimizer(Path(output_dir), save)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the model's card as the Trainer does; add the settings of the step."""
@@ -624,7 +651,10 @@ class MFTrainerMixin(_Base):
         folder = Path(output_dir)
         if self.attached.attachment.has_grad_scaler:
             super()._save_scaler(output_dir)
-        save_step(folder, self.attached.attachment, each_node=self.args.save_on_each_node)
+        if self._checkpoints.deferred is None:
+            save_step(folder, self.attached.attachment, each_node=self.args.save_on_each_node)
+        else:
+            self._checkpoints.deferred.save_step(folder)
         self._position.save(
             folder,
             self.args,
@@ -684,7 +714,8 @@ class MFTrainerMixin(_Base):
         """Bring the log and the data position up to date before callbacks are called.
 
         Returns:
-            Whether the callbacks hear of the event. They do not hear of empty micro-batches.
+            Whether the callbacks hear of the event. They do not hear of empty micro-batches, and
+            later of a checkpoint that is being written.
         """
         self._losses.end_micro_batch()
         self._evaluation.is_due &= event in _EVALUATION_EVENTS
@@ -699,6 +730,7 @@ class MFTrainerMixin(_Base):
                 self._parts.check_update()
         elif event == "on_save":
             self._checkpoints.adopt()
+            return not self._checkpoints.background.is_pending
         elif event == "on_train_end":
             self._checkpoints.end()
         elif event == "on_step_end":
@@ -720,6 +752,7 @@ class MFTrainerMixin(_Base):
     def _begin_training(self) -> None:
         for callback in monitors(self.callback_handler.callbacks):
             callback.expect_evaluations()
+            callback.expect_background_saves()
         # The Trainer has loaded weights, optimizer and schedule. It passes over files that are
         # missing, so an absent file would be a fresh start.
         if self._checkpoints.is_loading:
@@ -729,6 +762,7 @@ class MFTrainerMixin(_Base):
             for callback in monitors(self.callback_handler.callbacks):
                 callback.resume_from(self._position.resumed_from)
         self.rollbacks.begun()
+        self._checkpoints.background.begin()
         self._skip.noted.begin()
         self.batch_growth.tell_monitors()
         self.attached.attachment.step.rate_factor = 1.0
@@ -763,6 +797,7 @@ class MFTrainerMixin(_Base):
         # Callbacks and random generators have loaded their states since the training began.
         if self._checkpoints.is_loading:
             self._checkpoints.check_unchanged(is_last=True)
+        self._checkpoints.background.settle()
         if self._watch is not None:
             self._watch.begin_update()
         if self.rollbacks.may_slow:

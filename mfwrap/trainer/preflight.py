@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from mfwrap.checkpoints.host_copies import memory_problem
 from mfwrap.config import StepConfig
 from mfwrap.preflight import (
     check_ranks_agree,
@@ -97,6 +98,7 @@ def check_trainer_ranks(
     growth: Mapping[str, Any],
     *,
     sources: str,
+    copies_state: bool = False,
 ) -> None:
     """Raise the same error on all ranks if they disagree, or if a checkpoint cannot be written.
 
@@ -110,6 +112,7 @@ def check_trainer_ranks(
         skipped_rows: Description of the rows that are left out.
         growth: How the batch grows, by the name of the setting; empty if it does not.
         sources: Description of the sources of the data.
+        copies_state: Whether a checkpoint is written from a copy of the state in host memory.
 
     Raises:
         RuntimeError: If the ranks disagree, or if a rank has a problem.
@@ -144,7 +147,9 @@ def check_trainer_ranks(
     if args.should_save and (args.save_strategy != "no" or by_callback):
         saved = None if args.save_only_model else trainer.optimizer
         size = checkpoint_bytes(model, saved, has_average=trainer.ema is not None)
-        problems += [each for each in [disk_problem(run_folder_of(trainer), size)] if each]
+        found = [disk_problem(run_folder_of(trainer), size)]
+        found += [memory_problem(size)] if copies_state else []
+        problems += [each for each in found if each]
     check_ranks_agree(facts, problems)
     trainer.attached.attachment.ranks.are_checked = True
 

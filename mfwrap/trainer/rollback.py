@@ -1,6 +1,7 @@
 """Go back to a checkpoint after a bad step, and around the data of that step: ``rollback``."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -118,18 +119,27 @@ class Rollbacks:
         trainer: The trainer.
         settings: Settings; ``None`` never goes back.
         skip: Data to skip.
+        wait_for_checkpoint: Waits until a checkpoint that is being written is in place; called on
+            all ranks.
 
     Raises:
         TypeError: If `settings` is neither a `Rollback` nor ``None``.
     """
 
-    def __init__(self, trainer: TrainerView, settings: Rollback | None, skip: DataSkip) -> None:
+    def __init__(
+        self,
+        trainer: TrainerView,
+        settings: Rollback | None,
+        skip: DataSkip,
+        wait_for_checkpoint: Callable[[], None] = lambda: None,
+    ) -> None:
         if settings is not None and not isinstance(settings, Rollback):
             msg = f"`rollback` must be a mfwrap.trainer.Rollback or None, got {described(settings)}"
             raise TypeError(msg)
         self._trainer = trainer
         self._settings = Rollback() if settings is None else settings
         self._skip = skip
+        self._wait_for_checkpoint = wait_for_checkpoint
         self._done: list[RollbackRecord] = []
         self._pending: str | None = None
         self._own: list[BadSteps] = []  # that other ranks do not know of yet
@@ -265,6 +275,7 @@ class Rollbacks:
 
     def _may_go_back(self, bad: BadSteps) -> bool:
         """Return whether a rollback is possible; if not, log why. Call it on all ranks."""
+        self._wait_for_checkpoint()
         settings, limit = self._settings, self._limit(bad)
         own = [step_of_checkpoint(path) for path in checkpoints_of_run(self._run_folder)]
         steps = gather_objects(own)[0]  # the disk of rank 0

@@ -38,8 +38,9 @@ class MFTrainer(MFTrainerMixin, Trainer):
 
     `MFTrainerMixin` describes the step's arguments (``step``, ``ema``, ``scale_sense``,
     ``communication_hook``, ``data_skip_steps``, ``skip_rows``, ``rollback``,
-    ``rampup_batch_size``, ``eval_per_token_loss``, ``use_stateful_dataloader``, ``loss_by`` and
-    ``row_losses``) and what differs from the Trainer; the other arguments are the Trainer's.
+    ``rampup_batch_size``, ``eval_per_token_loss``, ``use_stateful_dataloader``, ``loss_by``,
+    ``row_losses`` and ``async_save``) and what differs from the Trainer; the other arguments are
+    the Trainer's.
 
     Example:
         >>> import torch
@@ -97,6 +98,7 @@ class MFTrainer(MFTrainerMixin, Trainer):
         use_stateful_dataloader: bool = False,
         loss_by: LossBy | None = None,
         row_losses: bool = False,
+        async_save: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -124,4 +126,5 @@ class MFTrainer(MFTrainerMixin, Trainer):
             use_stateful_dataloader=use_stateful_dataloader,
             loss_by=loss_by,
             row_losses=row_losses,
+            async_save=async_save,
         )

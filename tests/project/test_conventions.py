@@ -14,6 +14,7 @@ SUPPRESSION = re.compile(r"# (?:noqa: [A-Z0-9, ]+|type: ignore\[[a-z, -]+\])(?P<
 
 
 LONG = {
+    "callbacks/checkpoint_monitor.py::__init__": "takes the settings of a monitor, and checks them",
     "callbacks/culprit/finder.py::_completed": "fills in the fields that all kinds have",
     "callbacks/culprit/gathering.py::gather": "asks each judge and each replay for what it knows",
     "callbacks/culprit/judges/step.py::judge": "one formula after the other, on the device",
@@ -24,7 +25,7 @@ LONG = {
     "mfwrap/runner/mindformers/importer.py::_convert": "takes the sections of a file in turn",
     "mfwrap/runner/recipe.py::read_document": "takes the sections of a recipe in turn",
     "mfwrap/step/cell.py::__init__": "takes the settings of a step, and gives them to its parts",
-    "mfwrap/trainer/mixin.py::__init__": "takes the settings of a trainer, gives them to its parts",
+    "mfwrap/trainer/mixin.py::__init__": "builds the parts of a trainer, in their order",
     "mfwrap/trainer/trainer.py::__init__": "names the arguments of two classes for editors",
 }
 """Functions of more than 50 lines of code, and why they are not several functions."""

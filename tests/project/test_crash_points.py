@@ -198,6 +198,23 @@ def test_a_rank_is_killed_after_each_kind_of_operation(rank_of_two, part):
     assert faults(rank_of_two, "killed", points[part::2]) == []
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def background_run(fork_server, tmp_path_factory, request):
+    """Return crashes of a run that saves in the background."""
+    folder = tmp_path_factory.mktemp("background")
+    return Crashes(fork_server, folder, num_ranks=request.param, in_background=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["killed", "failed"])
+def test_crashed_with_saves_in_the_background(background_run, kind):
+    """Whichever kind of operation crashes a run, of its thread or not, it resumes the same."""
+    points = kinds_of_kill_points(background_run.operations)
+    assert any("_checkpoint-4.partial/checkpoint-4/optimizer.pt" in str(each) for each in points)
+    assert faults(background_run, kind, points) == []
+
+
 @pytest.fixture(scope="module")
 def overwriting_run(fork_server, tmp_path_factory):
     """Return crashes of a run that overwrites a longer one with files of every kind."""

@@ -99,11 +99,17 @@ class AttachedRun:
     Args:
         settings: Settings of the run.
         attached: Whether to attach mfwrap's step; if False, the loop is plain accelerate.
+        async_save: Whether the attached step saves in the background.
         accelerator_settings: Further keyword arguments of the accelerator.
     """
 
     def __init__(
-        self, settings: RunSettings | None = None, *, attached: bool = True, **accelerator_settings
+        self,
+        settings: RunSettings | None = None,
+        *,
+        attached: bool = True,
+        async_save: bool = False,
+        **accelerator_settings: Any,
     ) -> None:
         self.settings = settings = RunSettings() if settings is None else settings
         self.accelerator = new_accelerator(
@@ -118,6 +124,7 @@ class AttachedRun:
                 StepConfig(spike_policy=settings.spike_policy),
                 _average if settings.ema else None,
                 scale_sense=LOSS_SCALES[settings.loss_scale](),
+                async_save=async_save,
             )
         self.prepare()
 

@@ -116,6 +116,8 @@ def _drop_keys(source: SourceFile, index: int, callback: dict[str, Any]) -> None
 def _convert_checkpoints(source: SourceFile, callback: dict[str, Any]) -> None:
     if not any(callback.get(f"save_checkpoint_{unit}") for unit in ("steps", "seconds")):
         callback["save_checkpoint_steps"] = 1  # MindFormers' default
+    if callback.get("async_save") is False:
+        del callback["async_save"]  # the default
     limit = callback.get(_THRESHOLD)
     if isinstance(limit, (int, float)) and limit > 0:
         callback[_THRESHOLD] = math.sqrt(limit)

@@ -52,7 +52,7 @@ _PARALLELISM = frozenset({
 """Keys that say how a network is divided over devices, which does not change the numbers."""
 
 _CHECKPOINT = frozenset({
-    "async_save", "load_balanced", "load_worker_number", "prefix", "remove_redundancy",
+    "load_balanced", "load_worker_number", "prefix", "remove_redundancy",
     "reshard_worker_num", "save_global_layout_cache",
 })  # fmt: skip
 _DATA = frozenset({
@@ -104,6 +104,7 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
     data = _take_data(source, config)
     if isinstance(length, int):
         data.setdefault("sequence_length", length)
+    async_save = source.flag("checkpoint", "async_save")
     training = _take_training(source) | mixed_precision
     growth = _take_growth(source, training["per_device_train_batch_size"])
     monitors = _take_monitors(source)
@@ -118,6 +119,7 @@ def convert_pynative(source: SourceFile) -> dict[str, Any]:
         "data": data,
         "training": training,
         "rampup_batch_size": growth,
+        "async_save": async_save,
         "runner_wrapper": _take_wrapper(source),
         "optimizer": _take_optimizer(source, config, is_adapted=adapter is not None),
         "lr_schedule": _take_schedule(source),

@@ -54,7 +54,7 @@ def new_stateful_loader(accelerator: Any, make: Callable[[], Any]) -> Any:
 
 def stateful_base(loader: Any) -> Any | None:
     """Return torchdata's loader inside of a prepared loader of iterable data, or ``None``."""
-    base = getattr(loader, "base_dataloader", None)
+    base: Any = getattr(loader, "base_dataloader", None)
     is_stateful = getattr(loader, "use_stateful_dataloader", False)
     return base if is_stateful and isinstance(base.dataset, IterableDataset) else None
 

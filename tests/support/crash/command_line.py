@@ -44,6 +44,7 @@ class Crashes:
             starts without a run folder.
         num_ranks: Number of processes of the command.
         rank: Rank that is traced and crashed.
+        in_background: Whether a second thread writes the checkpoints.
     """
 
     def __init__(
@@ -56,9 +57,13 @@ class Crashes:
         begin: Callable[[Path], None] | None = None,
         num_ranks: int = 1,
         rank: int = 0,
+        in_background: bool = False,
     ) -> None:
         self._server, self._folder, self._begin = server, folder, begin
         self._num_ranks, self._rank = num_ranks, rank
+        self._in_background = in_background
+        self._counts_on_paths = num_ranks > 1 or in_background
+        settings += ("--set", "async_save=true") if in_background else ()
         self.command = (*_TRAIN, *settings, *further)
         self._resume = (*_TRAIN, *settings, "--resume")
         if not (folder / "rows").exists():
@@ -101,7 +106,7 @@ class Crashes:
             effect: ``signal=...`` or ``error=...``.
         """
         folder = self.new(name)
-        inject = inject_on_path if self._num_ranks > 1 else inject_nth
+        inject = inject_on_path if self._counts_on_paths else inject_nth
         status = self.run(folder, strace=functools.partial(inject, operation, effect))
         self._check_crashed_at(folder, operation)
         return folder, status
@@ -194,9 +199,10 @@ class Crashes:
     def _check_crashed_at(self, folder: Path, operation: Operation) -> None:
         """Check that a run did the same operations as the traced run before it was crashed."""
         done = [each.identity() for each in self.trace(folder)]
-        if self._num_ranks > 1:
+        if self._counts_on_paths:
             planned = [operation.identity_on_path()]
-            done = done[-1:]
+            # A run goes on after a failure. If it was killed, this is its last operation.
+            done = [each for each in done if each == planned[0]][:1]
         else:
             number = self.operations.index(operation) + 1
             planned = [each.identity() for each in self.operations[:number]]
@@ -205,7 +211,7 @@ class Crashes:
 
     def trace(self, folder: Path) -> list[Operation]:
         """Return the operations of the last traced command in a folder."""
-        return operations(folder / "trace.txt", folder / "run")
+        return operations(folder / "trace.txt", folder / "run", by_threads=self._in_background)
 
     def new(self, name: str) -> Path:
         """Return a new folder in which the command can run."""

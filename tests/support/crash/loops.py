@@ -22,7 +22,9 @@ __all__ = [
     "monitors",
     "newest_checkpoint",
     "recipe",
+    "recipe_in_background",
     "trainer",
+    "trainer_in_background",
     "write_end",
 ]
 
@@ -41,8 +43,24 @@ def recipe() -> None:
     command_line("train", "crash.yaml", *(["--resume"] if resumes else []))
 
 
+def recipe_in_background() -> None:
+    """Do what `recipe` does, and save in the background."""
+    resumes = newest_checkpoint() is not None
+    setting = ("--set", "async_save=true")
+    command_line("train", "crash.yaml", *setting, *(["--resume"] if resumes else []))
+
+
 def trainer() -> None:
     """Train with `MFTrainer` and monitors."""
+    _train(in_background=False)
+
+
+def trainer_in_background() -> None:
+    """Do what `trainer` does, and save in the background."""
+    _train(in_background=True)
+
+
+def _train(*, in_background: bool) -> None:
     checkpoint = newest_checkpoint()
     run = new_trainer(
         RUN,
@@ -50,7 +68,9 @@ def trainer() -> None:
         seed=0 if checkpoint is None else 1,
         callbacks=[
             *monitors(),
-            CheckpointMonitor(save_checkpoint_steps=2, keep_checkpoint_max=1),
+            CheckpointMonitor(
+                save_checkpoint_steps=2, keep_checkpoint_max=1, async_save=in_background
+            ),
         ],
         save_strategy="no",
     )

@@ -3,7 +3,7 @@
 strace numbers a thread's calls of a system call from 1. A run on one rank is deterministic, so this
 number names the same operation in each repetition of a run. With several ranks the main thread also
 writes to sockets, in another order each time, so strace is told to count the calls on one path
-only.
+only. So it is if a second thread writes checkpoints: strace counts the calls of each thread.
 """
 
 import os
@@ -279,12 +279,14 @@ def inject_on_path(operation: Operation, effect: str, folder: Path) -> tuple[str
     return (*trace_arguments(folder), *(f"--trace-path={each}" for each in paths), injection)
 
 
-def operations(trace: Path, folder: Path) -> list[Operation]:
+def operations(trace: Path, folder: Path, *, by_threads: bool = False) -> list[Operation]:
     """Read the operations on a folder, and on everything in it, from a trace.
 
     Args:
         trace: File that strace wrote.
         folder: Folder inside the current folder of the traced process.
+        by_threads: Whether other threads than the main one write. Then only the numbers on a path
+            are the same in each repetition.
     """
     lines = _whole_lines(trace)
     found: list[Operation] = []
@@ -294,14 +296,23 @@ def operations(trace: Path, folder: Path) -> list[Operation]:
         call, rest = match["call"], match["rest"]
         is_main = match["thread"] == calls[0]["thread"]
         paths = _paths(call, rest, folder)
-        if is_main:
-            counts.update([(call,), *((call, each) for each in _watching(call, paths))])
+        thread = "" if is_main else match["thread"]
+        if is_main or by_threads:
+            counts.update(
+                [
+                    (thread, call),
+                    *((thread, call, each) for each in _watching(call, paths)),
+                ]
+            )
         flags = _FLAGS.search(rest)[0] if call == "openat" else ""
         if not paths or (call == "openat" and not _is_opened_to_write(flags)):
             continue
-        assert is_main, f"{match[0]}: only operations of the main thread can be repeated"
-        operation = Operation(call, counts[call,], paths, " = -1 " not in rest, flags=flags)
-        number = counts[call, operation.watched]
+        assert is_main or by_threads, (
+            f"{match[0]}: only operations of the main thread can be repeated"
+        )
+        count = counts[thread, call]
+        operation = Operation(call, count, paths, " = -1 " not in rest, flags=flags)
+        number = counts[thread, call, operation.watched]
         found.append(operation._replace(number_on_path=number))
     return found
 

@@ -27,19 +27,29 @@ from support.crash.loops import RUN, monitors, newest_checkpoint, write_end
 from support.small_networks import Classifier, labelled_batches
 from support.training_state import training_state
 
-__all__ = ["attached", "cell"]
+__all__ = ["attached", "attached_in_background", "cell"]
 
 _NUM_UPDATES, _SAVE_STEPS, _LOG_STEPS, _BAD_UPDATE = 9, 2, 3, 5
 
 
 def attached() -> None:
     """Train with an accelerate loop that mfwrap's step is attached to."""
+    _attached(in_background=False)
+
+
+def attached_in_background() -> None:
+    """Do what `attached` does, and save in the background."""
+    _attached(in_background=True)
+
+
+def _attached(*, in_background: bool) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     step = attach(
         accelerator,
         StepConfig(local_norm=True),
         lambda network: ExponentialMovingAverage(network, decay=0.9),
         scale_sense=DynamicLossScaleUpdateCell(2.0**64, 2, 2),  # overflows in the first step
+        async_save=in_background,
     )
     network, optimizer = accelerator.prepare(*_network())
 
@@ -59,6 +69,7 @@ def attached() -> None:
         update,
         lambda folder: accelerator.save_state(str(folder)),
         lambda folder: accelerator.load_state(str(folder)),
+        step.wait_for_checkpoint if in_background else None,
     )
     write_end(
         {
@@ -107,9 +118,19 @@ def cell() -> None:
 
 
 def _train(
-    update: Callable[[int], Any], save: Callable[[Path], None], load: Callable[[Path], None]
+    update: Callable[[int], Any],
+    save: Callable[[Path], None],
+    load: Callable[[Path], None],
+    wait: Callable[[], None] | None = None,
 ) -> TrainingStateMonitor:
-    """Make all updates, write checkpoints and records; return the monitor that has a state."""
+    """Make all updates, write checkpoints and records; return the monitor that has a state.
+
+    Args:
+        update: Makes an update.
+        save: Begins to save.
+        load: Loads a checkpoint.
+        wait: Waits for the checkpoint; ``None`` if `save` returns when it is written.
+    """
     ranks, state, control = PartialState(), TrainerState(max_steps=_NUM_UPDATES), TrainerControl()
     state.is_world_process_zero = ranks.is_main_process
     callbacks = monitors()
@@ -124,6 +145,7 @@ def _train(
         load(Path(checkpoint))
         saved = json.loads(Path(checkpoint, "loop.json").read_text(encoding="utf-8"))
         state.global_step, judge.saved_run = saved["step"], saved["monitor"]
+    begun: list[tuple[int, str]] = []
     notify("on_train_begin")
     for number in range(state.global_step + 1, _NUM_UPDATES + 1):
         report = update(number)
@@ -132,21 +154,35 @@ def _train(
         if number % _LOG_STEPS == 0:
             notify("on_log")
         if number % _SAVE_STEPS == 0:
+            _complete(begun, wait)
             notify("on_pre_save")
             partial = RUN / f"{number}.partial"
             if ranks.is_main_process:
                 shutil.rmtree(partial, ignore_errors=True)
             ranks.wait_for_everyone()
             save(partial)
-            ranks.wait_for_everyone()
-            if ranks.is_main_process:
-                monitor = judge.state()["attributes"]["saved_run"]
-                saved = json.dumps({"step": number, "monitor": monitor})
-                (partial / "loop.json").write_text(saved, encoding="utf-8")
-                partial.rename(RUN / f"checkpoint-{number}")
-            ranks.wait_for_everyone()
+            monitor = judge.state()["attributes"]["saved_run"] if ranks.is_main_process else None
+            begun.append((number, json.dumps({"step": number, "monitor": monitor})))
+            if wait is None:
+                _complete(begun, None)
+    _complete(begun, wait)
     notify("on_train_end")
     return judge
+
+
+def _complete(begun: list[tuple[int, str]], wait: Callable[[], None] | None) -> None:
+    """Give the checkpoints that were begun their last file and their names."""
+    if wait is not None:
+        wait()
+    ranks = PartialState()
+    for number, saved in begun:
+        partial = RUN / f"{number}.partial"
+        ranks.wait_for_everyone()
+        if ranks.is_main_process:
+            (partial / "loop.json").write_text(saved, encoding="utf-8")
+            partial.rename(RUN / f"checkpoint-{number}")
+        ranks.wait_for_everyone()
+    begun.clear()
 
 
 def _network() -> tuple[torch.nn.Module, AdamW]:

@@ -1,15 +1,49 @@
 """Programs that each rank runs to save the state of an attached loop."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from accelerate.utils import ProjectConfiguration
 
+from mfwrap.accelerate import background
+from mfwrap.checkpoints.manifest import MANIFEST
 from support.attached_runs import AttachedRun
 from support.training_state import assert_same_state
 
-__all__ = ["save_in_one_folder", "save_with_limit"]
+__all__ = ["save_in_one_folder", "save_in_the_background", "save_with_limit"]
+
+
+def save_in_the_background(_rank: int, folder: str) -> tuple[bool, bool, str]:
+    """Save and go on, then save to a full disk.
+
+    Returns:
+        Whether the first checkpoint is there after waiting, whether the second one is not, and the
+        error of the second one. Loading the first one restores the state at the save.
+    """
+    run = AttachedRun(async_save=True)
+    run.train(0, 2)
+    saved = run.state()
+    run.accelerator.save_state(folder + "/a")
+    run.train(2, 4)
+    run.step.wait_for_checkpoint()
+    has_checkpoint = Path(folder, "a", MANIFEST).is_file()
+    run.accelerator.load_state(folder + "/a")
+    assert_same_state(saved, run.state())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "save_object", _full)
+        run.accelerator.save_state(folder + "/b")
+        run.train(2, 3)
+        with pytest.raises(OSError, match="No space left") as caught:
+            run.accelerator.end_training()
+    return has_checkpoint, not Path(folder, "b").exists(), str(caught.value)
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def save_in_one_folder(_rank: int, folder: str) -> list[str]:

@@ -94,6 +94,7 @@ def save_on_own_disk(
     rank: int,
     folder: str,
     each_node: bool,  # noqa: FBT001  (a pool of ranks passes positional arguments)
+    is_later: bool = False,  # noqa: FBT001, FBT002  (as above)
 ) -> list[str]:
     """Train and save one step as if this rank were alone on its node.
 
@@ -103,6 +104,7 @@ def save_on_own_disk(
         rank: Number of this rank.
         folder: Folder that holds the disks of all nodes.
         each_node: The value of ``save_on_each_node``.
+        is_later: The value of ``async_save``.
 
     Returns:
         The files of the checkpoint on this rank's disk.
@@ -112,7 +114,12 @@ def save_on_own_disk(
     left_over.mkdir(parents=True)
     (left_over / "left_over").write_text("of a killed run", encoding="utf-8")
     with _alone_on_its_node():
-        _saving_trainer(disk, max_steps=1, save_on_each_node=each_node).train()
+        _saving_trainer(
+            disk,
+            max_steps=1,
+            save_on_each_node=each_node,
+            extras={"async_save": is_later},
+        ).train()
     return sorted(path.name for path in (disk / "checkpoint-1").iterdir())
 
 

@@ -76,6 +76,25 @@ def test_a_method_of_the_users_own_is_recognized(kind):
     assert transformers.makes_batches_itself(plain)
 
 
+def test_who_may_read_a_checkpoint_that_is_saved():
+    """A `_save_checkpoint` of the user's own may; that of a Trainer of TRL only writes a card."""
+
+    class Own(Trainer):
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+
+    of_trl = type("OfTRL", (Trainer,), {"_save_checkpoint": print, "__module__": "trl.trainer.sft"})
+    below = type("Below", (of_trl, Own), {})
+    found = [
+        transformers.completes_checkpoints_itself(object.__new__(kind))
+        for kind in (MFTrainer, Own, of_trl, below)
+    ]
+    assert found == [False, True, False, True]
+    plain = object.__new__(Trainer)
+    plain._save_checkpoint = print
+    assert transformers.completes_checkpoints_itself(plain)
+
+
 def test_a_model_without_marks_has_none():
     """A network of torch ignores no keys and is in no stage."""
     network = nn.Linear(1, 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mfwrap.checkpoints.verification import verify
 from mfwrap.records import read_json_lines
 from mfwrap.records.row_losses import read_row_losses
 from mfwrap.runner import RecipeError, parse_recipe
@@ -56,6 +57,16 @@ def run(folder, *overrides, text=None, resume=False, **sections):
     text = recipe_text(**sections) if text is None else text
     recipe = parse_recipe(text, name, [*overrides, f"training.output_dir={folder}"])
     return run_recipe(recipe, resume=resume)
+
+
+def test_checkpoints_in_the_background(tmp_path, caplog):
+    """With `async_save`, a run writes its checkpoints in the background, and resumes from them."""
+    settings = ["async_save=true", "training.save_steps=2", "training.save_strategy=steps"]
+    with caplog.at_level("INFO", "mfwrap.checkpoints.host_copies"):
+        run(tmp_path / "a", *settings)
+    assert "checkpoints in the background take" in caplog.text
+    for checkpoint in (tmp_path / "a").glob("checkpoint-*"):
+        verify(checkpoint)
 
 
 @pytest.mark.parametrize(

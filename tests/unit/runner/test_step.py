@@ -108,6 +108,14 @@ def test_the_loss_of_evaluations():
         parsed(**pairs, eval_per_token_loss=True)
 
 
+def test_checkpoints_in_the_background():
+    """`async_save` must be true or false."""
+    assert not parsed().async_save
+    assert parsed(async_save=True).async_save
+    with pytest.raises(RecipeError, match="async_save"):
+        parsed(async_save="thread")
+
+
 def test_skipped_data():
     """`data_skip_steps` at the top of a recipe, as in MindFormers, must be an integer >= 0."""
     assert parsed().data_skip_steps is None

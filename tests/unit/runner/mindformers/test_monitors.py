@@ -50,6 +50,16 @@ def test_checkpoints_of_each_step():
     ]
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_checkpoints_in_the_background(is_async):
+    """`async_save` of the callback has an effect; its default is left out."""
+    monitor = {"type": "CheckpointMonitor", "save_checkpoint_steps": 5, "async_save": is_async}
+    result, recipe = imported({"callbacks": [monitor]})
+
+    assert recipe["callbacks"][0].get("async_save", False) is is_async
+    assert not any("async_save" in note for note in result.notes)
+
+
 def test_curves():
     """The monitors get the folder and the keys that they have; a note names the others."""
     result, recipe = imported({"tensorboard": CURVES, "monitor_config": STATE_MONITOR})

@@ -180,6 +180,7 @@ def test_losses(changes, names):
         ({"training.max_norm": 0}, ("runner_wrapper", "use_clip_grad"), False),
         ({"checkpoint.enable_save": False}, ("training", "save_strategy"), "no"),
         ({"checkpoint.no_save_optim": True}, ("training", "save_only_model"), True),
+        ({"checkpoint.async_save": True}, ("async_save",), True),
         ({"training.global_batch_size": 9}, ("training", "gradient_accumulation_steps"), 4),
         ({"training.rampup_batch_size": [2, 2, 100]}, ("rampup_batch_size",), [2, 2, 100]),
         (
