@@ -362,6 +362,42 @@ def draw_memory(folder: Path) -> None:
     draw_text("memory_monitor", [*lines, "", f"RuntimeError: {raised}", note])
 
 
+def draw_recompute(folder: Path) -> None:
+    """Draw the record of a loop in whose sixth step a module has computed a wrong number."""
+    from mfwrap import MFTrainOneStepCell
+    from mfwrap.callbacks import LoopMonitor, RecomputeCheck
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+    )
+    network = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, fused=True)
+    cell = MFTrainOneStepCell(network, optimizer)
+    tokens = torch.randint(256, (8, LENGTH))
+    wrong = [1e-3]
+
+    def disturb(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        if monitor.global_step < 5 or not wrong:
+            return output
+        change = torch.zeros_like(output)
+        change[3, 5, 7] = wrong.pop()
+        return output + change
+
+    network.model.layers[1].mlp.down_proj.register_forward_hook(disturb)
+    check = RecomputeCheck(2, repeats=2, folder=folder)
+    with LoopMonitor(cell, folder, callbacks=[check]) as monitor:
+        for _ in range(7):
+            cell(input_ids=tokens, labels=tokens)
+            monitor.end_step()
+    [record] = read_json_lines(folder / "anomalies.jsonl")
+    draw_text("recompute_check", [f"{name}: {value}" for name, value in record.items()])
+
+
 def main() -> None:
     """Train, and draw all pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -381,6 +417,7 @@ def main() -> None:
         draw_three(folder / "three", run(folder / "three", "weight", 3))
         draw_loop(folder / "loop")
         draw_memory(folder / "memory")
+        draw_recompute(folder / "recompute")
 
 
 if __name__ == "__main__":

@@ -298,7 +298,8 @@ class Attachment:
         Args:
             optimizer: Optimizer without accelerate's wrapper.
         """
-        self.checkpoints.look()
+        if self.checkpoints.are_async:
+            self.checkpoints.look()
         self.build(final=True, in_step=True)
         with self.explaining_memory(Section.UPDATE), self.ranks.updating(ends=True):
             self.step.update(optimizer, self.accelerator.gradient_accumulation_steps)

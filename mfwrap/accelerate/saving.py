@@ -81,6 +81,8 @@ class AttachedCheckpoints:
         self, attached: Attachment, accelerator: Accelerator, *, async_save: bool = False
     ) -> None:
         self._attached = attached
+        self.are_async = async_save
+        """Whether the loop asks for checkpoints that are written in the background."""
         self._background = BackgroundStates(attached, accelerator, are_wanted=async_save)
         self._accelerator = accelerator
         self._saves_in: Path | None = None

@@ -182,10 +182,10 @@ def _trainer(*monitors: TrainerCallback) -> set[str]:
 LOOPS: dict[str, tuple[Callable[[], set[str]], int]] = {
     "cell, clipping": (lambda: _cell(everything=False), 16),
     "cell, everything": (lambda: _cell(everything=True), 20),
-    "attached step": (_attached, 17),
+    "attached step": (_attached, 19),
     "Model, LossMonitor": (_model, 24),
-    "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 32),
-    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 50),
+    "MFTrainer, MFLossMonitor": (lambda: _trainer(MFLossMonitor()), 37),
+    "MFTrainer, both monitors": (lambda: _trainer(MFLossMonitor(), TrainingStateMonitor()), 55),
 }
 """Ways to train, each with the largest number of files that its step may enter."""
 

@@ -53,7 +53,7 @@ def test_shipped_recipes_are_valid(name):
         ("training.metric_for_best_model=3", "training.metric_for_best_model: expected a string"),
         ("ema.decay=1.5", "ema.decay: must be in [0, 1), got 1.5"),
         ("ema.decai=0.5", "ema.decai: unknown key; did you mean 'decay'?"),
-        ("ema.dtype=float32", "ema.dtype: unknown key; known: ['decay', 'device', 'update_every'"),
+        ("ema.dtype=float32", "ema.dtype: unknown key; known: ['decay', 'device', 'sigma_rel', "),
         ("task=regresion", "task: expected one of ['causal_lm', "),
         ("data.type=diabetess", "data.type: expected one of ['csv', 'datasets', "),
         ("data.type=digits", "data.type: expected data with the columns ['features', 'target']"),
