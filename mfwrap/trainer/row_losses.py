@@ -23,6 +23,7 @@ from mfwrap.records.row_losses import BY_SOURCE, RowLossFiles, check_pyarrow
 from mfwrap.step.losses import named_losses
 from mfwrap.step.per_token import shifts_labels
 from mfwrap.step.row_losses import RowLosses, row_losses
+from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.training_forwards import is_training_forward
 from mfwrap.tensors.wrappers import unwrapped_network
 from mfwrap.trainer.data.places import DealtRows, NotedRows
@@ -233,6 +234,8 @@ class LossByRow:
                 self._take(network, inputs, output)
 
         hook = None if stands_in else model.register_forward_hook(take, with_kwargs=True)
+        if hook is not None:
+            keep_out_of_copies(model, hook)
         try:
             yield self._end if hook else lambda *_: None
         finally:

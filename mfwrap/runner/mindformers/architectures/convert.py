@@ -1,6 +1,5 @@
 """Convert a ``model_config`` by the class that MindFormers builds from it."""
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -183,7 +182,9 @@ def convert_model(
         kind = _core_kind(keys, name, kind)
         config = convert_core(keys, kind, config_keys(kind))
         keys.refuse_unknown(CORE_NO_EFFECT)
-    if config.get("first_k_dense_replace", 0) >= config.get("num_hidden_layers", math.inf):
+    dense, layers = config.get("first_k_dense_replace"), config.get("num_hidden_layers")
+    # Values of other types are refused when the recipe is checked.
+    if isinstance(dense, int) and isinstance(layers, int) and dense >= layers:
         keys.move_biases(None)  # no layer has experts
     if TASKS[task].classes is None:
         config.pop("num_labels", None)
