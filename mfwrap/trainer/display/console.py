@@ -41,10 +41,10 @@ def _fitted(line: str, width: int) -> str:
 class StepProgressCallback(ProgressCallback):
     """Show one progress bar with the numbers of the last step whose values have arrived.
 
-    In a terminal the bar shows loss, norm, learning rate and the peak of the memory
-    (`mfwrap.memory.peak_memory`), and, where they apply, the loss scale and the number of skipped
-    updates. A skipped update and a warning of a callback are one line
-    above the bar, cut to the terminal's width. The Trainer's dict, and the lines of a callback that
+    In a terminal the bar shows loss, norm, learning rate and, where they apply, the loss scale and
+    the number of skipped updates; the last number is the peak of the memory
+    (`mfwrap.memory.peak_memory`). A skipped update and a warning of a callback are one line above
+    the bar, cut to the terminal's width. The Trainer's dict, and the lines of a callback that
     prints each step, are not printed.
 
     Where standard error is not a terminal, or a callback's `MonitorCallback.step_lines` is

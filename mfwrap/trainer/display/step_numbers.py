@@ -46,7 +46,7 @@ class ShownStep:
 
         if step % _STEPS_BETWEEN_PEAKS == 0 or not self._memory:
             peak = peak_memory(device)
-            self._memory = "" if peak is None else f"memory {peak / GIB:.3g} GiB"
+            self._memory = "" if peak is None else f"{peak / GIB:.3g} GiB"
 
         def receive(numbers: Sequence[float]) -> None:
             self._receive(step, dict(zip(known, numbers, strict=True)))
@@ -78,10 +78,11 @@ class ShownStep:
             # A monitor may have said more about it.
             if not self._log.has_said(f"step {step}: "):
                 self._log.write(f"step {step}: update skipped, loss {values['loss']:.4g}, {norm}")
-        if self._memory:
-            texts.append(self._memory)
         if num_skipped:
             texts.append(f"skipped {num_skipped}")
+        # The last one: a narrow terminal cuts the end of the line.
+        if self._memory:
+            texts.append(self._memory)
         self._show(texts)
 
 

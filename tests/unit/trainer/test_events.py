@@ -349,6 +349,9 @@ class Attached:
         self.num_flushes = 0
         self._failing = failing
 
+    def explain_out_of_memory(self, *_: Any) -> None:
+        pass
+
     def flush(self) -> None:
         self.num_flushes += 1
         if self.num_flushes <= self._failing:

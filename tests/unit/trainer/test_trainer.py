@@ -18,11 +18,12 @@ def test_the_trainers_own_parameters_are_declared():
     added = {each.name: each for each in found[len(expected) :]}
     assert list(added) == [
         *("step", "ema", "scale_sense", "communication_hook", "data_skip_steps", "skip_rows"),
-        *("rollback", "rampup_batch_size", "eval_per_token_loss", "async_save"),
+        *("rollback", "rampup_batch_size", "eval_per_token_loss", "use_stateful_dataloader"),
+        *("loss_by", "row_losses", "async_save"),
     ]
     assert all(each.kind is each.KEYWORD_ONLY for each in added.values())
-    assert added.pop("eval_per_token_loss").default is False
-    assert added.pop("async_save").default is False
+    flags = ("eval_per_token_loss", "use_stateful_dataloader", "row_losses", "async_save")
+    assert not any(added.pop(name).default for name in flags)
     assert all(each.default is None for each in added.values())
 
 

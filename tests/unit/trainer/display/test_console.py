@@ -61,7 +61,8 @@ def test_in_a_terminal(recipe, anomalies, is_forked):
     last = bars[-1]
 
     assert [part for part in parts if len(part) > COLUMNS] == []
-    assert re.search(r"100%\|.*6/6 \[.*loss [\d.e+-]+, norm [\d.e+-]+, lr .*skipped 1\]", last)
+    numbers = r"loss [\d.e+-]+, norm [\d.e+-]+, lr .*skipped 1, [\d.]+ GiB\]"
+    assert re.search(rf"100%\|.*6/6 \[.*{numbers}", last)
     left = [line for line in screen(written) if re.search(r"\d+/\d+ \[", line)]
     assert len(left) == 1, left
     skips = [part for part in parts if "update skipped" in part]

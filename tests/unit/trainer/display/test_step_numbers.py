@@ -46,8 +46,8 @@ def test_a_step_is_shown_when_the_next_one_ends(shown):
     numbers.flush()
 
     assert [text[:-1] for text in texts[1:]] == [["loss 1", "lr 0.01"]]
-    name, value, unit = texts[0][-1].split()
-    assert (name, unit) == ("memory", "GiB")
+    value, unit = texts[0][-1].split()
+    assert unit == "GiB"
     assert float(value) == pytest.approx(peak_memory(torch.device("cpu")) / 2**30, rel=0.05)
     assert lines == []
 
@@ -65,7 +65,7 @@ def test_a_skipped_update_is_one_line(shown, monkeypatch):
         "step 1: update skipped, loss 2, norm inf",
         "step 2: layer 3 is bad; update skipped",
     ]
-    assert [text[-1] for text in texts] == ["skipped 3", "skipped 4"]  # two before a resume
+    assert [text[-2] for text in texts] == ["skipped 3", "skipped 4"]  # two before a resume
 
 
 def test_records_of_steps_are_not_lines(shown, monkeypatch):
