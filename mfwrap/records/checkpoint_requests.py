@@ -195,7 +195,7 @@ class CheckpointRequests:
         return self._is_due
 
     def saved(self, checkpoint: Path) -> None:
-        """Answer the request if `is_due` was true.
+        """Answer the request if `is_due` was true, as soon as the checkpoint is complete.
 
         Args:
             checkpoint: Path that the checkpoint has, or gets when it is complete; a relative path
@@ -203,7 +203,7 @@ class CheckpointRequests:
         """
         if self._is_due:
             self._is_due, self._awaited = False, self._folder / checkpoint
-            self._answer()
+        self._answer()
 
     def _next_agreement(self) -> LastStep:
         if self._agreed is not None:

@@ -446,6 +446,8 @@ class Checkpoints:
                     staging / name, run_folder / name, deferred, owned if is_later else None
                 )
                 self.saved_step = trainer.state.global_step
+                # Before `on_save`, which comes steps later if the thread writes the checkpoint.
+                self.requests.saved((run_folder / name).absolute())
 
     def _hand_over(
         self,

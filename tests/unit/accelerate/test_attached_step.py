@@ -280,4 +280,5 @@ def test_what_a_user_holds_is_thin():
     assert {name for name in dir(step) if not name.startswith("_")} == {
         *("accelerator", "attachment", "config", "detach", "ema", "flush", "last_output"),
         *("last_report", "last_reports", "local_norm_names", "loss_scale", "report_losses"),
+        "wait_for_checkpoint",
     }

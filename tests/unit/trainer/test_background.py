@@ -17,6 +17,7 @@ from mfwrap.callbacks import CheckpointMonitor
 from mfwrap.checkpoints import host_copies
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
 from mfwrap.checkpoints.verification import verify
+from mfwrap.records import checkpoint_requests
 from mfwrap.trainer import MFTrainer, deferred_files
 from support.resumed_training import RunSettings, end_of, new_trainer, resume
 from support.training_state import assert_same_state
@@ -145,6 +146,20 @@ def test_never_two_at_once(tmp_path, monkeypatch):
     assert [each[:2] for each in held.told] == [
         (what, step) for step in range(1, 6) for what in ("writes", "saved")
     ]
+
+
+def test_a_request_is_for_one_checkpoint(tmp_path, monkeypatch):
+    """While the thread writes it, the steps that end do not save again."""
+    monkeypatch.setattr(checkpoint_requests, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    held = Held(monkeypatch, 7)
+
+    class Asks(TrainerCallback):
+        def on_step_begin(self, _args, state, _control, **_):
+            if state.global_step == SETTINGS.save_steps - 1:
+                checkpoint_requests.request_checkpoint(tmp_path)
+
+    run(tmp_path, Asks(), held, save_steps=100, max_steps=9).train()
+    assert [each[1] for each in held.told if each[0] == "writes"] == [4, 9]
 
 
 def test_all_of_an_evaluated_run(tmp_path):
