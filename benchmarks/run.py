@@ -81,7 +81,8 @@ SECTIONS = {
         usual=["verification.py"], quick=["verification.py --gigabytes 0.01 --rounds 2"]
     ),
     "background": Section(
-        usual=["background.py"],
+        usual=["background.py --gigabytes 0.5 --rounds 1"],
+        full=["background.py"],
         quick=["background.py --gigabytes 0.001 --rounds 1 --width 32"],
     ),
     "minilm": Section(usual=[], full=["minilm.py --steps 27"]),
