@@ -72,12 +72,14 @@ class Clock(TrainerCallback):
         """Start the clock."""
         self._began = time.perf_counter()
 
-    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note the gap since the last step."""
+        del args, control
         self._gaps[state.global_step] = time.perf_counter() - self._ended
 
-    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ask for a save if one is due, and begin to measure a gap."""
+        del args
         control.should_save = self._saves and state.global_step in SAVES
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -92,6 +92,9 @@ class LoopObserver(Protocol):
 class Checkpoints(Protocol):
     """Saves and loads the step in ``save_state`` and ``load_state``."""
 
+    are_async: bool
+    """Whether the loop asks for checkpoints that are written in the background."""
+
     def saving(self, output_dir: Any, save: Callable[[str], Any], *, is_safe: bool) -> Any:
         """Call accelerate's ``save_state``; see `AttachedCheckpoints`."""
 
