@@ -17,7 +17,7 @@ __all__ = ["contents", "differences"]
 
 _TIMES = re.compile(
     r"runtime|per_second|throughput|_time$|seconds|started|command|host_memory|max_memory_section"
-    r"|(^|/)(memory|progress)\.jsonl$"
+    r"|(^|/)(memory|progress)(_rank\d+)?\.jsonl$"
 )
 """Names of what depends on the clock or the process, and of the command, which is another one after
 a crash."""
