@@ -329,12 +329,8 @@ def draw_loop(folder: Path) -> None:
     draw_text("loop_monitor", [cut(line) for line in lines])
 
 
-def draw_memory(folder: Path) -> None:
-    """Draw the records of a loop whose fifth step has no memory left, and its error."""
-    from mfwrap import MFTrainOneStepCell
-    from mfwrap.callbacks import LoopMonitor, MemoryMonitor
-    from mfwrap.memory import memory_note
-
+def small_llama() -> tuple[LlamaForCausalLM, torch.optim.AdamW]:
+    """Return a network and its optimizer, for a loop of one's own."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -344,7 +340,16 @@ def draw_memory(folder: Path) -> None:
         num_attention_heads=2,
     )
     network = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, fused=True)
+    return network, torch.optim.AdamW(network.parameters(), lr=0.01, fused=True)
+
+
+def draw_memory(folder: Path) -> None:
+    """Draw the records of a loop whose fifth step has no memory left, and its error."""
+    from mfwrap import MFTrainOneStepCell
+    from mfwrap.callbacks import LoopMonitor, MemoryMonitor
+    from mfwrap.memory import memory_note
+
+    network, optimizer = small_llama()
     cell = MFTrainOneStepCell(network, optimizer, gradient_accumulation_steps=2)
     tokens = torch.randint(256, (8, LENGTH))
     note = ""
@@ -367,16 +372,7 @@ def draw_recompute(folder: Path) -> None:
     from mfwrap import MFTrainOneStepCell
     from mfwrap.callbacks import LoopMonitor, RecomputeCheck
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-    )
-    network = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, fused=True)
+    network, optimizer = small_llama()
     cell = MFTrainOneStepCell(network, optimizer)
     tokens = torch.randint(256, (8, LENGTH))
     wrong = [1e-3]

@@ -48,7 +48,9 @@ def test_an_error_is_raised_once(ask):
 
 def test_wait_without_a_function():
     """Nothing to wait for is no error."""
-    BackgroundWriter().wait()
+    writer = BackgroundWriter()
+    writer.wait()
+    assert not writer.is_running
 
 
 def test_a_pickled_writer_is_new():
