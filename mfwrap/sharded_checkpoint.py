@@ -2,17 +2,21 @@
 
 import errno
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from mfwrap.checkpoints.background import BackgroundWriter
 from mfwrap.checkpoints.file_formats import json_content
+from mfwrap.checkpoints.host_copies import memory_problem, readable_size
 from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.manifest import HAS_MANIFEST, write_manifest
 from mfwrap.checkpoints.step_files import flat_tensors, load_tensors, save_tensors, stored_tensors
@@ -22,15 +26,18 @@ from mfwrap.collectives import (
     any_rank,
     gather_objects,
     is_first_on_node,
+    new_host_group,
     raising_together,
     this_rank,
 )
 from mfwrap.step.cell import MFTrainOneStepCell
 from mfwrap.step.parameters import network_parameters
-from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.shards import is_distributed, local_tensors
 from mfwrap.tensors.wrappers import PipelineStages, plain_name, reshard, unwrapped_network
 
-__all__ = ["load_sharded", "save_sharded"]
+__all__ = ["ShardedSaver", "load_sharded", "save_sharded"]
+
+_LOG = logging.getLogger(__name__)
 
 _RECORD = "mfwrap_sharded.json"
 _FORMAT_VERSION = 1
@@ -66,6 +73,137 @@ def save_sharded(
     Source: ``torch.distributed.checkpoint`` with its Hugging Face storage.
     """
     path = Path(folder)
+    content = _content(cell, lr_scheduler)
+    _check_empty(path, cell)
+    save_tensors(path, content.tensors)
+    # Every rank returns only after rank 0 has written the manifest, so any rank can load the
+    # checkpoint right away.
+    with raising_together():
+        _complete(path, content.record)
+
+
+@final
+class ShardedSaver:
+    """Write checkpoints of `save_sharded` in the background, one after the other.
+
+    `save` copies this rank's shards to host memory, and returns. A thread of each rank writes them,
+    and the thread of rank 0 writes the manifest. The threads talk to each other in a process group
+    of their own. As a context manager, the object waits for the last checkpoint at the end; after
+    an error of the training, it waits for this rank's thread only.
+
+    Create and close it on every rank, before ``destroy_process_group``.
+
+    Args:
+        cell: Training cell.
+        lr_scheduler: Learning-rate schedule of the training, if it has one.
+
+    Source: ``torch.distributed.checkpoint``, whose ``DefaultStager`` copies the shards.
+    """
+
+    def __init__(self, cell: MFTrainOneStepCell, lr_scheduler: Stateful | None = None) -> None:
+        self._cell, self._lr_scheduler = cell, lr_scheduler
+        self._writer = BackgroundWriter()
+        on_cuda = torch.cuda.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_cuda,
+            )
+        )
+        self._num_copied = 0
+        self._group = new_host_group()
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the state, and begin to write a checkpoint. Call it on every rank.
+
+        Waits for the checkpoint before it. Until the manifest is written, the folder is an
+        incomplete checkpoint, which `load_sharded` refuses.
+
+        Args:
+            folder: Folder that all ranks share; created if it is missing, otherwise it must be
+                empty.
+
+        Raises:
+            Exception: On all ranks, if the checkpoint before could not be written. Call it again to
+                save this one.
+            MemoryError: On all ranks, if the host of a rank lacks memory for the copy.
+            FileExistsError, TypeError, ValueError: As in `save_sharded`.
+        """
+        self.wait()
+        path = Path(folder)
+        content = _content(self._cell, self._lr_scheduler)
+        _check_empty(path, self._cell)
+        with raising_together():
+            copy = self._copy(content.tensors)
+        self._writer.submit(lambda: self._write(path, copy, content.record))
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is written. Call it on every rank.
+
+        Raises:
+            Exception: On all ranks, if it could not be written on one of them.
+        """
+        with raising_together():
+            self._writer.wait()
+
+    def close(self) -> None:
+        """Wait until the checkpoint is written, and free the memory. Call it on every rank.
+
+        Raises:
+            Exception: On all ranks, if the checkpoint could not be written on one of them.
+        """
+        try:
+            self.wait()
+        finally:
+            self._stager.close()
+            if self._group is not None:
+                distributed.destroy_process_group(self._group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # No collective: the other ranks may not be here.
+        try:
+            self._writer.wait()
+        except Exception as error:  # noqa: BLE001  (the error of the training goes on)
+            _LOG.error("a checkpoint could not be written: %s", error)
+
+    def _copy(self, tensors: dict[str, Tensor]) -> Any:
+        storages = (each.untyped_storage() for each in local_tensors(tensors.values()))
+        num_bytes = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+        # The stager uses its memory again.
+        problem = memory_problem(max(num_bytes - self._num_copied, 0), "use `save_sharded`")
+        if problem is not None:
+            raise MemoryError(problem)
+        if num_bytes > self._num_copied:
+            size = readable_size(num_bytes)
+            _LOG.info("checkpoints in the background take %s of this host's memory", size)
+            self._num_copied = num_bytes
+        return self._stager.stage(tensors)
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], record: str) -> None:
+        save_tensors(path, tensors, self._group)
+        _complete(path, record)
+
+
+class _Content(NamedTuple):
+    """What a checkpoint holds."""
+
+    tensors: dict[str, Tensor]
+    """Tensors by name, distributed as in the training; not copied."""
+
+    record: str
+    """Text of the JSON file."""
+
+
+def _content(cell: MFTrainOneStepCell, lr_scheduler: Stateful | None) -> _Content:
+    """Return what a checkpoint holds; call it on every rank."""
     tensors = _own_tensors(cell, cell.state_dict())
     numbers: dict[str, Any] = {}
     for name, value in _optimizer_state(cell).items():
@@ -80,20 +218,23 @@ def save_sharded(
         HAS_MANIFEST: True,
         **(_of_all_stages(cell, own, tensors) if _stages_of(cell) else own),
     }
-    text = json.dumps(record, indent=2) + "\n"
+    return _Content(tensors, json.dumps(record, indent=2) + "\n")
+
+
+def _check_empty(path: Path, cell: MFTrainOneStepCell) -> None:
+    """Check on all ranks that a folder is missing or empty."""
     is_filled = path.exists() and any(path.iterdir())
     if any_rank(flag=is_filled, device=cell.scale_sense.device):
         msg = f"`folder` must be empty, got {path} with files in it; choose another folder"
         raise FileExistsError(msg)
-    save_tensors(path, tensors)
-    # Every rank returns only after rank 0 has written the manifest, so any rank can load the
-    # checkpoint right away.
-    with raising_together():
-        if this_rank() == 0:
-            # torch has written and synced the shards of all ranks by now.
-            with whole_file(path / _RECORD) as partial:
-                partial.write_text(text, encoding="utf-8")
-            write_manifest(path)
+
+
+def _complete(path: Path, record: str) -> None:
+    """On rank 0, write the last files. torch has written and synced the shards of all ranks."""
+    if this_rank() == 0:
+        with whole_file(path / _RECORD) as partial:
+            partial.write_text(record, encoding="utf-8")
+        write_manifest(path)
 
 
 def load_sharded(

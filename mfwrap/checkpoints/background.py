@@ -30,7 +30,8 @@ class BackgroundWriter:
         """Wait for the last function, raise its error if there is one, and start another one.
 
         Args:
-            write: Function that the thread calls. It must not start a collective.
+            write: Function that the thread calls. It must not start a collective of a group that
+                another thread uses.
 
         Raises:
             Exception: Error of the last function.

@@ -74,7 +74,7 @@ class HostCopies:
             raise MemoryError(problem)
         total = _num_bytes(kinds)
         if total > self._logged:
-            _LOG.info("checkpoints in the background take %s of host memory", _size(total))
+            _LOG.info("checkpoints in the background take %s of host memory", readable_size(total))
             self._logged = total
 
     def _copied_storage(self, place: _Place, tensor: Tensor) -> Tensor:
@@ -104,20 +104,21 @@ class HostCopies:
         return type(self), ()
 
 
-def memory_problem(num_bytes: int) -> str | None:
+def memory_problem(num_bytes: int, remedy: str = "save without `async_save`") -> str | None:
     """Return why a copy of the state does not fit into host memory; ``None`` if it does.
 
     Only Linux says how much memory is available; elsewhere the answer is ``None``.
 
     Args:
         num_bytes: Bytes of the copy.
+        remedy: What to do instead, for the answer.
     """
     available = available_memory()
     if available is None or num_bytes <= available:
         return None
     return (
-        f"a checkpoint in the background needs a copy of {_size(num_bytes)} in host memory, but "
-        f"only {_size(available)} are available; save without `async_save`"
+        f"a checkpoint in the background needs a copy of {readable_size(num_bytes)} in host "
+        f"memory, but only {readable_size(available)} are available; {remedy}"
     )
 
 
@@ -215,5 +216,6 @@ def _mapped(state: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     return copy.deepcopy(state)
 
 
-def _size(num_bytes: int) -> str:
+def readable_size(num_bytes: int) -> str:
+    """Return a number of bytes in GB or MB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -149,18 +152,26 @@ def flat_tensors(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor
     return found
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None
+) -> None:
     """Write tensors; each rank writes its own shards. Call it on every rank.
 
     Args:
         folder: Folder that all ranks share; created if it is missing.
         tensors: Tensors by name, with the same names on every rank.
+        group: Group of all ranks that sends their messages; ``None`` for the group of the training.
+
+    Raises:
+        Exception: On all ranks, the error of the lowest rank that failed.
     """
-    with _without_process_group_warning():
-        save(
-            dict(tensors),
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-        )
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with _without_process_group_warning():
+            save(dict(tensors), storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        _, (cause, _) = min(error.failures.items())
+        raise cause from None
 
 
 def stored_tensors(folder: Path) -> dict[str, Any]:
@@ -204,7 +215,13 @@ def _read_shards(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _without_process_group_warning() -> Iterator[None]:
-    """Silence torch's warning that a single process has no process group."""
+    """Silence torch's warning that a single process has no process group.
+
+    Not in a thread: Python's filters belong to the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

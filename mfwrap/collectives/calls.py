@@ -203,5 +203,13 @@ def _waiting() -> contextlib.AbstractContextManager[None]:
     return section_clock.within(Section.WAITING)
 
 
+def new_host_group() -> "distributed.ProcessGroup | None":
+    """Return a group of all ranks for a thread; it sends what is in host memory.
+
+    Call it on every rank. Without a process group there is none.
+    """
+    return distributed.new_group(backend="gloo") if _has_group() else None
+
+
 def _has_group() -> bool:
     return distributed.is_available() and distributed.is_initialized()

@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LOOPS = (
     *("loops:recipe", "loops:trainer", "own_loops:attached", "own_loops:cell"),
     *("loops:recipe_in_background", "loops:trainer_in_background"),
-    "own_loops:attached_in_background",
+    *("own_loops:attached_in_background", "own_loops:sharded", "own_loops:sharded_in_background"),
 )
 NUM_KILLS = 25
-"""Number of kills for each loop and number of ranks; 350 in all."""
+"""Number of kills for each loop and number of ranks; 450 in all."""
 
 
 class Runs:

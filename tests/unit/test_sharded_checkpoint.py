@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from support.fsdp.checkpoints import (
     load_into_another,
     save,
     save_by_torch_alone,
+    save_later,
+    save_later_in_vain,
 )
 from support.ranks.pipelines import save_and_load
 from support.ranks.pool import RankPool
@@ -56,6 +59,41 @@ def test_two_ranks_resume_with_any_layout(two_ranks, checkpoint, optimizer, layo
         assert_same(rank["loaded"], checkpoint["saved"])
         if layout == checkpoint["layout"]:
             assert_same(rank["end"], checkpoint["end"])
+
+
+@pytest.mark.parametrize("layout", ["layers", "ddp"])
+def test_saved_in_the_background(two_ranks, optimizer, tmp_path, layout):
+    """A checkpoint that is written two steps later holds the state of the step of `save`."""
+    folder = str(tmp_path / "checkpoint")
+    saved, _ = two_ranks.run(save_later, folder, layout, optimizer)
+    loaded, _ = two_ranks.run(load, folder, layout, optimizer)
+
+    assert_same(loaded["loaded"], saved["saved"])
+    assert_same(loaded["end"], saved["end"])
+
+
+def test_saved_in_the_background_by_one_process(optimizer, tmp_path):
+    """Without a process group, one process saves and loads the same state."""
+    folder = str(tmp_path / "checkpoint")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        saved = save_later(0, folder, "plain", optimizer)
+
+    assert_same(load(0, folder, "plain", optimizer)["loaded"], saved["saved"])
+
+
+def test_a_save_in_the_background_that_fails(two_ranks, tmp_path):
+    """All ranks raise the error of one, where they wait; the folder is no checkpoint."""
+    full = "OSError: [Errno 28] No space left on device"
+    for errors in two_ranks.run(save_later_in_vain, str(tmp_path)):
+        assert errors[0] == full
+        assert errors[1].startswith("MemoryError: a checkpoint in the background needs a copy of")
+        assert errors[1].endswith("are available; use `save_sharded`")
+        assert errors[2] == full
+        assert errors[3].startswith("FileExistsError: `folder` must be empty")
+        assert len(errors) == 4
+    whole = {path.parent.name for path in tmp_path.glob("*/mfwrap_manifest.json")}
+    assert whole == {"last"}
 
 
 def test_one_process_resumes_from_two(checkpoint, optimizer):

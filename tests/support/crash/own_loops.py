@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from transformers import TrainerControl, TrainerState
@@ -23,11 +25,13 @@ from mfwrap import (
 from mfwrap.accelerate import attach
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.records import resume_records, save_records
+from mfwrap.sharded_checkpoint import ShardedSaver, load_sharded, save_sharded
+from mfwrap.tensors.shards import is_distributed
 from support.crash.loops import RUN, monitors, newest_checkpoint, write_end
 from support.small_networks import Classifier, labelled_batches
 from support.training_state import training_state
 
-__all__ = ["attached", "attached_in_background", "cell"]
+__all__ = ["attached", "attached_in_background", "cell", "sharded", "sharded_in_background"]
 
 _NUM_UPDATES, _SAVE_STEPS, _LOG_STEPS, _BAD_UPDATE = 9, 2, 3, 5
 
@@ -117,6 +121,57 @@ def cell() -> None:
     write_end({**training_state(network, optimizer, step), "monitor": judge.state()})
 
 
+def sharded() -> None:
+    """Train with a loop around a cell whose network is sharded over the ranks."""
+    _sharded(in_background=False)
+
+
+def sharded_in_background() -> None:
+    """Do what `sharded` does, and save in the background."""
+    _sharded(in_background=True)
+
+
+def _sharded(*, in_background: bool) -> None:
+    ranks = PartialState(cpu=True)
+    network = _classifier()
+    if ranks.num_processes > 1:
+        fully_shard(network, mesh=init_device_mesh("cpu", (ranks.num_processes,)))
+    optimizer = _optimizer(network)
+    step = MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        scale_sense=DynamicLossScaleUpdateCell(2.0**64, 2, 2),
+        local_norm=True,
+        ema=ExponentialMovingAverage(network, decay=0.9),
+    )
+    saver = ShardedSaver(step)
+
+    def update(number: int) -> Any:
+        step.step(_micro_batches(number))
+        return step.last_report
+
+    def save(folder: Path) -> None:
+        if in_background:
+            saver.save(folder / "state")
+        else:
+            save_sharded(folder / "state", step)
+        save_records(folder)
+
+    def load(folder: Path) -> None:
+        load_sharded(folder / "state", step)
+        resume_records(folder)
+
+    judge = _train(update, save, load, saver.wait if in_background else None)
+    saver.close()
+    state = training_state(network, optimizer, step)
+    whole = {
+        name: value.full_tensor() if is_distributed(value) else value
+        for name, value in state.items()
+    }
+    write_end({**whole, "monitor": judge.state()})
+
+
 def _train(
     update: Callable[[int], Any],
     save: Callable[[Path], None],
@@ -186,10 +241,18 @@ def _complete(begun: list[tuple[int, str]], wait: Callable[[], None] | None) -> 
 
 
 def _network() -> tuple[torch.nn.Module, AdamW]:
+    network = _classifier()
+    return network, _optimizer(network)
+
+
+def _classifier() -> torch.nn.Module:
     # A checkpoint of accelerate holds the random states of Python and NumPy, too.
     set_seed(0)
-    network = Classifier()
-    return network, AdamW(network.parameters(), lr=0.1, fused=True)
+    return Classifier()
+
+
+def _optimizer(network: torch.nn.Module) -> AdamW:
+    return AdamW(network.parameters(), lr=0.1, fused=True)
 
 
 def _micro_batches(number: int) -> list[tuple[Tensor, Tensor]]:

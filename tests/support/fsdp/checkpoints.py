@@ -3,21 +3,42 @@
 The number of ranks that save and the number of ranks that resume may differ.
 """
 
+import errno
+import os
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from mfwrap import DynamicLossScaleUpdateCell, ExponentialMovingAverage, MFTrainOneStepCell
-from mfwrap.sharded_checkpoint import load_sharded, save_sharded
+from mfwrap import (
+    DynamicLossScaleUpdateCell,
+    ExponentialMovingAverage,
+    MFTrainOneStepCell,
+    sharded_checkpoint,
+)
+from mfwrap.checkpoints import host_copies
+from mfwrap.checkpoints.manifest import MANIFEST
+from mfwrap.checkpoints.step_files import save_tensors
+from mfwrap.sharded_checkpoint import ShardedSaver, load_sharded, save_sharded
 from support.fsdp.networks import Case, micro_batches_of, new_model, optimizer_of, sharded
 from support.fsdp.training import whole
 
-__all__ = ["load", "load_damaged", "load_into_another", "save", "save_by_torch_alone"]
+__all__ = [
+    "load",
+    "load_damaged",
+    "load_into_another",
+    "save",
+    "save_by_torch_alone",
+    "save_later",
+    "save_later_in_vain",
+]
 
 NUM_BEFORE, NUM_AFTER = 4, 2
 
@@ -86,6 +107,62 @@ def save(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[
     saved = _state(training)
     _train(training, rank, range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER))
     return {"saved": saved, "end": _state(training)}
+
+
+def save_later(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:
+    """Do what `save` does, but save in the background, and write when the training has ended."""
+    training = _training(layout, optimizer)
+    _train(training, rank, range(NUM_BEFORE))
+    has_ended = threading.Event()
+
+    def write(*arguments: Any) -> None:
+        has_ended.wait(60)
+        save_tensors(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "save_tensors", write)
+        with ShardedSaver(training.cell, training.scheduler) as saver:
+            saver.save(folder)
+            saved = _state(training)
+            _train(training, rank, range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER))
+            assert not Path(folder, MANIFEST).exists()
+            has_ended.set()
+    return {"saved": saved, "end": _state(training)}
+
+
+def save_later_in_vain(rank: int, folder: str) -> list[str]:
+    """Let saves in the background fail on one rank; return the errors, and save at last."""
+    training = _training("layers", "fused SGD")
+    _train(training, rank, range(NUM_BEFORE))
+    errors = []
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def attempt(call: Any, *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except (OSError, MemoryError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    saver = ShardedSaver(training.cell, training.scheduler)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(HuggingFaceStorageWriter, "write_data", fails)
+        saver.save(f"{folder}/of shards")
+        attempt(saver.wait)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copies, "available_memory", lambda: 10 if rank == 1 else None)
+        saver = ShardedSaver(training.cell, training.scheduler)
+        attempt(saver.save, f"{folder}/too large")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "write_manifest", fails)
+        saver.save(f"{folder}/of the manifest")
+        attempt(saver.save, f"{folder}/next")
+    attempt(saver.save, f"{folder}/of the manifest")
+    saver.save(f"{folder}/last")
+    saver.close()
+    return errors
 
 
 def load(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:
