@@ -11,8 +11,9 @@ from mfwrap.records.fingerprints import (
     StepFingerprints,
     read_fingerprints,
 )
+from mfwrap.records.forms import to_number
 from mfwrap.records.json_lines import rank_files, read_json_lines
-from mfwrap.records.run_record import not_a_run_folder, to_number, trainer_log
+from mfwrap.records.run_record import not_a_run_folder, trainer_log
 from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, read_text
 
 Numbers: TypeAlias = Mapping[int, Mapping[str, float]]

@@ -228,7 +228,8 @@ def _with_more(shown: Sequence[str], total: int) -> str:
 
 def _number(value: float) -> str:
     """Return a number with the fewest digits that identify it; most numbers are float32."""
-    short = np.float32(value)
+    with np.errstate(over="ignore"):
+        short = np.float32(value)
     return str(short) if float(short) == value else repr(value)
 
 

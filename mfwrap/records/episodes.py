@@ -4,6 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mfwrap.records.forms import Form, fitting
+
+_FORMS: Mapping[str, Form] = {
+    **dict.fromkeys(("step", "last_step", "num_steps", "num_skipped", "micro_batch"), int),
+    **dict.fromkeys(("kind", "cause", "where", "replay", "device"), str),
+    **dict.fromkeys(("rows", "indices", "losses", "weights", "states", "moved", "buffers"), list),
+    "ranks": [int],
+    "gradients": [dict],
+    "samples": [{"rank": int, "micro_batch": int, "row": int}],
+}
+"""Forms of those fields of an anomaly that are more than shown."""
+
 _NOTE = "note"
 """Kind of a record that says what should not be so in any run, and is no anomaly."""
 
@@ -64,8 +76,8 @@ def notes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> list[d
     """
     notes: dict[tuple[int, Any], dict[str, Any]] = {}
     for _, records in files:
-        for record in records:
-            if record.get("kind") == _NOTE and type(record.get("step")) is int:
+        for record in (fitting(record, _FORMS) for record in records):
+            if record.get("kind") == _NOTE and "step" in record:
                 new = {"ranks": [], **record}
                 known = notes.setdefault((record["step"], record.get("explanation")), new)
                 known["ranks"] = sorted({*known["ranks"], *new["ranks"]})
@@ -73,23 +85,20 @@ def notes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> list[d
 
 
 def _of_rank(records: Iterable[Mapping[str, Any]], rank: int) -> list[Episode]:
-    numbered = [
-        record
-        for record in records
-        if type(record.get("step")) is int and record.get("kind") != _NOTE
-    ]
+    known = [fitting(record, _FORMS) for record in records]
+    numbered = [each for each in known if "step" in each and each.get("kind") != _NOTE]
     found: list[Episode] = []
     for record in sorted(numbered, key=lambda record: int(record["step"])):
-        step, kind = record["step"], str(record.get("kind", "anomaly"))
+        step, kind = record["step"], record.get("kind", "anomaly")
         if "last_step" in record:
             begun = (one for one in reversed(found) if (one.step, one.kind) == (step, kind))
             if (episode := next(begun, None)) is None:
                 # The file has lost the first record, for example because a user has cut it.
                 episode = Episode(step, kind, step, 1, 0, [_of(record, rank)])
                 found.append(episode)
-            episode.last_step = int(record["last_step"])
-            episode.num_steps = int(record.get("num_steps", 1))
-            episode.num_skipped = int(record.get("num_skipped", 0))
+            episode.last_step = record["last_step"]
+            episode.num_steps = record.get("num_steps", 1)
+            episode.num_skipped = record.get("num_skipped", 0)
             episode.records = [{**episode.records[0], **record}]
         else:
             num_skipped = int(record.get("skipped") is True)

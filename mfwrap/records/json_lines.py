@@ -9,7 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from mfwrap.records.forms import fits
+
 _RANK = re.compile(r"(.*)_rank(\d+)")
+_MOST_DIGITS = 308
+"""Digits of an integer that is no number of ours; a float has no more."""
 
 
 @final
@@ -70,7 +74,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def last_value(path: Path, key: str) -> Any:
+def last_value(path: Path, key: str, kind: type[Any] = object) -> Any:
     """Return the value of a key in the last record that has it; ``None`` if no record has it.
 
     Parses only lines with the key's name, so a file of many megabytes takes milliseconds. A missing
@@ -79,11 +83,12 @@ def last_value(path: Path, key: str) -> Any:
     Args:
         path: File that `JsonLines` wrote.
         key: Name of the value.
+        kind: Form of the value, see `mfwrap.records.forms`. Records with another one are left out.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     name = json.dumps(key).encode()
     records = (_parsed(line) or {} for line in reversed(lines) if name in line)
-    return next((record[key] for record in records if key in record), None)
+    return next((each[key] for each in records if key in each and fits(each[key], kind)), None)
 
 
 def rank_file(folder: Path, name: str, rank: int) -> Path:
@@ -121,10 +126,24 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         # Decode before parsing: given bytes, `json.loads` guesses the encoding and accepts lone
         # surrogates, which are invalid in UTF-8.
-        record = json.loads(line.decode("utf-8"))
+        record = parsed_json(line.decode("utf-8"))
     except (ValueError, RecursionError):  # RecursionError: brackets nested too deep
         return None
     return record if isinstance(record, dict) else None
+
+
+def parsed_json(text: str) -> Any:
+    """Return the value of a JSON text. An integer that is too large for a float becomes infinite.
+
+    Raises:
+        RecursionError: If brackets are nested too deep.
+        ValueError: If the text is not JSON.
+    """
+    return json.loads(text, parse_int=_number)
+
+
+def _number(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def append_whole(path: Path, line: bytes) -> None:

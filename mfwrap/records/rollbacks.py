@@ -2,17 +2,23 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mfwrap.records.forms import Form, fits
+from mfwrap.records.json_lines import parsed_json
 from mfwrap.records.skipped_rows import SkippedRow, checked_row
 
 ROLLBACKS_FILE = "rollbacks.json"
 """File in the run folder with all rollbacks of the run."""
 
 _FORMAT_VERSION = 1
+_FORMS: Mapping[str, Form] = {
+    **dict.fromkeys(("kind", "checkpoint", "description"), str),
+    **dict.fromkeys(("first_step", "last_step"), int),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,11 @@ def read_rollbacks(folder: Path) -> tuple[list[RollbackRecord], str | None]:
     if not path.is_file():
         return [], None
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = parsed_json(path.read_text(encoding="utf-8"))
         version, pending = content["format_version"], content["pending"]
+        if not fits(content["rollbacks"], [_FORMS]):
+            msg = "expected a list of rollbacks"
+            raise TypeError(msg)  # noqa: TRY301  (reported below)
         rollbacks = [
             RollbackRecord(**{**each, "rows": tuple(checked_row(*row) for row in each["rows"])})
             for each in content["rollbacks"]

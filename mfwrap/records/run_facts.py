@@ -60,10 +60,10 @@ class RunFacts:
     ) -> None:
         self._folder, self._clock, self._max_steps = folder, clock, max_steps
         self._lines = open_records(folder / PROGRESS, first_step)
-        before = last_value(folder / PROGRESS, "seconds") or 0.0
+        before = float(last_value(folder / PROGRESS, "seconds", float) or 0)
         self._start = clock() - before
         # Not `first_step`: a checkpoint may be older than the record of its own step.
-        self._last_step = int(last_value(folder / PROGRESS, "step") or 0)
+        self._last_step = last_value(folder / PROGRESS, "step", int) or 0
         started = read_facts(folder).get("started") if first_step else None
         if not first_step:
             set_aside(folder / FACTS)

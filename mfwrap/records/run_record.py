@@ -1,7 +1,6 @@
 """Read the folder of a run as curves, local norms, episodes of anomalies and rollbacks."""
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +9,18 @@ from typing import Any, TypeAlias
 
 from mfwrap.records.episodes import Episode, episodes_of, notes_of
 from mfwrap.records.evaluations import AVERAGED, named
-from mfwrap.records.json_lines import rank_files, read_json_lines
+from mfwrap.records.forms import Form, fitting, to_number
+from mfwrap.records.json_lines import parsed_json, rank_files, read_json_lines
 from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
 
 FACTS = "run.json"
 """File of `mfwrap.records.run_facts.RunFacts`."""
+
+_FACTS: Mapping[str, Form] = {
+    **dict.fromkeys(("configuration", "hardware", "parameters", "versions", "code"), dict),
+    "seconds": float,
+}
+"""Forms of facts that are read in parts."""
 
 NOT_ENDED = "not ended"
 """State in ``run.json`` of a run that goes on, or was killed."""
@@ -187,17 +193,6 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, number
 
 
-def to_number(value: Any) -> float | None:
-    """Return a number as a float; ``None`` for anything else.
-
-    The strings ``"nan"``, ``"inf"`` and ``"-inf"`` are numbers, too, because `JsonLines` writes
-    non-finite numbers as strings.
-    """
-    if isinstance(value, (bool, int, float)) or value in ("nan", "inf", "-inf"):
-        return float(value)
-    return None
-
-
 def _sorted(values: Mapping[int, float]) -> Curve:
     steps = sorted(values)
     return Curve(steps, [values[step] for step in steps])
@@ -216,7 +211,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     if not isinstance(facts, dict):
         msg = f"{path}: expected an object, got {type(facts).__name__}"
         raise ValueError(msg)  # noqa: TRY004  (the content of a file is wrong, not an argument)
-    return facts
+    return fitting(facts, _FACTS)
 
 
 def has_ended(folder: Path) -> bool:
@@ -272,7 +267,7 @@ def _json(path: Path) -> Any:
         ValueError: If the file is damaged.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parsed_json(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # RecursionError: brackets nested too deep
         msg = f"{path}: invalid JSON: {error}"
         raise ValueError(msg) from error

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import KINDS
 from mfwrap.records.episodes import Episode
+from mfwrap.records.forms import to_number
 from mfwrap.records.rollbacks import RollbackRecord
-from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord, to_number
+from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord
 from mfwrap.report.about import breakable
 from mfwrap.report.curves import NUMBER
 from mfwrap.report.samples import compared, samples_of

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mfwrap.records.run_record import to_number
+from mfwrap.records.forms import to_number
 from mfwrap.report.curves import NUMBER
 
 _MOST_SAMPLES = 8

@@ -16,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mfwrap.records import json_lines
-from mfwrap.records.json_lines import JsonLines, rank_file, rank_files, read_json_lines
+from mfwrap.records.json_lines import (
+    JsonLines,
+    last_value,
+    parsed_json,
+    rank_file,
+    rank_files,
+    read_json_lines,
+)
 
 # Characters that could end a line or a string, and characters of several bytes.
 text = st.text(alphabet='az09 "\\\n\r\t\0\x85\u2028\u00e9\U0001f600', max_size=8)
@@ -161,3 +168,20 @@ def test_each_rank_has_a_file_of_its_own(tmp_path):
     assert list(rank_files(tmp_path)) == [
         (tmp_path / file, name, rank) for name, rank, file in expected
     ]
+
+
+def test_an_integer_that_is_no_float():
+    """It becomes infinite, so that no reader fails when it makes a float of it."""
+    large = "9" * 5000
+    assert parsed_json(f"[{10**307}, {large}, -{large}]") == [10**307, math.inf, -math.inf]
+
+
+def test_the_last_value_of_a_kind(tmp_path):
+    """Lines that hold a value of another kind are left out."""
+    path = tmp_path / "progress.jsonl"
+    path.write_text(
+        '{"step": 1, "seconds": 2.5}\n{"step": "2", "seconds": [1]}\n', encoding="utf-8"
+    )
+
+    assert (last_value(path, "step", int), last_value(path, "seconds", float)) == (1, 2.5)
+    assert (last_value(path, "step"), last_value(path, "tokens")) == ("2", None)
