@@ -8,7 +8,7 @@ from torch import nn
 
 from mfwrap.checkpoints.file_formats import INDEX, stored_weights
 from mfwrap.compatibility.torch import loading_functions
-from mfwrap.compatibility.transformers import unsaved_keys
+from mfwrap.compatibility.transformers import shapes_in_original_format, unsaved_keys
 
 _WEIGHTS = "model.safetensors"
 
@@ -70,6 +70,49 @@ def foreign_weights(
         if is_saved and is_missing and not name.startswith(unchecked):
             return f"{_WEIGHTS} has no {name}"
     return None
+
+
+def is_in_original_format(folder: Path, network: nn.Module) -> bool:
+    """Return whether a checkpoint has a network's weights by the names of its format on the hub.
+
+    A stock Trainer saves this format, and when it resumes, it loads only the weights whose names it
+    finds in the network. Reads only the headers of files.
+
+    Args:
+        folder: Folder of the checkpoint.
+        network: The network.
+
+    Raises:
+        DamagedFileError: If a header is damaged.
+        OSError: If a file cannot be read.
+    """
+    path = folder / _WEIGHTS
+    if not path.is_file() and not path.with_name(_WEIGHTS + INDEX).is_file():
+        return False
+    shapes = shapes_in_original_format(network)
+    stored = stored_weights(path).tensors if shapes else {}
+    return not network.state_dict().keys() >= stored.keys() and all(
+        shapes.get(name) == tuple(tensor.shape) for name, tensor in stored.items()
+    )
+
+
+def load_original_format(folder: Path, network: Any) -> None:
+    """Load a checkpoint for which `is_in_original_format` is true; takes a second model in memory.
+
+    Raises:
+        ValueError: If the checkpoint lacks weights.
+    """
+    loaded, found = type(network).from_pretrained(
+        folder,
+        config=network.config,
+        dtype=network.dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if found["missing_keys"]:
+        msg = f"{folder / _WEIGHTS} has no {min(found['missing_keys'])}"
+        raise ValueError(msg)
+    network.load_state_dict(loaded.state_dict())
 
 
 def _prefixes_with_own_loading(network: nn.Module) -> tuple[str, ...]:

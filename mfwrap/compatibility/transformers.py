@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from mfwrap.compatibility.foreign import ForeignName, ReleaseError, is_installed
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 TRAINER_RELEASE = "5.5"
@@ -266,6 +267,27 @@ def makes_batches_itself(trainer: Any) -> bool:
 def unsaved_keys(network: "nn.Module") -> set[str]:
     """Return the names of the weights that a model of transformers does not save."""
     return set(getattr(network, "_keys_to_ignore_on_save", None) or ())
+
+
+def shapes_in_original_format(network: "nn.Module") -> "dict[str, torch.Size]":
+    """Return the shapes of weights by the names of a model's format on the hub.
+
+    transformers converts some models when it loads and saves them: it renames, joins or splits
+    weights. The result is empty if it does not convert this one.
+    """
+    from transformers import PreTrainedModel  # noqa: PLC0415  (see above)
+
+    try:
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
+    except ImportError:  # a release without conversions
+        return {}
+    if not isinstance(network, PreTrainedModel):
+        return {}
+    own: dict[str, Tensor] = {name: each.to("meta") for name, each in network.state_dict().items()}
+    converted = revert_weight_conversion(network, own)
+    if converted.keys() == own.keys():
+        return {}
+    return {name: weight.shape for name, weight in converted.items()}
 
 
 def pipeline_stage_of(module: "nn.Module") -> Any:

@@ -21,7 +21,11 @@ from mfwrap.checkpoints.beside import move_back, show_files
 from mfwrap.checkpoints.file_formats import DamagedFileError
 from mfwrap.checkpoints.identities import Identity, check_unchanged
 from mfwrap.checkpoints.manifest import MANIFEST, Verified, write_manifest
-from mfwrap.checkpoints.network_weights import foreign_weights
+from mfwrap.checkpoints.network_weights import (
+    foreign_weights,
+    is_in_original_format,
+    load_original_format,
+)
 from mfwrap.checkpoints.ownership import owning_run
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.resumption import AUTO, find_checkpoint
@@ -76,7 +80,7 @@ from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.lookalikes import lookalike
 from mfwrap.trainer.rollback import SKIP_ROWS_FILE
 from mfwrap.trainer.stops import had_ended
-from mfwrap.trainer.view import TrainerView, run_folder_of
+from mfwrap.trainer.view import TrainerView, run_folder_of, trains_shards
 
 _LOG = logging.getLogger(__name__)
 _TRAINERS_LOG = logging.getLogger("transformers.trainer")
@@ -662,6 +666,8 @@ class Checkpoints:
                     )
                     raise ValueError(msg) from error
         yield
+        if best is not None and is_in_original_format(Path(best), trainer.model):
+            load_original_format(Path(best), trainer.model)
         with raising_together():
             try:
                 check_unchanged(Path(best or ""), self._best_files)
@@ -771,4 +777,8 @@ def check_parameter_groups(folder: Path, optimizer: Optimizer) -> None:
 
 def _foreign_weights(trainer: TrainerView, folder: Path) -> str | None:
     """Return why the weights of a checkpoint do not belong to the trainer's model."""
-    return foreign_weights(folder, trainer.model, may_be_partial=saves_weights_itself(trainer))
+    is_partial = saves_weights_itself(trainer)
+    reason = foreign_weights(folder, trainer.model, may_be_partial=is_partial)
+    if reason and not trains_shards(trainer) and is_in_original_format(folder, trainer.model):
+        return None
+    return reason

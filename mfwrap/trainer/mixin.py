@@ -25,6 +25,7 @@ from mfwrap.accelerate.state import load_step, save_step
 from mfwrap.arguments import check_bool, described, needed_arguments
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
+from mfwrap.checkpoints.network_weights import is_in_original_format, load_original_format
 from mfwrap.collectives import RankWatch, rank_watch
 from mfwrap.compatibility.accelerate import check_sharded_load
 from mfwrap.compatibility.transformers import (
@@ -684,7 +685,10 @@ class MFTrainerMixin(_Base):
             self._checkpoints.check_loaded(Path(checkpoint), loads_itself=loads_itself)
         network: Any = self.model
         before = set(network.parameters())
-        super()._load_from_checkpoint(*args, **kwargs)
+        if not loads_weights_itself(self) and is_in_original_format(Path(checkpoint), network):
+            load_original_format(Path(checkpoint), network)
+        else:
+            super()._load_from_checkpoint(*args, **kwargs)
         if is_new and before != set(network.parameters()):
             # The model replaces parameters when it is loaded: the Trainer makes a new optimizer.
             self.optimizer = None

@@ -4,10 +4,20 @@ import functools
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
-from mfwrap.checkpoints.network_weights import foreign_weights
+from mfwrap.checkpoints.network_weights import (
+    foreign_weights,
+    is_in_original_format,
+    load_original_format,
+)
 from mfwrap.checkpoints.verification import check_checkpoint
 from support.checkpoint_folders import split_weights, write_checkpoint
 
@@ -191,3 +201,52 @@ def test_adapters(tmp_path):
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
 
     assert foreign_weights(folder, Tied()) is None
+
+
+def vision() -> nn.Module:
+    """Return a network whose weights transformers renames."""
+    shape = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return ViTForImageClassification(ViTConfig(**shape, **layers))
+
+
+def experts(num_local_experts=2) -> nn.Module:
+    """Return a network whose weights transformers joins."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return MixtralForCausalLM(MixtralConfig(**shape, **layers, num_local_experts=num_local_experts))
+
+
+@pytest.mark.parametrize("make", [vision, experts])
+def test_the_original_format(tmp_path, make):
+    """What a stock Trainer saves is recognized and loaded bit for bit; the own names are not it."""
+    saved, network = make(), make()
+    saved.save_pretrained(tmp_path / "original")
+    saved.save_pretrained(tmp_path / "own", save_original_format=False)
+
+    assert foreign_weights(tmp_path / "original", network) is not None
+    assert is_in_original_format(tmp_path / "original", network)
+    assert foreign_weights(tmp_path / "own", network) is None
+    assert not is_in_original_format(tmp_path / "own", network)
+    assert not is_in_original_format(tmp_path, network)
+
+    load_original_format(tmp_path / "original", network)
+
+    state = saved.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+
+
+def test_the_original_format_of_another_network(tmp_path):
+    """Weights of other shapes, or too few of them, are refused."""
+    experts(4).save_pretrained(tmp_path / "four")
+    assert not is_in_original_format(tmp_path / "four", experts())
+    assert not is_in_original_format(tmp_path / "four", Tied())
+
+    network = vision()
+    network.save_pretrained(tmp_path / "few")
+    file = tmp_path / "few/model.safetensors"
+    weights = load_file(file)
+    del weights["vit.layernorm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.safetensors has no vit\.layernorm\.weight"):
+        load_original_format(tmp_path / "few", network)
