@@ -87,8 +87,8 @@ def _reason_to_skip(recipe: Recipe) -> str | None:
     unknown = [name for path, name in recipe.unchecked.items() if path[0] != "callbacks"]
     if unknown:
         return f"it needs the code of {', '.join(unknown)}, which runs only with --allow-code"
-    if not recipe.model.is_local:
-        return "the model or its tokenizer is on the hub"
+    if recipe.model.obstacle is not None:
+        return recipe.model.obstacle
     number = recipe.model.count_parameters(recipe.task.auto_class)
     if number > _MAX_PARAMETERS:
         return f"the model has {number:,} parameters, more than {_MAX_PARAMETERS:,}"

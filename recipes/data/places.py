@@ -1,5 +1,6 @@
 """Check the paths of a recipe: folders, folders of installed packages, and names on the hub."""
 
+import difflib
 import importlib.util
 from collections.abc import Collection
 from pathlib import Path
@@ -68,7 +69,16 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         raise ValueError(msg) from error
 
 
-def is_folder(name: str) -> bool:
+def not_a_folder(name: str) -> str:
+    """Say that a name is no folder here, and which folder has a similar name."""
+    parent = Path(name).parent
+    folders = [str(each) for each in parent.glob("*") if each.is_dir()] if is_folder(parent) else []
+    similar = difflib.get_close_matches(name, folders, n=1)
+    meant = f"; did you mean {similar[0]!r}?" if similar else ""
+    return f"there is no folder {name!r} here{meant}"
+
+
+def is_folder(name: str | Path) -> bool:
     """Return whether a name is the path of an existing folder."""
     try:
         return Path(name).is_dir()

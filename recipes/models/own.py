@@ -50,8 +50,8 @@ class OwnModel(ModelSettings):
         """Accept a model without path and configuration."""
 
     @property
-    def is_local(self) -> bool:
-        return self.make is not None and super().is_local
+    def obstacle(self) -> str | None:
+        return "the model needs code" if self.make is None else super().obstacle
 
     def make_model(self, auto_class: Any, **implied: Any) -> nn.Module:
         """Build the model; see `ModelSettings.make_model`.

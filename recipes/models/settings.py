@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.names import hint
-from mfwrap.recipes.data.places import check_place, is_folder, resolve_package
+from mfwrap.recipes.data.places import check_place, is_folder, not_a_folder, resolve_package
 from mfwrap.recipes.data.source import DataError, DataSource, RecipeSection
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.checkpoint import (
@@ -116,12 +116,12 @@ class ModelSettings(RecipeSection):
         return len(names) if isinstance(names, dict) else number
 
     @property
-    def is_local(self) -> bool:
-        """Whether model and tokenizer can be built without a network."""
-        names = (self.path, self.tokenizer)
-        return all(
-            name in {None, _BYTES} or is_folder(resolve_package("", str(name))) for name in names
-        )
+    def obstacle(self) -> str | None:
+        """Why model and tokenizer cannot be built without a network; ``None`` if they can."""
+        for setting, name in (("path", self.path), ("tokenizer", self.tokenizer)):
+            if name not in {None, _BYTES} and not is_folder(resolve_package("", str(name))):
+                return f"`model.{setting}` names a model on the hub: {not_a_folder(str(name))}"
+        return None
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build or load the tokenizer, with a padding token."""
@@ -342,12 +342,16 @@ def make_text_model(
     network = model.make_model(auto_class, **implied, **vocabulary)
     known: Any = network
     # A model of the user's own need not say which its embeddings are.
-    if model.tokenizer is None or not hasattr(network, "get_input_embeddings"):
+    if not hasattr(network, "get_input_embeddings"):
         return network
     number = known.get_input_embeddings().num_embeddings
     if number < num_tokens:
-        says = f"at most {number} tokens, as many as the model, got {num_tokens}"
-        msg = f"`tokenizer` must have {says}"
+        msg = (
+            f"`tokenizer` must have at most {number} tokens, as many as the model, got {num_tokens}"
+        )
+        if model.tokenizer is None:
+            says = f"a vocab_size of at least {num_tokens}, as many tokens as its tokenizer"
+            msg = f"`path` must be a model with {says}, got {number}; give it its own tokenizer"
         raise ModelError(msg)
     return network
 

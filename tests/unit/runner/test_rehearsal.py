@@ -68,5 +68,7 @@ def test_what_is_not_tried():
     data = recipe_of("causal_lm", {"type": "datasets", "path": "org/name"})
 
     assert "parameters, more than 30,000,000" in (rehearse(large) or "")
-    assert rehearse(remote) == "the model or its tokenizer is on the hub"
+    assert rehearse(remote) == (
+        "`model.path` names a model on the hub: there is no folder 'org/name' here"
+    )
     assert rehearse(data) == "the data are on the hub"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mfwrap.recipes.data.places import check_place, resolve_package
+from mfwrap.recipes.data.places import check_place, not_a_folder, resolve_package
 
 
 @pytest.fixture
@@ -53,3 +53,13 @@ def test_a_folder_must_have_its_files(tmp_path):
     (tmp_path / "b.json").touch()
     check_place("path", str(tmp_path), ("a.json", "b.json"), "a test")
     check_place("path", "org/name", ("a.json", "b.json"), "a test")
+
+
+def test_a_similar_folder(tmp_path, monkeypatch):
+    """A name that is no folder here may be a misspelt one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/my_model").mkdir(parents=True)
+
+    says = "there is no folder 'models/my_modl' here; did you mean 'models/my_model'?"
+    assert not_a_folder("models/my_modl") == says
+    assert not_a_folder("org/name") == "there is no folder 'org/name' here"

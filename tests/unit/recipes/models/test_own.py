@@ -47,5 +47,5 @@ def test_what_is_no_model():
 
 def test_without_its_code_a_model_is_not_local():
     """So that its first step is not tried."""
-    assert not OwnModel(type="my.net").is_local
-    assert OwnModel(type="my.net", make=nn.Identity).is_local
+    assert OwnModel(type="my.net").obstacle == "the model needs code"
+    assert OwnModel(type="my.net", make=nn.Identity).obstacle is None

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.runner import RecipeError
 from support.recipe_data import recipe_of, trainer_of
@@ -114,6 +115,11 @@ def test_a_tokenizer_that_a_checkpoint_does_not_fit(json_lines, tmp_path):
 
     with pytest.raises(RecipeError, match=r"model\.tokenizer: must have at most 100 tokens.*261$"):
         trainer_of("causal_lm", json_lines([{"text": "abc"}] * 4), model=model)
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+    with pytest.raises(RecipeError, match=r"model\.path: must be a model with .* least 261.*100;"):
+        trainer_of(
+            "causal_lm", json_lines([{"text": "abc"}] * 4), model=model | {"tokenizer": None}
+        )
 
 
 @pytest.mark.parametrize(
