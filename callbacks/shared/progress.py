@@ -100,13 +100,13 @@ class RunPosition:
 
     @property
     def percent(self) -> float:
-        """Finished fraction of the run, in percent."""
+        """Finished fraction of the run, in percent; 100 also if the run goes on longer."""
         length = self.length
         whole_epochs = length.num_epochs * length.steps_per_epoch
         # Divide in MindFormers' order. Another order rounds differently, and could show one block
         # of the progress bar more or less.
         percent = self.step / length.num_epochs / length.steps_per_epoch * 100
-        return percent * (whole_epochs / length.num_steps)
+        return min(percent * (whole_epochs / length.num_steps), 100.0)
 
     @property
     def steps_left(self) -> int:

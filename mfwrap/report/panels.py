@@ -212,6 +212,7 @@ def _one_curve(
 def _loss_scale(runs: Sequence[RunRecord]) -> Panel:
     note = "Loss scale that the next step uses. Crosses mark steps whose gradients overflowed."
     traces = lines(runs, "loss_scale", "loss scale", shape="hv")
+    num_scales = len(traces)
     for number, run in enumerate(runs):
         scale = run.curves.get("loss_scale", Curve())
         at = dict(zip(scale.steps, scale.values, strict=True))
@@ -219,6 +220,9 @@ def _loss_scale(runs: Sequence[RunRecord]) -> Panel:
         if steps:
             overflows = Curve(steps, [at[step] for step in steps])
             traces.append(line(number, label(run, "overflow", runs), overflows, symbol="x-thin"))
+    scales = {value for run in runs for value in run.curves.get("loss_scale", Curve()).values}
+    if scales == {1.0} and len(traces) == num_scales:
+        traces = []  # gradients are not scaled, as usual in float32
     content = _curves(traces, log=True, ticks=_powers_of_two(runs))
     return Panel("loss_scale", "Loss scale", note, content)
 

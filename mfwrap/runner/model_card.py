@@ -23,6 +23,9 @@ from mfwrap.trainer.preflight import WITHOUT_EFFECT
 _PREFIXES = {MODEL: "eval_", AVERAGED_MODEL: f"{AVERAGED}eval_"}
 """Prefix of the metrics of a model."""
 
+_NO_RESULTS = frozenset({"entropy", "num_tokens"})
+"""Metrics of TRL that do not say how good a model is."""
+
 _COLUMNS = {MODEL: "trained weights", AVERAGED_MODEL: "averaged weights"}
 
 _OF_THE_MACHINE = frozenset(
@@ -150,9 +153,10 @@ def _complete(data: Any, run: FinishedRun, title: str, name: str) -> None:
 def _metrics(metrics: Mapping[str, float], name: str) -> dict[str, float]:
     """Return the metrics of a model without their prefix."""
     prefix = _PREFIXES[name]
-    return {
+    found = {
         key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)
     }
+    return {key: value for key, value in found.items() if key not in _NO_RESULTS}
 
 
 def _results(metrics: Mapping[str, float]) -> str:

@@ -162,6 +162,16 @@ def test_loss_scale(shown, tmp_path):
     assert traces(of_trainer["loss_scale"])["overflow"]["x"] == [4, 8]
 
 
+def test_no_loss_scale(tmp_path):
+    """A run whose scale is always 1 and without overflows has no panel of it."""
+    for scale in (1.0, 1024.0):
+        lines = [{"step": step, "loss": 1.0, "loss_scale": scale} for step in (1, 2)]
+        write_lines(tmp_path / str(scale) / "metrics.jsonl", lines)
+
+    assert "loss_scale" not in panels(tmp_path / "1.0")
+    assert "loss_scale" in panels(tmp_path / "1024.0")
+
+
 def test_global_norm(shown):
     """The panel shows the non-finite step and the clipping limit."""
     content = shown["global_norm"].content

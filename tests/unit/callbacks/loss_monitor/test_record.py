@@ -68,6 +68,12 @@ def mindformers_lines(
     return first, second
 
 
+def test_a_run_that_goes_on_longer():
+    """The bar ends at 100 %."""
+    length = RunLength(num_epochs=1, steps_per_epoch=9, num_steps=9)
+    assert [length.position(step).percent for step in (9, 10)] == [100.0, 100.0]
+
+
 NUMBERS = st.fixed_dictionaries(
     {
         "epochs": st.integers(1, 2000),
