@@ -584,7 +584,9 @@ TABLES = {
     "recipes": {"checks", "a planted NaN", "recipes, killed and resumed"},
     "ranks": {"checks", "whole steps of a Llama, 2 micro-batches"},
     "memory": {"checks", "host time of reading the memory"},
+    "background": {"checks"},
     "randomness": {"checks", "random states"},
+    "recompute": {"checks"},
     "compiled": {"torch.compile"},
     "monitors": set(),
 }

@@ -100,6 +100,10 @@ class Operation(NamedTuple):
     flags: str = ""
     """Flags of a call that opens a file, such as ``O_WRONLY|O_CREAT``."""
 
+    is_hit: bool = True
+    """Whether strace hits this call: it counts the calls of each thread, and no other thread has
+    reached `number_on_path` before, for example by opening the file to read it."""
+
     @property
     def watched(self) -> str:
         """Path by which strace recognizes the call: its first one whose name is not random.
@@ -228,13 +232,14 @@ def kinds_of_kill_points(found: Iterable[Operation]) -> list[Operation]:
     """Return an operation after each kind of change to the files.
 
     The last change of each kind counts, because a checkpoint may exist by then. Operations that
-    strace cannot count on their path are passed over: those on files with a random name, and
-    creating folders, which is a race between ranks.
+    strace cannot count on their path are passed over: those on files with a random name, those that
+    another thread hides, and creating folders, which is a race between ranks.
     """
     points: dict[tuple[str, ...], Operation] = {}
     kinds: list[tuple[str, ...]] = []  # of the changes since the last point
     for operation in found:
-        if operation.succeeds and operation.watched and operation.call != "mkdir":
+        is_known = operation.watched and operation.is_hit and operation.call != "mkdir"
+        if operation.succeeds and is_known:
             points |= dict.fromkeys(kinds, operation)
             kinds = []
         if operation.changes_files:
@@ -291,6 +296,7 @@ def operations(trace: Path, folder: Path, *, by_threads: bool = False) -> list[O
     lines = _whole_lines(trace)
     found: list[Operation] = []
     counts: Counter[tuple[str, ...]] = Counter()
+    first: dict[tuple[str, str, int], str] = {}
     calls = [match for line in lines if (match := _LINE.match(line))]  # not "+++ exited with 0 +++"
     for match in calls:
         call, rest = match["call"], match["rest"]
@@ -304,6 +310,8 @@ def operations(trace: Path, folder: Path, *, by_threads: bool = False) -> list[O
                     *((thread, call, each) for each in _watching(call, paths)),
                 ]
             )
+        for each in _watching(call, paths):
+            first.setdefault((call, each, counts[thread, call, each]), thread)
         flags = _FLAGS.search(rest)[0] if call == "openat" else ""
         if not paths or (call == "openat" and not _is_opened_to_write(flags)):
             continue
@@ -313,7 +321,8 @@ def operations(trace: Path, folder: Path, *, by_threads: bool = False) -> list[O
         count = counts[thread, call]
         operation = Operation(call, count, paths, " = -1 " not in rest, flags=flags)
         number = counts[thread, call, operation.watched]
-        found.append(operation._replace(number_on_path=number))
+        is_hit = first.get((call, operation.watched, number), thread) == thread
+        found.append(operation._replace(number_on_path=number, is_hit=is_hit))
     return found
 
 

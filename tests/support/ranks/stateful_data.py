@@ -94,14 +94,15 @@ class Masking:
 
 def of_datasets() -> Any:
     """Return a sharded stream of datasets."""
-
-    def rows(parts: list[int]) -> Iterator[dict[str, list[float]]]:
-        for part in parts:
-            for number in range(part, NUM_ROWS, 4):
-                yield {"x": [float(number)], "labels": [0.0]}
-
     parts = {"parts": list(range(4))}
-    return datasets.IterableDataset.from_generator(rows, gen_kwargs=parts)
+    return datasets.IterableDataset.from_generator(_rows, gen_kwargs=parts)
+
+
+def _rows(parts: list[int]) -> Iterator[dict[str, list[float]]]:
+    # Not within a function: workers that are started anew get it by its name.
+    for part in parts:
+        for number in range(part, NUM_ROWS, 4):
+            yield {"x": [float(number)], "labels": [0.0]}
 
 
 def new_trainer(
