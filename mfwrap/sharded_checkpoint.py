@@ -1,14 +1,17 @@
 """Checkpoints of sharded training that any number of ranks can resume."""
 
 import errno
+import itertools
 import json
 import logging
+import platform
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
@@ -23,10 +26,11 @@ from mfwrap.checkpoints.step_files import flat_tensors, load_tensors, save_tenso
 from mfwrap.checkpoints.verification import check_checkpoint
 from mfwrap.checkpoints.whole import whole_file
 from mfwrap.collectives import (
-    any_rank,
+    end_group,
     gather_objects,
     is_first_on_node,
     new_host_group,
+    num_ranks,
     raising_together,
     this_rank,
 )
@@ -42,6 +46,8 @@ _LOG = logging.getLogger(__name__)
 _RECORD = "mfwrap_sharded.json"
 _FORMAT_VERSION = 1
 _OPTIMIZER = "optimizer"
+_PAIRS = "<pairs>"
+"""Key of the pairs of a mapping whose keys are no strings."""
 
 
 def save_sharded(
@@ -74,12 +80,13 @@ def save_sharded(
     """
     path = Path(folder)
     content = _content(cell, lr_scheduler)
-    _check_empty(path, cell)
+    _check_empty(path)
     save_tensors(path, content.tensors)
     # Every rank returns only after rank 0 has written the manifest, so any rank can load the
     # checkpoint right away.
     with raising_together():
-        _complete(path, content.record)
+        if this_rank() == 0:
+            _complete(path, content.record)
 
 
 @final
@@ -113,7 +120,9 @@ class ShardedSaver:
             )
         )
         self._num_copied = 0
+        self._rank, self._num_ranks = this_rank(), num_ranks()
         self._group = new_host_group()
+        self._is_closed = False
 
     def save(self, folder: str | Path) -> None:
         """Copy the state, and begin to write a checkpoint. Call it on every rank.
@@ -129,14 +138,19 @@ class ShardedSaver:
             Exception: On all ranks, if the checkpoint before could not be written. Call it again to
                 save this one.
             MemoryError: On all ranks, if the host of a rank lacks memory for the copy.
+            RuntimeError: If it is closed.
             FileExistsError, TypeError, ValueError: As in `save_sharded`.
         """
+        if self._is_closed:
+            msg = "this ShardedSaver is closed; make a new one"
+            raise RuntimeError(msg)
         self.wait()
         path = Path(folder)
         content = _content(self._cell, self._lr_scheduler)
-        _check_empty(path, self._cell)
+        _check_empty(path)
+        self._check_memory(content.tensors)
         with raising_together():
-            copy = self._copy(content.tensors)
+            copy = self._stager.stage(content.tensors)
         self._writer.submit(lambda: self._write(path, copy, content.record))
 
     def wait(self) -> None:
@@ -154,12 +168,15 @@ class ShardedSaver:
         Raises:
             Exception: On all ranks, if the checkpoint could not be written on one of them.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
             self.wait()
         finally:
             self._stager.close()
             if self._group is not None:
-                distributed.destroy_process_group(self._group)
+                end_group(self._group)
 
     def __enter__(self) -> Self:
         return self
@@ -169,27 +186,44 @@ class ShardedSaver:
             self.close()
             return
         # No collective: the other ranks may not be here.
+        self._is_closed = True
         try:
             self._writer.wait()
         except Exception as error:  # noqa: BLE001  (the error of the training goes on)
             _LOG.error("a checkpoint could not be written: %s", error)
+        self._stager.close()
 
-    def _copy(self, tensors: dict[str, Tensor]) -> Any:
+    def _check_memory(self, tensors: dict[str, Tensor]) -> None:
+        """Check on all ranks that the copies of all ranks of a host fit into its memory."""
         storages = (each.untyped_storage() for each in local_tensors(tensors.values()))
         num_bytes = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
         # The stager uses its memory again.
-        problem = memory_problem(max(num_bytes - self._num_copied, 0), "use `save_sharded`")
-        if problem is not None:
-            raise MemoryError(problem)
+        needed = gather_objects((platform.node(), max(num_bytes - self._num_copied, 0)))
+        with raising_together():
+            own = sum(number for host, number in needed if host == platform.node())
+            problem = memory_problem(own, "use `save_sharded`")
+            if problem is not None:
+                raise MemoryError(problem)
         if num_bytes > self._num_copied:
             size = readable_size(num_bytes)
             _LOG.info("checkpoints in the background take %s of this host's memory", size)
             self._num_copied = num_bytes
-        return self._stager.stage(tensors)
 
     def _write(self, path: Path, tensors: dict[str, Tensor], record: str) -> None:
+        self._check_ranks()
         save_tensors(path, tensors, self._group)
-        _complete(path, record)
+        self._check_ranks()
+        if self._rank == 0:
+            _complete(path, record)
+
+    def _check_ranks(self) -> None:
+        """Refuse to write if the process group has ended: each rank would write alone."""
+        if num_ranks() != self._num_ranks:
+            msg = (
+                f"the ShardedSaver was made on {self._num_ranks} ranks, and the process group has "
+                "ended before it has written; close it before `destroy_process_group`"
+            )
+            raise RuntimeError(msg)
 
 
 class _Content(NamedTuple):
@@ -211,7 +245,7 @@ def _content(cell: MFTrainOneStepCell, lr_scheduler: Stateful | None) -> _Conten
     own = {
         "groups": _groups_of(cell),
         "optimizer": numbers,
-        "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
+        "lr_scheduler": None if lr_scheduler is None else _for_json(lr_scheduler.state_dict()),
     }
     record = {
         "format_version": _FORMAT_VERSION,
@@ -221,20 +255,25 @@ def _content(cell: MFTrainOneStepCell, lr_scheduler: Stateful | None) -> _Conten
     return _Content(tensors, json.dumps(record, indent=2) + "\n")
 
 
-def _check_empty(path: Path, cell: MFTrainOneStepCell) -> None:
-    """Check on all ranks that a folder is missing or empty."""
-    is_filled = path.exists() and any(path.iterdir())
-    if any_rank(flag=is_filled, device=cell.scale_sense.device):
+def _check_empty(path: Path) -> None:
+    """Check on all ranks that they name one folder, and that it is missing or empty."""
+    with raising_together():
+        is_filled = path.exists() and any(path.iterdir())
+    found = gather_objects((str(path), is_filled))
+    names = list(dict.fromkeys(name for name, _ in found))
+    if len(names) > 1:
+        msg = f"`folder` must be the same on all ranks, got {names[0]} and {names[1]}"
+        raise ValueError(msg)
+    if any(filled for _, filled in found):
         msg = f"`folder` must be empty, got {path} with files in it; choose another folder"
         raise FileExistsError(msg)
 
 
 def _complete(path: Path, record: str) -> None:
-    """On rank 0, write the last files. torch has written and synced the shards of all ranks."""
-    if this_rank() == 0:
-        with whole_file(path / _RECORD) as partial:
-            partial.write_text(record, encoding="utf-8")
-        write_manifest(path)
+    """Write the last files. torch has written and synced the shards of all ranks."""
+    with whole_file(path / _RECORD) as partial:
+        partial.write_text(record, encoding="utf-8")
+    write_manifest(path)
 
 
 def load_sharded(
@@ -300,7 +339,8 @@ def load_sharded(
     _load_optimizer(cell, record["groups"], of_optimizer | record["optimizer"])
     cell.load_state_dict(state)
     if lr_scheduler is not None:
-        lr_scheduler.load_state_dict(record["lr_scheduler"])
+        state = _from_json(record["lr_scheduler"], lr_scheduler.state_dict())
+        lr_scheduler.load_state_dict(state)
 
 
 def _stages_of(cell: MFTrainOneStepCell) -> str:
@@ -429,6 +469,35 @@ def _groups_of(cell: MFTrainOneStepCell) -> list[dict[str, Any]]:
             for group in cell.optimizer.param_groups
         )
     ]
+
+
+def _for_json(value: Any) -> Any:
+    """Return the state of a schedule for JSON, whose keys are strings: others become pairs."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: _for_json(item) for key, item in value.items()}
+        return {_PAIRS: [[key, _for_json(item)] for key, item in value.items()]}
+    return [_for_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _from_json(saved: Any, present: Any) -> Any:
+    """Return what `_for_json` was given; `present` is the state of a schedule of the same kind."""
+    if isinstance(saved, dict):
+        pairs = saved.items()
+        if _PAIRS in saved:
+            pairs = saved[_PAIRS]
+        elif isinstance(present, Mapping) and any(isinstance(key, int) for key in present):
+            # Earlier versions wrote the keys as strings, such as the milestones of MultiStepLR.
+            pairs = [(int(key), item) for key, item in pairs]
+        like = present if isinstance(present, Mapping) else {}
+        found = {key: _from_json(item, like.get(key)) for key, item in pairs}
+        return Counter(found) if isinstance(present, Counter) else found
+    if isinstance(saved, list):
+        like = present if isinstance(present, (list, tuple)) else ()
+        of_items = itertools.zip_longest(saved, like[: len(saved)])
+        found = [_from_json(item, each) for item, each in of_items]
+        return tuple(found) if isinstance(present, tuple) else found
+    return saved
 
 
 def _setting(saved: Any, present: Any) -> Any:

@@ -60,10 +60,10 @@ class LoopObserver(Protocol):
         """
 
     def after_save(self, folder: Path) -> None:
-        """Learn that a checkpoint is saved; called on every rank.
+        """Learn that a checkpoint is complete; called on every rank.
 
         Args:
-            folder: Path that the checkpoint has, or gets when it is complete.
+            folder: Path of the checkpoint.
         """
 
     def after_load(self, folder: Path) -> None:

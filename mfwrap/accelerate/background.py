@@ -155,6 +155,17 @@ class BackgroundStates:
         if put is not None:
             self._writer.submit(put)
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Call a function on all ranks when the checkpoint that is being written is complete."""
+        if self._pending is not None:
+            complete, owned = self._pending
+
+            def both() -> None:
+                complete()
+                call()
+
+            self._pending = both, owned
+
     def look(self) -> None:
         """With one rank, complete a checkpoint that is written; raise the error of its thread."""
         if self._pending is not None and num_ranks() == 1 and not self._writer.is_running:

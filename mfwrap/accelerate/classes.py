@@ -202,6 +202,7 @@ class AttachedAccelerator:
             ValueError: If the checkpoint is damaged. Nothing has been loaded then.
         """
         load = super().load_state  # type: ignore[misc]  # (the accelerator's own method)
+        self.attachment.checkpoints.settle()  # the newest checkpoint may not have its name yet
         if input_dir is None:
             input_dir = newest_named_automatically(self.project_configuration)
         return self.attachment.checkpoints.loading(

@@ -132,9 +132,16 @@ class AttachedCheckpoints:
                     save(str(written))
                 else:
                     background.save(lambda: save(str(written)), written)
+        if background is None:
+            self._tell(final)
+        else:
+            background.then(lambda: self._tell(final))
+        return final
+
+    def _tell(self, final: Path) -> None:
+        """Tell the observers that a checkpoint is complete."""
         for observer in self._attached.observers:
             observer.after_save(final)
-        return final
 
     def loading(self, folder: str | Path | None, load: Callable[[], Any]) -> Any:
         """Verify a checkpoint, call accelerate's ``load_state``, then load the step's own files.
@@ -153,7 +160,6 @@ class AttachedCheckpoints:
                 processes raise the same error, and nothing has been loaded. Also if another program
                 deletes or changes a file meanwhile; parts of the checkpoint have been loaded then.
         """
-        self._background.settle()
         if folder is None:
             return self._load_stock(load)
         check_sharded_load(self._accelerator)
@@ -232,11 +238,18 @@ def whole_state(
     Raises:
         BlockingIOError: If another program is saving to the same folder.
         FileExistsError: If the checkpoint would replace files that no save has written.
-        ValueError: If accelerate names checkpoints and the next name is taken.
+        ValueError: If accelerate names checkpoints and the next name is taken, or if it does not,
+            and no folder is given.
     """
     configuration: Any = accelerator.project_configuration
     is_named = configuration.automatic_checkpoint_naming
     project = Path(accelerator.project_dir) if is_named else None
+    if project is None and output_dir is None:
+        msg = (
+            "`save_state` needs `output_dir`, or a ProjectConfiguration with "
+            "`automatic_checkpoint_naming=True`, got neither"
+        )
+        raise ValueError(msg)
     final = Path(output_dir) if project is None else _next_named(accelerator, project)
     # Not beside a checkpoint that accelerate has named: a stock accelerate would take the staging
     # folder for a checkpoint.

@@ -53,8 +53,14 @@ def checksums(extents: Iterable[Extent]) -> Generator[str]:
     Reading and hashing release Python's global lock, so up to eight threads work at the same time.
     If the iterator is closed early, ranges that no thread has begun are not read.
     """
+    extents = list(extents)
     with ThreadPoolExecutor(min(_MAX_THREADS, num_cores())) as pool:
-        yield from pool.map(checksum, extents)
+        try:
+            found = pool.map(checksum, extents)
+        except RuntimeError:
+            # Python is ending and waits for this thread: a pool takes no more work.
+            found = map(checksum, extents)
+        yield from found
 
 
 def num_cores() -> int:

@@ -27,7 +27,7 @@ from mfwrap.checkpoints.checksums import Extent
 from mfwrap.checkpoints.file_formats import DamagedFileError, json_content
 from mfwrap.checkpoints.manifest import HAS_MANIFEST
 from mfwrap.checkpoints.whole import whole_file
-from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.shards import is_distributed, local_tensor
 
 _TENSORS = "mfwrap_step.safetensors"
 _SHARDS = "mfwrap_step_shards"
@@ -168,10 +168,26 @@ def save_tensors(
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with _without_process_group_warning():
-            save(dict(tensors), storage_writer=writer, process_group=group)
+            save(_apart(tensors), storage_writer=writer, process_group=group)
     except CheckpointException as error:
         _, (cause, _) = min(error.failures.items())
         raise cause from None
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which no two share memory, as safetensors needs them: tied ones are copied.
+
+    A copy is contiguous, too.
+    """
+    found, storages = {}, set()
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        storage = local.untyped_storage().data_ptr()
+        is_shared = storage in storages and local.numel() > 0
+        storages.add(storage)
+        copies = is_shared or not local.is_contiguous()
+        found[name] = tensor.clone(memory_format=torch.contiguous_format) if copies else tensor
+    return found
 
 
 def stored_tensors(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ there is only rank 0, and the functions here send nothing.
 import contextlib
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor, distributed
 from mfwrap.collectives.clock import Section, section_clock
 
 _T = TypeVar("_T")
+_A_DAY = timedelta(days=1)
 
 
 def num_ranks() -> int:
@@ -206,9 +208,16 @@ def _waiting() -> contextlib.AbstractContextManager[None]:
 def new_host_group() -> "distributed.ProcessGroup | None":
     """Return a group of all ranks for a thread; it sends what is in host memory.
 
-    Call it on every rank. Without a process group there is none.
+    Call it on every rank. Without a process group there is none. The other ranks may be slow to
+    write a file, so a message may take a day.
     """
-    return distributed.new_group(backend="gloo") if _has_group() else None
+    return distributed.new_group(timeout=_A_DAY, backend="gloo") if _has_group() else None
+
+
+def end_group(group: "distributed.ProcessGroup") -> None:
+    """Free a group of `new_host_group`; does nothing if the process group has ended before."""
+    if _has_group():
+        distributed.destroy_process_group(group)
 
 
 def _has_group() -> bool:

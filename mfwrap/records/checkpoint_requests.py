@@ -160,6 +160,7 @@ class CheckpointRequests:
 
     def close(self) -> None:
         """Take no more requests, and delete the file. Call it on all ranks."""
+        self._answer()
         self.is_open = self._is_due = False
         if self._agreed is not None:
             self._agreed.close()

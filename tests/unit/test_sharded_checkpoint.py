@@ -1,22 +1,33 @@
 """Any number of ranks can resume from a sharded checkpoint."""
 
+import functools
 import json
 import shutil
+import subprocess
+import sys
+import textwrap
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, MultiStepLR, SequentialLR
 
+from mfwrap import MFTrainOneStepCell, WithLossCell, sharded_checkpoint
 from mfwrap.checkpoints.manifest import write_manifest
+from mfwrap.checkpoints.verification import verify
+from mfwrap.sharded_checkpoint import ShardedSaver, load_sharded, save_sharded
 from support.fsdp.checkpoints import (
+    end_the_group_first,
     load,
     load_damaged,
     load_into_another,
+    refuse_folders,
     save,
     save_by_torch_alone,
     save_later,
     save_later_in_vain,
+    tied,
 )
 from support.ranks.pipelines import save_and_load
 from support.ranks.pool import RankPool
@@ -94,6 +105,106 @@ def test_a_save_in_the_background_that_fails(two_ranks, tmp_path):
         assert len(errors) == 4
     whole = {path.parent.name for path in tmp_path.glob("*/mfwrap_manifest.json")}
     assert whole == {"last"}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tied_weights(two_ranks, tmp_path, num_ranks):
+    """Tied weights, and a buffer that is not contiguous, are saved and loaded; they stay tied."""
+    if num_ranks == 2:
+        assert two_ranks.run(tied, str(tmp_path)) == [True, True]
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        assert tied(0, str(tmp_path))
+
+
+def test_folders_that_ranks_cannot_share(two_ranks, tmp_path):
+    """Folders that differ, and an error on one rank, are errors on all ranks."""
+    for errors in two_ranks.run(refuse_folders, str(tmp_path)):
+        assert errors[0].startswith("ValueError: `folder` must be the same on all ranks, got ")
+        assert errors[1].startswith("NotADirectoryError")
+
+
+def test_the_process_group_ends_before_the_writer(tmp_path):
+    """The ranks do not write one half each and call it a checkpoint."""
+    with RankPool(2, tmp_path) as ranks:
+        for errors in ranks.run(end_the_group_first, str(tmp_path / "checkpoint")):
+            assert len(errors) == 1
+            assert "close it before `destroy_process_group`" in errors[0]
+    assert not list(tmp_path.rglob("mfwrap_manifest.json"))
+
+
+def test_a_script_that_ends_while_it_is_written(tmp_path):
+    """Python waits for the thread, which can still compute checksums: the checkpoint is whole."""
+    program = textwrap.dedent(
+        f"""
+        import threading, torch
+        from mfwrap import MFTrainOneStepCell, WithLossCell, sharded_checkpoint
+        network = WithLossCell(torch.nn.Linear(2, 1), torch.nn.MSELoss())
+        optimizer = torch.optim.SGD(network.parameters(), 0.1, fused=True)
+        write = sharded_checkpoint.save_tensors
+        def later(*arguments):
+            threading.main_thread().join()  # until Python ends
+            write(*arguments)
+        sharded_checkpoint.save_tensors = later
+        saver = sharded_checkpoint.ShardedSaver(MFTrainOneStepCell(network, optimizer))
+        saver.save({str(tmp_path / "checkpoint")!r})
+        """
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+
+    assert (ended.returncode, "could not be written" in ended.stderr) == (0, False), ended.stderr
+    assert verify(tmp_path / "checkpoint").caveat is None
+
+
+def milestones(optimizer):
+    """Return schedules whose states have numbers as keys."""
+    steps = functools.partial(MultiStepLR, optimizer, [2, 4, 6])
+    return {
+        "alone": steps,
+        "in a sequence": lambda: SequentialLR(optimizer, [ConstantLR(optimizer), steps()], [1]),
+        "in a chain": lambda: ChainedScheduler([steps()]),
+    }
+
+
+@pytest.mark.parametrize("version", ["this one", "an earlier one"])
+@pytest.mark.parametrize("kind", ["alone", "in a sequence", "in a chain"])
+def test_a_schedule_with_numbers_as_keys(tmp_path, monkeypatch, kind, version):
+    """Milestones are numbers again, so the rates after a resume are those without one."""
+    if version == "an earlier one":
+        monkeypatch.setattr(sharded_checkpoint, "_for_json", lambda state: state)
+
+    def new():
+        network = WithLossCell(torch.nn.Linear(2, 1), torch.nn.MSELoss())
+        optimizer = torch.optim.SGD(network.parameters(), 0.1, fused=True)
+        schedule = milestones(optimizer)[kind]()
+        return MFTrainOneStepCell(network, optimizer, lr_scheduler=schedule), schedule
+
+    def rates(cell, number):
+        batch = torch.ones(1, 2), torch.ones(1, 1)
+        return [float(cell(*batch).learning_rate) for _ in range(number)]
+
+    whole, _ = new()
+    expected = rates(whole, 7)
+    cell, schedule = new()
+    assert rates(cell, 3) == expected[:3]
+    save_sharded(tmp_path / "checkpoint", cell, schedule)
+    cell, schedule = new()
+    load_sharded(tmp_path / "checkpoint", cell, schedule)
+
+    assert rates(cell, 4) == expected[3:]
+    assert len(set(expected)) > 2
+
+
+def test_a_closed_saver():
+    """It can be closed again, and says so if it is asked to save."""
+    network = WithLossCell(torch.nn.Linear(2, 1), torch.nn.MSELoss())
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, fused=True)
+    with ShardedSaver(MFTrainOneStepCell(network, optimizer)) as saver:
+        saver.close()
+    with pytest.raises(RuntimeError, match="this ShardedSaver is closed; make a new one"):
+        saver.save("folder")
 
 
 def test_one_process_resumes_from_two(checkpoint, optimizer):

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
@@ -21,6 +23,7 @@ from mfwrap import (
     DynamicLossScaleUpdateCell,
     ExponentialMovingAverage,
     MFTrainOneStepCell,
+    WithLossCell,
     sharded_checkpoint,
 )
 from mfwrap.checkpoints import host_copies
@@ -31,13 +34,16 @@ from support.fsdp.networks import Case, micro_batches_of, new_model, optimizer_o
 from support.fsdp.training import whole
 
 __all__ = [
+    "end_the_group_first",
     "load",
     "load_damaged",
     "load_into_another",
+    "refuse_folders",
     "save",
     "save_by_torch_alone",
     "save_later",
     "save_later_in_vain",
+    "tied",
 ]
 
 NUM_BEFORE, NUM_AFTER = 4, 2
@@ -163,6 +169,79 @@ def save_later_in_vain(rank: int, folder: str) -> list[str]:
     saver.save(f"{folder}/last")
     saver.close()
     return errors
+
+
+def refuse_folders(rank: int, folder: str) -> list[str]:
+    """Save where the ranks cannot; return the errors, which come on all ranks."""
+    training = _training("layers", "fused SGD")
+    file = Path(folder, "file")
+    if rank == 0:
+        file.touch()
+    distributed.barrier()
+    errors = []
+    for path in (f"{folder}/of rank {rank}", file if rank == 1 else f"{folder}/new"):
+        try:
+            save_sharded(path, training.cell, training.scheduler)
+        except (OSError, ValueError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def end_the_group_first(rank: int, folder: str) -> list[str]:
+    """End the process group before a checkpoint is written; return this rank's errors."""
+    training = _training("layers", "fused SGD")
+    saver = ShardedSaver(training.cell, training.scheduler)
+    has_ended = threading.Event()
+    errors = []
+
+    def write(*arguments: Any) -> None:
+        has_ended.wait(60)
+        save_tensors(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "save_tensors", write)
+        saver.save(folder)
+        distributed.destroy_process_group()
+        has_ended.set()
+        try:
+            saver.close()
+        except RuntimeError as error:
+            errors.append(str(error))
+    saver.close()
+    return errors
+
+
+def tied(rank: int, folder: str) -> bool:
+    """Save a network with tied weights and a transposed buffer; return whether they are loaded."""
+    first = _tied_cell()
+    save_sharded(f"{folder}/at once", first)
+    with ShardedSaver(first) as saver:
+        saver.save(f"{folder}/later")
+    found = []
+    for name in ("at once", "later"):
+        second = _tied_cell()
+        with torch.no_grad():
+            for each in (*second.network.parameters(), *second.network.buffers()):
+                each.add_(1.0)
+        load_sharded(f"{folder}/{name}", second)
+        expected = first.network.state_dict()
+        found += [
+            torch.equal(whole(value), whole(expected[key]))
+            for key, value in second.network.state_dict().items()
+        ]
+        found.append(len(list(second.network.parameters())) == 3)  # a weight and two biases
+    return all(found)
+
+
+def _tied_cell() -> MFTrainOneStepCell:
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    second.weight = first.weight
+    network = WithLossCell(torch.nn.Sequential(first, second), torch.nn.MSELoss())
+    network.register_buffer("turned", torch.randn(3, 4).t())
+    if distributed.is_initialized():
+        fully_shard(network, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    return MFTrainOneStepCell(network, torch.optim.AdamW(network.parameters(), fused=True))
 
 
 def load(rank: int, folder: str, layout: str, optimizer: str) -> dict[str, dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import ProjectConfiguration
 
 from mfwrap.accelerate import background
+from mfwrap.accelerate.attachment import LoopObserver
 from mfwrap.checkpoints import host_copies
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
 from mfwrap.checkpoints.verification import verify
@@ -100,6 +101,50 @@ def test_who_waits(tmp_path, gate, ends):
     else:
         run.step.detach()
     verify(first)
+
+
+def test_the_newest_is_the_one_that_is_written(tmp_path, gate):
+    """`load_state` without a folder waits before it looks for the newest checkpoint."""
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    run = AttachedRun(async_save=True, project_config=project)
+    run.train(0, 2)
+    saved = run.state()
+    run.accelerator.save_state()
+    run.train(2, 3)
+    gate[0].set()
+    run.accelerator.load_state()
+
+    assert_same_state(saved, run.state())
+
+
+def test_observers_are_told_when_it_is_complete(tmp_path, gate):
+    """A checkpoint that replaces an older one at its path is not taken for the older one."""
+    opened, _ = gate
+    opened.set()
+    run = AttachedRun(async_save=True)
+    told = []
+
+    class Observer(LoopObserver):
+        def after_save(self, folder):
+            told.append(folder)
+            verify(folder)
+
+    run.step.attachment.observers.append(Observer())
+    run.train(0, 1)
+    run.accelerator.save_state(tmp_path / "latest")
+    run.step.wait_for_checkpoint()
+    opened.clear()
+    run.accelerator.save_state(tmp_path / "latest")
+    assert told == [tmp_path / "latest"]
+    opened.set()
+    run.accelerator.end_training()
+    assert told == [tmp_path / "latest"] * 2
+
+
+def test_no_folder_is_given():
+    """One sentence says which two ways there are."""
+    with pytest.raises(ValueError, match="`save_state` needs `output_dir`, or a ProjectConfig"):
+        AttachedRun().accelerator.save_state()
 
 
 def test_an_error_of_the_thread(tmp_path, gate):
