@@ -1,9 +1,12 @@
 """Check that the weights in a checkpoint belong to a network."""
 
+import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from mfwrap.checkpoints.file_formats import INDEX, stored_weights
@@ -76,7 +79,8 @@ def is_in_original_format(folder: Path, network: nn.Module) -> bool:
     """Return whether a checkpoint has a network's weights by the names of its format on the hub.
 
     A stock Trainer saves this format, and when it resumes, it loads only the weights whose names it
-    finds in the network. Reads only the headers of files.
+    finds in the network. Reads only the headers of files. False for a network that its class does
+    not build from its configuration: transformers could not load the checkpoint into it.
 
     Args:
         folder: Folder of the checkpoint.
@@ -91,21 +95,39 @@ def is_in_original_format(folder: Path, network: nn.Module) -> bool:
         return False
     shapes = shapes_in_original_format(network)
     stored = stored_weights(path).tensors if shapes else {}
-    return not network.state_dict().keys() >= stored.keys() and all(
-        shapes.get(name) == tuple(tensor.shape) for name, tensor in stored.items()
+    return (
+        not network.state_dict().keys() >= stored.keys()
+        and all(shapes.get(name) == tuple(tensor.shape) for name, tensor in stored.items())
+        and _is_built_from_its_configuration(network)
     )
+
+
+def _is_built_from_its_configuration(network: Any) -> bool:
+    try:
+        with torch.device("meta"):
+            again = type(network)(copy.deepcopy(network.config))
+    except Exception:  # noqa: BLE001  (the user's own class may raise any error)
+        return False
+    shapes, own = (
+        {name: each.shape for name, each in model.state_dict().items()}
+        for model in (again, network)
+    )
+    return bool(shapes == own)
 
 
 def load_original_format(folder: Path, network: Any) -> None:
     """Load a checkpoint for which `is_in_original_format` is true; takes a second model in memory.
 
+    The second model has the most precise dtype of the network, so that no weight is rounded.
+
     Raises:
         ValueError: If the checkpoint lacks weights.
     """
+    dtypes = {each.dtype for each in network.parameters() if each.is_floating_point()}
     loaded, found = type(network).from_pretrained(
         folder,
         config=network.config,
-        dtype=network.dtype,
+        dtype=functools.reduce(torch.promote_types, dtypes),
         use_safetensors=True,
         output_loading_info=True,
     )

@@ -250,3 +250,38 @@ def test_the_original_format_of_another_network(tmp_path):
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.safetensors has no vit\.layernorm\.weight"):
         load_original_format(tmp_path / "few", network)
+
+
+def test_the_original_format_of_mixed_dtypes(tmp_path):
+    """A weight in float32 beside others in bfloat16 is not rounded."""
+    network = experts().bfloat16()
+    gate = network.model.layers[0].mlp.gate
+    gate.float()
+    torch.nn.init.normal_(gate.weight)
+    before = gate.weight.clone()
+    network.save_pretrained(tmp_path)
+    torch.nn.init.zeros_(gate.weight)
+
+    load_original_format(tmp_path, network)
+
+    assert torch.equal(gate.weight, before)
+    assert network.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("change", ["another head", "another layer", "another constructor"])
+def test_the_original_format_of_a_changed_network(tmp_path, change):
+    """What transformers could not load is not accepted, so that the resume is refused before."""
+
+    class Own(ViTForImageClassification):
+        def __init__(self, config, number):
+            super().__init__(config)
+            self.number = number
+
+    network = vision() if change != "another constructor" else Own(vision().config, 2)
+    if change == "another head":
+        network.classifier = nn.Sequential(nn.Linear(16, 2))
+    elif change == "another layer":
+        network.extra = nn.Linear(2, 2)
+    network.save_pretrained(tmp_path)
+
+    assert not is_in_original_format(tmp_path, network)
