@@ -154,7 +154,7 @@ class LoopMonitor:
         )
         self._max_steps = max_steps
         self._configuration = dict(configuration or {})
-        self._has_begun = False
+        self._has_begun = self._is_updating = False
         self._requests = CheckpointRequests()
         self._owned = OwnedFolders()
         self._predecessor = _WRITERS.get(self._folder.resolve())
@@ -267,6 +267,7 @@ class LoopMonitor:
         else:
             output = report.output
         self._begin()
+        self._is_updating = False
         if not isinstance(self._source, AttachedSource):
             self._requests.saved(Path())
         self._last_report = report
@@ -389,7 +390,10 @@ class LoopMonitor:
 
     def _before_update(self) -> None:
         self._begin()
-        self._send("on_pre_optimizer_step")
+        # Several optimizers make one update: what the weights were is known before the first one.
+        if not self._is_updating:
+            self._is_updating = True
+            self._send("on_pre_optimizer_step")
 
     def _stop(self) -> None:
         if self._has_begun:

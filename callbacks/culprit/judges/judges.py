@@ -51,6 +51,7 @@ class Judges:
         self._hears_updates = False
         self._step = step + 1
         self._optimizer: Optimizer | None = None
+        self._followed: list[int] = []
         self._hooks = contextlib.ExitStack()
         self._saved: Mapping[str, Any] | None = None
         self._is_first = True
@@ -65,18 +66,20 @@ class Judges:
 
         Args:
             step: Number of this step: the finished steps plus one.
-            optimizer: Optimizer with or without wrappers; ``None`` if unknown.
+            optimizer: Optimizer with or without wrappers; ``None`` if unknown. If `attach` has more
+                optimizers, each of them is followed.
         """
         self._step = step
-        self._follow(unwrapped_optimizer(optimizer))
+        self._follow(_all_of(optimizer))
         if self._updates is not None and not self._hears_updates:
             self._updates.begin()
 
-    def _follow(self, optimizer: Any) -> None:
-        if self._optimizer is optimizer or not isinstance(optimizer, Optimizer):
+    def _follow(self, optimizers: list[Optimizer]) -> None:
+        if not optimizers or self._followed == [id(each) for each in optimizers]:
             return
         self.close()
-        self._optimizer = optimizer
+        self._optimizer = optimizers[0]
+        self._followed = [id(each) for each in optimizers]
         # An optimizer outlives a monitor that nobody has closed.
         itself = weakref.ref(self)
 
@@ -92,13 +95,14 @@ class Judges:
             if judges is not None:
                 judges.after_update()
 
-        self._hooks.callback(optimizer.register_step_pre_hook(before).remove)
-        self._hooks.callback(optimizer.register_step_post_hook(after).remove)
+        for optimizer in optimizers:
+            self._hooks.callback(optimizer.register_step_pre_hook(before).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(after).remove)
 
     def close(self) -> None:
-        """Remove the hooks from the optimizer."""
+        """Remove the hooks from the optimizers."""
         self._hooks.close()
-        self._optimizer = None
+        self._optimizer, self._followed = None, []
 
     def before_update(self) -> None:
         """Tell changes of the weights up to here from the update that follows."""
@@ -111,7 +115,8 @@ class Judges:
     def after_update(self) -> None:
         """Measure the update; what changes the weights from here to the next one is none."""
         if self._updates is not None:
-            self._change = self._updates.measure()
+            found = self._updates.measure()
+            self._change = found if self._change is None else self._change.followed_by(found)
         if self._of_frozen is not None:
             self._frozen_change = self._of_frozen.measure().outside
 
@@ -271,3 +276,13 @@ class Judges:
             self.forward.load_state_dict(own["forward"])
         if "course" in own:  # missing in checkpoints of 0.1.0
             self.course.load_state_dict(own["course"])
+
+
+def _all_of(optimizer: Any) -> list[Optimizer]:
+    """Return an optimizer without wrappers, and the others of its `attach`."""
+    attachment = getattr(optimizer, "attachment", None)
+    own = unwrapped_optimizer(optimizer)
+    others = (
+        [] if attachment is None else [each for each in attachment.step.windows if each is not own]
+    )
+    return [each for each in (own, *others) if isinstance(each, Optimizer)]

@@ -29,6 +29,13 @@ class Change(NamedTuple):
     outside: Tensor | None
     """Change of the weights between the step before and this one; ``None`` if unknown."""
 
+    def followed_by(self, other: "Change") -> "Change":
+        """Return the change of two updates, as of two optimizers that have different weights."""
+        outside = self.outside
+        if outside is not None and other.outside is not None:
+            outside = outside.hypot(other.outside)
+        return Change(self.update.hypot(other.update), self.weight, outside)
+
 
 @final
 class UpdateSample:

@@ -593,3 +593,28 @@ def copied_by_saving(network):
     torch.save(network, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def test_two_optimizers_of_one_update(tmp_path):
+    """The weights before an update are those before its first optimizer: no note, no anomaly."""
+    torch.manual_seed(0)
+    accelerator = new_accelerator()
+    attached = attach(accelerator, StepConfig(local_norm=True))
+    network = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    first = torch.optim.AdamW(network[0].parameters(), lr=0.01, fused=True)
+    second = torch.optim.SGD(network[1:].parameters(), lr=0.01, fused=True)
+    network, first, second = accelerator.prepare(network, first, second)
+    with LoopMonitor(attached, tmp_path) as monitor:
+        for number in range(8):
+            accelerator.backward(network(torch.randn(5, 4)).square().mean())
+            if number > 4:
+                second.step()
+            first.step()
+            if number <= 4:
+                second.step()
+            first.zero_grad()
+            second.zero_grad()
+            monitor.end_step()
+
+    anomalies = tmp_path / "anomalies.jsonl"
+    assert not anomalies.exists() or read_json_lines(anomalies) == []
