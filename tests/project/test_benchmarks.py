@@ -137,7 +137,7 @@ def test_whole_steps_are_measured_with_their_memory(results):
 @pytest.mark.slow
 def test_the_benchmarks_without_other_libraries_run(results):
     """Programs that need no library beside those of the tests run with tiny sizes."""
-    names = ("imports", "checksums")
+    names = ("imports", "checksums", "long_run")
     run(results, "--only", *names)
 
     found = bodies(results)
