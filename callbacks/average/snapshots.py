@@ -316,11 +316,12 @@ def _power_averages(folder: Path, tensors: Tensors) -> Iterator[Stored]:
 def _since_restart(stored: Iterable[Stored]) -> list[Stored]:
     """Return the averages of the newest step and those that led to it, in the order of their steps.
 
+    Of the averages of one step, those in the widest dtype are the last: a snapshot may be rounded.
     The number of updates of an average never falls, unless it is restarted: a training began anew,
     or resumed from a checkpoint that had lost the average. Then all averages before the restart are
     left out with a warning, because they are not part of the newest one.
     """
-    ordered = sorted(stored, key=lambda one: (_step_of(one.folder), -one.updates))
+    ordered = sorted(stored, key=lambda one: (_step_of(one.folder), -one.updates, _width(one)))
     falls = (n for n, pair in enumerate(pairwise(ordered), 1) if pair[0].updates > pair[1].updates)
     start = max(falls, default=0)
     if start and this_rank() == 0:
@@ -335,6 +336,10 @@ def _since_restart(stored: Iterable[Stored]) -> list[Stored]:
 def _step_of(folder: Path) -> int:
     """Return the number at the end of a name such as ``checkpoint-8`` or ``step_8``; 0 if none."""
     return int(folder.name.removeprefix(folder.name.rstrip("0123456789")) or 0)
+
+
+def _width(stored: Stored) -> int:
+    return sum(each.properties.dtype.itemsize for _, each in stored.tensors.values())
 
 
 def _weights(folder: Path, tensors: Tensors) -> Stored:

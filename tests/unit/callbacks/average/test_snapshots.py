@@ -106,6 +106,20 @@ def test_shorter_dtypes(tmp_path):
     assert relative_error(power_average(tmp_path, 0.07), kept["direct"]) < 1e-3
 
 
+def test_a_checkpoint_beside_a_rounded_snapshot(tmp_path):
+    """Of one update, the average in float32 is used, and not the one in bfloat16."""
+
+    def store(step, kept, _network):
+        if step == 20:
+            save_snapshot(kept["both"], tmp_path, step)
+            shutil.move(tmp_path / "average_snapshots/checkpoint-20", tmp_path)
+            save_snapshot(kept["both"], tmp_path, step, torch.bfloat16)
+
+    kept = trained(20, store, both=LENGTHS)
+
+    assert relative_error(power_average(tmp_path, LENGTHS[0]), kept["both"]) < 1e-6
+
+
 def test_damaged_snapshots_are_left_out(run, tmp_path):
     """A damaged snapshot is named in a warning, and the average is built without it."""
     folder, _ = run
