@@ -218,9 +218,14 @@ def read_facts(folder: Path) -> dict[str, Any]:
     path = folder / FACTS
     if not path.is_file():
         return {}
-    facts = _json(path)
+    advice = "move the file away to go on without it"
+    try:
+        facts = _json(path)
+    except ValueError as error:
+        msg = f"{error}; {advice}"
+        raise ValueError(msg) from error
     if not isinstance(facts, dict):
-        msg = f"{path}: expected an object, got {type(facts).__name__}"
+        msg = f"{path}: expected an object, got {type(facts).__name__}; {advice}"
         raise ValueError(msg)  # noqa: TRY004  (the content of a file is wrong, not an argument)
     return fitting(facts, _FACTS)
 

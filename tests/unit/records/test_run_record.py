@@ -149,6 +149,7 @@ def test_damaged_facts(tmp_path, text, says):
     with pytest.raises(ValueError, match=says) as error:
         read_facts(tmp_path)
     assert str(error.value).startswith(str(tmp_path / "run.json"))
+    assert str(error.value).endswith("; move the file away to go on without it")
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile(tmp_path, monkeypatch):
