@@ -366,10 +366,17 @@ def _check_alike(found: Sequence[Stored]) -> None:
     """
     newest = found[-1]
     expected = {name: tuple(stored.size) for name, (_, stored) in newest.tensors.items()}
-    for one in found:
+    for one in reversed(found):
         shapes = {name: tuple(stored.size) for name, (_, stored) in one.tensors.items()}
         if shapes != expected:
             name = min(name for name, _ in shapes.items() ^ expected.items())
+            if one.updates and name not in shapes:
+                msg = (
+                    f"{newest.folder} has an average of {name!r}, which was frozen until update "
+                    f"{one.updates} or later ({one.folder}); choose an average that ends there, "
+                    f"with at={one.updates} or less, or a plain average of the last checkpoints"
+                )
+                raise ValueError(msg)
             msg = (
                 f"{one.folder} must have the weights of {newest.folder}, got {name!r} with shape "
                 f"{shapes.get(name)} instead of {expected.get(name)}"

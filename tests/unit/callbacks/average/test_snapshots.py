@@ -203,6 +203,21 @@ def test_stored_averages_of_other_shapes(run, tmp_path):
         power_average(tmp_path / "copy", 0.07)
 
 
+def test_weights_that_were_frozen_at_first(tmp_path):
+    """The error says until when they were frozen; an average that ends before is built."""
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    network[0].requires_grad_(requires_grad=False)
+    ema = ExponentialMovingAverage(network, sigma_rel=LENGTHS)
+    for step in range(1, 5):
+        network[0].requires_grad_(requires_grad=step > 2)
+        ema.update()
+        save_snapshot(ema, tmp_path, step)
+    with pytest.raises(ValueError, match=r"'0.bias', which was frozen until update 2 .* at=2 or"):
+        power_average(tmp_path, 0.07)
+
+    assert power_average(tmp_path, 0.05, at=2).parts[-1][0].updates == 2
+
+
 def test_the_plain_average(tmp_path):
     """It is the mean of the weights in the last checkpoints, as numpy and torch compute it."""
     networks = []
