@@ -1,5 +1,6 @@
 """Write a model with an average that is built after the training, for ``from_pretrained``."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from mfwrap.checkpoints.whole import whole_folder
 from mfwrap.records.own_names import AVERAGE_SNAPSHOTS
 
 _ADAPTER = "adapter_model.safetensors"
+_LEFT_OUT = r"(\.modules_to_save)?\.default\b"
+"""What PEFT leaves out of the names of weights in the file of an adapter."""
+
 _TEXTS = {".jinja", ".json", ".model", ".py", ".txt"}
 """Suffixes of configurations, of tokenizers and of code."""
 
@@ -40,9 +44,8 @@ def write_model(built: Built, run: Path, output: Path) -> None:
     newest = built.parts[-1][0]
     model, folder = _model_of(newest, run)
     is_adapter = (folder / _ADAPTER).is_file()
-    # The files of an adapter leave its name out.
-    dropped = ".default." if is_adapter else "."
-    names = {name.replace(dropped, "."): name for name in newest.tensors}
+    dropped = _LEFT_OUT if is_adapter else ""
+    names = {re.sub(dropped, "", name): name for name in newest.tensors}
     if missing := next((name for name in names if name not in model.tensors), None):
         msg = (
             f"{folder} must have the averaged weights under their names in the network, got no "

@@ -23,6 +23,7 @@ from mfwrap.callbacks.average.files import (
     resumed_checkpoint,
     save_state,
     saved_checkpoint,
+    set_aside_states,
 )
 from mfwrap.callbacks.average.snapshots import (
     begin_snapshots,
@@ -30,6 +31,7 @@ from mfwrap.callbacks.average.snapshots import (
     save_snapshot,
     weighted_sums,
 )
+from mfwrap.collectives import raising_together
 from mfwrap.records.evaluations import (
     ends_with_averages,
     mark_averages,
@@ -198,6 +200,10 @@ class EMACallback(MonitorCallback):
             self.ema = self._own_average(model)
             if state.global_step > 0:
                 _resume(self.ema, resumed_from or resumed_checkpoint(args, state))
+            if self.ema.sigma_rel:
+                with raising_together():
+                    if args.should_save:
+                        set_aside_states(Path(args.output_dir or "."), state.global_step)
             if attachment is None:
                 self._updates = AppliedUpdates(optimizer)
         if self._snapshot_every is not None:

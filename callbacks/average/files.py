@@ -19,8 +19,10 @@ from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mfwrap import ExponentialMovingAverage
-from mfwrap.arguments import takes
+from mfwrap.arguments import callers_stacklevel, takes
+from mfwrap.checkpoints.manifest import MANIFEST
 from mfwrap.checkpoints.network_weights import foreign_weights
+from mfwrap.checkpoints.run_folders import checkpoints_of_run, step_of_checkpoint
 from mfwrap.checkpoints.whole import complete_move, whole_file, whole_folder
 from mfwrap.tensors.shards import is_distributed
 
@@ -70,6 +72,35 @@ def save_state(ema: ExponentialMovingAverage, folder: Path) -> None:
     }
     with whole_file(folder / _STATE) as partial:
         save_file(flat, partial)
+
+
+def set_aside_states(run_folder: Path, step: int) -> None:
+    """Rename the states of averages in checkpoints of later steps to ``<name>.1``, and warn.
+
+    Call it when a training begins in a Trainer that leaves checkpoints of an earlier training where
+    they are. Averages of both trainings would otherwise be combined.
+
+    Args:
+        run_folder: Run folder.
+        step: Step from which the training goes on; 0 for a training from the start.
+    """
+    later = [
+        folder
+        for folder in checkpoints_of_run(run_folder)
+        # A file that a manifest lists belongs to a Trainer that sets its checkpoints aside itself.
+        if step_of_checkpoint(folder) > step
+        and has_state(folder)
+        and not (folder / MANIFEST).exists()
+    ]
+    for folder in later:
+        (folder / _STATE).replace(folder / f"{_STATE}.1")
+    if later:
+        names = ", ".join(folder.name for folder in later)
+        warnings.warn(
+            f"{run_folder} has averages of an earlier training in {names}; they were renamed to "
+            f"{_STATE}.1",
+            stacklevel=callers_stacklevel(),
+        )
 
 
 def has_state(folder: Path) -> bool:

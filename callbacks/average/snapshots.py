@@ -6,7 +6,8 @@ training deletes the oldest. Nothing is unpickled.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mfwrap import ExponentialMovingAverage
-from mfwrap.arguments import check_int
+from mfwrap.arguments import callers_stacklevel, check_int
 from mfwrap.average.ema import part_of_state
 from mfwrap.average.profiles import combine
 from mfwrap.checkpoints.manifest import write_manifest
@@ -167,8 +168,9 @@ def power_average(run: Path, sigma_rel: float, at: int | None = None) -> Built:
     """Return how a power-function average of any length is built from those that a run has stored.
 
     They are in its snapshots, in checkpoints of a training with such averages, and in checkpoints
-    of `mfwrap.sharded_checkpoint.save_sharded`. Damaged ones are left out with a warning. Call it
-    on every rank; rank 0 reads.
+    of `mfwrap.sharded_checkpoint.save_sharded`. Damaged ones are left out with a warning, and so
+    are those from before a restart of the average, see `_since_restart`. Call it on every rank;
+    rank 0 reads.
 
     Args:
         run: Run folder.
@@ -180,11 +182,13 @@ def power_average(run: Path, sigma_rel: float, at: int | None = None) -> Built:
         ValueError: If there are no stored averages, their names or shapes differ, or they cannot
             reproduce the profile of `sigma_rel` with an error of at most `LARGEST_ERROR`.
     """
-    by_profile: dict[tuple[int, float], Stored] = {}
-    for folder, tensors in _intact(run, _has_averages):
-        for one in _power_averages(folder, tensors):
-            if at is None or one.updates <= at:
-                by_profile[one.updates, one.sigma_rel] = one
+    intact = _intact(run, _has_averages)
+    stored = [one for folder, tensors in intact for one in _power_averages(folder, tensors)]
+    by_profile = {
+        (one.updates, one.sigma_rel): one
+        for one in _since_restart(stored)
+        if at is None or one.updates <= at
+    }
     if not by_profile:
         before = "" if at is None else f" of update {at} or earlier"
         msg = (
@@ -309,6 +313,35 @@ def _power_averages(folder: Path, tensors: Tensors) -> Iterator[Stored]:
         yield Stored(folder, prefix, _below(prefix, tensors), sigma, int(updates))
 
 
+def _since_restart(stored: Iterable[Stored]) -> list[Stored]:
+    """Return the averages of the newest step and those that led to it, in the order of their steps.
+
+    Of the averages of one step, those in the widest dtype are the last: a snapshot may be rounded.
+    The number of updates of an average never falls, unless it is restarted: a training began anew,
+    or resumed from a checkpoint that had lost the average. Then all averages before the restart are
+    left out with a warning, because they are not part of the newest one.
+    """
+    ordered = sorted(stored, key=lambda one: (_step_of(one.folder), -one.updates, _width(one)))
+    falls = (n for n, pair in enumerate(pairwise(ordered), 1) if pair[0].updates > pair[1].updates)
+    start = max(falls, default=0)
+    if start and this_rank() == 0:
+        names = ", ".join(dict.fromkeys(str(one.folder) for one in ordered[:start]))
+        warnings.warn(
+            f"averages from before a restart of the average are left out: {names}",
+            stacklevel=callers_stacklevel(),
+        )
+    return ordered[start:]
+
+
+def _step_of(folder: Path) -> int:
+    """Return the number at the end of a name such as ``checkpoint-8`` or ``step_8``; 0 if none."""
+    return int(folder.name.removeprefix(folder.name.rstrip("0123456789")) or 0)
+
+
+def _width(stored: Stored) -> int:
+    return sum(each.properties.dtype.itemsize for _, each in stored.tensors.values())
+
+
 def _weights(folder: Path, tensors: Tensors) -> Stored:
     """Return the weights of the network in a checkpoint; the step's tensors have a ``/``."""
     if any(name.startswith(_NETWORK) for name in tensors):
@@ -333,10 +366,17 @@ def _check_alike(found: Sequence[Stored]) -> None:
     """
     newest = found[-1]
     expected = {name: tuple(stored.size) for name, (_, stored) in newest.tensors.items()}
-    for one in found:
+    for one in reversed(found):
         shapes = {name: tuple(stored.size) for name, (_, stored) in one.tensors.items()}
         if shapes != expected:
             name = min(name for name, _ in shapes.items() ^ expected.items())
+            if one.updates and name not in shapes:
+                msg = (
+                    f"{newest.folder} has an average of {name!r}, which was frozen until update "
+                    f"{one.updates} or later ({one.folder}); choose an average that ends there, "
+                    f"with at={one.updates} or less, or a plain average of the last checkpoints"
+                )
+                raise ValueError(msg)
             msg = (
                 f"{one.folder} must have the weights of {newest.folder}, got {name!r} with shape "
                 f"{shapes.get(name)} instead of {expected.get(name)}"

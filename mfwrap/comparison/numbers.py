@@ -147,9 +147,8 @@ def _kind(name: str) -> Kind | None:
 def _mean_loss(run: RecordedRun, source: str, step: int) -> float | None:
     """Return the mean of all ranks' losses; ``None`` if a rank has not recorded its loss."""
     by_rank = run.numbers.get(source, {})
-    losses = [by_rank.get(rank, {}).get(step, {}).get("loss") for rank in range(run.num_ranks)]
-    known = [loss for loss in losses if loss is not None]
-    return sum(known) / len(known) if len(known) == len(losses) else None
+    losses = [steps[step]["loss"] for steps in by_rank.values() if "loss" in steps.get(step, {})]
+    return sum(losses) / len(losses) if len(losses) == run.num_ranks else None
 
 
 def _difference(

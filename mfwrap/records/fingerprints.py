@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, final
 
+from mfwrap.records.forms import fits
+
 NAME = "fingerprints"
 """Name of the files: ``fingerprints.jsonl``, and ``fingerprints_rank<r>.jsonl`` of other ranks."""
 
@@ -174,10 +176,7 @@ def read_fingerprints(records: Iterable[Mapping[str, Any]], place: str) -> RankF
                 numbers["local_norm"] = dict(zip(norm_names, norms, strict=True))
             steps[int(record["step"])] = StepFingerprints(
                 random=dict(record["random"]),
-                micro_batches=tuple(
-                    MicroBatch(dict(each["inputs"]), tuple(each["rows"]))
-                    for each in record["micro_batches"]
-                ),
+                micro_batches=tuple(map(_micro_batch, record["micro_batches"])),
                 gradients=None if gradients is None else _decoded(shares, gradients),
                 weights=None if weights is None else _decoded(shares, weights),
                 numbers=numbers,
@@ -187,6 +186,13 @@ def read_fingerprints(records: Iterable[Mapping[str, Any]], place: str) -> RankF
             msg = f"{place}:{number}: expected a record of fingerprints, got {str(record)[:80]!r}"
             raise ValueError(msg) from error
     return RankFingerprints(run, shares, steps, starts)
+
+
+def _micro_batch(record: Mapping[str, Any]) -> MicroBatch:
+    if not fits(record["rows"], [str]):
+        msg = "a hash of a row must be a string"
+        raise TypeError(msg)
+    return MicroBatch(dict(record["inputs"]), tuple(record["rows"]))
 
 
 def _decoded(names: Iterable[str], text: str) -> dict[str, Fingerprint]:

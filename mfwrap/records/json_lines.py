@@ -11,6 +11,12 @@ from typing import Any, final
 
 from mfwrap.records.forms import fits
 
+RECORD_NAMES = (
+    "anomalies", "checkpoint_health", "fingerprints", "local_norms", "memory", "metrics",
+    "progress", "rank_clock", "throughput", "training_state",
+)  # fmt: skip
+"""Names of the JSON Lines files of a run, see `rank_file`."""
+
 _RANK = re.compile(r"(.*)_rank(\d+)")
 _MOST_DIGITS = 308
 """Digits of an integer that is no number of ours; a float has no more."""
@@ -57,17 +63,18 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, and skip a last line that a crash has cut off.
+    """Return the records of a file; skip blank lines, and a last line that a crash has cut off.
 
     Args:
         path: File that `JsonLines` wrote.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If a line other than the last one is not a JSON object in valid UTF-8.
+        ValueError: If another line is not a JSON object in valid UTF-8.
     """
     *lines, last = path.read_bytes().split(b"\n")
-    records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
+    numbered = enumerate(lines, start=1)
+    records = [_record(path, number, line) for number, line in numbered if line.strip()]
     if is_object(last):
         records.append(_record(path, len(lines) + 1, last))
     # Otherwise the last line is empty (the file ends with a newline), or a crash has cut it off.
@@ -98,7 +105,7 @@ def rank_file(folder: Path, name: str, rank: int) -> Path:
 
 def rank_files(folder: Path) -> Iterator[tuple[Path, str, int]]:
     """Yield path, name and rank of each JSON Lines file in a folder; see `rank_file`."""
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(path for path in folder.glob("*.jsonl") if path.is_file()):
         match = _RANK.fullmatch(path.stem)
         yield (path, path.stem, 0) if match is None else (path, match[1], int(match[2]))
 
@@ -117,7 +124,10 @@ def step_of(line: bytes) -> int:
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     record = _parsed(line)
     if record is None:
-        msg = f"{path}:{number}: expected a JSON object in UTF-8, got {line[:80]!r}"
+        msg = (
+            f"{path}:{number}: expected a JSON object in UTF-8, got {line[:80]!r}; move the file "
+            "away to go on without it"
+        )
         raise ValueError(msg)
     return record
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from mfwrap.checkpoints.run_folders import ABANDONED, checkpoints_of_run
 from mfwrap.checkpoints.whole import OWN_PARTIAL
 from mfwrap.checkpoints.written_files import begin_list, listed_names
+from mfwrap.records.json_lines import RECORD_NAMES
 from mfwrap.records.run_record import read_facts
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -21,8 +22,7 @@ EARLIER = "earlier_"
 """Prefix of the tracebacks of attempts before the one that has finished the run."""
 
 RECORD = re.compile(
-    r"((anomalies|checkpoint_health|fingerprints|local_norms|memory|metrics|progress|rank_clock"
-    r"|throughput|training_state)(_rank\d+)?\.jsonl|memory_snapshot(_rank\d+)?\.pickle"
+    rf"(({'|'.join(RECORD_NAMES)})(_rank\d+)?\.jsonl|memory_snapshot(_rank\d+)?\.pickle"
     r"|(result|rollbacks|abnormal_global_norm)\.json|skip_rows\.jsonl|run\.(html|json|png)"
     rf"|({EARLIER})?error_rank_\d+\.txt)({OWN_PARTIAL})?"
 )

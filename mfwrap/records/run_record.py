@@ -2,15 +2,17 @@
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from mfwrap.arguments import callers_stacklevel
 from mfwrap.records.episodes import Episode, episodes_of, notes_of
 from mfwrap.records.evaluations import AVERAGED, named
 from mfwrap.records.forms import Form, fitting, to_number
-from mfwrap.records.json_lines import parsed_json, rank_files, read_json_lines
+from mfwrap.records.json_lines import RECORD_NAMES, parsed_json, rank_files, read_json_lines
 from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
 
 FACTS = "run.json"
@@ -96,7 +98,8 @@ def read_run(folder: Path) -> RunRecord:
     Reads every ``*.jsonl`` file of the folder, and the Trainer's log in ``trainer_state.json`` of
     the folder or of its newest checkpoint. ``*_rank<r>.jsonl`` are the files of other ranks,
     ``anomalies*.jsonl`` hold the anomalies, and ``rollbacks.json`` holds the rollbacks. If a step
-    was recorded twice, as happens after a resume, the last record counts.
+    was recorded twice, as happens after a resume, the last record counts. A file under another name
+    than those of mfwrap is left out with a warning if its lines are not records.
 
     Args:
         folder: Run folder.
@@ -110,7 +113,15 @@ def read_run(folder: Path) -> RunRecord:
     logged: _Values = {}
     limits = _add(logged, trainer_log(folder))
     for path, name, rank in rank_files(folder):
-        records = read_json_lines(path)
+        try:
+            records = read_json_lines(path)
+        except ValueError:
+            if name in RECORD_NAMES:
+                raise
+            warnings.warn(
+                f"{path} is left out: its lines are not records", stacklevel=callers_stacklevel()
+            )
+            continue
         if name.startswith("anomalies"):
             anomalies.append((rank, records))
         else:
@@ -207,9 +218,14 @@ def read_facts(folder: Path) -> dict[str, Any]:
     path = folder / FACTS
     if not path.is_file():
         return {}
-    facts = _json(path)
+    advice = "move the file away to go on without it"
+    try:
+        facts = _json(path)
+    except ValueError as error:
+        msg = f"{error}; {advice}"
+        raise ValueError(msg) from error
     if not isinstance(facts, dict):
-        msg = f"{path}: expected an object, got {type(facts).__name__}"
+        msg = f"{path}: expected an object, got {type(facts).__name__}; {advice}"
         raise ValueError(msg)  # noqa: TRY004  (the content of a file is wrong, not an argument)
     return fitting(facts, _FACTS)
 

@@ -4,12 +4,16 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mfwrap.runner.command import allow_code_option, checked_recipe, warn
 from mfwrap.runner.document import RECIPE_FILE, RecipeError
 from mfwrap.runner.terminal import echo
+
+if TYPE_CHECKING:
+    from mfwrap.runner.recipe import Recipe
 
 
 @click.command()
@@ -73,6 +77,7 @@ def average(
     if not run.is_dir():
         msg = f"{run}: there is no such folder; expected the folder of a run"
         raise RecipeError(msg)
+    recipe = _recipe_of(run, allow_code=allow_code) if evaluate else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -84,22 +89,26 @@ def average(
             warn(str(run), [str(one.message) for one in caught])
     precision = f"; relative error of its profile: {built.response_error:.1e}" if sigma else ""
     echo(f"wrote {folder} from {len(built.parts)} stored sets of weights{precision}")
-    if evaluate:
-        metrics = _evaluated(run, folder, allow_code=allow_code)
+    if recipe is not None:
+        metrics = _evaluated(recipe, run, folder)
         echo(", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
 
 
-def _evaluated(run: Path, folder: Path, *, allow_code: bool) -> dict[str, float]:
+def _recipe_of(run: Path, *, allow_code: bool) -> "Recipe":
+    """Return the recipe of a run."""
+    if not (run / RECIPE_FILE).is_file():
+        msg = f"{run} has no {RECIPE_FILE} that says how to evaluate; leave --evaluate out"
+        raise RecipeError(msg)
+    return checked_recipe(str(run / RECIPE_FILE), [], allow_code=allow_code)
+
+
+def _evaluated(recipe: "Recipe", run: Path, folder: Path) -> dict[str, float]:
     """Return the metrics of a model with the held-out data of the recipe of its run."""
     from mfwrap.callbacks.average.files import load_averages  # noqa: PLC0415  (slow)
     from mfwrap.records.evaluations import AVERAGED, results_of  # noqa: PLC0415  (slow)
     from mfwrap.runner.rehearsal import limited, quiet  # noqa: PLC0415  (slow)
     from mfwrap.runner.run import build_trainer  # noqa: PLC0415  (slow)
 
-    if not (run / RECIPE_FILE).is_file():
-        msg = f"{run} has no {RECIPE_FILE} that says how to evaluate; leave --evaluate out"
-        raise RecipeError(msg)
-    recipe = checked_recipe(str(run / RECIPE_FILE), [], allow_code=allow_code)
     with (
         tempfile.TemporaryDirectory(prefix="mfwrap-") as temporary,
         recipe.code.importable(),

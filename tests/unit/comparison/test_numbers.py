@@ -68,3 +68,19 @@ def test_norms_that_are_zero_but_for_rounding(tmp_path):
     assert compared(tmp_path, first, other, 1e-3)["gradient"] is None
     assert compared(tmp_path, first, other)["gradient"].name == "bias"
     assert compared(tmp_path, first, small, 1e-3)["gradient"].name == "small"
+
+
+def test_a_file_of_a_rank_that_does_not_exist(tmp_path):
+    """A file whose name has an absurd rank leaves the mean loss out; the comparison ends."""
+    write_lines(tmp_path / "b" / f"metrics_rank{10**18}.jsonl", [{"step": 1, "loss": 3.0}])
+    found = compared(tmp_path, {"loss": 1.0, "loss_scale": 2.0}, {"loss": 1.0, "loss_scale": 2.0})
+
+    assert found == {"loss scale": None}
+
+
+def test_different_numbers_of_ranks(tmp_path):
+    """The mean loss of all ranks is compared."""
+    write_lines(tmp_path / "b" / "metrics_rank1.jsonl", [{"step": 1, "loss": 3.0}])
+
+    assert compared(tmp_path, {"loss": 2.0}, {"loss": 1.0}) == {"loss": None}
+    assert compared(tmp_path, {"loss": 1.0}, {"loss": 1.0})["loss"].values == (1.0, 2.0)

@@ -93,6 +93,7 @@ def test_parts():
         step(1, weights=encoded(of(torch.ones(1)))),
         step(1, weights="AAAA"),
         {"step": 1},
+        step(1, micro_batches=[{"inputs": {}, "rows": [[]]}]),
         {"step": "x", "random": {}, "micro_batches": [], "numbers": {}},
         start() | {"tensors": 3},
     ],

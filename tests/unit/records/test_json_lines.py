@@ -120,7 +120,6 @@ def test_a_write_that_is_cut_short(missing, tmp_path):
     "line",
     [
         b"[2]",
-        b"",
         b'{"a": 1} {"b": 2}',
         b'{"a": "\xff"}',
         # A lone surrogate, which `json.loads` accepts in bytes.
@@ -134,8 +133,27 @@ def test_an_invalid_line_before_the_last(line, tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
 
-    with pytest.raises(ValueError, match=re.escape(f"{path}:2: expected a JSON object in UTF-8")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path}:2: expected a JSON object in UTF-8") + ".*; move the "
+    ):
         read_json_lines(path)
+
+
+def test_blank_lines(tmp_path):
+    """Blank lines are skipped, in the middle and at the end."""
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'\n{"step": 1}\n\n \r\n{"step": 2}\n\n\n')
+
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_what_is_no_file(tmp_path):
+    """A folder and a broken link with the names of records are skipped."""
+    (tmp_path / "a.jsonl").mkdir()
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nothing")
+    (tmp_path / "c_rank2.jsonl").touch()
+
+    assert list(rank_files(tmp_path)) == [(tmp_path / "c_rank2.jsonl", "c", 2)]
 
 
 def test_a_killed_process_leaves_its_lines(tmp_path):

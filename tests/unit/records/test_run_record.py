@@ -117,6 +117,18 @@ def test_a_folder_that_is_no_run(tmp_path, files, error, message):
         read_run(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"[1]\n[2]\n", b'{\n  "a": 1\n}\n', b"\x00\xff\n\n"])
+def test_a_foreign_file(tmp_path, content):
+    """A file of another program, whose lines are not records, is left out with one warning."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (tmp_path / "data.jsonl").write_bytes(content)
+    with pytest.warns(UserWarning, match=r"data\.jsonl is left out: its lines are not") as caught:
+        run = read_run(tmp_path)
+
+    assert run.curves == {"loss": Curve([1], [2.0])}
+    assert len(caught) == 1
+
+
 def test_no_folder(tmp_path):
     """A folder that does not exist is refused."""
     with pytest.raises(
@@ -137,6 +149,7 @@ def test_damaged_facts(tmp_path, text, says):
     with pytest.raises(ValueError, match=says) as error:
         read_facts(tmp_path)
     assert str(error.value).startswith(str(tmp_path / "run.json"))
+    assert str(error.value).endswith("; move the file away to go on without it")
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """`mfwrap average` builds averages in another process, and refuses in one sentence."""
 
+import shutil
 import subprocess
 import sys
 
@@ -104,3 +105,14 @@ def test_a_folder_without_averages(tmp_path, capsys):
     code, _, err = called(capsys, tmp_path, "--sigma", 0.1)
     assert code == 2
     assert "has no power-function averages; train with `sigma_rel`" in err
+
+
+def test_an_evaluation_without_a_recipe(run, tmp_path, capsys):
+    """It is refused before anything is written."""
+    shutil.copytree(run[0], tmp_path / "run")
+    (tmp_path / "run" / "recipe.yaml").unlink()
+    code, out, err = called(capsys, tmp_path / "run", "--last", 2, "--evaluate")
+
+    assert (code, out) == (2, "")
+    assert "has no recipe.yaml that says how to evaluate; leave --evaluate out" in err
+    assert not (tmp_path / "run" / "model_last_2").exists()

@@ -81,9 +81,17 @@ def test_the_model_has_its_own_dtype(run, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
-def test_an_adapter(tmp_path):
-    """The averages of an adapter are written as an adapter."""
-    settings = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"target_modules": ["c_attn"]},
+        {"target_modules": ["c_attn"], "modules_to_save": ["ln_f"]},
+        {"target_modules": ["wpe"]},
+    ],
+)
+def test_an_adapter(tmp_path, parts):
+    """The averages of an adapter, and of modules that are trained whole, are an adapter."""
+    settings = LoraConfig(r=2, fan_in_fan_out="c_attn" in parts["target_modules"], **parts)
     model = get_peft_model(tiny_gpt2(0.0, 0), settings)
     callback = trained(tmp_path / "run", model)
     write_model(build_average(tmp_path / "run", sigma_rel=0.05), tmp_path / "run", tmp_path / "out")

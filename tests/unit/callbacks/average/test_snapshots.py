@@ -1,6 +1,7 @@
 """From stored averages, an average of another length is built that equals the one kept directly."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from transformers import Trainer
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback
@@ -104,6 +106,20 @@ def test_shorter_dtypes(tmp_path):
     assert relative_error(power_average(tmp_path, 0.07), kept["direct"]) < 1e-3
 
 
+def test_a_checkpoint_beside_a_rounded_snapshot(tmp_path):
+    """Of one update, the average in float32 is used, and not the one in bfloat16."""
+
+    def store(step, kept, _network):
+        if step == 20:
+            save_snapshot(kept["both"], tmp_path, step)
+            shutil.move(tmp_path / "average_snapshots/checkpoint-20", tmp_path)
+            save_snapshot(kept["both"], tmp_path, step, torch.bfloat16)
+
+    kept = trained(20, store, both=LENGTHS)
+
+    assert relative_error(power_average(tmp_path, LENGTHS[0]), kept["both"]) < 1e-6
+
+
 def test_damaged_snapshots_are_left_out(run, tmp_path):
     """A damaged snapshot is named in a warning, and the average is built without it."""
     folder, _ = run
@@ -116,6 +132,46 @@ def test_damaged_snapshots_are_left_out(run, tmp_path):
         built = power_average(tmp_path / "copy", 0.07)
 
     assert built.parts[-1][0].folder.name == "checkpoint-380"
+
+
+def test_averages_from_before_a_restart(tmp_path):
+    """If the average was restarted, the result is that of the updates since then."""
+
+    def storing(begin):
+        return lambda step, kept, _: (
+            step % 10 == 0 and save_snapshot(kept["both"], tmp_path, begin + step)
+        )
+
+    trained(200, storing(0), both=LENGTHS)
+    kept = trained(100, storing(200), both=LENGTHS, direct=0.07)
+    before, since = [f"checkpoint-{10 * n}" for n in range(1, 21)], range(210, 301, 10)
+    with pytest.warns(UserWarning, match="before a restart of the average are left out") as caught:
+        built = power_average(tmp_path, 0.07)
+
+    assert relative_error(built, kept["direct"]) < 1e-3
+    assert {one.folder.name for one, _ in built.parts} == {f"checkpoint-{n}" for n in since}
+    [message] = [str(one.message) for one in caught if "restart" in str(one.message)]
+    assert [Path(each).name for each in message.partition("out: ")[2].split(", ")] == before
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_second_training_in_the_folder_of_a_stock_trainer(tmp_path, every):
+    """Averages in later checkpoints, which the Trainer keeps, are not those of the new training."""
+    for steps, seed in ((12, 0), (6, 1)):
+        callback = EMACallback(sigma_rel=LENGTHS, snapshot_every=every)
+        trainer = new_trainer(
+            tmp_path, PLAIN, kind=Trainer, seed=seed, callbacks=[callback], max_steps=steps
+        )
+        if seed:
+            with pytest.warns(UserWarning, match="has averages of an earlier training in .*-12; "):
+                trainer.train()
+        else:
+            trainer.train()
+    built = power_average(tmp_path, LENGTHS[0])
+
+    assert {one.folder.name for one, _ in built.parts} <= {f"checkpoint-{n}" for n in range(1, 7)}
+    assert relative_error(built, callback.ema) < 1e-6
+    assert (tmp_path / "checkpoint-12" / "mfwrap_ema.safetensors.1").exists()
 
 
 @pytest.mark.parametrize(
@@ -145,6 +201,21 @@ def test_stored_averages_of_other_shapes(run, tmp_path):
     save_snapshot(other, tmp_path / "copy", 7)
     with pytest.raises(ValueError, match=r"checkpoint-7 must have the weights of .*checkpoint-400"):
         power_average(tmp_path / "copy", 0.07)
+
+
+def test_weights_that_were_frozen_at_first(tmp_path):
+    """The error says until when they were frozen; an average that ends before is built."""
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    network[0].requires_grad_(requires_grad=False)
+    ema = ExponentialMovingAverage(network, sigma_rel=LENGTHS)
+    for step in range(1, 5):
+        network[0].requires_grad_(requires_grad=step > 2)
+        ema.update()
+        save_snapshot(ema, tmp_path, step)
+    with pytest.raises(ValueError, match=r"'0.bias', which was frozen until update 2 .* at=2 or"):
+        power_average(tmp_path, 0.07)
+
+    assert power_average(tmp_path, 0.05, at=2).parts[-1][0].updates == 2
 
 
 def test_the_plain_average(tmp_path):
