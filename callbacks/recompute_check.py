@@ -54,10 +54,13 @@ class RecomputeCheck(MonitorCallback):
     The first two checked steps are run again five times, to measure which tensors differ because
     the program is not deterministic. A note names them, and they are not taken for faults.
 
+    A step is not judged if an input or a weight is changed in place between the forward and the
+    update; a note says so once. The device is never accused of a difference in an input.
+
     A checked step takes the time of `repeats` more forward and backward passes, without the
     reductions between ranks, and of the fingerprints. It takes memory for a second set of this
-    rank's gradients. If the network returns no loss, the gradients of its outputs are kept, too.
-    The other steps cost nothing.
+    rank's gradients. The gradients of the network's outputs are kept, too, as far as the loop
+    computes the loss from them. The other steps cost nothing.
 
     All ranks must have the callback, with the same settings. The forward must have no effects but
     on buffers and on the generators of Python, NumPy and torch: a module that counts its calls
@@ -133,6 +136,10 @@ class RecomputeCheck(MonitorCallback):
             if not step.has_begun_late:
                 self._give_up(reason)
             return
+        if changed := step.changed():
+            step.close()
+            self._write(self._judge.changed(state.global_step + 1, changed))
+            return
         times = self._repeats
         if self._num_measured < NUM_MEASURED:
             self._num_measured += 1
@@ -140,10 +147,13 @@ class RecomputeCheck(MonitorCallback):
         try:
             with section_clock.left_out():
                 runs = step.repeat(times)
-        except torch.OutOfMemoryError:
+        except Exception as error:  # (the code of the network, and of its hooks, may raise any)
             if sharded_parts(self._network):
                 raise  # the other ranks wait for this one in a gather
-            self._give_up("the device has no memory for a second set of gradients")
+            reason = f"running one again raised {type(error).__name__}: {error}"
+            if isinstance(error, torch.OutOfMemoryError):
+                reason = "the device has no memory for a second set of gradients"
+            self._give_up(reason)
             return
         differs = (runs.hashes != runs.hashes[0]).any().float().reshape(1)
         self._reads.submit(differs, functools.partial(self._receive, state.global_step + 1, runs))

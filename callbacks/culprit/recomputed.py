@@ -11,7 +11,7 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.causes.evidence import Cause
 from mfwrap.callbacks.culprit.notes import Note
 from mfwrap.callbacks.culprit.replay.module_calls import Value
-from mfwrap.callbacks.culprit.replay.recompute import WEIGHT, StepRuns
+from mfwrap.callbacks.culprit.replay.recompute import SHARD, WEIGHT, StepRuns
 from mfwrap.tensors.norm_groups import layer_of, layer_of_module
 
 NUM_MEASURED = 2
@@ -24,9 +24,13 @@ _TENSORS = {
     "gradient of input": "the gradient of the input of {}",
     "gradient of output": "the gradient of the output of {}",
     WEIGHT: "the gradient of {}",
+    SHARD: "the weight {}",
 }
 _WHERE = {"input": "received", "output": "activation"}
 _MOST_NAMES = 3
+
+_RECEIVED = Value("input", "")
+"""The first input of the network itself."""
 
 _Differing = Mapping[Value, tuple[int, ...]]
 """Values whose fingerprints differ between runs, each with that of each run, in the order in which
@@ -51,6 +55,25 @@ class RecomputeJudge:
         self._rank, self._device = rank, device
         self._measured: list[_Step] = []
         self._unstable: set[Value] | None = None
+        self._has_noted_change = False
+
+    def changed(self, number: int, name: str) -> list[Note]:
+        """Return a note, the first time that the program has changed what a step is run from.
+
+        Args:
+            number: Number of the step.
+            name: Input or weight that was changed.
+        """
+        if self._has_noted_change:
+            return []
+        self._has_noted_change = True
+        cause = Cause(
+            "changed_in_step",
+            f"{name} was changed between the forward of the network and the update, by the forward "
+            "or by the loop, so RecomputeCheck does not judge this step, nor others like it",
+            "change a copy of an input, and weights only in the update",
+        )
+        return [Note(number, self._rank, cause)]
 
     def add(self, number: int, runs: StepRuns | None) -> list[Anomaly | Note]:
         """Return what the runs of a step have shown.
@@ -99,20 +122,25 @@ class RecomputeJudge:
         return [Note(steps[0].number, self._rank, cause)]
 
     def _judged(self, steps: Sequence[_Step]) -> list[Anomaly | Note]:
-        found = [self._judge(step) for step in steps]
-        return [one for one in found if one is not None]
+        return [one for step in steps for one in self._judge(step)]
 
-    def _judge(self, step: _Step) -> Anomaly | None:
-        """Return the anomaly of the first wrong value of the first micro-batch that has one."""
+    def _judge(self, step: _Step) -> Sequence[Anomaly | Note]:
+        """Return the anomaly of the first wrong value of the first micro-batch that has one.
+
+        What the network receives, and its weights, are the program's. If these differ first, the
+        device is not accused.
+        """
         unstable = self._unstable or set()
         for number, differing in enumerate(step.micro_batches):
             for key, hashes in differing.items():
                 if key not in unstable:
+                    if key.what == SHARD or key._replace(number=0) == _RECEIVED:
+                        return self.changed(step.number, _named(key))
                     others = sum(each not in unstable for each in differing) - 1
-                    return self._anomaly(step.number, number, key, hashes, others)
+                    return [self._anomaly(step.number, number, key, hashes, others)]
                 if key.what != WEIGHT:
                     break  # what is computed from this value may differ because of it
-        return None
+        return []
 
     def _anomaly(
         self, step: int, micro_batch: int, key: Value, hashes: tuple[int, ...], others: int

@@ -125,8 +125,11 @@ def matmul_precision() -> str:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that grows each time a tensor is changed in place."""
-    return tensor._version
+    """Return a number that grows each time a tensor is changed in place.
+
+    It is always 0 for a tensor that was made in ``torch.inference_mode``.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any]:
@@ -250,5 +253,10 @@ class MemoryHistory:
 
 def is_in_backward() -> bool:
     """Return whether this thread is within a backward pass, for example in a recomputation."""
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Return the number of the backward pass in which this thread is; -1 outside of one."""
     number: int = torch._C._current_graph_task_id()  # (torch's own checkpointing asks it)
-    return number != -1
+    return number

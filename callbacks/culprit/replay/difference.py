@@ -17,7 +17,12 @@ from mfwrap.callbacks.culprit.replay.recorder import (
     loss_of,
     tensors_in,
 )
-from mfwrap.callbacks.culprit.replay.replay import attempted, gradients_aside, with_aliases
+from mfwrap.callbacks.culprit.replay.replay import (
+    attempted,
+    backward,
+    gradients_aside,
+    with_aliases,
+)
 
 _ODD = 6.0
 """Smallest ratio of the sizes of a value in the two steps that is no ordinary difference."""
@@ -167,7 +172,8 @@ def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
             loss = loss_of(call.run(recorder))
             if loss is not None and loss.requires_grad:
                 seed = call.loss_gradient
-                loss.backward(torch.ones_like(loss) if seed is None else seed)
+                seed = torch.ones_like(loss) if seed is None else seed
+                backward([loss], [seed], weights.values())
             for name, weight in weights.items():
                 if weight.grad is not None:
                     sizes[Value("weight", name)] = _size([weight.grad])

@@ -62,8 +62,8 @@ class ModuleCalls:
     def made(self, call: ModuleCall, inputs: tuple[Any, ...], output: Any) -> None:
         """Look at what the forward has made."""
 
-    def returned(self, call: ModuleCall, output: Any) -> None:
-        """Look at what the module has returned."""
+    def returned(self, call: ModuleCall, output: Any) -> Any:
+        """Look at what the module has returned; may return another output."""
 
     def follow(self, tensor: Tensor, look: Any) -> None:
         """Call a function with the gradient of a tensor."""
@@ -92,8 +92,8 @@ class ModuleCalls:
     def _make(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         self.made(self._call(name, module), inputs, output)
 
-    def _end(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
-        self.returned(self._call(name, module), output)
+    def _end(self, name: str, module: nn.Module, _: Any, output: Any) -> Any:
+        return self.returned(self._call(name, module), output)
 
     def _call(self, name: str, module: nn.Module) -> ModuleCall:
         # A hook that begins a call may have made this object, too late to see that call begin.

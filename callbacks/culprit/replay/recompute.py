@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -10,18 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.replay.module_calls import ModuleCall, ModuleCalls, Value
-from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, loss_of, tensors_in
-from mfwrap.callbacks.culprit.replay.replay import Buffers, gradients_aside, undisturbed
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, replaced, tensors_in
+from mfwrap.callbacks.culprit.replay.replay import (
+    Buffers,
+    backward,
+    gradients_aside,
+    undisturbed,
+)
 from mfwrap.checkpoints.random_states import HostStates
 from mfwrap.compatibility.fully_shard import ParameterGroup, groups_of
-from mfwrap.compatibility.torch import version_of
+from mfwrap.compatibility.torch import backward_number, version_of
 from mfwrap.tensors.fingerprints import row_hashes
-from mfwrap.tensors.shards import local_tensor, meeting_device, on_device
+from mfwrap.tensors.shards import is_distributed, local_tensor, meeting_device, on_device
 from mfwrap.tensors.training_forwards import replay
 from mfwrap.tensors.wrappers import sharded_parts
 
 WEIGHT = "gradient of weight"
 """`Value.what` of the gradient of a weight, which no other value of the step is computed from."""
+
+
+SHARD = "weight"
+"""`Value.what` of this rank's part of a weight before the first call."""
 
 
 class StepRuns(NamedTuple):
@@ -44,7 +53,19 @@ class _Call(NamedTuple):
     host: HostStates
     buffers: Buffers
     seeds: dict[int, Tensor]
-    """Gradient of each output that the step's backward has reached, by its place in `_ends`."""
+    """Gradient that each output has received from outside of the network, by its place in `_ends`.
+    """
+
+    backwards: set[int]
+    """Numbers of the backward passes that these gradients belong to."""
+
+
+class _Version(NamedTuple):
+    """Version of a tensor at the begin of a call."""
+
+    name: str
+    tensor: Tensor
+    version: int
 
 
 @final
@@ -78,6 +99,15 @@ class StepRepetition(ModuleCalls):
         """Weights whose gradients are followed. Those that ``fully_shard`` gathers are others than
         the optimizer's, and only modules that run have them."""
 
+        self._held = dict(network.named_parameters())
+        """Weights that the optimizer changes. ``fully_shard`` has others in the step."""
+
+        self._shards = {n: local_tensor(p) for n, p in self._held.items() if is_distributed(p)}
+        """Those whose versions torch does not count when the optimizer changes them."""
+
+        self._versions: list[_Version] = []
+        """Inputs of all calls, and weights, which the loop may change before the repetition."""
+
         self._overlap = False
         """Whether a call has begun before the backward of the call before it."""
 
@@ -88,26 +118,35 @@ class StepRepetition(ModuleCalls):
     def received(self, call: ModuleCall, arguments: Any) -> None:
         """Begin a call of the network, or take fingerprints of what a module receives."""
         if not call.name:
-            self._begin_call()
+            self._begin_call(*arguments)
         if self._is_on:
             self._follow_weights(call)
             self._take("input", call.name, arguments)
 
-    def returned(self, call: ModuleCall, output: Any) -> None:
-        """Take fingerprints of what a module returns."""
+    def returned(self, call: ModuleCall, output: Any) -> Any:
+        """Take fingerprints of what a module returns.
+
+        Returns:
+            In the step itself, the network's output with an alias of each tensor. The gradient of
+            the alias is what comes from outside of the network; that of the tensor may also have a
+            share from another output, as that of logits has one from a loss.
+        """
         if self._is_on:
             self._take("output", call.name, output)
         if call.name:
-            return
+            return None
         self.has_begun_late |= not self._is_inside
         if self._is_on and len(self._runs) == 1:
-            seeds = self._calls[-1].seeds
-            for place, end in enumerate(_ends(output)):
-                end.register_hook(partial(_keep, seeds, place))
+            aliases = {
+                id(end): _Alias.apply(end, partial(_keep, self._calls[-1], place))
+                for place, end in enumerate(_ends(output))
+            }
+            output = replaced(output, lambda tensor: aliases.get(id(tensor), tensor))
         # The forward of checkpointed modules runs again in the backward.
         self._is_on, self._is_inside = bool(self._runs[-1]), False
+        return output
 
-    def _begin_call(self) -> None:
+    def _begin_call(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         self._is_inside = True
         repeats = len(self._runs) > 1
         self._is_on = repeats or self._recorder.records(self._network)
@@ -116,7 +155,15 @@ class StepRepetition(ModuleCalls):
             self._runs[-1].append(self._values)
             if not repeats:
                 self._overlap |= bool(self._calls) and not self._calls[-1].seeds
-                self._calls.append(_Call(HostStates.now(), Buffers(self._network), {}))
+                weights = {} if self._calls else self._held
+                self._calls.append(_Call(HostStates.now(), Buffers(self._network), {}, set()))
+                given = dict([*enumerate(positional), *keywords.items()])
+                named = [(f"input {name}", each) for name, each in tensors_in(given)]
+                named += weights.items()
+                self._versions += [_Version(name, each, version_of(each)) for name, each in named]
+            if len(self._runs[-1]) == 1:
+                for name, shard in self._shards.items():
+                    _add(self._values, SHARD, name, shard)
 
     def _follow_weights(self, call: ModuleCall) -> None:
         # A module may use the weights of one that it does not call, as nn.MultiheadAttention does.
@@ -133,11 +180,12 @@ class StepRepetition(ModuleCalls):
         for _, tensor in tensors_in(value):
             reference, version = self._known.get(id(tensor), (None, None))
             is_known = reference is not None and reference() is tensor
-            if tensor.layout is not torch.strided or (is_known and version == version_of(tensor)):
+            if is_known and version == version_of(tensor):
                 continue
             self._known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
             _add(self._values, what, name, tensor)
-            if tensor.grad_fn is not None:
+            # The network's own inputs have no graph behind them in the repetition.
+            if tensor.grad_fn is not None and (name or what == "output"):
                 tensor.register_hook(partial(_add, self._values, f"gradient of {what}", name))
 
     def why_impossible(self) -> str:
@@ -147,12 +195,21 @@ class StepRepetition(ModuleCalls):
                 "no forward pass was seen between `on_step_begin` and `on_pre_optimizer_step`: the "
                 "step is captured as a graph, or its loop does not send these events around it"
             )
-        if all(call.seeds for call in self._calls) and not self._overlap:
+        if all(len(call.backwards) == 1 for call in self._calls) and not self._overlap:
             return ""
         return (
-            "each call of the network must have a backward of its own, which begins with the loss "
-            "that the network returns, if it returns one"
+            "each call of the network must have a backward of its own, only one, which begins with "
+            "tensors that the network returns, alone or in tuples, lists and dictionaries"
         )
+
+    def changed(self) -> str:
+        """Return the name of an input or weight that was changed in place since its call.
+
+        Returns:
+            Empty if there is none. A change through ``Tensor.data`` is not seen.
+        """
+        changed = (each for each in self._versions if version_of(each.tensor) != each.version)
+        return next((each.name for each in changed), "")
 
     def repeat(self, times: int) -> StepRuns:
         """Run the micro-batches of the step again, and stop following the network.
@@ -179,7 +236,7 @@ class StepRepetition(ModuleCalls):
                         call.buffers.restore()
                         ends = _ends(recorded.run(self._recorder))
                         reached = [ends[place] for place in call.seeds]
-                        torch.autograd.backward(reached, list(call.seeds.values()))
+                        backward(reached, list(call.seeds.values()), weights.values())
                         for weight in weights.values():
                             weight.grad = None
                         for group in groups:
@@ -211,18 +268,44 @@ class StepRepetition(ModuleCalls):
 
 
 def _ends(output: Any) -> list[Tensor]:
-    """Return the tensors in an output at which a backward begins: the loss, or else all."""
-    loss = loss_of(output)
-    ends = [loss] if loss is not None else [tensor for _, tensor in tensors_in(output)]
-    return [end for end in ends if end.requires_grad]
+    """Return the tensors in an output at which a backward may begin, each once."""
+    ends = {id(each): each for _, each in tensors_in(output) if each.requires_grad}
+    return list(ends.values())
 
 
-def _keep(seeds: dict[int, Tensor], place: int, gradient: Tensor) -> None:
-    seeds[place] = gradient.detach()
+def _keep(call: _Call, place: int, gradient: Tensor) -> None:
+    call.seeds[place] = gradient.detach()
+    call.backwards.add(backward_number())
+
+
+@final
+class _Alias(torch.autograd.Function):
+    """Return a tensor of the same memory, and call a function with its gradient.
+
+    The tensor is no view: the loop may change a loss in place, and torch gives a view that is
+    changed in place another place in the graph.
+    """
+
+    @staticmethod
+    def forward(tensor: Tensor, look: Callable[[Tensor], None]) -> Tensor:
+        del look
+        return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        del output
+        _, ctx.look = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.look(gradient)
+        return gradient, None
 
 
 @torch.no_grad()
 def _add(values: dict[Value, Tensor], what: str, name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        return  # such as the sparse gradient of an embedding
     key = Value(what, name)
     while key in values:
         key = key._replace(number=key.number + 1)

@@ -1,6 +1,8 @@
 """Record the calls of a network in a step, so that the step can be replayed."""
 
+import copy
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -45,7 +47,10 @@ class RandomState(NamedTuple):
 
 @dataclass(slots=True)
 class RecordedCall:
-    """One call of the network in training: references to the inputs, and the loss it returned."""
+    """One call of the network in training: references to the inputs, and the loss it returned.
+
+    The containers of the inputs are copies, so the forward may take items out of its own.
+    """
 
     positional: tuple[Any, ...]
     keywords: Mapping[str, Any]
@@ -68,14 +73,17 @@ class RecordedCall:
     def run(self, recorder: "StepRecorder") -> Any:
         """Call the network again, with the random states and the autocast of the call.
 
-        What watches the forward passes of the training ignores this call.
+        What watches the forward passes of the training ignores this call. A backward of the output
+        ends at the inputs: it changes no gradient of theirs, and does not enter the graph that has
+        computed them.
 
         Args:
             recorder: Recorder of the network.
         """
         self.random.restore(recorder.device)
+        positional, keywords = replaced((self.positional, self.keywords), _cut)
         with self.autocast(), replay():
-            return recorder.network(*self.positional, **self.keywords)
+            return recorder.network(*positional, **keywords)
 
     def keep_gradient(self, gradient: Tensor) -> None:
         """Keep the gradient of the loss; a hook of the loss calls this in the backward."""
@@ -137,6 +145,7 @@ class StepRecorder:
                 )
             state = RandomState.now(self.device)
             autocast = _current_autocast(self.device.type)
+            positional, keywords = replaced((positional, keywords), lambda tensor: tensor)
             call = RecordedCall(positional, keywords, state, autocast, self._num_steps)
             self._this_step.append(call)
 
@@ -209,6 +218,39 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         for number, item in enumerate(value):
             yield from tensors_in(item, f"{name}.{number}".lstrip("."))
+
+
+def replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of nested containers in which other tensors take the place of the tensors.
+
+    Args:
+        value: Tensors in tuples, lists and dictionaries; anything else stays as it is.
+        replace: Called once for each tensor, even if the containers hold it several times.
+    """
+    others: dict[int, Tensor] = {}
+
+    def other(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            if id(one) not in others:
+                others[id(one)] = replace(one)
+            return others[id(one)]
+        if type(one) in {tuple, list}:
+            return type(one)(map(other, one))
+        if isinstance(one, tuple) and hasattr(one, "_fields"):
+            return type(one)(*map(other, one))
+        if not isinstance(one, (dict, UserDict)):
+            return one
+        # A network may read its batch, and a loop the output, by attribute, so keep the class.
+        copied: Any = copy.copy(one)
+        for key, item in one.items():
+            copied[key] = other(item)
+        return copied
+
+    return other(value)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -102,7 +102,8 @@ def unscaled_norm(recorder: StepRecorder, loss_scale: float) -> float:
                 if loss is None or not loss.requires_grad:
                     continue
                 seed = call.loss_gradient
-                loss.backward(torch.ones_like(loss) if seed is None else seed / loss_scale)
+                seed = torch.ones_like(loss) if seed is None else seed / loss_scale
+                backward([loss], [seed], weights.values())
                 gradients = [weight.grad for weight in weights.values() if weight.grad is not None]
                 total += norms_of_each(local_tensors(gradients), loss.device).norm().item()
     return total
@@ -179,9 +180,9 @@ def _replay_micro_batch(
         if watch.origin is None and loss is not None and loss.requires_grad:
             seed = inputs.loss_gradient
             if seed is None:
-                (loss.float() * loss_scale).sum().backward()
+                backward([(loss.float() * loss_scale).sum()], [None], weights.values())
             elif seed.isfinite().all():
-                loss.backward(seed)
+                backward([loss], [seed], weights.values())
         if watch.origin is not None:
             return watch.origin
         # The gradients of all module outputs are finite, so the fault is in the gradient of a
@@ -202,19 +203,59 @@ def gradients_aside(network: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     hooks ignore a backward that no forward of the wrapper has announced.
     """
     weights = {name: p for name, p in network.named_parameters() if p.requires_grad}
-    gradients = [weight.grad for weight in weights.values()]
-    hooks = [post_accumulate_hooks(weight) for weight in weights.values()]
+    with _aside(weights.values()):
+        yield weights
+
+
+@contextlib.contextmanager
+def _aside(leaves: Collection[Tensor]) -> Iterator[None]:
+    gradients = [leaf.grad for leaf in leaves]
+    hooks = [post_accumulate_hooks(leaf) for leaf in leaves]
     lifted = [dict(hook) for hook in hooks]
-    for weight, hook in zip(weights.values(), hooks, strict=True):
-        weight.grad = None
+    for leaf, hook in zip(leaves, hooks, strict=True):
+        leaf.grad = None
         hook.clear()
     try:
-        yield weights
+        yield
     finally:
-        entries = zip(weights.values(), gradients, hooks, lifted, strict=True)
-        for weight, gradient, hook, content in entries:
-            weight.grad = gradient
+        for leaf, gradient, hook, content in zip(leaves, gradients, hooks, lifted, strict=True):
+            leaf.grad = gradient
             hook.update(content)
+
+
+def backward(
+    ends: Sequence[Tensor], seeds: Sequence[Tensor | None], weights: Iterable[Tensor]
+) -> None:
+    """Run a backward that changes the gradients of a network's weights, and no others.
+
+    A forward may use a trained tensor that is neither an input nor a parameter of the network, such
+    as one that the loop has put into an attribute.
+
+    Args:
+        ends: Tensors at which the backward begins.
+        seeds: Their gradients.
+        weights: Weights of the network.
+    """
+    own = set(map(id, weights))
+    with _aside([leaf for leaf in _leaves(ends) if id(leaf) not in own]):
+        torch.autograd.backward(ends, seeds)
+
+
+def _leaves(ends: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors in which a backward accumulates gradients.
+
+    What only modules with reentrant checkpointing use is not among them.
+    """
+    nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(end).node for end in ends]
+    seen, leaves = set(nodes), []
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        nodes += new
+    return leaves
 
 
 class _Running(NamedTuple):

@@ -14,7 +14,7 @@ from torch import nn
 from mfwrap.callbacks.culprit.anomaly_log import BadRow
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import RandomState, StepRecorder, indices_of, loss_of
-from mfwrap.callbacks.culprit.replay.replay import gradients_aside, undisturbed
+from mfwrap.callbacks.culprit.replay.replay import backward, gradients_aside, undisturbed
 from mfwrap.callbacks.culprit.replay.verdict import outside_of_replay
 from mfwrap.collectives import this_rank
 from mfwrap.compatibility.torch import BatchNorm
@@ -172,9 +172,11 @@ class _Passes:
                 raise ValueError(msg)
             seed = call.loss_gradient
             if seed is None or not seed.isfinite().all():
-                (loss.float() * self._loss_scale * share).sum().backward()
+                scaled = (loss.float() * self._loss_scale * share).sum()
+                backward([scaled], [None], weights.values())
             else:
-                loss.backward((seed * share).to(loss.dtype).reshape(loss.shape))
+                seed = (seed * share).to(loss.dtype).reshape(loss.shape)
+                backward([loss], [seed], weights.values())
             norms = norms_of_each([w.grad for w in weights.values()], self._device)
         self.draw_random_numbers |= call.random.differs_from(RandomState.now(self._device))
         return _Value(loss.item(), norms.double().norm().item() / self._loss_scale)

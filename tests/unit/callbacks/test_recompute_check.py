@@ -510,20 +510,21 @@ class Unused(nn.Module):
         return {"loss": output.mean(), "output": output}
 
 
-def other_loss(output):
-    """Return a loss that the network does not return."""
-    return output["output"].square().mean()
-
-
 def of_two_calls(output):
     """Return a loss of two calls of the network."""
     return (output["loss"] * NETWORKS[-1](rows(1, 1)["inputs"])["loss"]).mean()
 
 
+def of_two_backwards(output):
+    """Run a backward before that of the loop."""
+    output["output"].mean().backward(retain_graph=True)
+    return output["loss"]
+
+
 NETWORKS = []
 
 
-@pytest.mark.parametrize("loss_of", [other_loss, of_two_calls])
+@pytest.mark.parametrize("loss_of", [of_two_calls, of_two_backwards])
 def test_a_step_that_cannot_be_run_again(loss_of, tmp_path, caplog):
     """A backward that does not begin with one call's loss ends the checks with one warning."""
     torch.manual_seed(0)
@@ -537,6 +538,248 @@ def test_a_step_that_cannot_be_run_again(loss_of, tmp_path, caplog):
         "of its own"
     )
     assert records_of(tmp_path) == []
+
+
+class Popping(Unused):
+    """Take the inputs out of the batch, and fail in a repetition if asked to."""
+
+    def __init__(self, *, fails=False):
+        super().__init__()
+        self.num_calls, self._fails = 0, fails
+
+    def forward(self, batch):
+        self.num_calls += 1
+        if self._fails and self.num_calls > 2:
+            msg = "no third call"
+            raise LookupError(msg)
+        return super().forward(batch["nested"].pop("inputs"))
+
+
+def in_dictionaries(step, micro_batch):
+    """Return a micro-batch of random rows in a dictionary in a dictionary."""
+    return {"batch": {"nested": rows(step, micro_batch)}}
+
+
+def test_a_forward_that_empties_its_batch(tmp_path):
+    """Each repetition has containers of its own."""
+    torch.manual_seed(0)
+    network, faults = Popping(), [Fault(4, "output", "layer")]
+    small(tmp_path, network, faults, batch=in_dictionaries, loss_of=returned_loss)
+
+    assert places(anomalies(tmp_path)) == expected(faults)
+    assert network.num_calls == 2 * (6 + 6 + 3 * 2)
+
+
+def test_a_repetition_that_fails(tmp_path, caplog):
+    """An error in it ends the checks with one warning, and the training goes on."""
+    found = []
+    for folder in (tmp_path, None):
+        torch.manual_seed(0)
+        network = Popping(fails=folder is not None)
+        settings = {"batch": in_dictionaries, "loss_of": returned_loss, "num_steps": 1}
+        with caplog.at_level(logging.WARNING, logger="mfwrap"):
+            found.append(small(folder, network, **settings))
+
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "RecomputeCheck cannot run the steps again: running one again raised LookupError: no third "
+        "call"
+    )
+    assert_same(*found)
+
+
+def returned_loss(output):
+    """Return the loss that the network returns."""
+    return output["loss"]
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(10, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, numbers):
+        return self.layer(self.table(numbers)).square().mean()
+
+
+def test_sparse_gradients(tmp_path):
+    """The sparse gradient of a weight is not compared; everything else is."""
+    torch.manual_seed(0)
+    network = Sparse()
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    with LoopMonitor(optimizer, tmp_path, model=network, callbacks=[RecomputeCheck(1)]) as monitor:
+        for _ in range(4):
+            loss = network(torch.arange(5))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.end_step(loss.detach())
+
+    assert network.table.weight.grad is None
+    assert records_of(tmp_path) == []
+
+
+# What belongs to the loop
+
+
+class Prompted(nn.Module):
+    """Add a trained tensor that is no parameter of the network to the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.prompts = []
+
+    def forward(self, inputs):
+        return self.layers(sum(self.prompts, inputs)).square().mean()
+
+
+def leaf(network, prompt, encoder, inputs):
+    """Call the network with a trained leaf."""
+    return network(prompt)
+
+
+def computed(network, prompt, encoder, inputs):
+    """Call the network with what another network returns."""
+    return network(torch.sigmoid(encoder(inputs)))
+
+
+def attribute(network, prompt, encoder, inputs):
+    """Put a trained leaf into an attribute of the network."""
+    network.prompts = [prompt]
+    return network(inputs)
+
+
+@pytest.mark.parametrize("call", [leaf, computed, attribute])
+def test_what_is_trained_outside_of_the_network(call, tmp_path):
+    """Its gradients are those of the step alone, and the graph behind an input stays as it is."""
+    trained = []
+    for callbacks in ([RecomputeCheck(1)], []):
+        torch.manual_seed(0)
+        network, prompt, encoder = Prompted(), nn.Parameter(torch.randn(4, 8)), nn.Linear(8, 8)
+        weights = [*network.parameters(), prompt, *encoder.parameters()]
+        optimizer = torch.optim.SGD(weights, 0.1)
+        folder = tmp_path / str(len(callbacks))
+        with LoopMonitor(optimizer, folder, model=network, callbacks=callbacks) as monitor:
+            for step in range(4):
+                loss = call(network, prompt, encoder, rows(step, 0)["inputs"])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                monitor.end_step(loss.detach())
+        assert records_of(folder) == []
+        trained.append(weights)
+
+    assert_same(*trained)
+
+
+class Clamping(nn.Module):
+    """Change the inputs in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, inputs):
+        return self.layer(inputs.clamp_(max=1.0)).square().mean()
+
+
+BUFFER = torch.empty(4, 8)
+
+
+def reused(step, micro_batch):
+    """Return rows in the same tensor, as torch sees from the third step on."""
+    (BUFFER if step >= 3 else BUFFER.data).copy_(rows(step, micro_batch)["inputs"])
+    return {"inputs": BUFFER if step >= 3 else BUFFER.clone()}
+
+
+def hidden(step, micro_batch):
+    """Return rows in the same tensor, which torch does not see."""
+    given = reused(1, micro_batch)["inputs"]
+    BUFFER.data.copy_(rows(step, micro_batch)["inputs"])
+    return {"inputs": BUFFER.detach() if step >= 3 else given}
+
+
+@pytest.mark.parametrize(
+    ("network", "batch", "step", "name"),
+    [
+        (Clamping, rows, 1, "input inputs"),
+        (Outside, reused, 3, "input inputs"),
+        (Outside, hidden, 3, "the input of the network"),
+    ],
+)
+def test_an_input_that_the_program_changes(network, batch, step, name, tmp_path):
+    """The step is not judged, a note says it once, and no device is accused."""
+    torch.manual_seed(0)
+    settings = {"loss_of": lambda output: output.square().mean()}
+    found = small(tmp_path, network(), batch=batch, num_steps=6, **settings)
+    torch.manual_seed(0)
+    without = small(None, network(), batch=batch, num_steps=6, **settings)
+    (note,) = records_of(tmp_path)
+
+    assert (note["kind"], note["step"], note["cause"]) == ("note", step, "changed_in_step")
+    assert note["explanation"].startswith(
+        f"{name} was changed between the forward of the network and the update, by the forward or "
+    )
+    assert_same(found, without)
+
+
+def test_weights_that_the_loop_changes_before_the_update(tmp_path):
+    """A second optimizer that steps first, from the fourth step on, is no faulty device."""
+    torch.manual_seed(0)
+    network = Outside()
+    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in network.children())
+    with LoopMonitor(first, tmp_path, model=network, callbacks=[RecomputeCheck(1)]) as monitor:
+        for step in range(1, 7):
+            loss = network(rows(step, 0)["inputs"]).square().mean()
+            loss.backward()
+            if step >= 4:
+                second.step()
+            first.step()
+            network.zero_grad()
+            monitor.end_step(loss.detach())
+    (note,) = [one for one in records_of(tmp_path) if one.get("cause") == "changed_in_step"]
+
+    assert anomalies(tmp_path) == []
+    assert note["step"] == 4
+    assert note["explanation"].startswith("head.weight was changed")
+
+
+@pytest.mark.parametrize("halve", [False, True])
+def test_a_term_of_the_loss_that_the_loop_adds(halve, tmp_path):
+    """A gradient that another output gets from outside is repeated, also if it begins late."""
+    calls = []
+
+    def with_term(output):
+        calls.append(None)
+        loss = output["loss"]
+        if halve:
+            loss /= 2  # in place
+        return loss + output["output"].abs().mean() * (len(calls) > 6)
+
+    faults = [Fault(5, "output", "layer"), Fault(6, "gradient of output", "layer")]
+    torch.manual_seed(0)
+    found = small(tmp_path, Unused(), faults[:0], num_steps=6, loss_of=with_term)
+    calls.clear()
+    torch.manual_seed(0)
+    without = small(None, Unused(), num_steps=6, loss_of=with_term)
+    calls.clear()
+    small(tmp_path / "faults", Unused(), faults, num_steps=6, loss_of=with_term)
+
+    assert records_of(tmp_path) == []
+    assert_same(found, without)
+    assert places(anomalies(tmp_path / "faults")) == expected(faults)
+
+
+def test_a_loss_beside_that_of_the_network(tmp_path):
+    """A loop may train another loss than the one that the network returns."""
+    torch.manual_seed(0)
+    faults = [Fault(4, "gradient of output", "layer")]
+    small(tmp_path, Unused(), faults, loss_of=lambda output: output["output"].square().mean())
+
+    assert places(records_of(tmp_path)) == expected(faults)
 
 
 def test_a_loop_without_the_event(tmp_path, caplog):

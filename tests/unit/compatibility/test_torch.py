@@ -73,13 +73,15 @@ def test_a_batch_norm_of_another_library_is_one():
 
 
 def test_a_version_grows_with_each_change_in_place():
-    """`version_of` tells whether a tensor was written to."""
+    """`version_of` tells whether a tensor was written to; torch does not count in inference."""
     tensor = torch.zeros(2)
     before = names.version_of(tensor)
 
     tensor.add_(1)
 
     assert names.version_of(tensor) == before + 1
+    with torch.inference_mode():
+        assert names.version_of(torch.zeros(2)) == 0
 
 
 def test_hooks_of_a_parameter_can_be_lifted():

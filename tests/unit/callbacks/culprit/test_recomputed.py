@@ -9,7 +9,7 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.notes import Note
 from mfwrap.callbacks.culprit.recomputed import RecomputeJudge, device_name
 from mfwrap.callbacks.culprit.replay.module_calls import Value
-from mfwrap.callbacks.culprit.replay.recompute import WEIGHT, StepRuns
+from mfwrap.callbacks.culprit.replay.recompute import SHARD, WEIGHT, StepRuns
 
 FIRST, LAST = Value("output", "layers.0"), Value("output", "layers.1")
 BACK, OF_WEIGHT = Value("gradient of output", "layers.0"), Value(WEIGHT, "layers.0.weight")
@@ -133,6 +133,25 @@ def test_nothing_is_computed_from_the_gradient_of_a_weight():
     assert (type(note), found.name) == (Note, "layers.0")
     assert [type(one) for one in only_note] == [Note]
     assert [type(one) for one in before] == [Note, Anomaly]
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Value("input", "", 1), "the input of the network"),
+        (Value(SHARD, "layers.0.weight"), "the weight layers.0.weight"),
+    ],
+)
+def test_what_the_program_provides_is_no_evidence(value, name):
+    """If it differs first, a note says so once, and the rest of the step is not judged."""
+    values = [value, *VALUES]
+    hashes = torch.tensor([[1, 1, 1, 1, 1, 1], [2, 2, 1, 1, 1, 1]])
+    step = StepRuns([values], hashes)
+    (note,) = judged(*CLEAN, step, step)
+
+    assert isinstance(note, Note)
+    assert (note.step, note.cause.name) == (3, "changed_in_step")
+    assert note.cause.explanation.startswith(f"{name} was changed between")
 
 
 def test_a_device_has_its_host():

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from mfwrap.callbacks.culprit.replay.module_calls import Value
-from mfwrap.callbacks.culprit.replay.recompute import WEIGHT, StepRepetition
+from mfwrap.callbacks.culprit.replay.recompute import SHARD, WEIGHT, StepRepetition
 from mfwrap.tensors.fingerprints import bitwise_hashes
+from support.one_rank import one_rank
 
 
 class Pair(nn.Module):
@@ -97,6 +99,22 @@ def test_what_a_run_lacks_is_zero(network):
 
     assert runs.hashes[0, place] != 0
     assert runs.hashes[1, place] == 0
+
+
+def test_the_shards_of_weights_are_compared(network):
+    """The bits of sharded weights are compared: torch does not count their versions."""
+    with one_rank():
+        fully_shard(network)
+        optimizer = torch.optim.AdamW(network.parameters(), foreach=True)
+        repetition = StepRepetition(network)
+        network(torch.ones(3, 4)).backward()
+        optimizer.step()
+        runs = repetition.repeat(1)
+    names = [name for name, _ in network.named_parameters()]
+    differs = (runs.hashes[0] != runs.hashes[1]).tolist()
+
+    assert runs.values[0][: len(names)] == [Value(SHARD, name) for name in names]
+    assert all(differs[: len(names)])
 
 
 def test_forwards_without_a_backward_do_not_count(network):

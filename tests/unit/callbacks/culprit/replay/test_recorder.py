@@ -1,9 +1,17 @@
 """A recorder keeps the inputs and the losses of the calls of one step."""
 
+from collections import OrderedDict, UserDict, namedtuple
+
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 
-from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, inner_network
+from mfwrap.callbacks.culprit.replay.recorder import (
+    StepRecorder,
+    inner_network,
+    replaced,
+    tensors_in,
+)
 
 
 class Network(nn.Module):
@@ -42,6 +50,31 @@ def test_only_training_is_recorded():
     network.train()(*positional)
     recorder.end_step()
     assert recorder.last_step == []
+
+
+Pair = namedtuple("Pair", "first second")  # noqa: PYI024  (an untyped one is meant)
+
+
+def test_tensors_in_containers_are_replaced():
+    """Containers keep their classes and are copied; a tensor that is held twice stays one."""
+    one, other = torch.ones(2), torch.zeros(1)
+    value = (
+        [one, {"a": one, "b": "text"}],
+        Pair(one, other),
+        OrderedDict(a=UserDict(a=other)),
+        CausalLMOutput(loss=other, hidden_states=(one, one)),
+        None,
+    )
+    result = replaced(value, lambda tensor: tensor + 1)
+    pairs = list(zip(tensors_in(value), tensors_in(result), strict=True))
+
+    assert [type(each) for each in result] == [type(each) for each in value]
+    assert all(torch.equal(after, before + 1) for (_, before), (_, after) in pairs)
+    assert len(pairs) == 8
+    assert len({id(after) for _, (_, after) in pairs}) == 2
+    assert result[3].loss is result[3]["loss"] is result[1].second
+    assert value[0][0] is one
+    assert value[3].loss is other
 
 
 def test_what_cannot_be_recorded():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
-from mfwrap.callbacks.culprit.replay.replay import Origin, replay_step
+from mfwrap.callbacks.culprit.replay.replay import Origin, replay_step, unscaled_norm
 
 NAN, INF = math.nan, math.inf
 
@@ -53,6 +53,38 @@ def call(rows=3, **keywords):
 def test_a_step_in_order():
     """A replay of a good step finds nothing."""
     assert replay_step(recorded(call(), call(rows=5)), 2.0**16) is None
+
+
+class Prompted(Network):
+    """A network with a trained tensor that is none of its parameters."""
+
+    def forward(self, inputs, targets=None, **others):
+        """Add the prompt to the inputs."""
+        return super().forward(inputs + self.prompts[0], targets, **others)
+
+
+@pytest.mark.parametrize(
+    "run", [lambda one: replay_step(one, 1.0), lambda one: unscaled_norm(one, 1.0)]
+)
+def test_what_is_outside_of_the_network_keeps_its_gradients(run):
+    """Inputs may be trained, or have a graph behind them, and a forward may use another leaf."""
+    network = Prompted()
+    network.prompts = [torch.randn(4, requires_grad=True)]
+    leaf, encoder = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 4)
+    inputs = leaf + torch.sigmoid(encoder(torch.randn(3, 4)))
+    recorder = recorded(
+        ((inputs, torch.randn(3)), {}), ((leaf, torch.randn(3)), {}), network=network
+    )
+    for call in recorder.last_step:
+        call.loss_gradient = torch.ones(())
+    inputs.sum().backward()
+    outside = [leaf, network.prompts[0], *encoder.parameters()]
+    before = [None if each.grad is None else each.grad.clone() for each in outside]
+    found = run(recorder)
+
+    assert found is None or found > 0
+    for tensor, gradient in zip(outside, before, strict=True):
+        assert tensor.grad is None if gradient is None else torch.equal(tensor.grad, gradient)
 
 
 def test_nothing_is_left_behind():
