@@ -57,7 +57,7 @@ class LossByRow:
 
     Costs one number per target in memory, and a few small kernels per micro-batch. The values are
     read on the host where the Trainer logs, which synchronizes anyway. On several ranks, one
-    all-reduce of two numbers per source comes before that. Only the first micro-batch of a training
+    all-reduce of two numbers per source, and a few more, comes before that. Only the first micro-batch of a training
     is read at once, to compare the losses of the rows with the loss that is trained.
 
     Args:
@@ -94,10 +94,10 @@ class LossByRow:
         self._names: list[str] = []
         # Number of the source of each row of the data set.
         self._source_of = np.zeros(0, np.int64)
-        # Since the last log: sums of the losses and numbers of targets, by source; and the number
-        # of targets that belong to no row.
+        # Since the last log: sums of the losses and numbers of targets, by source; and what must be
+        # 0: the numbers of targets that belong to no row, or are not the label at their place.
         self._totals = torch.zeros(2, 0)
-        self._num_lost = torch.zeros(())
+        self._wrong = torch.zeros(2)
         self._step = 0
         self._left: list[DealtRows] = []
         self._rows: DealtRows | None = None
@@ -180,7 +180,7 @@ class LossByRow:
             return
         device = trainer.accelerator.device
         self._totals = torch.zeros(2, len(self._names), dtype=torch.float64, device=device)
-        self._num_lost = torch.zeros((), dtype=torch.float64, device=device)
+        self._wrong = torch.zeros(2, dtype=torch.float64, device=device)
         state = None if saved is None else saved.get("loss_by")
         # The sums of one rank are no sums of another number of ranks, so begin anew there.
         if (
@@ -263,7 +263,12 @@ class LossByRow:
                 f"got no call in step {self._step}"
             )
             raise ValueError(msg)
+        device = self._totals.device
+        for at, number in enumerate((found.num_lost, found.num_misplaced)):
+            if number is not None:
+                self._wrong[at] += number.to(device)
         if not self._is_checked:
+            _refuse(*self._wrong.tolist())
             self._check(found, loss, num_items)
         if self._records_rows:
             self._seen.append(_Seen(self._step, rows, found))
@@ -275,13 +280,10 @@ class LossByRow:
             is_finite = sums.sum().isfinite()
             sums, targets = torch.where(is_finite, sums, 0.0), targets * is_finite
         sources = torch.from_numpy(self._source_of[np.asarray(rows.indices)])
-        device = self._totals.device
         if device.type == "cuda":
             sources = sources.pin_memory()
         both = torch.stack([sums, targets]).to(device).double()
         self._totals.index_add_(1, sources.to(device, non_blocking=True), both)
-        if found.num_lost is not None:
-            self._num_lost += found.num_lost.to(device)
 
     def _check(self, found: RowLosses, loss: Tensor, num_items: Any) -> None:
         """Compare the losses of rows with the loss that is trained. Synchronizes with the device.
@@ -293,11 +295,8 @@ class LossByRow:
         if self._has_other_losses:  # such as that of a router, which has no rows
             self._is_checked = True
             return
-        lost = torch.zeros(()) if found.num_lost is None else found.num_lost
-        values = [loss, found.sums.sum(), found.targets.sum(), lost]
-        trained, total, count, num_lost = (value.item() for value in values)
-        if num_lost:
-            _refuse_lost(num_lost)
+        values = [loss, found.sums.sum(), found.targets.sum()]
+        trained, total, count = (value.item() for value in values)
         if not (math.isfinite(trained) and math.isfinite(total) and count):
             return
         items = count if num_items is None else torch.as_tensor(num_items).reshape(-1)[0].item()
@@ -327,17 +326,17 @@ class LossByRow:
             ``loss/<source>``, but for sources without targets, and ``tokens/<source>``.
 
         Raises:
-            ValueError: If targets belonged to no row.
+            ValueError: If targets belonged to no row, or to another one.
         """
-        self._read_rows()
-        if not self._names:
+        if not self.is_on:
             return {}
-        message = torch.cat([self._totals.flatten(), self._num_lost.reshape(1)])
+        self._read_rows()
+        message = torch.cat([self._totals.flatten(), self._wrong])
         add_over_ranks(message)
-        *totals, num_lost = message.tolist()
+        *totals, num_lost, num_misplaced = message.tolist()
         self._totals.zero_()
-        if num_lost:
-            _refuse_lost(num_lost)
+        self._wrong.zero_()
+        _refuse(num_lost, num_misplaced)
         number = len(self._names)
         found = list(zip(self._names, totals[:number], totals[number:], strict=True))
         loss, tokens = BY_SOURCE
@@ -408,13 +407,22 @@ def check_state(state: Any) -> None:
         raise ValueError(msg)
 
 
-def _refuse_lost(num_lost: float) -> None:
-    msg = (
-        "`loss_by` and `row_losses` need `position_ids` that are 0 at the first token of each row "
-        f"of the data set, and only there; got {num_lost:.0f} targets after the last row, as in a "
-        "data set of packed rows"
-    )
-    raise ValueError(msg)
+def _refuse(num_lost: float, num_misplaced: float) -> None:
+    """Raise ValueError if targets belong to no row, or are not the label at their place."""
+    if num_lost:
+        msg = (
+            "`loss_by` and `row_losses` need `position_ids` that are 0 at the first token of each "
+            f"row of the data set, and only there; got {num_lost:.0f} targets after the last row, "
+            "as in a data set of packed rows"
+        )
+        raise ValueError(msg)
+    if num_misplaced:
+        msg = (
+            "`loss_by` and `row_losses` need a model whose loss is that of its `labels` in their "
+            f"order, got {num_misplaced:.0f} targets that differ from the label at their place, as "
+            "in a model that selects tokens before its loss"
+        )
+        raise ValueError(msg)
 
 
 def _are_names(value: object) -> bool:

@@ -312,6 +312,25 @@ class Doubled(Silent):
         return {"loss": 2 * found.loss, "logits": found.logits}
 
 
+class Flipped(Silent):
+    """A model whose loss has the rows in another order, from a call on."""
+
+    left = 0
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        """Return loss and logits."""
+        logits, order = self.inner(input_ids).logits, [0] if self.left <= 0 else []
+        self.left -= 1
+        pairs = (each.flip(order).flatten(0, 1) for each in (logits[:, :-1], labels[:, 1:]))
+        return {"loss": nn.functional.cross_entropy(*pairs), "logits": logits}
+
+
+class FlippedLater(Flipped):
+    """A model whose first micro-batches are right."""
+
+    left = 4
+
+
 class Unlabeled(Silent):
     """A model that takes no labels."""
 
@@ -331,6 +350,12 @@ def unlabeled(rows):
     [
         ({"model": Silent}, ValueError, "lacks an output with `logits`"),
         ({"model": Doubled}, ValueError, "mean of the losses of its targets, got"),
+        ({"model": Flipped}, ValueError, r"got \d+ targets that differ from the label"),
+        (
+            {"model": FlippedLater, "loss_by": None, "row_losses": True},
+            ValueError,
+            r"got \d+ targets that differ from the label",
+        ),
         (
             {"model": Unlabeled, "data_collator": unlabeled},
             ValueError,
