@@ -73,7 +73,7 @@ def row_losses(
 
     Raises:
         ValueError: If the network gives no logits, its loss is not one of cross entropy, squared
-            error and binary cross entropy, or the rows cannot be told apart.
+            error and binary cross entropy, it has weights, or the rows cannot be told apart.
     """
     losses, counted, num_misplaced = _losses_of_targets(output, inputs, shifts_labels=shifts_labels)
     if len(losses) == num_rows:
@@ -145,14 +145,22 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def _kept_by_loss(loss: Any, logits: Tensor, labels: Tensor) -> _Targets | None:
     """Return the losses of the targets from what a loss keeps for its backward.
 
-    ``None`` if that is not the arguments of one of torch's losses, without weights, or if the loss
-    is not that of all labels, so that its targets do not say to which row they belong.
+    ``None`` if that is not the arguments of one of torch's losses, or if the loss is not that of
+    all labels, so that its targets do not say to which row they belong.
+
+    Raises:
+        ValueError: If the loss has weights.
     """
     node, num_rows = _node_of_loss(loss), len(logits)
-    if node is None or getattr(node, "_saved_weight", None) is not None:
+    if node is None or _selects(node, logits.grad_fn):
         return None
-    if _selects(node, logits.grad_fn):
-        return None
+    weights = (getattr(node, name, None) for name in ("_saved_weight", "_saved_pos_weight"))
+    if any(weight is not None for weight in weights):
+        msg = (
+            "`loss_by` and `row_losses` need a model whose loss has no weights, got a loss with "
+            "weights of classes or targets"
+        )
+        raise ValueError(msg)
     values, targets = node._saved_self, node._saved_target  # noqa: SLF001  (documented names)
     kind = node.name()
     if kind == "NllLossBackward0":
@@ -164,8 +172,6 @@ def _kept_by_loss(loss: Any, logits: Tensor, labels: Tensor) -> _Targets | None:
         losses = (values.float() - targets.float()).square()
         counted = torch.ones_like(losses, dtype=torch.bool)
     else:
-        if node._saved_pos_weight is not None:  # noqa: SLF001  (see above)
-            return None
         losses = functional.binary_cross_entropy_with_logits(
             values.float(), targets.float(), reduction="none"
         )

@@ -6,7 +6,6 @@ a row never passes through a collator. Their losses come from the forward pass t
 """
 
 import contextlib
-import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,14 +50,59 @@ class _Seen(NamedTuple):
     losses: RowLosses
 
 
+class _Comparison(NamedTuple):
+    """Comparison of the losses of rows with the loss that is trained, summed over micro-batches."""
+
+    num_lost: float
+    """Number of targets that belong to no row."""
+
+    num_misplaced: float
+    """Number of targets that are not the label at their place."""
+
+    difference: float
+    """Sum of the absolute differences between the trained loss and that of the rows."""
+
+    trained: float
+    """Sum of the absolute values of the trained loss."""
+
+    num_compared: float
+    """Number of micro-batches in the two sums: those with targets and a finite loss."""
+
+    def check(self) -> None:
+        """Raise ValueError if the losses are not those of rows, or not those that were trained."""
+        if self.num_lost:
+            msg = (
+                "`loss_by` and `row_losses` need `position_ids` that are 0 at the first token of "
+                f"each row of the data set, and only there; got {self.num_lost:.0f} targets after "
+                "the last row, as in a data set of packed rows"
+            )
+            raise ValueError(msg)
+        if self.num_misplaced:
+            msg = (
+                "`loss_by` and `row_losses` need a model whose loss is that of its `labels` in "
+                f"their order, got {self.num_misplaced:.0f} targets that differ from the label at "
+                "their place, as in a model that selects tokens before its loss"
+            )
+            raise ValueError(msg)
+        if self.difference > _TOLERANCE * self.trained + 1e-6 * self.num_compared:
+            msg = (
+                "`loss_by` and `row_losses` need a model whose loss is the mean of the losses of "
+                f"its targets, got {self.trained / self.num_compared:.6g} in the mean over "
+                f"micro-batches, which differs by {self.difference / self.num_compared:.6g} from "
+                "the losses of the targets; leave them out with a weighted or smoothed loss"
+            )
+            raise ValueError(msg)
+
+
 @final
 class LossByRow:
     """Follow the losses of the rows that an `MFTrainer` trains on.
 
-    Costs one number per target in memory, and a few small kernels per micro-batch. The values are
+    Costs one number per target in memory, and some small kernels per micro-batch. The values are
     read on the host where the Trainer logs, which synchronizes anyway. On several ranks, one
-    all-reduce of two numbers per source, and a few more, comes before that. Only the first micro-batch of a training
-    is read at once, to compare the losses of the rows with the loss that is trained.
+    all-reduce of two numbers per source, and a few more, comes before that. In each micro-batch,
+    the losses of the rows are compared with the loss that is trained, on the device. Only the first
+    comparison of a training is read at once.
 
     Args:
         trainer: The trainer.
@@ -94,10 +138,10 @@ class LossByRow:
         self._names: list[str] = []
         # Number of the source of each row of the data set.
         self._source_of = np.zeros(0, np.int64)
-        # Since the last log: sums of the losses and numbers of targets, by source; and what must be
-        # 0: the numbers of targets that belong to no row, or are not the label at their place.
+        # Since the last log: sums of the losses and numbers of targets, by source; and the
+        # comparison, see `_Comparison`.
         self._totals = torch.zeros(2, 0)
-        self._wrong = torch.zeros(2)
+        self._compared = torch.zeros(5)
         self._step = 0
         self._left: list[DealtRows] = []
         self._rows: DealtRows | None = None
@@ -180,7 +224,7 @@ class LossByRow:
             return
         device = trainer.accelerator.device
         self._totals = torch.zeros(2, len(self._names), dtype=torch.float64, device=device)
-        self._wrong = torch.zeros(2, dtype=torch.float64, device=device)
+        self._compared = torch.zeros(5, dtype=torch.float64, device=device)
         state = None if saved is None else saved.get("loss_by")
         # The sums of one rank are no sums of another number of ranks, so begin anew there.
         if (
@@ -263,13 +307,11 @@ class LossByRow:
                 f"got no call in step {self._step}"
             )
             raise ValueError(msg)
-        device = self._totals.device
-        for at, number in enumerate((found.num_lost, found.num_misplaced)):
-            if number is not None:
-                self._wrong[at] += number.to(device)
+        self._compare(found, loss, num_items)
         if not self._is_checked:
-            _refuse(*self._wrong.tolist())
-            self._check(found, loss, num_items)
+            first = _Comparison(*self._compared.tolist())
+            first.check()
+            self._is_checked = first.num_compared > 0 or self._has_other_losses
         if self._records_rows:
             self._seen.append(_Seen(self._step, rows, found))
         if not self._names:
@@ -280,42 +322,40 @@ class LossByRow:
             is_finite = sums.sum().isfinite()
             sums, targets = torch.where(is_finite, sums, 0.0), targets * is_finite
         sources = torch.from_numpy(self._source_of[np.asarray(rows.indices)])
+        device = self._totals.device
         if device.type == "cuda":
             sources = sources.pin_memory()
         both = torch.stack([sums, targets]).to(device).double()
         self._totals.index_add_(1, sources.to(device, non_blocking=True), both)
 
-    def _check(self, found: RowLosses, loss: Tensor, num_items: Any) -> None:
-        """Compare the losses of rows with the loss that is trained. Synchronizes with the device.
+    def _compare(self, found: RowLosses, loss: Tensor, num_items: Any) -> None:
+        """Compare the losses of rows with the loss that is trained, on the device.
 
         A model that takes the number of targets of the update divides the sum of its losses by it.
         The Trainer multiplies by the number of ranks, whose gradients are averaged. Any other mean
         loss it divides by the number of micro-batches.
         """
+        device, trainer = self._compared.device, self._trainer
+        for at, number in enumerate((found.num_lost, found.num_misplaced)):
+            if number is not None:
+                self._compared[at] += number.to(device)
         if self._has_other_losses:  # such as that of a router, which has no rows
-            self._is_checked = True
             return
-        values = [loss, found.sums.sum(), found.targets.sum()]
-        trained, total, count = (value.item() for value in values)
-        if not (math.isfinite(trained) and math.isfinite(total) and count):
-            return
-        items = count if num_items is None else torch.as_tensor(num_items).reshape(-1)[0].item()
-        mean, trainer = total / count, self._trainer
+        trained, total, count = (
+            value.to(device).double() for value in (loss, found.sums.sum(), found.targets.sum())
+        )
+        items = count if num_items is None else torch.as_tensor(num_items).reshape(-1)[0]
+        mean = total / count
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             is_scaled = trainer.model_accepts_loss_kwargs and num_items is not None
         expected = [mean / trainer.current_gradient_accumulation_steps]
         if is_scaled:  # a squared error is a mean nevertheless
             expected = [total / items, total / items * trainer.args.world_size, mean]
-        self._is_checked = any(
-            math.isclose(trained, each, rel_tol=_TOLERANCE, abs_tol=1e-6) for each in expected
-        )
-        if not self._is_checked:
-            msg = (
-                "`loss_by` and `row_losses` need a model whose loss is the mean of the losses of "
-                f"its targets, got {trained:.6g} and targets whose losses have the mean {mean:.6g}"
-            )
-            raise ValueError(msg)
+        difference = (torch.stack(expected) - trained).abs().amin()
+        # A micro-batch without targets, or with a non-finite loss, says nothing: its mean is none.
+        compared = torch.stack([difference, trained.abs(), torch.ones_like(trained)])
+        self._compared[2:] += torch.where(difference.isfinite(), compared, 0.0)
 
     def values_to_log(self) -> dict[str, float]:
         """Return loss and number of targets of each source since the last log, on all ranks.
@@ -326,18 +366,18 @@ class LossByRow:
             ``loss/<source>``, but for sources without targets, and ``tokens/<source>``.
 
         Raises:
-            ValueError: If targets belonged to no row, or to another one.
+            ValueError: If the losses are not those of rows, or not those that were trained.
         """
         if not self.is_on:
             return {}
         self._read_rows()
-        message = torch.cat([self._totals.flatten(), self._wrong])
+        message = torch.cat([self._compared, self._totals.flatten()])
         add_over_ranks(message)
-        *totals, num_lost, num_misplaced = message.tolist()
+        read = message.tolist()
         self._totals.zero_()
-        self._wrong.zero_()
-        _refuse(num_lost, num_misplaced)
-        number = len(self._names)
+        self._compared.zero_()
+        _Comparison(*read[:5]).check()
+        totals, number = read[5:], len(self._names)
         found = list(zip(self._names, totals[:number], totals[number:], strict=True))
         loss, tokens = BY_SOURCE
         losses = {f"{loss}{name}": total / count for name, total, count in found if count}
@@ -404,24 +444,6 @@ def check_state(state: Any) -> None:
     )
     if len(sizes) != 3 or len(set(sizes)) != 1 or not is_right:
         msg = f"expected sums of the losses of sources, got {state!r:.80}"
-        raise ValueError(msg)
-
-
-def _refuse(num_lost: float, num_misplaced: float) -> None:
-    """Raise ValueError if targets belong to no row, or are not the label at their place."""
-    if num_lost:
-        msg = (
-            "`loss_by` and `row_losses` need `position_ids` that are 0 at the first token of each "
-            f"row of the data set, and only there; got {num_lost:.0f} targets after the last row, "
-            "as in a data set of packed rows"
-        )
-        raise ValueError(msg)
-    if num_misplaced:
-        msg = (
-            "`loss_by` and `row_losses` need a model whose loss is that of its `labels` in their "
-            f"order, got {num_misplaced:.0f} targets that differ from the label at their place, as "
-            "in a model that selects tokens before its loss"
-        )
         raise ValueError(msg)
 
 

@@ -260,19 +260,23 @@ def test_a_binary_loss_of_selected_tokens():
         row_losses({"loss": loss, "logits": logits}, {"labels": labels}, ROWS, shifts_labels=False)
 
 
-def weighted():
-    """Return an output whose cross entropy has weights."""
-    logits, labels = logits_of(ROWS, CLASSES), classes(ROWS, ignores=False)
-    loss = functional.cross_entropy(logits, labels, weight=torch.arange(1.0, CLASSES + 1))
-    return loss, logits, labels, entropies(logits, labels)
-
-
-def test_weights_are_no_part_of_a_rows_loss():
-    """A weighted loss is not what the rows have; the trainer notices that the losses differ."""
-    loss, logits, labels, expected = weighted()
+@pytest.mark.parametrize("kind", ["classes", "targets", "positive targets"])
+def test_weights_are_refused(kind):
+    """A weighted loss is not the mean of the losses of the rows, even if it is near it at first."""
+    logits, labels, weights = (
+        logits_of(ROWS, CLASSES),
+        torch.ones(ROWS, CLASSES),
+        torch.ones(CLASSES),
+    )
+    if kind == "classes":
+        labels = classes(ROWS, ignores=False)
+        loss = functional.cross_entropy(logits, labels, weight=weights)
+    else:
+        name = "weight" if kind == "targets" else "pos_weight"
+        loss = functional.binary_cross_entropy_with_logits(logits, labels, **{name: weights})
     output = {"loss": loss, "logits": logits}
-
-    assert_losses(row_losses(output, {"labels": labels}, ROWS, shifts_labels=False), expected)
+    with pytest.raises(ValueError, match="got a loss with weights of classes or targets"):
+        row_losses(output, {"labels": labels}, ROWS, shifts_labels=False)
 
 
 @pytest.mark.parametrize(

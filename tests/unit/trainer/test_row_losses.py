@@ -312,6 +312,18 @@ class Doubled(Silent):
         return {"loss": 2 * found.loss, "logits": found.logits}
 
 
+class ScaledLater(Silent):
+    """A model whose loss becomes another one, without a change that its graph shows."""
+
+    left = 4
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        """Return loss and logits."""
+        found = self.inner(input_ids, labels=labels)
+        self.left -= 1
+        return {"loss": (1.02 if self.left < 0 else 1.0) * found.loss, "logits": found.logits}
+
+
 class Flipped(Silent):
     """A model whose loss has the rows in another order, from a call on."""
 
@@ -350,6 +362,12 @@ def unlabeled(rows):
     [
         ({"model": Silent}, ValueError, "lacks an output with `logits`"),
         ({"model": Doubled}, ValueError, "mean of the losses of its targets, got"),
+        ({"model": ScaledLater}, ValueError, "mean of the losses of its targets, got"),
+        (
+            {"model": ScaledLater, "loss_by": None, "row_losses": True},
+            ValueError,
+            "mean of the losses of its targets, got",
+        ),
         ({"model": Flipped}, ValueError, r"got \d+ targets that differ from the label"),
         (
             {"model": FlippedLater, "loss_by": None, "row_losses": True},
