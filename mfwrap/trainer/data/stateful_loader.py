@@ -60,14 +60,21 @@ def stateful_base(loader: Any) -> Any | None:
 
 
 def check_loader(loader: Any) -> None:
-    """Check that the first state of a loader can be saved, and warn of a shuffle buffer.
+    """Check that a loader keeps a state that can be saved, and warn of a shuffle buffer.
 
     Args:
-        loader: Prepared loader, for which `stateful_base` is not ``None``.
+        loader: Loader of the training.
 
     Raises:
-        ValueError: If JSON cannot hold a part of the state.
+        ValueError: If the loader keeps no state, or JSON cannot hold a part of it.
     """
+    if stateful_base(loader) is None:
+        msg = (
+            "`use_stateful_dataloader` needs the data loader of the Trainer's own "
+            f"`get_train_dataloader`, got {type(loader).__name__}; leave it out with a data loader "
+            "of your own"
+        )
+        raise ValueError(msg)
     check_place(loader.dl_state_dict)
     if _has_shuffle_buffer(loader.dataset):
         warnings.warn(

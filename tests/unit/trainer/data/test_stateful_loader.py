@@ -145,6 +145,23 @@ def test_a_later_state_that_json_cannot_hold(tmp_path, later, says):
         new_trainer(tmp_path, data=Changing(*later)).train()
 
 
+class OwnLoader(MFTrainer):
+    """A trainer with a data loader of its own."""
+
+    def get_train_dataloader(self):
+        """Return a loader of torch."""
+        return DataLoader(self.train_dataset, batch_size=4)
+
+
+@pytest.mark.usefixtures("_torchdata")
+def test_a_data_loader_of_ones_own(tmp_path):
+    """It keeps no state, which is said before the first update."""
+    settings = {"data_collator": default_data_collator, "use_stateful_dataloader": True}
+    trainer = trainer_runs.new_trainer(OwnLoader, tmp_path, data=Stream(), extras=settings)
+    with pytest.raises(ValueError, match="own `get_train_dataloader`, got DataLoader; leave it"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("state", "says"),
     [
