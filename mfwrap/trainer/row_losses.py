@@ -182,7 +182,8 @@ class LossByRow:
         """Read the names of the sources; call it before the ranks are compared.
 
         Raises:
-            ValueError: If the data have no such column, or not as many rows as there are names.
+            ValueError: If the data have no such column, not as many rows as there are names, a row
+                without a name, or two names that are the same as text.
         """
         if self._loss_by is None:
             return
@@ -191,10 +192,9 @@ class LossByRow:
             msg = f"`loss_by` needs a map-style data set with a length, got {type(data).__name__}"
             raise ValueError(msg)
         names = _names_of_rows(data, self._loss_by)
-        number_of: dict[str, int] = {}
-        numbers = (number_of.setdefault(str(name), len(number_of)) for name in names)
-        self._source_of = np.fromiter(numbers, np.int64, len(names))
-        self._names = list(number_of)
+        sources: dict[str, tuple[int, Any]] = {}
+        self._source_of = np.fromiter(_numbers(names, sources), np.int64, len(names))
+        self._names = list(sources)
         if len(self._names) > _MAX_SOURCES:
             msg = (
                 f"`loss_by` must name at most {_MAX_SOURCES} sources, got {len(self._names)} in "
@@ -467,6 +467,19 @@ def _names_of_rows(data: Any, loss_by: LossBy) -> Sequence[Any]:
         )
         raise ValueError(msg)
     return loss_by
+
+
+def _numbers(names: Sequence[Any], sources: dict[str, tuple[int, Any]]) -> Iterator[int]:
+    """Yield the number of the source of each row; add each new source to `sources` by its text."""
+    for index, name in enumerate(names):
+        number, first = sources.setdefault(str(name), (len(sources), name))
+        if name is None or name != first:
+            msg = (
+                "`loss_by` must name the source of each row, with names that differ as text, got "
+                f"{name!r:.60} in row {index}" + ("" if name is None else f" and {first!r:.60}")
+            )
+            raise ValueError(msg)
+        yield number
 
 
 def _column(data: Any, column: str) -> Sequence[Any]:
