@@ -123,6 +123,7 @@ class LossByRow:
             msg = (
                 "`loss_by` must be the name of a column, a sequence of names or None, got "
                 f"{described(loss_by):.200}"
+                + ("; give loss_by.tolist()" if hasattr(loss_by, "tolist") else "")
             )
             raise TypeError(msg)
         if records_rows:

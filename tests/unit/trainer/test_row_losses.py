@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -381,6 +382,7 @@ def unlabeled(rows):
         ),
         ({"label_smoothing_factor": 0.1}, ValueError, "`label_smoothing_factor` must be 0"),
         ({"loss_by": 3}, TypeError, "name of a column, a sequence of names or None, got 3"),
+        ({"loss_by": np.array(NAMES)}, TypeError, r"; give loss_by\.tolist\(\)"),
         ({"loss_by": "site"}, ValueError, "got 'site' and Counting with the columns unknown"),
         ({"loss_by": [*NAMES[:-1], None]}, ValueError, "of each row, .* got None in row 19"),
         ({"loss_by": ["1", 1] * 10}, ValueError, "differ as text, got 1 in row 1 and '1'"),
