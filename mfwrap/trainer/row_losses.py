@@ -36,7 +36,7 @@ _MAX_SOURCES = 256
 """Largest number of sources: a column with more is hardly one of sources."""
 
 _MAX_ROWS = 100_000
-"""Number of rows in a file, unless a checkpoint ends it earlier."""
+"""Number of rows in a file, unless a checkpoint ends it earlier; also of those on the device."""
 
 _TOLERANCE = 0.01
 """Largest relative difference between the trained loss and that of the rows, in any precision."""
@@ -102,7 +102,8 @@ class LossByRow:
     read on the host where the Trainer logs, which synchronizes anyway. On several ranks, one
     all-reduce of two numbers per source, and a few more, comes before that. In each micro-batch,
     the losses of the rows are compared with the loss that is trained, on the device. Only the first
-    comparison of a training is read at once.
+    comparison of a training is read at once. Without a log or a checkpoint, 100,000 rows are read
+    at once to be written.
 
     Args:
         trainer: The trainer.
@@ -150,6 +151,7 @@ class LossByRow:
         self._has_other_losses = False
         self._is_checked = False
         self._seen: list[_Seen] = []
+        self._num_seen = 0
         self._files: RowLossFiles | None = None
         self._columns: dict[str, list[Any]] = {}
 
@@ -237,7 +239,7 @@ class LossByRow:
             self._totals += torch.tensor(
                 [by_name.get(name, (0.0, 0.0)) for name in self._names], dtype=torch.float64
             ).T.to(device)
-        self._left, self._seen, self._step = [], [], 0
+        self._left, self._seen, self._num_seen, self._step = [], [], 0, 0
         self._is_checked = False
         if self._records_rows:
             self._files = RowLossFiles(run_folder_of(trainer))
@@ -315,6 +317,9 @@ class LossByRow:
             self._is_checked = first.num_compared > 0 or self._has_other_losses
         if self._records_rows:
             self._seen.append(_Seen(self._step, rows, found))
+            self._num_seen += len(rows.indices)
+            if self._num_seen >= _MAX_ROWS:  # without a log or a checkpoint
+                self._read_rows()
         if not self._names:
             return
         sums, targets = found.sums, found.targets
@@ -386,7 +391,7 @@ class LossByRow:
 
     def _read_rows(self) -> None:
         """Copy the losses of the rows to the host; synchronizes with the device."""
-        seen, self._seen = self._seen, []
+        seen, self._seen, self._num_seen = self._seen, [], 0
         if not seen:
             return
         lengths = [len(each.rows.indices) for each in seen]

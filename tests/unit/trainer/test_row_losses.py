@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Subset
 
 from mfwrap.records.row_losses import read_row_losses
+from mfwrap.trainer import row_losses as module
 from mfwrap.trainer.row_losses import check_state
 from support.programs import FORKING
 from support.row_losses import (
@@ -162,6 +163,16 @@ def test_an_error_keeps_the_rows_before_it(tmp_path):
     assert len(list((tmp_path / "row_losses.1").glob("*.parquet"))) == 1
     assert rows_in(tmp_path).step.max() == 2
     assert "source" not in rows_in(tmp_path)
+
+
+def test_rows_do_not_pile_up(tmp_path, monkeypatch):
+    """Without logs and checkpoints, rows are written once there are many, and each only once."""
+    monkeypatch.setattr(module, "_MAX_ROWS", 8)
+    trained(tmp_path, row_losses=True, logging_strategy="no", save_strategy="no", max_steps=4)
+
+    steps = [path.name[6:23] for path in sorted((tmp_path / "row_losses").glob("*.parquet"))]
+    assert steps == ["00000001_00000002", "00000002_00000003", "00000004_00000004"]
+    assert sorted(rows_in(tmp_path)["index"]) == list(range(20))
 
 
 def test_rows_left_out(tmp_path):
