@@ -3,8 +3,8 @@
 torch keeps what the backward of a loss needs: the log-probabilities of a cross entropy with its
 targets, or both arguments of a squared error. The losses of the targets are read from there. This
 takes one number per target and no second pass over the logits. If torch has kept nothing (the
-network is compiled, or has a loss of its own), the cross entropy of the logits is computed again, a
-few tokens at a time.
+network is compiled, or has a loss of its own), or keeps it through hooks (offloading), the cross
+entropy of the logits is computed again, a few tokens at a time.
 """
 
 from collections import deque
@@ -153,6 +153,10 @@ def _kept_by_loss(loss: Any, logits: Tensor, labels: Tensor) -> _Targets | None:
     """
     node, num_rows = _node_of_loss(loss), len(logits)
     if node is None or _selects(node, logits.grad_fn):
+        return None
+    # The backward is the only one that may call the hooks: some free the tensor, or copy it back.
+    raw = node._raw_saved_self  # noqa: SLF001  (documented name)
+    if getattr(raw, "unpack_hook", None) is not None:
         return None
     weights = (getattr(node, name, None) for name in ("_saved_weight", "_saved_pos_weight"))
     if any(weight is not None for weight in weights):

@@ -185,6 +185,27 @@ def test_rows_in_one_sequence(num_rows, padding):
     assert found.num_lost == sum(count for _, count in expected[num_rows:])
 
 
+@pytest.mark.parametrize("kind", [*KINDS][:5])
+def test_tensors_that_are_unpacked_once(kind):
+    """Hooks for saved tensors may free what they unpack, so only the backward unpacks it."""
+    packed = []
+
+    def unpack(at):
+        value, packed[at] = packed[at], None
+        assert value is not None, "unpacked twice"
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda v: packed.append(v) or len(packed) - 1, unpack
+    ):
+        loss, logits, labels, expected = KINDS[kind]()
+    output, shifts = {"loss": loss, "logits": logits}, kind.startswith("next token")
+    found = row_losses(output, {"labels": labels}, ROWS, shifts_labels=shifts)
+
+    assert_losses(found, expected)
+    loss.backward()
+
+
 LENGTHS = [7, 5, 6, 6]
 """Tokens of each row: together as many as 4 rows of 6."""
 
