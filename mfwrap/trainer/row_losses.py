@@ -6,7 +6,6 @@ a row never passes through a collator. Their losses come from the forward pass t
 """
 
 import contextlib
-import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ _MAX_SOURCES = 256
 """Largest number of sources: a column with more is hardly one of sources."""
 
 _MAX_ROWS = 100_000
-"""Number of rows in a file, unless a checkpoint ends it earlier."""
+"""Number of rows in a file, unless a checkpoint ends it earlier; also of those on the device."""
 
 _TOLERANCE = 0.01
 """Largest relative difference between the trained loss and that of the rows, in any precision."""
@@ -51,14 +50,60 @@ class _Seen(NamedTuple):
     losses: RowLosses
 
 
+class _Comparison(NamedTuple):
+    """Comparison of the losses of rows with the loss that is trained, summed over micro-batches."""
+
+    num_lost: float
+    """Number of targets that belong to no row."""
+
+    num_misplaced: float
+    """Number of targets that are not the label at their place."""
+
+    difference: float
+    """Sum of the absolute differences between the trained loss and that of the rows."""
+
+    trained: float
+    """Sum of the absolute values of the trained loss."""
+
+    num_compared: float
+    """Number of micro-batches in the two sums: those with targets and a finite loss."""
+
+    def check(self) -> None:
+        """Raise ValueError if the losses are not those of rows, or not those that were trained."""
+        if self.num_lost:
+            msg = (
+                "`loss_by` and `row_losses` need `position_ids` that are 0 at the first token of "
+                f"each row of the data set, and only there; got {self.num_lost:.0f} targets after "
+                "the last row, as in a data set of packed rows"
+            )
+            raise ValueError(msg)
+        if self.num_misplaced:
+            msg = (
+                "`loss_by` and `row_losses` need a model whose loss is that of its `labels` in "
+                f"their order, got {self.num_misplaced:.0f} targets that differ from the label at "
+                "their place, as in a model that selects tokens before its loss"
+            )
+            raise ValueError(msg)
+        if self.difference > _TOLERANCE * self.trained + 1e-6 * self.num_compared:
+            msg = (
+                "`loss_by` and `row_losses` need a model whose loss is the mean of the losses of "
+                f"its targets, got {self.trained / self.num_compared:.6g} in the mean over "
+                f"micro-batches, which differs by {self.difference / self.num_compared:.6g} from "
+                "the losses of the targets; leave them out with a weighted or smoothed loss"
+            )
+            raise ValueError(msg)
+
+
 @final
 class LossByRow:
     """Follow the losses of the rows that an `MFTrainer` trains on.
 
-    Costs one number per target in memory, and a few small kernels per micro-batch. The values are
+    Costs one number per target in memory, and some small kernels per micro-batch. The values are
     read on the host where the Trainer logs, which synchronizes anyway. On several ranks, one
-    all-reduce of two numbers per source comes before that. Only the first micro-batch of a training
-    is read at once, to compare the losses of the rows with the loss that is trained.
+    all-reduce of two numbers per source, and a few more, comes before that. In each micro-batch,
+    the losses of the rows are compared with the loss that is trained, on the device. Only the first
+    comparison of a training is read at once. Without a log or a checkpoint, 100,000 rows are read
+    at once to be written.
 
     Args:
         trainer: The trainer.
@@ -79,6 +124,7 @@ class LossByRow:
             msg = (
                 "`loss_by` must be the name of a column, a sequence of names or None, got "
                 f"{described(loss_by):.200}"
+                + ("; give loss_by.tolist()" if hasattr(loss_by, "tolist") else "")
             )
             raise TypeError(msg)
         if records_rows:
@@ -94,10 +140,10 @@ class LossByRow:
         self._names: list[str] = []
         # Number of the source of each row of the data set.
         self._source_of = np.zeros(0, np.int64)
-        # Since the last log: sums of the losses and numbers of targets, by source; and the number
-        # of targets that belong to no row.
+        # Since the last log: sums of the losses and numbers of targets, by source; and the
+        # comparison, see `_Comparison`.
         self._totals = torch.zeros(2, 0)
-        self._num_lost = torch.zeros(())
+        self._compared = torch.zeros(5)
         self._step = 0
         self._left: list[DealtRows] = []
         self._rows: DealtRows | None = None
@@ -105,6 +151,7 @@ class LossByRow:
         self._has_other_losses = False
         self._is_checked = False
         self._seen: list[_Seen] = []
+        self._num_seen = 0
         self._files: RowLossFiles | None = None
         self._columns: dict[str, list[Any]] = {}
 
@@ -138,7 +185,8 @@ class LossByRow:
         """Read the names of the sources; call it before the ranks are compared.
 
         Raises:
-            ValueError: If the data have no such column, or not as many rows as there are names.
+            ValueError: If the data have no such column, not as many rows as there are names, a row
+                without a name, or two names that are the same as text.
         """
         if self._loss_by is None:
             return
@@ -147,10 +195,9 @@ class LossByRow:
             msg = f"`loss_by` needs a map-style data set with a length, got {type(data).__name__}"
             raise ValueError(msg)
         names = _names_of_rows(data, self._loss_by)
-        number_of: dict[str, int] = {}
-        numbers = (number_of.setdefault(str(name), len(number_of)) for name in names)
-        self._source_of = np.fromiter(numbers, np.int64, len(names))
-        self._names = list(number_of)
+        sources: dict[str, tuple[int, Any]] = {}
+        self._source_of = np.fromiter(_numbers(names, sources), np.int64, len(names))
+        self._names = list(sources)
         if len(self._names) > _MAX_SOURCES:
             msg = (
                 f"`loss_by` must name at most {_MAX_SOURCES} sources, got {len(self._names)} in "
@@ -180,7 +227,7 @@ class LossByRow:
             return
         device = trainer.accelerator.device
         self._totals = torch.zeros(2, len(self._names), dtype=torch.float64, device=device)
-        self._num_lost = torch.zeros((), dtype=torch.float64, device=device)
+        self._compared = torch.zeros(5, dtype=torch.float64, device=device)
         state = None if saved is None else saved.get("loss_by")
         # The sums of one rank are no sums of another number of ranks, so begin anew there.
         if (
@@ -192,7 +239,7 @@ class LossByRow:
             self._totals += torch.tensor(
                 [by_name.get(name, (0.0, 0.0)) for name in self._names], dtype=torch.float64
             ).T.to(device)
-        self._left, self._seen, self._step = [], [], 0
+        self._left, self._seen, self._num_seen, self._step = [], [], 0, 0
         self._is_checked = False
         if self._records_rows:
             self._files = RowLossFiles(run_folder_of(trainer))
@@ -263,10 +310,16 @@ class LossByRow:
                 f"got no call in step {self._step}"
             )
             raise ValueError(msg)
+        self._compare(found, loss, num_items)
         if not self._is_checked:
-            self._check(found, loss, num_items)
+            first = _Comparison(*self._compared.tolist())
+            first.check()
+            self._is_checked = first.num_compared > 0 or self._has_other_losses
         if self._records_rows:
             self._seen.append(_Seen(self._step, rows, found))
+            self._num_seen += len(rows.indices)
+            if self._num_seen >= _MAX_ROWS:  # without a log or a checkpoint
+                self._read_rows()
         if not self._names:
             return
         sums, targets = found.sums, found.targets
@@ -280,43 +333,35 @@ class LossByRow:
             sources = sources.pin_memory()
         both = torch.stack([sums, targets]).to(device).double()
         self._totals.index_add_(1, sources.to(device, non_blocking=True), both)
-        if found.num_lost is not None:
-            self._num_lost += found.num_lost.to(device)
 
-    def _check(self, found: RowLosses, loss: Tensor, num_items: Any) -> None:
-        """Compare the losses of rows with the loss that is trained. Synchronizes with the device.
+    def _compare(self, found: RowLosses, loss: Tensor, num_items: Any) -> None:
+        """Compare the losses of rows with the loss that is trained, on the device.
 
         A model that takes the number of targets of the update divides the sum of its losses by it.
         The Trainer multiplies by the number of ranks, whose gradients are averaged. Any other mean
         loss it divides by the number of micro-batches.
         """
+        device, trainer = self._compared.device, self._trainer
+        for at, number in enumerate((found.num_lost, found.num_misplaced)):
+            if number is not None:
+                self._compared[at] += number.to(device)
         if self._has_other_losses:  # such as that of a router, which has no rows
-            self._is_checked = True
             return
-        lost = torch.zeros(()) if found.num_lost is None else found.num_lost
-        values = [loss, found.sums.sum(), found.targets.sum(), lost]
-        trained, total, count, num_lost = (value.item() for value in values)
-        if num_lost:
-            _refuse_lost(num_lost)
-        if not (math.isfinite(trained) and math.isfinite(total) and count):
-            return
-        items = count if num_items is None else torch.as_tensor(num_items).reshape(-1)[0].item()
-        mean, trainer = total / count, self._trainer
+        trained, total, count = (
+            value.to(device).double() for value in (loss, found.sums.sum(), found.targets.sum())
+        )
+        items = count if num_items is None else torch.as_tensor(num_items).reshape(-1)[0]
+        mean = total / count
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             is_scaled = trainer.model_accepts_loss_kwargs and num_items is not None
         expected = [mean / trainer.current_gradient_accumulation_steps]
         if is_scaled:  # a squared error is a mean nevertheless
             expected = [total / items, total / items * trainer.args.world_size, mean]
-        self._is_checked = any(
-            math.isclose(trained, each, rel_tol=_TOLERANCE, abs_tol=1e-6) for each in expected
-        )
-        if not self._is_checked:
-            msg = (
-                "`loss_by` and `row_losses` need a model whose loss is the mean of the losses of "
-                f"its targets, got {trained:.6g} and targets whose losses have the mean {mean:.6g}"
-            )
-            raise ValueError(msg)
+        difference = (torch.stack(expected) - trained).abs().amin()
+        # A micro-batch without targets, or with a non-finite loss, says nothing: its mean is none.
+        compared = torch.stack([difference, trained.abs(), torch.ones_like(trained)])
+        self._compared[2:] += torch.where(difference.isfinite(), compared, 0.0)
 
     def values_to_log(self) -> dict[str, float]:
         """Return loss and number of targets of each source since the last log, on all ranks.
@@ -327,18 +372,18 @@ class LossByRow:
             ``loss/<source>``, but for sources without targets, and ``tokens/<source>``.
 
         Raises:
-            ValueError: If targets belonged to no row.
+            ValueError: If the losses are not those of rows, or not those that were trained.
         """
-        self._read_rows()
-        if not self._names:
+        if not self.is_on:
             return {}
-        message = torch.cat([self._totals.flatten(), self._num_lost.reshape(1)])
+        self._read_rows()
+        message = torch.cat([self._compared, self._totals.flatten()])
         add_over_ranks(message)
-        *totals, num_lost = message.tolist()
+        read = message.tolist()
         self._totals.zero_()
-        if num_lost:
-            _refuse_lost(num_lost)
-        number = len(self._names)
+        self._compared.zero_()
+        _Comparison(*read[:5]).check()
+        totals, number = read[5:], len(self._names)
         found = list(zip(self._names, totals[:number], totals[number:], strict=True))
         loss, tokens = BY_SOURCE
         losses = {f"{loss}{name}": total / count for name, total, count in found if count}
@@ -346,7 +391,7 @@ class LossByRow:
 
     def _read_rows(self) -> None:
         """Copy the losses of the rows to the host; synchronizes with the device."""
-        seen, self._seen = self._seen, []
+        seen, self._seen, self._num_seen = self._seen, [], 0
         if not seen:
             return
         lengths = [len(each.rows.indices) for each in seen]
@@ -408,15 +453,6 @@ def check_state(state: Any) -> None:
         raise ValueError(msg)
 
 
-def _refuse_lost(num_lost: float) -> None:
-    msg = (
-        "`loss_by` and `row_losses` need `position_ids` that are 0 at the first token of each row "
-        f"of the data set, and only there; got {num_lost:.0f} targets after the last row, as in a "
-        "data set of packed rows"
-    )
-    raise ValueError(msg)
-
-
 def _are_names(value: object) -> bool:
     if value is None or isinstance(value, str):
         return True
@@ -437,6 +473,19 @@ def _names_of_rows(data: Any, loss_by: LossBy) -> Sequence[Any]:
         )
         raise ValueError(msg)
     return loss_by
+
+
+def _numbers(names: Sequence[Any], sources: dict[str, tuple[int, Any]]) -> Iterator[int]:
+    """Yield the number of the source of each row; add each new source to `sources` by its text."""
+    for index, name in enumerate(names):
+        number, first = sources.setdefault(str(name), (len(sources), name))
+        if name is None or name != first:
+            msg = (
+                "`loss_by` must name the source of each row, with names that differ as text, got "
+                f"{name!r:.60} in row {index}" + ("" if name is None else f" and {first!r:.60}")
+            )
+            raise ValueError(msg)
+        yield number
 
 
 def _column(data: Any, column: str) -> Sequence[Any]:

@@ -37,7 +37,12 @@ from mfwrap.checkpoints.random_states import (
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.collectives import gather_objects, raising_together
 from mfwrap.records.skipped_rows import checked_row
-from mfwrap.trainer.data.stateful_loader import check_place, check_stateful_data, stateful_base
+from mfwrap.trainer.data.stateful_loader import (
+    check_loader,
+    check_place,
+    check_stateful_data,
+    stateful_base,
+)
 from mfwrap.trainer.log import check_log
 from mfwrap.trainer.row_losses import check_state
 
@@ -211,7 +216,7 @@ class TrainerPosition:
         self._data.watch(loader)
         if self.is_stateful and self._loader is None:
             with raising_together():
-                check_place(loader)
+                check_loader(loader)
         self._loader = loader
         self._samplers = _samplers(loader)
         is_between_epochs = float(epoch or 0).is_integer() or self.begins_pass
@@ -254,9 +259,17 @@ class TrainerPosition:
             others: States of `mfwrap.trainer.data.global_batch.TrainerBatch`,
                 `mfwrap.trainer.data.skip.DataSkip`, `mfwrap.trainer.data.growth.GrowingBatch` and
                 `mfwrap.trainer.row_losses.LossByRow` by their names in the file.
+
+        Raises:
+            ValueError: If JSON cannot hold the state of the data on a rank; raised on all ranks.
         """
         if self._epoch_random_states is None:
             return
+        data = self._data.state_dict()
+        if self.is_stateful:
+            # A data set may put other values into its state than before its first row.
+            with raising_together():
+                check_place(None if data is None else data["place"])
         content = {
             "num_ranks": args.world_size,
             **others,
@@ -267,7 +280,7 @@ class TrainerPosition:
             "maker_generators": states_of(held_generators(self._data.makers)),
             **log(),
             "pass_has_ended": self._pass_has_ended(),
-            "data": self._data.state_dict(),
+            "data": data,
         }
         # The rank that saves the model may not have made the folder yet.
         folder.mkdir(parents=True, exist_ok=True)

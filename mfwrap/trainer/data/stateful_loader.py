@@ -59,22 +59,23 @@ def stateful_base(loader: Any) -> Any | None:
     return base if is_stateful and isinstance(base.dataset, IterableDataset) else None
 
 
-def check_place(loader: Any) -> None:
-    """Check that the state of a loader can be saved, and warn of a shuffle buffer.
+def check_loader(loader: Any) -> None:
+    """Check that a loader keeps a state that can be saved, and warn of a shuffle buffer.
 
     Args:
-        loader: Prepared loader, for which `stateful_base` is not ``None``.
+        loader: Loader of the training.
 
     Raises:
-        ValueError: If JSON cannot hold a part of the state.
+        ValueError: If the loader keeps no state, or JSON cannot hold a part of it.
     """
-    if (found := _unstorable(loader.dl_state_dict)) is not None:
+    if stateful_base(loader) is None:
         msg = (
-            f"the place in the training data cannot be saved, because {found}; JSON holds numbers, "
-            "texts, booleans, None, lists, and dicts with texts as keys: change `state_dict` of "
-            "the data set, or leave `use_stateful_dataloader` out"
+            "`use_stateful_dataloader` needs the data loader of the Trainer's own "
+            f"`get_train_dataloader`, got {type(loader).__name__}; leave it out with a data loader "
+            "of your own"
         )
         raise ValueError(msg)
+    check_place(loader.dl_state_dict)
     if _has_shuffle_buffer(loader.dataset):
         warnings.warn(
             "a resume with `use_stateful_dataloader` leaves out the rows that were in the shuffle "
@@ -82,6 +83,21 @@ def check_place(loader: Any) -> None:
             "`use_stateful_dataloader` out to resume exactly, by reading the rows again",
             stacklevel=callers_stacklevel(),
         )
+
+
+def check_place(state: Any) -> None:
+    """Check that a state of a loader can be saved, and is the same when it is read again.
+
+    Raises:
+        ValueError: If JSON cannot hold a part of the state.
+    """
+    if (found := _unstorable(state)) is not None:
+        msg = (
+            f"the place in the training data cannot be saved, because {found}; JSON holds numbers, "
+            "texts, booleans, None, lists, and dicts with texts as keys: change `state_dict` of "
+            "the data set, or leave `use_stateful_dataloader` out"
+        )
+        raise ValueError(msg)
 
 
 def _unstorable(value: Any, path: str = "") -> str | None:

@@ -17,6 +17,7 @@ from mfwrap.trainer import MFTrainer
 __all__ = [
     "NUM_STEPS",
     "SAVED",
+    "Stream",
     "new_trainer",
     "outcome",
     "train_and_resume",

@@ -114,6 +114,7 @@ KINDS = {
 def assert_losses(found, expected):
     """Fail unless the rows have these sums and numbers, and no graph."""
     assert found.num_lost is None
+    assert not found.num_misplaced
     assert found.sums.tolist() == pytest.approx([total for total, _ in expected], rel=1e-5)
     assert found.targets.tolist() == [count for _, count in expected]
     assert not found.sums.requires_grad
@@ -184,19 +185,119 @@ def test_rows_in_one_sequence(num_rows, padding):
     assert found.num_lost == sum(count for _, count in expected[num_rows:])
 
 
-def weighted():
-    """Return an output whose cross entropy has weights."""
-    logits, labels = logits_of(ROWS, CLASSES), classes(ROWS, ignores=False)
-    loss = functional.cross_entropy(logits, labels, weight=torch.arange(1.0, CLASSES + 1))
-    return loss, logits, labels, entropies(logits, labels)
+@pytest.mark.parametrize("kind", [*KINDS][:5])
+def test_tensors_that_are_unpacked_once(kind):
+    """Hooks for saved tensors may free what they unpack, so only the backward unpacks it."""
+    packed = []
+
+    def unpack(at):
+        value, packed[at] = packed[at], None
+        assert value is not None, "unpacked twice"
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda v: packed.append(v) or len(packed) - 1, unpack
+    ):
+        loss, logits, labels, expected = KINDS[kind]()
+    output, shifts = {"loss": loss, "logits": logits}, kind.startswith("next token")
+    found = row_losses(output, {"labels": labels}, ROWS, shifts_labels=shifts)
+
+    assert_losses(found, expected)
+    loss.backward()
 
 
-def test_weights_are_no_part_of_a_rows_loss():
-    """A weighted loss is not what the rows have; the trainer notices that the losses differ."""
-    loss, logits, labels, expected = weighted()
+LENGTHS = [7, 5, 6, 6]
+"""Tokens of each row: together as many as 4 rows of 6."""
+
+
+def selected(names):
+    """Return a masked model's output, and inputs; its loss has selected tokens by these names."""
+    logits, labels = logits_of(ROWS, LENGTH, CLASSES), classes(ROWS, LENGTH)
+    mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
+    labels[~mask] = IGNORED
+    flat = logits.flatten(0, 1)
+    picked = {
+        "index": lambda: logits[mask],
+        "index_select": lambda: flat.index_select(0, mask.flatten().nonzero().squeeze(1)),
+        "gather": lambda: flat.gather(0, mask.flatten().nonzero().expand(-1, CLASSES)),
+    }[names]()
+    output = {"loss": functional.cross_entropy(picked, labels[mask]), "logits": logits}
+    return output, {"labels": labels}, entropies(logits, labels)
+
+
+@pytest.mark.parametrize("names", ["index", "index_select"])
+def test_a_loss_of_selected_tokens(names):
+    """Its targets say nothing about their rows, so the losses are computed again."""
+    output, inputs, expected = selected(names)
+
+    assert_losses(row_losses(output, inputs, ROWS, shifts_labels=False), expected)
+
+
+def test_targets_in_other_places():
+    """A selection that goes unnoticed has other targets than the labels, which are counted."""
+    output, inputs, _ = selected("gather")
+    with HostReads() as reads:
+        found = row_losses(output, inputs, ROWS, shifts_labels=False)
+
+    assert found.num_misplaced.item() > 0
+    assert reads.names == []
+
+
+def test_another_number_of_targets():
+    """Targets that divide by the rows are computed again if they are not those of all labels."""
+    logits, labels = logits_of(ROWS, LENGTH, CLASSES), classes(ROWS, LENGTH)
+    few = functional.cross_entropy(logits.flatten(0, 1)[:ROWS], labels.flatten()[:ROWS])
+    found = row_losses(
+        {"loss": few, "logits": logits}, {"labels": labels}, ROWS, shifts_labels=False
+    )
+
+    assert_losses(found, entropies(logits, labels))
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_labels_that_the_model_moves(num_before, is_cut, monkeypatch):
+    """A model may cut off the first label or shift it, and put a prompt before the rows."""
+    monkeypatch.delattr(module, "_cross_entropy")
+    labels = classes(ROWS, LENGTH)
+    logits = logits_of(ROWS, num_before + LENGTH, CLASSES)
+    prompted = functional.pad(labels, (num_before, 0), value=IGNORED)
+    targets = shifted(prompted)
+    cut = slice(None, -1 if is_cut else None)
+    loss = functional.cross_entropy(logits[:, cut].flatten(0, 1), targets[:, cut].flatten())
     output = {"loss": loss, "logits": logits}
 
-    assert_losses(row_losses(output, {"labels": labels}, ROWS, shifts_labels=False), expected)
+    found = row_losses(output, {"labels": labels}, ROWS, shifts_labels=False)
+    assert_losses(found, entropies(logits, targets))
+
+
+def test_a_binary_loss_of_selected_tokens():
+    """A token classifier that leaves padding out is refused: its losses cannot be computed."""
+    mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
+    logits, labels = logits_of(ROWS, LENGTH), classes(ROWS, LENGTH, ignores=False) % 2
+    picked = logits.flatten()[mask.flatten()]
+    loss = functional.binary_cross_entropy_with_logits(picked, labels[mask].float())
+    with pytest.raises(ValueError, match="got a loss of a part of the labels"):
+        row_losses({"loss": loss, "logits": logits}, {"labels": labels}, ROWS, shifts_labels=False)
+
+
+@pytest.mark.parametrize("kind", ["classes", "targets", "positive targets"])
+def test_weights_are_refused(kind):
+    """A weighted loss is not the mean of the losses of the rows, even if it is near it at first."""
+    logits, labels, weights = (
+        logits_of(ROWS, CLASSES),
+        torch.ones(ROWS, CLASSES),
+        torch.ones(CLASSES),
+    )
+    if kind == "classes":
+        labels = classes(ROWS, ignores=False)
+        loss = functional.cross_entropy(logits, labels, weight=weights)
+    else:
+        name = "weight" if kind == "targets" else "pos_weight"
+        loss = functional.binary_cross_entropy_with_logits(logits, labels, **{name: weights})
+    output = {"loss": loss, "logits": logits}
+    with pytest.raises(ValueError, match="got a loss with weights of classes or targets"):
+        row_losses(output, {"labels": labels}, ROWS, shifts_labels=False)
 
 
 @pytest.mark.parametrize(

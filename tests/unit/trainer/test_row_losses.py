@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Subset
 
 from mfwrap.records.row_losses import read_row_losses
+from mfwrap.trainer import row_losses as module
 from mfwrap.trainer.row_losses import check_state
 from support.programs import FORKING
 from support.row_losses import (
@@ -163,6 +165,16 @@ def test_an_error_keeps_the_rows_before_it(tmp_path):
     assert "source" not in rows_in(tmp_path)
 
 
+def test_rows_do_not_pile_up(tmp_path, monkeypatch):
+    """Without logs and checkpoints, rows are written once there are many, and each only once."""
+    monkeypatch.setattr(module, "_MAX_ROWS", 8)
+    trained(tmp_path, row_losses=True, logging_strategy="no", save_strategy="no", max_steps=4)
+
+    steps = [path.name[6:23] for path in sorted((tmp_path / "row_losses").glob("*.parquet"))]
+    assert steps == ["00000001_00000002", "00000002_00000003", "00000004_00000004"]
+    assert sorted(rows_in(tmp_path)["index"]) == list(range(20))
+
+
 def test_rows_left_out(tmp_path):
     """Rows that are left out are in no source and in no file."""
     skipped = [(0, 0), (0, 7), (0, 8)]
@@ -312,6 +324,37 @@ class Doubled(Silent):
         return {"loss": 2 * found.loss, "logits": found.logits}
 
 
+class ScaledLater(Silent):
+    """A model whose loss becomes another one, without a change that its graph shows."""
+
+    left = 4
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        """Return loss and logits."""
+        found = self.inner(input_ids, labels=labels)
+        self.left -= 1
+        return {"loss": (1.02 if self.left < 0 else 1.0) * found.loss, "logits": found.logits}
+
+
+class Flipped(Silent):
+    """A model whose loss has the rows in another order, from a call on."""
+
+    left = 0
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        """Return loss and logits."""
+        logits, order = self.inner(input_ids).logits, [0] if self.left <= 0 else []
+        self.left -= 1
+        pairs = (each.flip(order).flatten(0, 1) for each in (logits[:, :-1], labels[:, 1:]))
+        return {"loss": nn.functional.cross_entropy(*pairs), "logits": logits}
+
+
+class FlippedLater(Flipped):
+    """A model whose first micro-batches are right."""
+
+    left = 4
+
+
 class Unlabeled(Silent):
     """A model that takes no labels."""
 
@@ -331,6 +374,18 @@ def unlabeled(rows):
     [
         ({"model": Silent}, ValueError, "lacks an output with `logits`"),
         ({"model": Doubled}, ValueError, "mean of the losses of its targets, got"),
+        ({"model": ScaledLater}, ValueError, "mean of the losses of its targets, got"),
+        (
+            {"model": ScaledLater, "loss_by": None, "row_losses": True},
+            ValueError,
+            "mean of the losses of its targets, got",
+        ),
+        ({"model": Flipped}, ValueError, r"got \d+ targets that differ from the label"),
+        (
+            {"model": FlippedLater, "loss_by": None, "row_losses": True},
+            ValueError,
+            r"got \d+ targets that differ from the label",
+        ),
         (
             {"model": Unlabeled, "data_collator": unlabeled},
             ValueError,
@@ -338,7 +393,10 @@ def unlabeled(rows):
         ),
         ({"label_smoothing_factor": 0.1}, ValueError, "`label_smoothing_factor` must be 0"),
         ({"loss_by": 3}, TypeError, "name of a column, a sequence of names or None, got 3"),
+        ({"loss_by": np.array(NAMES)}, TypeError, r"; give loss_by\.tolist\(\)"),
         ({"loss_by": "site"}, ValueError, "got 'site' and Counting with the columns unknown"),
+        ({"loss_by": [*NAMES[:-1], None]}, ValueError, "of each row, .* got None in row 19"),
+        ({"loss_by": ["1", 1] * 10}, ValueError, "differ as text, got 1 in row 1 and '1'"),
         ({"loss_by": NAMES[1:]}, ValueError, "got 19 names for 20 rows"),
         (
             {"data": Counting(300), "loss_by": [*map(str, range(300))]},

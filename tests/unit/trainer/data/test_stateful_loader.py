@@ -4,6 +4,7 @@ import json
 import random
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,6 +19,7 @@ from support.ranks.processes import start_ranks
 from support.ranks.stateful_data import (
     NUM_STEPS,
     SAVED,
+    Stream,
     new_trainer,
     outcome,
     train_and_resume,
@@ -104,6 +106,18 @@ class Tuples(IterableDataset):
         """Do nothing."""
 
 
+class Changing(Stream):
+    """Keep values from the first row on that JSON would change, or cannot hold."""
+
+    def __init__(self, name, value):
+        super().__init__()
+        self.later = {name: value}
+
+    def state_dict(self):
+        """Return the place, and the value once a row was read."""
+        return super().state_dict() | (self.later if self._next else {})
+
+
 def trained_on(dataset, folder):
     """Train on a data set with the setting."""
     settings = {"data_collator": default_data_collator, "use_stateful_dataloader": True}
@@ -115,6 +129,37 @@ def test_a_state_that_json_cannot_hold(tmp_path):
     """The part of the state is named before the first update."""
     with pytest.raises(ValueError, match=r"cannot be saved, because dataset_state\.rng is a tuple"):
         trained_on(Tuples(), tmp_path)
+
+
+@pytest.mark.usefixtures("_torchdata")
+@pytest.mark.parametrize(
+    ("later", "says"),
+    [
+        (("counts", {0: 6}), r"dataset_state\.counts has the key 0"),
+        (("last", np.int64(3)), r"dataset_state\.last is a int64"),
+    ],
+)
+def test_a_later_state_that_json_cannot_hold(tmp_path, later, says):
+    """The state of each checkpoint is checked, as a data set may change what it holds."""
+    with pytest.raises(ValueError, match=f"cannot be saved, because {says}"):
+        new_trainer(tmp_path, data=Changing(*later)).train()
+
+
+class OwnLoader(MFTrainer):
+    """A trainer with a data loader of its own."""
+
+    def get_train_dataloader(self):
+        """Return a loader of torch."""
+        return DataLoader(self.train_dataset, batch_size=4)
+
+
+@pytest.mark.usefixtures("_torchdata")
+def test_a_data_loader_of_ones_own(tmp_path):
+    """It keeps no state, which is said before the first update."""
+    settings = {"data_collator": default_data_collator, "use_stateful_dataloader": True}
+    trainer = trainer_runs.new_trainer(OwnLoader, tmp_path, data=Stream(), extras=settings)
+    with pytest.raises(ValueError, match="own `get_train_dataloader`, got DataLoader; leave it"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
