@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -128,9 +129,10 @@ def serve() -> None:
     # Children collect garbage often. Without frozen objects they would copy the server's memory.
     gc.collect()
     gc.freeze()
-    # The lock is a semaphore. A run that made it would have to delete it at its end, which it
-    # leaves out here, and from Python 3.14 on another process would complain about it.
-    tqdm.get_lock()
+    # The lock that tqdm makes by itself holds a semaphore. Made here, all runs would share it, and
+    # one that is killed while it draws a bar would stop all later ones at their first bar. Made by
+    # a run, it would have to be deleted at the end, which a run leaves out here.
+    tqdm.set_lock(threading.RLock())
     # Leave stdout to the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

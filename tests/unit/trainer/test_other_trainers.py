@@ -17,16 +17,19 @@ from support.trainer_runs import assert_same_weights, logged, train
 # The libraries raise warnings about their own code, which cannot be fixed here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAVING = {"save_strategy": "steps", "save_steps": 3}
+# Clipped gradients are rounded differently. Where large terms of a loss cancel, as in RLOO, such a
+# difference can be any part of the loss.
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.0}
 BEST = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
 
 
 def assert_covers(stock, ours):
-    """Fail unless our log has all values of the stock log, with rounding differences at most."""
+    """Fail unless our log has all values of the stock log; only the norm may be rounded."""
     assert [entry["step"] for entry in ours] == [entry["step"] for entry in stock]
     for expected, actual in zip(stock, ours, strict=True):
         for name, value in expected.items():
-            close = math.isclose(actual[name], value, rel_tol=1e-4, abs_tol=1e-6)
+            rounding = 1e-6 if name == "grad_norm" else 0.0
+            close = math.isclose(actual[name], value, rel_tol=rounding)
             same = close or (math.isnan(value) and math.isnan(actual[name]))
             assert same, f"step {expected['step']}: {name} is {actual[name]}, not {value}"
 
@@ -70,7 +73,7 @@ def test_a_trainer_of_another_library(name, tmp_path):
     resumed = train(again, halfway)
 
     assert_covers(logged(runs["stock"]), logged(runs["ours"]))
-    assert_same_weights(runs["stock"], runs["ours"], difference=1e-6)
+    assert_same_weights(runs["stock"], runs["ours"])
     assert logged(resumed, after=3) == logged(runs["ours"], after=3)
     assert_same_weights(runs["ours"], resumed)
     assert_extends(cards["stock"], cards["ours"])
