@@ -150,7 +150,7 @@ class ShardedSaver:
         _check_empty(path)
         self._check_memory(content.tensors)
         with raising_together():
-            copy = self._stager.stage(content.tensors)
+            copy: Any = self._stager.stage(content.tensors)
         self._writer.submit(lambda: self._write(path, copy, content.record))
 
     def wait(self) -> None:
@@ -483,20 +483,18 @@ def _for_json(value: Any) -> Any:
 def _from_json(saved: Any, present: Any) -> Any:
     """Return what `_for_json` was given; `present` is the state of a schedule of the same kind."""
     if isinstance(saved, dict):
-        pairs = saved.items()
-        if _PAIRS in saved:
-            pairs = saved[_PAIRS]
-        elif isinstance(present, Mapping) and any(isinstance(key, int) for key in present):
+        pairs: list[Any] = saved[_PAIRS] if _PAIRS in saved else list(saved.items())
+        known = present if isinstance(present, Mapping) else {}
+        if _PAIRS not in saved and any(isinstance(key, int) for key in known):
             # Earlier versions wrote the keys as strings, such as the milestones of MultiStepLR.
             pairs = [(int(key), item) for key, item in pairs]
-        like = present if isinstance(present, Mapping) else {}
-        found = {key: _from_json(item, like.get(key)) for key, item in pairs}
+        found = {key: _from_json(item, known.get(key)) for key, item in pairs}
         return Counter(found) if isinstance(present, Counter) else found
     if isinstance(saved, list):
-        like = present if isinstance(present, (list, tuple)) else ()
-        of_items = itertools.zip_longest(saved, like[: len(saved)])
-        found = [_from_json(item, each) for item, each in of_items]
-        return tuple(found) if isinstance(present, tuple) else found
+        alike = present[: len(saved)] if isinstance(present, (list, tuple)) else ()
+        of_items = itertools.zip_longest(saved, alike)
+        items = [_from_json(item, each) for item, each in of_items]
+        return tuple(items) if isinstance(present, tuple) else items
     return saved
 
 

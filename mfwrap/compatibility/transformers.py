@@ -278,7 +278,9 @@ def shapes_in_original_format(network: "nn.Module") -> "dict[str, torch.Size]":
     from transformers import PreTrainedModel  # noqa: PLC0415  (see above)
 
     try:
-        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
+        from transformers.core_model_loading import (  # noqa: PLC0415  (see above)
+            revert_weight_conversion,
+        )
     except ImportError:  # a release without conversions
         return {}
     if not isinstance(network, PreTrainedModel):

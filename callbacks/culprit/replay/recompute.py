@@ -138,7 +138,7 @@ class StepRepetition(ModuleCalls):
         self.has_begun_late |= not self._is_inside
         if self._is_on and len(self._runs) == 1:
             aliases = {
-                id(end): _Alias.apply(end, partial(_keep, self._calls[-1], place))
+                id(end): _Alias.apply(end, partial(_keep, self._calls[-1], place))  # type: ignore[no-untyped-call]  # (torch)
                 for place, end in enumerate(_ends(output))
             }
             output = replaced(output, lambda tensor: aliases.get(id(tensor), tensor))
