@@ -87,7 +87,7 @@ SECTIONS = {
         quick=["background.py --gigabytes 0.001 --rounds 1 --width 32"],
     ),
     "long_run": Section(
-        usual=["long_run.py --steps 200 --block 20"],
+        usual=["long_run.py --steps 100 --block 10"],
         full=[
             "long_run.py",
             "long_run.py --steps 200 --block 20 --ways memory sources saves averages rows twice",

@@ -31,7 +31,14 @@ NAMES = [name for module in MODULES for name in module.NAMES]
 
 PUBLIC = {
     *("_asdict", "_fields", "_make", "_replace"),
-    *("_saved_ignore_index", "_saved_pos_weight", "_saved_self", "_saved_target", "_saved_weight"),
+    *(
+        "_raw_saved_self",
+        "_saved_ignore_index",
+        "_saved_pos_weight",
+        "_saved_self",
+        "_saved_target",
+        "_saved_weight",
+    ),
 }
 """Documented names of named tuples, and of what torch's autograd keeps for the backward ("Saved
 tensors" in its notes): only the nodes of a graph have these, and no class in Python does."""
