@@ -340,12 +340,9 @@ def make_text_model(
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     vocabulary = {"vocab_size": num_tokens} | {name: getattr(tokenizer, name) for name in names}
     network = model.make_model(auto_class, **implied, **vocabulary)
-    known: Any = network
-    # A model of the user's own need not say which its embeddings are.
-    if not hasattr(network, "get_input_embeddings"):
-        return network
-    number = known.get_input_embeddings().num_embeddings
-    if number < num_tokens:
+    number = _num_embeddings(network)
+    is_own = model.path is None and model.tokenizer is None
+    if number is not None and number < num_tokens and not is_own:
         msg = (
             f"`tokenizer` must have at most {number} tokens, as many as the model, got {num_tokens}"
         )
@@ -354,6 +351,15 @@ def make_text_model(
             msg = f"`path` must be a model with {says}, got {number}; give it its own tokenizer"
         raise ModelError(msg)
     return network
+
+
+def _num_embeddings(network: Any) -> int | None:
+    """Return the number of tokens that a model has embeddings of; ``None`` if it does not say."""
+    try:
+        found = network.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):  # not every model has a table of embeddings
+        return None
+    return found if isinstance(found, int) else None
 
 
 _LIMITS = {"layer": 1_000, "depth": 1_000, "block": 1_000, "expert": 1_000, "num_labels": 100_000}

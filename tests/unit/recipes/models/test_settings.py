@@ -2,10 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CanineConfig,
+    CanineForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
-from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.runner import RecipeError
 from support.recipe_data import recipe_of, trainer_of
 from support.recipe_texts import SMALL_LLAMA
@@ -208,3 +215,24 @@ def test_several_dtypes_without_autocast(settings, embeddings):
         assert all(weight.grad.dtype == weight.dtype for weight in network.parameters())
 
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_a_checkpoint_without_a_table_of_embeddings(tmp_path):
+    """A model that has characters instead of tokens is not asked for the size of its vocabulary."""
+    config = CanineConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_hash_functions=2,
+        num_hash_buckets=16,
+    )
+    CanineForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+
+    model = make_text_model(
+        ModelSettings(path=str(tmp_path)), AutoModelForSequenceClassification, tokenizer
+    )
+
+    assert isinstance(model, CanineForSequenceClassification)
