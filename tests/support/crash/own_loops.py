@@ -89,14 +89,7 @@ def cell() -> None:
     network, optimizer = _network()
     if ranks.num_processes > 1:
         network = DistributedDataParallel(network)
-    step = MFTrainOneStepCell(
-        network,
-        optimizer,
-        use_clip_grad=True,
-        scale_sense=DynamicLossScaleUpdateCell(2.0**64, 2, 2),
-        local_norm=True,
-        ema=ExponentialMovingAverage(network, decay=0.9),
-    )
+    step = _step(network, optimizer)
     parts = {"network": network, "optimizer": optimizer, "cell": step}
 
     def update(number: int) -> Any:
@@ -137,14 +130,7 @@ def _sharded(*, in_background: bool) -> None:
     if ranks.num_processes > 1:
         fully_shard(network, mesh=init_device_mesh("cpu", (ranks.num_processes,)))
     optimizer = _optimizer(network)
-    step = MFTrainOneStepCell(
-        network,
-        optimizer,
-        use_clip_grad=True,
-        scale_sense=DynamicLossScaleUpdateCell(2.0**64, 2, 2),
-        local_norm=True,
-        ema=ExponentialMovingAverage(network, decay=0.9),
-    )
+    step = _step(network, optimizer)
     saver = ShardedSaver(step)
 
     def update(number: int) -> Any:
@@ -243,6 +229,17 @@ def _complete(begun: list[tuple[int, str]], wait: Callable[[], None] | None) -> 
 def _network() -> tuple[torch.nn.Module, AdamW]:
     network = _classifier()
     return network, _optimizer(network)
+
+
+def _step(network: torch.nn.Module, optimizer: AdamW) -> MFTrainOneStepCell:
+    return MFTrainOneStepCell(
+        network,
+        optimizer,
+        use_clip_grad=True,
+        scale_sense=DynamicLossScaleUpdateCell(2.0**64, 2, 2),
+        local_norm=True,
+        ema=ExponentialMovingAverage(network, decay=0.9),
+    )
 
 
 def _classifier() -> torch.nn.Module:
