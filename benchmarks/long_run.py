@@ -9,7 +9,7 @@ is
 - `MemoryMonitor`;
 - the loss by source, of four sources;
 - checkpoints in the background, one each quarter of the run;
-- two power-function averages, with 20 snapshots.
+- two power-function averages of each tenth update, with 20 snapshots.
 
 `--ways` measures one of these alone, or what a long run turns on only when it is asked for: the
 losses of rows in files, and a step in ten that is done twice. The processes take turns after each
@@ -55,7 +55,9 @@ def _averages(steps: int) -> dict[str, Any]:
         snapshot_every=max(steps // SNAPSHOTS, 1), evaluate=False, export=False, load_best=False
     )
     return {
-        "ema": lambda model: ExponentialMovingAverage(model, sigma_rel=(0.05, 0.10)),
+        "ema": lambda model: ExponentialMovingAverage(
+            model, sigma_rel=(0.05, 0.10), update_every=10
+        ),
         "callbacks": [callback],
     }
 
@@ -194,7 +196,7 @@ def main() -> None:
     parser.set_defaults(width=512, layers=8, batch_size=1)
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the vocabulary")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
-    parser.add_argument("--block", type=int, default=50, help="steps between two turns")
+    parser.add_argument("--block", type=int, default=20, help="steps between two turns")
     parser.add_argument("--ways", nargs="+", default=[EVERYTHING], choices=[*WAYS, EVERYTHING])
     parser.add_argument("--folder", help="where to write; by default that of temporary files")
     arguments = parser.parse_args()

@@ -42,7 +42,7 @@ LARGEST_ERROR = 0.1
 """Largest relative error of the profile of an average that is built from snapshots."""
 
 _SIGMA = "counters/sigma_rel"
-_UPDATES = "counters/applied_updates"
+_UPDATES = "counters/averaged_updates"
 _NETWORK = "network/"
 _PIECE = 2**25
 """Numbers that are summed at a time, at least one tensor."""
@@ -187,7 +187,7 @@ def power_average(run: Path, sigma_rel: float, at: int | None = None) -> Built:
     by_profile = {
         (one.updates, one.sigma_rel): one
         for one in _since_restart(stored)
-        if at is None or one.updates <= at
+        if one.updates > 0 and (at is None or one.updates <= at)
     }
     if not by_profile:
         before = "" if at is None else f" of update {at} or earlier"

@@ -69,23 +69,25 @@ class ExponentialMovingAverage:
             quickly.
         update_every: Average at every `update_every`-th call of `update`; 1 averages at each call.
             A call for a skipped update counts, too. `decay` is not adjusted to `update_every`: pass
-            ``decay**update_every`` for an average that reaches as far back as with 1.
+            ``decay**update_every`` for an average that reaches as far back as with 1. With
+            `sigma_rel`, the average keeps its length.
         device: Device of the averages; by default each weight's device. If the averages are on the
             CPU and the weights are not, each averaging step synchronizes with the device.
         dtype: Floating-point dtype of the averages. The default is the dtype of each weight, but at
             least float32, because an average in bfloat16 stops moving when its increments round to
             zero. Weights of a different dtype are converted in pieces of 8 million numbers.
         sigma_rel: Relative length of a power-function average, in (0, 0.2886], instead of a
-            `decay`: the decay of the ``t``-th applied update is ``(1 - 1 / t)**(gamma + 1)``, so
-            the average reaches back over the same share of the training at any time. Several
+            `decay`: the decay of the ``t``-th applied update is ``(s / t)**(gamma + 1)``, where
+            ``s`` is the number of updates that the average holds already. The average then
+            reaches back over the same share of the training at any time. Several
             lengths, such as ``(0.05, 0.10)``, keep several averages, each with the memory of one.
             The first is the one that is swapped in, copied and exported; all are in the state,
             from which `mfwrap average` builds an average of any length after the training.
 
     Raises:
         TypeError: If an argument has the wrong type, or a tensor is not floating-point.
-        ValueError: If an argument is out of range, `sigma_rel` is combined with `decay`, `warmup`
-            or `update_every`, or there are no weights to average.
+        ValueError: If an argument is out of range, `sigma_rel` is combined with `decay` or
+            `warmup`, or there are no weights to average.
 
     Example:
         >>> import torch
@@ -123,10 +125,10 @@ class ExponentialMovingAverage:
         self._warmup = check_bool("warmup", warmup)
         self._update_every = check_int("update_every", update_every)
         self._sigmas, exponents = _lengths(sigma_rel)
-        if self._sigmas and (decay, self._warmup, self._update_every) != (0.999, False, 1):
+        if self._sigmas and (decay, self._warmup) != (0.999, False):
             msg = (
-                "`sigma_rel` must be given without `decay`, `warmup` and `update_every`, got "
-                f"decay={decay}, warmup={warmup}, update_every={update_every}"
+                "`sigma_rel` must be given without `decay` and `warmup`, got "
+                f"decay={decay}, warmup={warmup}"
             )
             raise ValueError(msg)
         if isinstance(parameters, Iterator):
@@ -144,6 +146,8 @@ class ExponentialMovingAverage:
         }
         training_device = next(iter(self._held.weights.values())).device
         self._applied_updates = torch.zeros((), dtype=torch.int64, device=training_device)
+        self._averaged_updates = self._applied_updates.clone()
+        """Number of updates that power-function averages hold."""
         self._num_calls = 0
         self._swap: Swap | None = None
 
@@ -168,17 +172,20 @@ class ExponentialMovingAverage:
         """
         check_applied(applied)
         self.begin_update()
-        if (self._num_calls + 1) % self._update_every == 0:
+        is_averaged = (self._num_calls + 1) % self._update_every == 0
+        if is_averaged:
             num_updates = self._applied_updates if self._warmup or self._sigmas else None
             for held in self._all:
                 for group in held.groups:
-                    group.follow(group.share(num_updates, applied))
+                    group.follow(group.share(num_updates, self._averaged_updates, applied))
             follow_buffers(self._buffers.values(), self._current_buffers(), applied)
         self._num_calls += 1
         if applied is None:
             self._applied_updates.add_(1)
         else:
             self._applied_updates.add_(on_device(applied, self._applied_updates.device))
+        if is_averaged and self._sigmas:
+            follow_buffers([self._averaged_updates], [self._applied_updates], applied)
 
     def begin_update(self) -> None:
         """Start to average weights that were frozen before, and check that `update` can follow.
@@ -324,6 +331,7 @@ class ExponentialMovingAverage:
             write(held.averages.values(), held.weights.values())
         write(self._buffers.values(), self._current_buffers())
         self._applied_updates.zero_()
+        self._averaged_updates.zero_()
         self._num_calls = 0
 
     def named_averages(self) -> Iterator[tuple[str, Tensor]]:
@@ -348,6 +356,7 @@ class ExponentialMovingAverage:
             "num_calls": torch.full((), self._num_calls, dtype=torch.int64, device="cpu"),
         }
         if self._sigmas:
+            counters["averaged_updates"] = self._averaged_updates.clone()
             counters["sigma_rel"] = torch.tensor(self._sigmas, dtype=torch.float64, device="cpu")
         averages = {part: dict(held.averages) for part, held in self._parts()}
         return {**averages, "buffers": dict(self._buffers), "counters": counters}
@@ -375,12 +384,14 @@ class ExponentialMovingAverage:
         """
         self.refuse_inside_swap("load_state_dict")
         fitting = self.check_state_dict(state)
-        applied_updates, num_calls = fitting["counters"][:2]
+        applied_updates, num_calls, *averaged_updates = fitting["counters"][:3]
         for part, held in self._parts():
             held.start(state[part])
             write(held.averages.values(), fitting[part])
         write(self._buffers.values(), fitting["buffers"])
         write([self._applied_updates], [applied_updates])
+        if averaged_updates:
+            write([self._averaged_updates], averaged_updates)
         self._num_calls = int(num_calls)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> dict[str, list[Tensor]]:
@@ -400,8 +411,8 @@ class ExponentialMovingAverage:
             check_names(part, state[part], tensors)
             fitting[part] = fitting_tensors(part, state[part], tensors)
         applied_updates, num_calls, *saved = fitting["counters"]
-        if saved and saved[0].tolist() != self._sigmas:
-            msg = f"`sigma_rel` must be {self._sigmas}, as given, got {saved[0].tolist()}"
+        if saved and saved[-1].tolist() != self._sigmas:
+            msg = f"`sigma_rel` must be {self._sigmas}, as given, got {saved[-1].tolist()}"
             raise ValueError(msg)
         if int(applied_updates) < 0 or int(num_calls) < 0:
             msg = f"`counters` must be >= 0, got {applied_updates} and {num_calls}"

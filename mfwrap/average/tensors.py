@@ -40,20 +40,24 @@ class AveragedGroup(NamedTuple):
     exponent: float | None
     """``gamma + 1`` of a power-function average; ``None`` for an exponential one."""
 
-    def share(self, num_updates: Tensor | None, applied: Tensor | None) -> Tensor:
+    def share(
+        self, num_updates: Tensor | None, averaged_updates: Tensor, applied: Tensor | None
+    ) -> Tensor:
         """Return the share of the current weights in the new averages; 0 for a skipped update.
 
         Args:
             num_updates: Number of updates applied before this one, for the warm-up and for
                 power-function averages; ``None`` if the decay is constant.
+            averaged_updates: Number of updates that a power-function average holds.
             applied: Whether this update was applied; ``None`` means that it was.
         """
         factor = self.smoothing_factor
         if num_updates is not None and self.exponent is not None:
-            # Equal to 1 - (1 - 1 / t)**exponent, but without subtractions, which would lose digits.
+            # Equal to 1 - (s / t)**exponent, but without the subtraction, which would lose digits.
             dtype = torch.promote_types(factor.dtype, torch.float32)
-            inverse = torch.reciprocal((on_device(num_updates, factor.device) + 1).to(dtype))
-            factor = -torch.expm1(self.exponent * torch.log1p(-inverse)).to(factor.dtype)
+            now = on_device(num_updates, factor.device) + 1
+            new = (now - on_device(averaged_updates, factor.device)).to(dtype) / now.to(dtype)
+            factor = -torch.expm1(self.exponent * torch.log1p(-new)).to(factor.dtype)
         elif num_updates is not None:
             # Equal to 1 - (1 + n) / (10 + n), but without the subtraction, which would lose digits.
             factor = torch.maximum(self.nine / (on_device(num_updates, factor.device) + 10), factor)

@@ -45,6 +45,30 @@ def test_each_update_has_its_share(sigma_rel, dtype):
     assert np.abs(got - expected).max() < 20 * torch.finfo(dtype).eps * np.abs(seen).max()
 
 
+@pytest.mark.parametrize("update_every", [2, 5])
+def test_update_every_keeps_the_length(update_every):
+    """The weights that are averaged take the shares of the updates between them, too.
+
+    A call for a skipped update averages nothing; the next one has the shares of both intervals.
+    """
+    [weight] = weights_of((3, 5), dtype=torch.float64)
+    ema = ExponentialMovingAverage([weight], sigma_rel=0.1, update_every=update_every)
+    num_applied, seen, ends = 0, [], [0]
+    for step in range(60):
+        if applied := step % 4 != 1:
+            train([weight])
+            num_applied += 1
+        if applied and (step + 1) % update_every == 0:
+            seen.append(weight.numpy().copy())
+            ends.append(num_applied)
+        ema.update(FLAGS[applied])
+    shares = np.diff((np.array(ends) / ends[-1]) ** (gamma_of(0.1) + 1))
+    expected = np.tensordot(shares, np.stack(seen), 1)
+
+    assert np.abs(averages(ema)["0"].numpy() - expected).max() < 1e-14 * np.abs(seen).max()
+    assert int(ema.state_dict()["counters"]["averaged_updates"]) == ends[-1]
+
+
 def test_averages_of_several_lengths():
     """Several lengths are bitwise the averages that are kept alone; the first one is swapped in."""
     network = Network()
@@ -66,15 +90,16 @@ def test_averages_of_several_lengths():
         assert torch.equal(network.norm.weight, averages(first)["norm.weight"])
 
 
-def test_resumed_run_equals_unbroken_one():
+@pytest.mark.parametrize("update_every", [1, 3])
+def test_resumed_run_equals_unbroken_one(update_every):
     """A resumed run continues all averages bitwise."""
     network = Network()
-    ema = ExponentialMovingAverage(network, sigma_rel=LENGTHS)
+    ema = ExponentialMovingAverage(network, sigma_rel=LENGTHS, update_every=update_every)
     train_with_skips(network, 5, ema, seed=0)
     again, saved = copy.deepcopy((network, ema.state_dict()))
     train_with_skips(network, 4, ema, seed=1)
 
-    resumed = ExponentialMovingAverage(again, sigma_rel=LENGTHS)
+    resumed = ExponentialMovingAverage(again, sigma_rel=LENGTHS, update_every=update_every)
     resumed.load_state_dict(saved)
     train_with_skips(again, 4, resumed, seed=1)
     assert_same(flat(ema.state_dict()), flat(resumed.state_dict()))
@@ -113,7 +138,6 @@ def test_a_state_of_other_lengths(settings, kind, message):
         ({"sigma_rel": (0.1, 0.1)}, ValueError, "one or several different numbers"),
         ({"sigma_rel": 0.1, "decay": 0.9}, ValueError, "without `decay`"),
         ({"sigma_rel": 0.1, "warmup": True}, ValueError, "without `decay`"),
-        ({"sigma_rel": 0.1, "update_every": 2}, ValueError, "without `decay`"),
     ],
 )
 def test_wrong_settings(settings, kind, message):

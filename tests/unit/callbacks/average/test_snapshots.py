@@ -28,13 +28,14 @@ from support.training_state import assert_same_state
 OTHERS = (0.04, 0.07, 0.12, 0.15)
 
 
-def trained(num_steps, after_update, **lengths):
+def trained(num_steps, after_update, update_every=1, **lengths):
     """Train a small regression; return averages of its weights by name, kept at each update."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
     kept = {
-        name: ExponentialMovingAverage(network, sigma_rel=each) for name, each in lengths.items()
+        name: ExponentialMovingAverage(network, sigma_rel=each, update_every=update_every)
+        for name, each in lengths.items()
     }
     for step in range(1, num_steps + 1):
         inputs = torch.randn(16, 8)
@@ -90,6 +91,22 @@ def test_an_earlier_average(run):
     assert parts[-1][0].folder.name == "checkpoint-220"  # after 188 applied updates
     assert parts[-1][0].updates == 188
     assert [share for _, share in parts[-2:]] == pytest.approx([1, 0], abs=1e-6)
+
+
+def test_averages_of_every_fifth_update(tmp_path):
+    """A snapshot between two updates of an average counts as one of the last update it holds."""
+
+    def store(step, kept, _network):
+        if step % 20 == 3:
+            save_snapshot(kept["both"], tmp_path, step)
+
+    kept = trained(383, store, update_every=5, both=LENGTHS, direct=0.07)
+    built = power_average(tmp_path, 0.07)
+    updates = [one.updates for one, _ in built.parts]
+
+    assert max(updates) == 326  # of 328 that were applied, when update 380 was averaged
+    assert min(updates) > 0  # the snapshot of step 3 holds no update
+    assert relative_error(built, kept["direct"]) < 1e-4
 
 
 def test_shorter_dtypes(tmp_path):
