@@ -349,7 +349,10 @@ def _missing_values(
             "local norms, losses and the layer of an anomaly: the loop passes no `step_output`"
         )
     elif not hasattr(output, "local_norm"):
-        missing.append("local norms and the layer of an anomaly: set StepConfig(local_norm=True)")
+        missing.append(
+            "local norms and the layer of an anomaly: they need mfwrap's step with "
+            "StepConfig(local_norm=True)"
+        )
     has_norms = report is not None and report.reduction_norms is not None
     if settings.noise_scale_format and not has_norms:
         missing.append(

@@ -358,7 +358,8 @@ def set_aside(path: Path) -> None:
         number += 1
     path.rename(aside)
     warnings.warn(
-        f"{path} has records of an earlier run; it was renamed to {aside.name}",
+        # The same words for each file: Python then shows them once for a folder.
+        f"{path.parent} has records of an earlier run; the names of its files now end in .{number}",
         stacklevel=callers_stacklevel(),
     )
 
