@@ -160,7 +160,13 @@ class BadRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
-    """Findings about a step that went wrong. ``None`` and ``()`` mean unknown."""
+    """Findings about a step that went wrong. ``None`` and ``()`` mean unknown.
+
+    A record in ``anomalies.jsonl`` has the fields that are known. The record at the end of an
+    episode of several steps has its first ``step`` and its ``kind``, ``last_step``, ``num_steps``
+    (bad steps) and ``num_skipped`` (of their updates). It also has a cause that was found later, in
+    ``latest`` how far something has grown, and in ``diverged`` that the loss has not come back.
+    """
 
     step: int
     kind: Kind
@@ -174,7 +180,7 @@ class Anomaly:
     """Layer in which the fault arose; empty for the code of the network between its modules."""
 
     cause: str = UNKNOWN_CAUSE
-    """Cause, see `Cause`."""
+    """Name of the cause."""
 
     explanation: str | None = None
     """A clause that says what happened, with its numbers."""

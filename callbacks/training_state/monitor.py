@@ -64,6 +64,12 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 
     With a Trainer, the usual norms and the counts are part of the checkpoint.
 
+    **Differences from MindFormers.** Local norms and losses are computed on every device, and are
+    unscaled. ``check_for_nan_in_loss_and_grad`` ignores ordinary overflows. A NaN norm counts as a
+    spike, ``check_for_global_norm`` writes all spikes of a step, and settings that exclude each
+    other raise an error at construction. After a resume, curves go on at the step of the
+    checkpoint. ``dump_path`` and ``monitor_on`` are not supported.
+
     Source: MindFormers, ``TrainingStateMonitor`` and ``monitor_config``.
 
     Raises:

@@ -54,7 +54,12 @@ def write_run_page(folders: Sequence[Path], page: Path, *, watch: int = 0) -> No
 
     The page begins with what went wrong, why, where, in which samples, and what the run did. It
     says what each run was, and in which settings the runs differ. It is one file of about 1 MB that
-    works offline, because it contains plotly.js.
+    works offline, because it contains plotly.js. It shows what the ``*.jsonl`` files of the run
+    folders, ``run.json``, ``rollbacks.json`` and ``trainer_state.json`` have, and of the episodes
+    the first 200.
+
+    A browser draws the curves when it opens the page. For a screenshot, wait for the attribute
+    ``data-ready`` of the first element.
 
     Args:
         folders: Run folders, at least one.
