@@ -2,7 +2,7 @@
 
 python .ci/page_pictures.py    # as `make pictures` does; needs chromium, and no network
 
-- docs/run_page.png is the page of the recipe causal_lm with a planted NaN: in step 71, the MLP of
+- docs/run_page.png is the page, shortened, of the recipe causal_lm with a planted NaN: in step 71, the MLP of
   the third layer returns NaN for one row of the second micro-batch, and again whenever it gets this
   row. docs/causal_lm.png is what `mfwrap plot` draws of the same run.
 - docs/pictures/tutorial_*.png are the pages of the two runs of the tutorial.
@@ -31,6 +31,9 @@ LAYER, ROW = 2, 3
 WIDTH = 1100
 EPISODES = "#anomalies, #anomalies + .note, .wide:has(#episodes)"
 """Table of episodes, which repeats in full what the page has in short at its top."""
+
+SHORTENED = ("h2:has(+ .wide #summary)", ".wide:has(#summary)", "#global_norm")
+"""What is not on the picture of the README, so that it fits on a screen."""
 
 
 class Fault:
@@ -111,7 +114,7 @@ def main() -> None:
         runs, pictures = folder / "runs", DOCS / "pictures"
         others = (EPISODES, "#learning_rate", "#loss_scale")
         last = "local-norms"
-        take(browser, runs / "causal_lm", DOCS / "run_page.png", last, others)
+        take(browser, runs / "causal_lm", DOCS / "run_page.png", last, (*others, *SHORTENED))
         take(browser, runs / "image_classification", pictures / "tutorial_run.png", last, others)
         take(browser, folder / RUN, pictures / "tutorial_nan.png", "loss", others)
 

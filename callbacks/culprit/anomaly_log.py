@@ -165,7 +165,8 @@ class Anomaly:
     A record in ``anomalies.jsonl`` has the fields that are known. The record at the end of an
     episode of several steps has its first ``step`` and its ``kind``, ``last_step``, ``num_steps``
     (bad steps) and ``num_skipped`` (of their updates). It also has a cause that was found later, in
-    ``latest`` how far something has grown, and in ``diverged`` that the loss has not come back.
+    ``latest`` how far something has grown, in ``diverged`` that the loss has not come back, and in
+    ``later_samples`` the samples of later steps, of which ``num_searched`` were searched.
     """
 
     step: int
