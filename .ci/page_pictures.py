@@ -2,9 +2,9 @@
 
 python .ci/page_pictures.py    # as `make pictures` does; needs chromium, and no network
 
-- docs/run_page.png is the page of the recipe causal_lm, shortened, with a planted NaN: in step 71, the MLP of
-  the third layer returns NaN for one row of the second micro-batch, and again whenever it gets this
-  row. docs/causal_lm.png is what `mfwrap plot` draws of the same run.
+- docs/run_page.png is the page of the recipe causal_lm, shortened, with a planted NaN: in step 71,
+  the MLP of the third layer returns NaN for one row of the second micro-batch, and again whenever
+  it gets this row. docs/causal_lm.png is what `mfwrap plot` draws of the same run.
 - docs/pictures/tutorial_*.png are the pages of the two runs of the tutorial.
 """
 
