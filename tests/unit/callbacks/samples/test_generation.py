@@ -5,6 +5,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from mfwrap.callbacks.samples.generation import Generation, can_generate
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from support.small_networks import Classifier
 from support.trainer_runs import messages_of, tiny_llama
 
@@ -49,6 +50,20 @@ def test_rows(batch, prompt, reference):
 
     assert (found.text, found.reference) == (prompt, reference)
     assert found.inputs["input_ids"].tolist() == [[int(one) for one in prompt.split()]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("ab", "ab"), ([{"role": "user", "content": "ab"}], "user: ab")]
+)
+def test_rows_of_prompts(prompt, text):
+    """Trainers whose collators leave rows as they are, such as TRL's for GRPO, have prompts."""
+    tokenizer = byte_tokenizer()
+    found = generation(tokenizer=tokenizer).of_row([{"prompt": prompt, "answer": "c"}])
+
+    assert (found.text, found.reference) == (text, None)
+    ids = found.inputs["input_ids"][0]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    assert (tokenizer.decode(ids) == "ab") == isinstance(prompt, str)
 
 
 @pytest.mark.parametrize(
