@@ -122,6 +122,22 @@ def test_an_average_of_the_callback(tmp_path):
     assert done.trainer.state.global_step == 40
 
 
+@pytest.mark.parametrize("kind", [Trainer, MFTrainer])
+def test_several_data_sets(kind, tmp_path):
+    """Of several held-out data sets, the first is sampled, once at each step."""
+    trainer = new_trainer(kind, tmp_path, callbacks=[SampleMonitor(num_rows=1)], **EVALUATES)
+    trainer.eval_dataset = {"first": Counting(6), "second": Counting(6, 8)}
+    trainer.train()
+    first = [0] if kind is MFTrainer else []
+    found = samples(tmp_path)
+
+    assert [one["step"] for one in found] == [*first, 2, 4]
+    assert found[0]["input"] == "0 1"
+    # An evaluation by hand, after the training, is not sampled.
+    trainer.evaluate()
+    assert samples(tmp_path) == found
+
+
 def test_prompts(tmp_path):
     """Prompts are sampled before the first step in a stock Trainer, too; messages as a chat."""
     tokenizer = byte_tokenizer()
