@@ -6,6 +6,7 @@ python .ci/page_pictures.py    # as `make pictures` does; needs chromium, and no
   the MLP of the third layer returns NaN for one row of the second micro-batch, and again whenever
   it gets this row. docs/causal_lm.png is what `mfwrap plot` draws of the same run.
 - docs/pictures/tutorial_*.png are the pages of the two runs of the tutorial.
+- docs/pictures/sample_monitor.png is the table of samples of the recipe supervised_tuning.
 """
 
 import os
@@ -89,6 +90,15 @@ def take(browser: Any, run: Path, picture: Path, last: str, left_out: Sequence[s
     page.close()
 
 
+def take_samples(browser: Any, run: Path, picture: Path) -> None:
+    """Take a picture of the table of what the model says."""
+    page = browser.new_page(viewport={"width": WIDTH, "height": 900}, device_scale_factor=1.5)
+    page.goto((run / "run.html").as_uri())
+    page.wait_for_selector("html[data-ready=true]")
+    page.locator("table.said").screenshot(path=picture)
+    page.close()
+
+
 def main() -> None:
     """Train in a temporary folder, write the pages, and take the pictures."""
     if sys.argv[1:] == ["--train"]:
@@ -107,6 +117,8 @@ def main() -> None:
             [*program, "plot", "runs/causal_lm", "--output", str(DOCS / "causal_lm.png")],
             [*program, "train", "image_classification"],
             [*program, "report", "runs/image_classification"],
+            [*program, "train", "supervised_tuning"],
+            [*program, "report", "runs/supervised_tuning"],
         ):
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, "-P", *words], cwd=folder, env=environment, check=True)
@@ -116,6 +128,7 @@ def main() -> None:
         last = "local-norms"
         take(browser, runs / "causal_lm", DOCS / "run_page.png", last, (*others, *SHORTENED))
         take(browser, runs / "image_classification", pictures / "tutorial_run.png", last, others)
+        take_samples(browser, runs / "supervised_tuning", pictures / "sample_monitor.png")
         take(browser, folder / RUN, pictures / "tutorial_nan.png", "loss", others)
 
 

@@ -567,6 +567,14 @@ class MFTrainerMixin(_Base):
         with self._evaluating():
             return super()._evaluate(*args, **kwargs)
 
+    def _make_evaluation_loader(self) -> Callable[[], Any] | None:
+        """Return a function that returns the loader of the first held-out data; None without it."""
+        data: Any = self.eval_dataset
+        if data is None:
+            return None
+        name = next(iter(data), None) if isinstance(data, dict) else None
+        return functools.partial(self.get_eval_dataloader, name)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer does, by hand or because the training requests it.
 
@@ -790,6 +798,7 @@ class MFTrainerMixin(_Base):
         for callback in monitors(self.callback_handler.callbacks):
             callback.expect_evaluations()
             callback.expect_background_saves()
+            callback.take_evaluation_loader(self._make_evaluation_loader())
         # The Trainer has loaded weights, optimizer and schedule. It passes over files that are
         # missing, so an absent file would be a fresh start.
         if self._checkpoints.is_loading:
