@@ -40,7 +40,7 @@ def main() -> None:
     chosen = [
         script
         for script in SCRIPTS
-        if not arguments.names or any(name in script.path for name in arguments.names)
+        if not arguments.names or any(name in script.title for name in arguments.names)
     ]
     if not chosen:
         parser.error("no path has one of these parts")
@@ -51,16 +51,16 @@ def main() -> None:
     found, versions = page.read_cells(text)
     all_cells = {
         key: found.get(key, page.NOT_COMPARED)
-        for key in ((script.library, script.path) for script in SCRIPTS)
+        for key in ((script.library, script.title) for script in SCRIPTS)
     }
     for script in chosen:
         source = sources.resolve() / script.library
         versions[script.library] = (source / "VERSION").read_text(encoding="utf-8").strip()
-        folder = BUILD / "runs" / script.library / script.path.replace("/", "_")
+        folder = BUILD / "runs" / script.library / script.title.replace("/", "_")
         written = (source / script.path).read_text(encoding="utf-8")
         result = page.cells(script, written, partial(run, script, source, hub, folder))
-        all_cells[script.library, script.path] = result
-        print(f"{script.library}: {script.path}: {'; '.join(result[1:])}", flush=True)
+        all_cells[script.library, script.title] = result
+        print(f"{script.library}: {script.title}: {'; '.join(result[1:])}", flush=True)
         output = arguments.output or page.PAGE
         output.write_text(page.page(all_cells, versions, page.present_versions()), encoding="utf-8")
     if any(cells.result.startswith("differs") for cells in all_cells.values()):

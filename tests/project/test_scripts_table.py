@@ -216,10 +216,10 @@ def test_numbers_of_the_clock_do_not_count():
     assert seen.faults == ["no steps_per_second in a log"] * 2
 
 
-def results(*outcomes, because=""):
+def results(*outcomes, **intended):
     """Return the cells of a script whose runs have these outcomes."""
     left = list(outcomes)
-    script = Script("trl", "a.py", because=because)
+    script = Script("trl", "a.py", intended=intended)
     return cells(script, "", lambda **_: left.pop(0))
 
 
@@ -249,11 +249,17 @@ def test_the_result_says_what_was_found(outcomes, result):
     assert results(*outcomes).result == result
 
 
-def test_a_reason_takes_the_place_of_a_difference():
-    """Equal runs need no reason."""
-    assert results(run_of(), Outcome("E"), because="a reason").result == "a reason"
-    assert results(run_of(), ROUNDED, because="a reason").result == "a reason"
-    assert results(run_of(), ours(), because="a reason").result == "equal"
+def test_a_number_that_is_meant_to_differ_is_explained():
+    """It is left out of the comparison, and the result says how it differs; others count."""
+    stock, other = run_of(train_loss=1.0, n=1.0), ours(train_loss=2.0, n=1.0)
+
+    assert results(stock, other, train_loss="a reason").result == "equal; a reason"
+    assert results(stock, other, stock, other, n="a reason").result.startswith("differs")
+    rounded = dataclasses.replace(ROUNDED, log=other.log)
+    assert (
+        results(stock, rounded, stock, other, train_loss="a reason").result
+        == "rounding of clipped gradients; a reason"
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,10 +273,10 @@ def test_a_reason_takes_the_place_of_a_difference():
 )
 def test_clipping_is_switched_off_where_the_script_sets_it(script, text, arguments):
     """On the command line if the training arguments are parsed, and in the text otherwise."""
-    row = Script("trl", "a.py", arguments=["x"])
+    row = Script("trl", "a.py", arguments=["x"], resumed=["y"])
 
-    assert row.command_line(script, clips=False) == ["x", *arguments]
-    assert row.command_line(script, clips=True) == ["x"]
+    assert row.command_lines(script, clips=False) == [["x", *arguments], ["y", *arguments]]
+    assert row.command_lines(script, clips=True) == [["x"], ["y"]]
     changed = row.text(script, clips=False, mfwrap=False)
     assert changed == (text or script.replace("output", "max_grad_norm=0.0, output"))
 
@@ -279,7 +285,7 @@ def test_the_page_is_written_from_its_rows():
     """The page has the rows, notes and reasons that `make scripts` would write now."""
     found, sources = read_cells(TEXT)
 
-    assert set(found) == {(script.library, script.path) for script in SCRIPTS}
+    assert set(found) == {(script.library, script.title) for script in SCRIPTS}
     assert page(found, sources, versions_of(TEXT)) == TEXT, "run `make scripts`"
 
 
@@ -295,7 +301,9 @@ def test_the_page_explains_every_difference():
 def test_the_cells_of_a_page_are_read_as_they_were_written():
     """So that a run of some scripts keeps the others."""
     written = {
-        (script.library, script.path): Cells("a; `x` becomes ``", f"{number}", "equal", "", "equal")
+        (script.library, script.title): Cells(
+            "a; `x` becomes ``", f"{number}", "equal", "", "equal"
+        )
         for number, script in enumerate(SCRIPTS)
     }
 

@@ -43,11 +43,12 @@ def launch(
         hub: Folder with models and data sets that the script loads by their names.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / OUTPUT).open("w", encoding="utf-8") as output:
+    with (folder / OUTPUT).open("a", encoding="utf-8") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
     for entry in hub.iterdir():
-        (folder / entry.name).symlink_to(entry)
+        if not (folder / entry.name).exists():  # of an earlier run
+            (folder / entry.name).symlink_to(entry)
     os.chdir(folder)
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(path) for path in search]

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,14 @@ class Difference:
         )
 
 
-def difference(stock: Outcome, ours: Outcome) -> Difference:
-    """Compare two runs that ended without an error."""
+def difference(stock: Outcome, ours: Outcome, intended: Iterable[str] = ()) -> Difference:
+    """Compare two runs that ended without an error.
+
+    Args:
+        stock: Run without mfwrap.
+        ours: Run with mfwrap.
+        intended: Names of numbers in the log that are not compared.
+    """
     faults = []
     if len(set(stock.digests)) < 2:
         faults.append("the weights do not change")
@@ -113,7 +119,7 @@ def difference(stock: Outcome, ours: Outcome) -> Difference:
     else:
         compared = {name: w for name, w in stock.weights.items() if name not in stock.noise}
         distance = _distance(compared, ours.weights)
-    losses, numbers = _logged(stock, ours, faults)
+    losses, numbers = _logged(stock, ours, set(intended), faults)
     pairs = zip(stock.digests, ours.digests, strict=False)
     equal = next(
         (count for count, (one, other) in enumerate(pairs) if one != other),
@@ -133,7 +139,9 @@ def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     return apart / largest
 
 
-def _logged(stock: Outcome, ours: Outcome, faults: list[str]) -> tuple[float, float]:
+def _logged(
+    stock: Outcome, ours: Outcome, intended: set[str], faults: list[str]
+) -> tuple[float, float]:
     """Return the largest differences of a loss and of any other number."""
     if not stock.log:
         pairs = [("loss", pair) for pair in _paired(stock.losses, ours.losses, "losses", faults)]
@@ -143,8 +151,9 @@ def _logged(stock: Outcome, ours: Outcome, faults: list[str]) -> tuple[float, fl
             missing = sorted(set(one) - set(other))
             if missing:
                 faults.append(f"no {', '.join(missing)} in a log")
-            common = [name for name in one if name in other and not _TIMES.search(name)]
-            pairs += [(name, (one[name], other[name])) for name in common]
+            common = (one.keys() & other.keys()) - intended
+            compared = [name for name in common if not _TIMES.search(name)]
+            pairs += [(name, (one[name], other[name])) for name in compared]
     largest = {True: 0.0, False: 0.0}
     for name, (one, other) in pairs:
         is_loss = "loss" in name

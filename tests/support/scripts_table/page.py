@@ -64,10 +64,13 @@ def cells(script: Script, text: str, run: Callable[..., Outcome]) -> Cells:
     ours = run(mfwrap=True, clips=True)
     if ours.error:
         said = f"{_DIFFERS}only without mfwrap it runs: {_code(ours.error)}"
-        return Cells(changes, f"{len(stock.digests)}", "", "", script.because or said)
-    found = difference(stock, ours)
+        return Cells(changes, f"{len(stock.digests)}", "", "", said)
+    found = difference(stock, ours, script.intended)
     apart = (_apart(found.losses), _apart(found.weights))
-    return Cells(changes, f"{found.updates}", *apart, _result(script, found, run))
+    result = _result(script, found, run)
+    if not result.startswith(_DIFFERS):
+        result = "; ".join(dict.fromkeys([result, *script.intended.values()]))
+    return Cells(changes, f"{found.updates}", *apart, result)
 
 
 def _changes(script: Script, text: str) -> str:
@@ -83,21 +86,19 @@ def _result(script: Script, found: Difference, run: Callable[..., Outcome]) -> s
     tolerance = BFLOAT16_TOLERANCE if found.bfloat16 else TOLERANCE
     if found.is_none and found.numbers <= TOLERANCE:
         return _EQUAL
-    if script.because:
-        return script.because
-    faults = ", ".join(found.faults) or _unclipped_faults(run)
+    faults = ", ".join(found.faults) or _unclipped_faults(script, run)
     largest = max(found.losses, found.weights, found.numbers)
     if not faults and largest > tolerance:
         faults = f"by {largest:.0e}, more than by rounding"
     return f"{_DIFFERS}{faults}" if faults else _ROUNDED
 
 
-def _unclipped_faults(run: Callable[..., Outcome]) -> str:
+def _unclipped_faults(script: Script, run: Callable[..., Outcome]) -> str:
     """Return what differs without clipping; "" if nothing does."""
     stock, ours = (run(mfwrap=mfwrap, clips=False) for mfwrap in (False, True))
     if stock.error or ours.error:
         return f"without clipping, {_code(stock.error or ours.error)}"
-    found = difference(stock, ours)
+    found = difference(stock, ours, script.intended)
     if found.is_none:
         return ""
     return (
@@ -121,11 +122,11 @@ def page(
     """Return the text of the page.
 
     Args:
-        all_cells: Cells of each script, by library and path.
+        all_cells: Cells of each script, by library and title.
         sources: Version of each library's scripts.
         versions: Paragraph that names the versions with which the scripts ran.
     """
-    rows = [(script, all_cells[script.library, script.path]) for script in SCRIPTS]
+    rows = [(script, all_cells[script.library, script.title]) for script in SCRIPTS]
     text = _INTRODUCTION.read_text(encoding="utf-8").format(
         summary=_summary([each for _, each in rows]),
         tolerance=TOLERANCE,
@@ -143,7 +144,10 @@ def page(
         text += "| --- | --- | --- | --- | --- | --- |\n"
         for script, each in rows:
             if script.library == library:
-                text += f"| `{script.path}` | {' | '.join(each)} |\n"
+                path, _, resumed = script.title.partition(" ")
+                text += (
+                    f"| {' '.join(filter(None, [f'`{path}`', resumed]))} | {' | '.join(each)} |\n"
+                )
     return text
 
 
@@ -166,7 +170,7 @@ def _summary(compared: Sequence[Cells]) -> str:
 
 
 def read_cells(text: str) -> tuple[dict[tuple[str, str], Cells], dict[str, str]]:
-    """Return the cells of a page, by library and path, and the versions of its scripts."""
+    """Return the cells of a page, by library and title, and the versions of its scripts."""
     headings = {f"## {heading}": library for library, heading in LIBRARIES.items()}
     found, sources, library = {}, {}, ""
     for line in text.splitlines():
@@ -175,7 +179,7 @@ def read_cells(text: str) -> tuple[dict[tuple[str, str], Cells], dict[str, str]]
             sources[library] = line.removeprefix("Scripts of ").removesuffix(".")
         if library and line.startswith("| `"):
             path, *rest = line.removeprefix("| ").removesuffix(" |").split(" | ")
-            found[library, path.strip("`")] = Cells(*rest)
+            found[library, path.replace("`", "")] = Cells(*rest)
     return found, sources
 
 

@@ -2,8 +2,8 @@
 
 import re
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ class Rule:
 RULES = [Rule(**rule) for rule in _ROWS["rule"]]
 
 
+_UNCLIPPED = ["--max_grad_norm", "0"]
+
+
 @dataclass(frozen=True)
 class Script:
     """A script of another library."""
@@ -46,14 +49,22 @@ class Script:
     """File in the repository."""
     arguments: Sequence[str] = ()
     """Arguments of its command line."""
+    resumed: Sequence[str] = ()
+    """Arguments of a second run in the same folder, which resumes from a checkpoint of the first
+    one, and which is compared."""
     replace: Sequence[tuple[str, str]] = ()
     """Texts that are replaced in this script alone, and what replaces them."""
     unclipped: Sequence[tuple[str, str]] = ()
     """The same, for a script with a loop of its own that shall not clip."""
     package: str = ""
     """Package that only this script needs."""
-    because: str = ""
-    """Why its results differ, if not by the rounding of clipped gradients."""
+    intended: Mapping[str, str] = field(default_factory=dict)
+    """Numbers of the log that mfwrap means to change, by name, and how. They are not compared."""
+
+    @property
+    def title(self) -> str:
+        """Name of the script in the table."""
+        return f"{self.path} resumed" if self.resumed else self.path
 
     def rules(self, text: str) -> list[Rule]:
         """Return the rules that change the script's text."""
@@ -81,17 +92,17 @@ class Script:
             text = without_clipping(text)
         return with_mfwrap(text) if mfwrap else text
 
-    def command_line(self, text: str, *, clips: bool) -> list[str]:
-        """Return the arguments with which the script runs.
+    def command_lines(self, text: str, *, clips: bool) -> list[list[str]]:
+        """Return the arguments of each run of the script.
 
         Args:
             text: Text of the script.
             clips: Whether it clips gradients, if it does so by itself.
         """
         parses = re.search(r"\b(HfArgumentParser|TrlParser)\(", text)
-        if clips or not parses or without_clipping(text) != text:
-            return [*self.arguments]
-        return [*self.arguments, "--max_grad_norm", "0"]
+        added = [] if clips or not parses or without_clipping(text) != text else _UNCLIPPED
+        lines = [self.arguments, *([self.resumed] if self.resumed else [])]
+        return [[*line, *added] for line in lines]
 
 
 SCRIPTS = [Script(**row) for row in _ROWS["script"]]

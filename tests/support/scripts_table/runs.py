@@ -4,7 +4,7 @@ import multiprocessing
 import shutil
 from pathlib import Path
 
-from support.scripts_table.launch import launch
+from support.scripts_table.launch import FACTS, launch
 from support.scripts_table.outcomes import Outcome, outcome
 from support.scripts_table.rows import Script
 
@@ -55,11 +55,14 @@ def run(
     file.write_text(script.text(text, clips=clips, mfwrap=mfwrap), encoding="utf-8")
     # Some scripts import modules that are beside them.
     search = (_STAND_INS, original.parent)
-    arguments = (folder, file, script.command_line(text, clips=clips), search, hub)
-    process = _FORKING.Process(target=launch, args=arguments)
-    process.start()
-    process.join(_SECONDS)
-    if process.is_alive():
-        process.kill()
-        process.join()
+    for line in script.command_lines(text, clips=clips):
+        (folder / FACTS).unlink(missing_ok=True)
+        process = _FORKING.Process(target=launch, args=(folder, file, line, search, hub))
+        process.start()
+        process.join(_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        if not (folder / FACTS).exists():
+            break
     return outcome(folder)
