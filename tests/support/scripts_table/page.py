@@ -128,7 +128,7 @@ def page(
     """
     rows = [(script, all_cells[script.library, script.title]) for script in SCRIPTS]
     text = _INTRODUCTION.read_text(encoding="utf-8").format(
-        summary=_summary([each for _, each in rows]),
+        summary=_summary(rows),
         tolerance=TOLERANCE,
         coarse=BFLOAT16_TOLERANCE,
         noise=NOISE,
@@ -151,19 +151,20 @@ def page(
     return text
 
 
-def _summary(compared: Sequence[Cells]) -> str:
+def _summary(rows: Sequence[tuple[Script, Cells]]) -> str:
     """Return the sentences that count the results."""
+    compared = [each for _, each in rows if each.updates]
     equal = sum(each.result == _EQUAL for each in compared)
     rounded = sum(each.result == _ROUNDED for each in compared)
-    unable = sum(each.result.startswith(_NOT_RUN) for each in compared)
     differing = sum(each.result.startswith(_DIFFERS) for each in compared)
-    missing = sum(each == NOT_COMPARED for each in compared)
-    explained = len(compared) - equal - rounded - unable - differing - missing
-    able = len(compared) - unable - missing
+    unable = sum(each.result.startswith(_NOT_RUN) for _, each in rows)
+    resumed = sum(bool(script.resumed and each.updates) for script, each in rows)
     text = (
-        f"Of {able} scripts that run here, {equal} are equal bit for bit. {rounded} differ by the "
-        f"rounding of clipped gradients alone, {explained} for another reason that the table "
-        f"gives, and {differing} for no known reason. Scripts that do not run with the installed "
+        f"{len(compared) - resumed} scripts run here, and {resumed} of them also resume from a "
+        f"checkpoint. Of these {len(compared)} runs, {equal} are equal bit for bit, {rounded} "
+        "differ by the rounding of clipped gradients alone, "
+        f"{len(compared) - equal - rounded - differing} for another reason that the table gives, "
+        f"and {differing} for no known reason. Scripts that do not run with the installed "
         f"versions: {unable}."
     )
     return textwrap.fill(text, _WIDTH)
