@@ -32,6 +32,7 @@ class LoopArguments:
     save_total_limit: int | None = None
     accelerator_config: object = None
     resume_from_checkpoint: str | None = None
+    report_to: tuple[str, ...] = ()
 
     @property
     def should_save(self) -> bool:

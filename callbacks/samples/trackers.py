@@ -25,7 +25,7 @@ class SampleTrackers:
     """
 
     def __init__(self, args: TrainingArguments) -> None:
-        names = getattr(args, "report_to", None) or []
+        names = args.report_to or []
         self._tables = [name for name in ("wandb", "trackio") if name in names]
         self._events: EventsFile | None = None
         if "tensorboard" in names:
