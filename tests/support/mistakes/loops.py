@@ -42,7 +42,7 @@ class _Loop:
             network,
             optimizer,
             StepLR(optimizer, 1),
-            DataLoader(labelled_batches(4), batch_size=None),  # type: ignore[arg-type]
+            DataLoader(labelled_batches(4), batch_size=None),
         )
 
     def end(self) -> None:
