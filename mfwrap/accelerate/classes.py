@@ -303,14 +303,14 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (accelerate's signature)
         """After the last micro-batch, zero the gradients and discard their norms."""
         window = self.attachment.step.windows.get(self.optimizer)
-        is_last = self.gradient_state.sync_gradients and window is not None
-        if is_last and self.attachment.accelerator.gradient_accumulation_steps > 1:
-            lost = window.num_backward if window.has_unused_gradients() else 0
-            if lost:
-                warnings.warn(_LOST.format(lost), stacklevel=2)
+        if window is None or not self.gradient_state.sync_gradients:
+            super().zero_grad(set_to_none)
+            return
+        accumulates = self.attachment.accelerator.gradient_accumulation_steps > 1
+        if accumulates and window.num_backward and window.has_unused_gradients():
+            warnings.warn(_LOST.format(window.num_backward), stacklevel=2)
         super().zero_grad(set_to_none)
-        if is_last:
-            window.restart()
+        window.restart()
 
 
 def attach_optimizer(optimizer: Any, attachment: Attachment, scaler: "StepScaler") -> None:

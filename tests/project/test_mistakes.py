@@ -41,7 +41,7 @@ def test_a_mistake(mistake, tmp_path):
 
     assert answer.ends == mistake.ends, answer.says
     assert [part for part in mistake.says if part not in answer.says] == [], answer.says
-    if present_versions() == versions_of(TEXT):
+    if present_versions() == versions_of(TEXT) and not mistake.theirs:
         assert cell_of(mistake, *answer) == CELLS[mistake.id], "run `make mistakes`"
 
 

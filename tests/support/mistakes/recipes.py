@@ -180,7 +180,10 @@ def model_not_on_the_hub() -> None:
         thread = threading.Thread(target=hub.serve_forever)
         thread.start()
         try:
-            with client_of(f"http://127.0.0.1:{hub.server_port}"):
+            url = f"http://127.0.0.1:{hub.server_port}"
+            with client_of(url), pytest.MonkeyPatch.context() as patch:
+                files = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+                patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
                 model = {"config": None, "path": "gpt2-smal", "tokenizer": None}
                 _train(_recipe(_LANGUAGE, model=model))
         finally:
