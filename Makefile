@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda device device-wheels device-results mutants matrix peers table scripts names layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
+.PHONY: help train test test-full test-cuda device device-wheels device-results mutants matrix peers table scripts names mistakes layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -86,6 +86,9 @@ scripts: $(VENV)/.linked ## run scripts of other libraries with and without mfwr
 
 names: $(VENV)/.linked ## write the tables of docs/names.md and docs/migration.md from the table of names
 	$(RUN) .ci/name_tables.py
+
+mistakes: $(VENV)/.linked ## act out ordinary mistakes, and write what mfwrap says to them into docs/mistakes.md (2 minutes)
+	OMP_NUM_THREADS=1 $(RUN) .ci/mistakes.py
 
 layouts: $(VENV)/.linked ## compare each layout of ranks with one process, and write the table in docs/ranks.md (1 minute)
 	OMP_NUM_THREADS=1 $(RUN) .ci/layout_table.py

@@ -3,6 +3,7 @@
 The help text of `cli` lists the exit codes.
 """
 
+import errno
 import gc
 import json
 import os
@@ -427,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         error.show()  # the whole help
         code = 2
     except click.ClickException as error:
-        say(f"{error.format_message()} See mfwrap --help.")
+        say(f"{error.format_message()} {_advice(error)}")
         code = 2
     except (RecipeError, ReleaseError) as error:
         say(str(error))
@@ -439,6 +440,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         say("interrupted")
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _advice(error: click.ClickException) -> str:
+    """Return what to do about a wrong command line."""
+    context = getattr(error, "ctx", None)
+    has_recipe = context is not None and any(p.name == "overrides" for p in context.command.params)
+    if isinstance(error, click.NoSuchOption) and has_recipe and not error.possibilities:
+        key = error.option_name.lstrip("-").replace("-", "_")
+        return f"A value of the recipe is set by --set SECTION.{key}=VALUE."
+    return "See mfwrap --help."
 
 
 def _hide_progress_bars(recipe: "Recipe") -> None:
@@ -455,11 +466,12 @@ def _hide_progress_bars(recipe: "Recipe") -> None:
 
 def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
     """Print a run's error in one line, write its traceback to the run folder, and exit with 1."""
-    from mfwrap.memory import memory_note  # noqa: PLC0415  (loads torch)
     from mfwrap.runner.folder import write_traceback  # noqa: PLC0415  (slow)
 
     file = write_traceback(Path(recipe.arguments.output_dir or ""), error)
-    line = " ".join(f"{error} {memory_note(error) or ''}".split())
+    line = " ".join("; ".join([str(error), *getattr(error, "__notes__", ())]).split())
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        line += "; free space on the disk, and continue with --resume=auto"
     line += "" if file is None else f"; traceback in {file}"
     echo(f"mfwrap: the run failed: {type(error).__name__}: {line}", err=True)
     sys.exit(1)

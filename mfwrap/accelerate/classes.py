@@ -21,6 +21,7 @@ only, and any process can load it. So a pickled accelerator, optimizer or schedu
 that `AttachedStep.detach` would leave.
 """
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -49,6 +50,11 @@ from mfwrap.schedules.pickling import pickled_as
 from mfwrap.step.backward_updates import refuse_update_in_backward
 from mfwrap.step.parameters import refuse_generation_pipeline
 from mfwrap.tensors.wrappers import unwrapped_optimizer
+
+_LOST = (
+    "`optimizer.zero_grad` discards the gradients of {} earlier micro-batches of this update; call "
+    "it after `optimizer.step`, not before `accelerator.backward`"
+)
 
 
 class AttachedAccelerator:
@@ -296,10 +302,15 @@ class AttachedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # (acceler
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001  (accelerate's signature)
         """After the last micro-batch, zero the gradients and discard their norms."""
+        window = self.attachment.step.windows.get(self.optimizer)
+        if window is None or not self.gradient_state.sync_gradients:
+            super().zero_grad(set_to_none)
+            return
+        accumulates = self.attachment.accelerator.gradient_accumulation_steps > 1
+        if accumulates and window.num_backward and window.has_unused_gradients():
+            warnings.warn(_LOST.format(window.num_backward), stacklevel=2)
         super().zero_grad(set_to_none)
-        windows = self.attachment.step.windows
-        if self.gradient_state.sync_gradients and self.optimizer in windows:
-            windows[self.optimizer].restart()
+        window.restart()
 
 
 def attach_optimizer(optimizer: Any, attachment: Attachment, scaler: "StepScaler") -> None:

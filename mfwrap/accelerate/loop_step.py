@@ -13,6 +13,7 @@ The average must be updated when all optimizers have done their update, not afte
 import dataclasses
 import functools
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, final
 
@@ -35,6 +36,11 @@ from mfwrap.step.state import OwnedStates, StepState, state_of
 from mfwrap.step.update import StepUpdate
 from mfwrap.tensors.saved_state import check_keys
 from mfwrap.tensors.shards import on_device
+
+_USED_AGAIN = (
+    "`optimizer.step` uses the gradients of its last call once more, because nothing has zeroed "
+    "them; call `optimizer.zero_grad` after each `optimizer.step`"
+)
 
 
 class PendingSchedule(Protocol):
@@ -224,7 +230,10 @@ class LoopStep:
             # A clip has perhaps measured the gradients before the block began.
             self._ema.refuse_inside_swap("optimizer.step")
         unscaled = not window.num_backward and window.has_unused_gradients()
-        if not unscaled and not self.loss_scale.is_one and window.holds_used_gradients():
+        holds_used = not unscaled and window.holds_used_gradients()
+        if holds_used and self.loss_scale.is_one:
+            warnings.warn(_USED_AGAIN, stacklevel=4)
+        elif holds_used:
             msg = (
                 "`optimizer.step` found gradients that its last call has already divided by the "
                 "loss scale, and would divide them again; call `accelerator.backward` before each "

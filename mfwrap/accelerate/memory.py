@@ -1,4 +1,4 @@
-"""Follow the micro-batches of an accelerate loop, to explain an error for lack of memory.
+"""Follow the micro-batches of an accelerate loop, to explain an error of a forward.
 
 A loop calls its models itself, so a hook of torch on each prepared model notes the shapes of what
 the model gets. torch calls the hook after an error, too (``always_call``). A model that was
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mfwrap.compatibility.torch import compiled_call
 from mfwrap.memory import shapes_of
+from mfwrap.step.error_notes import explain_error
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -67,4 +68,6 @@ def _after_forward(model: nn.Module, inputs: Any, keywords: Any, output: Any) ->
     observer = known()
     if observer is not None:
         error = sys.exception() if output is None else None
+        if error is not None:
+            explain_error(error, model, inputs, keywords)
         observer.after_forward(shapes_of(inputs, keywords), error)

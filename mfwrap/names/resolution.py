@@ -22,18 +22,22 @@ def hint(name: object, known: Collection[str]) -> str:
         known: The names that are valid in its place.
 
     Returns:
-        ``; did you mean 'x'?`` if a known name is similar. Otherwise ``; known: [...]``, or an
-        empty string if more than 40 names are known.
+        ``; did you mean 'x'?`` if a known name is similar, or is the only one with the unknown name
+        as its last words. Otherwise ``; known: [...]``, or an empty string if more than 40 names
+        are known.
 
     Example:
         >>> hint("causal_lmm", ["causal_lm", "regression"])
         "; did you mean 'causal_lm'?"
+        >>> hint("epochs", ["num_train_epochs", "regression"])
+        "; did you mean 'num_train_epochs'?"
         >>> hint("x", ["causal_lm", "regression"])
         "; known: ['causal_lm', 'regression']"
     """
     similar = difflib.get_close_matches(str(name), list(known), n=1)
-    if similar:
-        return f"; did you mean {similar[0]!r}?"
+    longer = [one for one in known if str(one).endswith(f"_{name}")]
+    if similar or len(longer) == 1:
+        return f"; did you mean {(similar or longer)[0]!r}?"
     return f"; known: {sorted(known)}" if len(known) <= _MAX_LISTED else ""
 
 

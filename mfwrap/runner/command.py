@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
+from mfwrap.runner.document import check_override
 from mfwrap.runner.library import find_recipe, shipped_recipes
 from mfwrap.runner.terminal import echo
 
@@ -30,10 +31,22 @@ def recipe_names(
 recipe_argument = click.argument("recipe", shell_complete=recipe_names)
 """Argument ``recipe``: the name of a shipped recipe, or a file."""
 
+
+def _checked(
+    context: click.Context, parameter: click.Parameter, overrides: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Refuse ``--set key value``, whose value click would call an unexpected argument."""
+    del context, parameter
+    for override in overrides:
+        check_override(override)
+    return overrides
+
+
 overrides_option = click.option(
     "--set",
     "overrides",
     multiple=True,
+    callback=_checked,
     metavar="KEY=VALUE",
     help="Replace a value of the recipe: --set training.max_steps=10. May be given several times.",
 )

@@ -132,13 +132,9 @@ class RecipeDocument:
         return document
 
     def _with(self, override: str) -> "RecipeDocument":
-        dotted, separator, text = override.partition("=")
+        check_override(override)
+        dotted, _, text = override.partition("=")
         keys = dotted.split(".")
-        if not separator or not all(keys) or len(keys) > _MAX_DEPTH:
-            # The message leaves out the value, which may be a secret.
-            got = shown(f"{dotted}{separator}{'...' if separator else ''}")
-            msg = f"--set: expected section.key=value, got {got}"
-            raise RecipeError(msg)
         place = f"--set {_dotted(tuple(keys))}"
         if len(text) > _MAX_BYTES:
             msg = f"{place}: expected a value of at most {_MAX_BYTES} characters, got more"
@@ -169,6 +165,17 @@ class RecipeDocument:
         """Return an error about an unknown key that suggests the most similar known key."""
         kind = "key" if len(path) > 1 else "section"
         return self.error(path, f"unknown {kind}{hint(path[-1], known)}")
+
+
+def check_override(override: str) -> None:
+    """Raise `RecipeError` unless an override has the form ``section.key=value``."""
+    dotted, separator, _ = override.partition("=")
+    keys = dotted.split(".")
+    if not separator or not all(keys) or len(keys) > _MAX_DEPTH:
+        # The message leaves out the value, which may be a secret.
+        got = shown(f"{dotted}{separator}{'...' if separator else ''}")
+        msg = f"--set: expected section.key=value, got {got}"
+        raise RecipeError(msg)
 
 
 def one_line(message: str) -> str:
@@ -403,6 +410,8 @@ def _read(text: str, name: str, places: dict[Path, str], path: Path, *, empty: A
         mark = error.problem_mark or error.context_mark
         at = name if mark is None else _place(name, mark.line)
         what = " ".join(filter(None, (error.context, error.problem)))
+        if r"'\t'" in what:
+            what = f"{what}; indent lines with spaces, not with tabs"
         msg = f"{at}: invalid YAML: {what}"
         raise RecipeError(msg) from error
     except yaml.reader.ReaderError as error:

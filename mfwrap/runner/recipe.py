@@ -192,6 +192,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         RecipeError: If the recipe is invalid.
     """
     objects = RecipeObjects(document, code)
+    _check_nesting(document)
     sections = objects.parse((), Sections, document.data)
     task = _task(objects, sections.task)
     model = _model(objects, sections.model)
@@ -211,6 +212,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         says = "expected a number of updates, because streamed data have no length"
         got = training.arguments.max_steps
         raise document.error(("training", "max_steps"), f"{says}, got {got}")
+    _check_best_model(document, training.arguments)
     if sections.eval_per_token_loss and task.needs_reference:
         says = f"expected false, because the pairs of the task {sections.task} have no targets"
         raise document.error(("eval_per_token_loss",), f"{says} to count, got true")
@@ -253,6 +255,28 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         code=objects.code,
         unchecked=objects.unchecked,
     )
+
+
+def _check_nesting(document: RecipeDocument) -> None:
+    """Raise `RecipeError` if a key of the section ``training`` is beside the sections."""
+    task = document.data.get("task")
+    kind = TASKS[task].arguments() if isinstance(task, str) and task in TASKS else TrainingArguments
+    of_training = {field.name for field in fields(kind)} - {
+        field.name for field in fields(Sections)
+    }
+    for key in document.data:
+        if key in of_training:
+            says = f"is a key of the section training; write it as training.{key}"
+            raise document.error((key,), f"{says}, that is, indented below `training:`")
+
+
+def _check_best_model(document: RecipeDocument, arguments: TrainingArguments) -> None:
+    """Raise `RecipeError` if a run ends before it saves what ``load_best_model_at_end`` loads."""
+    steps, last = arguments.save_steps, arguments.max_steps
+    saves_steps = arguments.load_best_model_at_end and arguments.save_strategy == "steps"
+    if saves_steps and 0 < last < steps:
+        says = f"expected at most training.max_steps ({last}), because load_best_model_at_end"
+        raise document.error(("training", "save_steps"), f"{says} needs a checkpoint, got {steps}")
 
 
 def _balance(
@@ -527,6 +551,8 @@ def _check_model(
 
     try:
         network = build(model.config)
+    except ModelError as error:
+        raise objects.refusal(("model",), objects.document.data["model"], error) from error
     except REFUSALS as error:
         raise objects.refusal(("model", "config"), model.config, error, build) from error
     if data.sequence_length is not None:

@@ -78,7 +78,8 @@ def failure(recipe: Recipe, what: str, error: Exception) -> RecipeError:
         what: What fails.
         error: The error.
     """
-    said = f"{type(error).__name__}{recipe.code.place_of(error)}: {error}"
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    said = f"{type(error).__name__}{recipe.code.place_of(error)}: {error}{notes}"
     return RecipeError(f"{recipe.document.name}: {what}: {said}")
 
 

@@ -36,10 +36,15 @@ def check_resume(run_folder: str, resume: str | bool, *, overwrite: bool) -> Non
         return
     if resume is True:
         if not checkpoints(Path(run_folder)):
-            msg = f"--resume: no checkpoint in {run_folder} (`training.output_dir`)"
+            msg = (
+                f"--resume: no checkpoint in {run_folder} (`training.output_dir`); start the run "
+                "without --resume, or with --resume=auto"
+            )
             raise RecipeError(msg)
     elif not Path(str(resume)).is_dir() and Path(str(resume)) not in checkpoints(Path(run_folder)):
-        msg = f"--resume: no such folder: {resume}; expected a checkpoint folder"
+        found = [str(each) for each in checkpoints(Path(run_folder))]
+        of_run = f"; those of this run: {', '.join(found)}" if found else ""
+        msg = f"--resume: no such folder: {resume}; expected a checkpoint folder{of_run}"
         raise RecipeError(msg)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from mfwrap.runner.document import (
     read_text,
     yaml_text,
 )
+from mfwrap.runner.failures import named_failure
 from mfwrap.runner.folder import (
     AVERAGED_MODEL,
     MODEL,
@@ -199,7 +200,8 @@ def _run(
         (folder / RESULT).unlink(missing_ok=True)
         with whole_file(folder / RECIPE_FILE) as partial:
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
-    trainer.train(resume_from_checkpoint=resume or None)
+    with _naming_keys(recipe):
+        trainer.train(resume_from_checkpoint=resume or None)
     metrics = finish(recipe, trainer, recorder)
     if trainer.is_local_process_zero():
         set_aside_tracebacks(folder)
@@ -250,14 +252,8 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
         keywords = _keywords(recipe)
     if recipe.add_metric is not None:
         keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
-    if keywords["eval_dataset"] is None:
-        for key, is_set in {
-            "training.eval_strategy": arguments.eval_strategy != "no",
-            "metric": recipe.add_metric is not None,
-        }.items():
-            if is_set:
-                says = f"expected held-out rows because {key} is set, got none"
-                raise recipe.document.error(("data",), says)
+    _check_held_out(recipe, keywords["eval_dataset"])
+    _check_batches(recipe, keywords["train_dataset"])
     callbacks = [make() for make in recipe.make_callbacks]
     for callback in callbacks:
         if isinstance(callback, EMACallback):
@@ -269,33 +265,96 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
     kind = optimized(task.trainer(), recipe.optimizer, recipe.schedule, recipe.balance)
     if isinstance(recipe.model, OwnModel):
         kind = with_checked_loss(kind, recipe.document)
-    trainer = kind(
-        args=arguments,
-        callbacks=[
-            recorder,
-            *with_memory_monitor(callbacks, folder),
-            # Last, so that the time of the others at an evaluation is left out.
-            ThroughputRecorder(folder),
-        ],
-        step=step.config,
-        scale_sense=None if step.make_scale is None else step.make_scale(),
-        ema=recipe.make_average,
-        data_skip_steps=recipe.data_skip_steps,
-        skip_rows=skip_rows,
-        rollback=recipe.rollback,
-        rampup_batch_size=recipe.rampup_batch_size,
-        eval_per_token_loss=recipe.eval_per_token_loss,
-        use_stateful_dataloader=recipe.use_stateful_dataloader,
-        row_losses=recipe.data.row_losses,
-        async_save=recipe.async_save,
-        **keywords,
-    )
+    with _naming_keys(recipe, keywords):
+        trainer = kind(
+            args=arguments,
+            callbacks=[
+                recorder,
+                *with_memory_monitor(callbacks, folder),
+                # Last, so that the time of the others at an evaluation is left out.
+                ThroughputRecorder(folder),
+            ],
+            step=step.config,
+            scale_sense=None if step.make_scale is None else step.make_scale(),
+            ema=recipe.make_average,
+            data_skip_steps=recipe.data_skip_steps,
+            skip_rows=skip_rows,
+            rollback=recipe.rollback,
+            rampup_batch_size=recipe.rampup_batch_size,
+            eval_per_token_loss=recipe.eval_per_token_loss,
+            use_stateful_dataloader=recipe.use_stateful_dataloader,
+            row_losses=recipe.data.row_losses,
+            async_save=recipe.async_save,
+            **keywords,
+        )
+    _check_left(recipe, keywords["train_dataset"], trainer.train_dataset)
     trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StepProgressCallback):
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
     _normalize_loss(recipe, trainer)
     return trainer, recorder
+
+
+def _check_held_out(recipe: Recipe, rows: Any) -> None:
+    """Raise `RecipeError` if held-out rows are needed and there are none."""
+    if rows is not None:
+        return
+    for key, is_set in {
+        "training.eval_strategy": recipe.arguments.eval_strategy != "no",
+        "metric": recipe.add_metric is not None,
+    }.items():
+        if is_set:
+            says = f"expected held-out rows because {key} is set, got none"
+            raise recipe.document.error(("data",), says)
+
+
+def _check_left(recipe: Recipe, rows: Any, prepared: Any) -> None:
+    """Raise `RecipeError` if TRL has left out all rows, because no token of them has a target."""
+    if _length(prepared) == 0 and _length(rows) != 0:
+        path, got = ("training", "max_length"), getattr(recipe.arguments, "max_length", None)
+        says = "expected a length that leaves a token of an answer in some row, because no other"
+        raise recipe.document.error(path, f"{says} token counts in the loss, got {got}; raise it")
+
+
+@contextlib.contextmanager
+def _naming_keys(recipe: Recipe, keywords: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Name the key of the recipe in errors of libraries, if it is known.
+
+    Args:
+        recipe: The recipe.
+        keywords: Keywords of the Trainer that is constructed; ``None`` later.
+    """
+    given = keywords or {}
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        named = named_failure(
+            recipe.document,
+            error,
+            network=given.get("model"),
+            rows=given.get("train_dataset"),
+            tokenizer=given.get("processing_class"),
+        )
+        if named is None:
+            raise
+        raise named from error
+
+
+def _check_batches(recipe: Recipe, rows: Any) -> None:
+    """Raise `RecipeError` if all rows together are an incomplete batch, which is left out."""
+    arguments, number = recipe.arguments, _length(rows)
+    size = arguments.train_batch_size * arguments.world_size
+    if arguments.dataloader_drop_last and number is not None and number < size:
+        path = ("training", "dataloader_drop_last")
+        says = f"expected false, or at least {size} training rows, one batch, got {number} rows"
+        raise recipe.document.error(path, f"{says}; set training.per_device_train_batch_size lower")
+
+
+def _length(rows: Any) -> int | None:
+    return len(rows) if hasattr(rows, "__len__") else None
 
 
 def task_keywords(recipe: Recipe, model: ModelSettings) -> dict[str, Any]:

@@ -64,6 +64,10 @@ def read_training(
     training = sections.training
     known = {field.name for field in fields(kind) if field.init}
     settings = objects.kept(("training",), training, known)
+    if settings.get("deepspeed") is not None:
+        says = "is not supported, because DeepSpeed updates within its own backward; leave it out"
+        says = f"{says}, and shard a large model with training.fsdp"
+        raise objects.document.error(("training", "deepspeed"), says)
     for key, value in settings.items():
         objects.check_type(("training", key), kind, key, value)
         check_range(objects, ("training", key), key, value)

@@ -23,6 +23,7 @@ from mfwrap.step.accelerator import (
 )
 from mfwrap.step.calls import NetworkCall, calls_of, split_calls
 from mfwrap.step.captured import CapturedStep
+from mfwrap.step.error_notes import explain_error
 from mfwrap.step.parameters import TrainedParameters, checked_optimizer
 from mfwrap.step.parts.cell_parts import LossScaleHooks, has_own_step
 from mfwrap.step.pipeline import accumulation_of
@@ -306,9 +307,12 @@ class MFTrainOneStepCell(LossScaleHooks):
         run = self.__update_once if self.__captured is None else self.__captured
         try:
             self.last_report = run(calls)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
+        except Exception as error:
+            running = self.__accumulate.running
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 self.__explain(error, calls)
+            elif running is not None:
+                explain_error(error, self.__accumulate.network, *calls[running])
             raise
         return self.last_report.output
 

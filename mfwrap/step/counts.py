@@ -167,7 +167,8 @@ class UpdateCounts:
                 f"{arrival.consecutive_skips:.0f} updates in a row were skipped, the last one at "
                 f"step {arrival.step:.0f}; the loss scale is {arrival.loss_scale:g} now; "
                 f"groups with a non-finite gradient norm: {bad}; learning rates: "
-                f"{report.learning_rates.tolist()}"
+                f"{report.learning_rates.tolist()}; look for NaN in the batches and for a too high "
+                "learning rate: TrainingStateMonitor names the module, and with `replay` the rows"
             )
             self._error = RuntimeError(msg)
 

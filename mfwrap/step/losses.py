@@ -234,7 +234,7 @@ def _one_element(name: str, value: Any, source: str) -> Tensor:
     if value.numel() != 1:
         msg = (
             f"the {name} that `{source}` returns must have exactly one element, got shape "
-            f"{tuple(value.shape)}"
+            f"{tuple(value.shape)}; return its mean, for example"
         )
         raise ValueError(msg)
     return value.reshape(())
@@ -243,9 +243,14 @@ def _one_element(name: str, value: Any, source: str) -> Tensor:
 def _differentiable(name: str, value: Any, source: str) -> Tensor:
     scalar = _one_element(name, value, source)
     if not scalar.requires_grad:
+        advice = (
+            "do not detach it, and unfreeze a parameter"
+            if torch.is_grad_enabled()
+            else "gradients are disabled here: leave torch.no_grad() before the step"
+        )
         msg = (
             f"the {name} that `{source}` returns must depend on a trainable parameter, got a "
-            "tensor that does not require a gradient"
+            f"tensor that does not require a gradient; {advice}"
         )
         raise ValueError(msg)
     return scalar

@@ -449,6 +449,12 @@ def _select(
     """Split the optimizer's parameters into those in the network, by name, and all others."""
     held_set = set(held)
     shared = {name: parameter for name, parameter in named.items() if parameter in held_set}
+    if not shared and not any(parameter.requires_grad for parameter in named.values()):
+        msg = (
+            "the network must have a parameter that requires a gradient, got none; unfreeze what "
+            "shall be trained (`requires_grad_()`), or load an adapter with is_trainable=True"
+        )
+        raise ValueError(msg)
     if not shared:
         msg = (
             f"`optimizer` must hold parameters of the network, got {len(held)} parameters that are "

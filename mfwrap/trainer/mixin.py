@@ -58,6 +58,7 @@ from mfwrap.trainer.data.position import TrainerPosition
 from mfwrap.trainer.data.skip import NO_CHECKPOINT, DataSkip, refuse_growth
 from mfwrap.trainer.data.stateful_loader import new_stateful_loader
 from mfwrap.trainer.display.console import closed_after_error, show_in_one_place
+from mfwrap.trainer.error_notes import explain_missing_loss
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
     RequestedSave,
@@ -520,7 +521,11 @@ class MFTrainerMixin(_Base):
         weight = replaced(self.attached.attachment, is_weightless=True) if stands_in else _USUAL
         rows = self.loss_by_row
         with weight, rows.watching(model, stands_in=stands_in) if rows.is_on else _UNWATCHED as end:
-            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+            try:
+                loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+            except ValueError as error:
+                explain_missing_loss(error, model, self.train_dataset, inputs)
+                raise
             end(loss, num_items)
         loss = self._losses.add(loss, share)
         return torch.zeros_like(loss) if stands_in else loss

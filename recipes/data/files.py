@@ -21,6 +21,7 @@ from mfwrap.recipes.data.lines import (
     read_lines,
     table_rows,
 )
+from mfwrap.recipes.data.places import is_folder
 from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataSource, Rows
 
 Files = str | list[str]
@@ -52,7 +53,7 @@ class FilesSource(DataSource):
                 raise ValueError(msg)
             for file in files:
                 if not Path(file).is_file():
-                    msg = f"`{name}` must name existing files, got {file!r}"
+                    msg = f"`{name}` must name existing files, got {_described(file)}"
                     raise ValueError(msg)
 
     def files(self) -> dict[str, Sequence[str]]:
@@ -340,6 +341,11 @@ def listed(files: Groups) -> Sequence[str]:
     if isinstance(files, dict):
         return [one for group in files.values() for one in listed(group)]
     return [files] if isinstance(files, str) else files
+
+
+def _described(file: str) -> str:
+    """Return a path that is no file, and what to write if it is a folder."""
+    return f"the folder {file!r}; name its files: '{file}/*'" if is_folder(file) else repr(file)
 
 
 def _matching(files: Groups) -> Sequence[str]:

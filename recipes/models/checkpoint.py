@@ -10,7 +10,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mfwrap.names import hint
 
 _CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_LFS = b"version https://git-lfs.github.com/"
+"""Beginning of the text that Git leaves in place of a large file without Git LFS."""
+
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -68,6 +72,29 @@ def check_code(setting: str, folder: Path) -> None:
             raise ValueError(msg)
 
 
+def check_no_adapter(setting: str, folder: Path) -> None:
+    """Check that a folder does not hold an adapter without the model that it belongs to.
+
+    Args:
+        setting: Key that names the folder, for error messages.
+        folder: Model folder.
+
+    Raises:
+        ValueError: If the folder holds an adapter of PEFT and no model.
+    """
+    file = folder / _ADAPTER
+    if not file.is_file() or (folder / _CONFIG).is_file():
+        return
+    base = _object(setting, file).get("base_model_name_or_path")
+    base_model = f"{base!r:.80}" if base else "its base model"
+    msg = (
+        f"`{setting}` must be a model folder, got {str(folder)!r}, which holds only an adapter; "
+        f"name the folder of {base_model}, or merge the adapter into it (`merge_and_unload` of "
+        "PEFT) and name the result"
+    )
+    raise ValueError(msg)
+
+
 def check_weights(setting: str, folder: Path) -> None:
     """Check that a folder has its weights as undamaged safetensors files.
 
@@ -86,8 +113,23 @@ def check_weights(setting: str, folder: Path) -> None:
             with safe_open(file, "pt") as opened:
                 opened.keys()
         except (OSError, SafetensorError) as error:
-            msg = f"`{setting}` must have undamaged weights, got {file}: {error}"
+            what = _LFS_ADVICE if _is_lfs_pointer(file) else error
+            msg = f"`{setting}` must have undamaged weights, got {file}: {what}"
             raise ValueError(msg) from error
+
+
+_LFS_ADVICE = (
+    "it is a pointer of Git LFS, not the weights; run `git lfs install` and `git lfs pull` in the "
+    "folder, or download the file again"
+)
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_LFS)) == _LFS
+    except OSError:
+        return False
 
 
 def _weight_files(setting: str, folder: Path) -> list[Path]:

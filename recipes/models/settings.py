@@ -1,8 +1,9 @@
 """The model of a recipe: a checkpoint, or a configuration with random weights."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -19,6 +20,7 @@ from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.checkpoint import (
     TOKENIZER_FILES,
     check_code,
+    check_no_adapter,
     check_weights,
     model_type_of,
 )
@@ -129,9 +131,10 @@ class ModelSettings(RecipeSection):
         name = resolve_package(setting, getattr(self, setting) or _BYTES)
         if name == _BYTES:
             return byte_tokenizer()
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=self.trust_remote_code, revision=self.revision or _NEWEST
-        )
+        with _from_hub(setting, name):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=self.trust_remote_code, revision=self.revision or _NEWEST
+            )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
@@ -147,16 +150,32 @@ class ModelSettings(RecipeSection):
         settings: dict[str, Any] = {"dtype": getattr(torch, self.dtype)}
         if self.attn_implementation is not None:
             settings["attn_implementation"] = self.attn_implementation
+        try:
+            network = self._built(auto_class, settings, implied)
+        except ImportError as error:
+            if self.attn_implementation is None:
+                raise
+            said = " ".join(str(error).split())
+            msg = (
+                f"`attn_implementation` cannot be {self.attn_implementation!r} on this machine; "
+                f"leave it out, or set it to 'sdpa'; transformers says: {said}"
+            )
+            raise ModelError(msg) from error
+        self._convert_parts(network)
+        return network
+
+    def _built(
+        self, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
+    ) -> nn.Module:
         if self.path is not None:
-            network = self._loaded(self.path, auto_class, settings, implied)
-        elif isinstance(config := self._configuration(implied), PerceptronConfig):
+            return self._loaded(self.path, auto_class, settings, implied)
+        if isinstance(config := self._configuration(implied), PerceptronConfig):
             network = Perceptron(config)
             for layers in (network.layers, network.head):
                 layers.to(settings["dtype"])  # mean and deviation of the data stay float32
-        else:
-            network = auto_class.from_config(config, **settings)
-        self._convert_parts(network)
-        return network
+            return network
+        made: nn.Module = auto_class.from_config(config, **settings)
+        return made
 
     def _convert_parts(self, network: nn.Module) -> None:
         """Convert the weights of norms and embeddings, but not their results.
@@ -189,14 +208,16 @@ class ModelSettings(RecipeSection):
             settings["ignore_mismatched_sizes"] = True
         if auto_class is not None:
             settings["trust_remote_code"] = self.trust_remote_code
-        model: nn.Module = (auto_class or Perceptron).from_pretrained(
-            # Without `use_safetensors`, transformers would fall back to pickled weights.
-            resolve_package("path", path),
-            revision=self.revision or _NEWEST,
-            use_safetensors=True,
-            **settings,
-            **about_labels,
-        )
+        name = resolve_package("path", path)
+        with _from_hub("path", name):
+            model: nn.Module = (auto_class or Perceptron).from_pretrained(
+                # Without `use_safetensors`, transformers would fall back to pickled weights.
+                name,
+                revision=self.revision or _NEWEST,
+                use_safetensors=True,
+                **settings,
+                **about_labels,
+            )
         return model
 
     def _configuration(self, implied: dict[str, Any]) -> PreTrainedConfig:
@@ -237,6 +258,8 @@ class ModelSettings(RecipeSection):
     def _check_folder(self, setting: str, name: str, files: Collection[str], content: str) -> None:
         """Check a folder with a model or a tokenizer, or the form of a name on the hub."""
         name = resolve_package(setting, name)
+        if setting == "path" and is_folder(name):
+            check_no_adapter(setting, Path(name))
         check_place(setting, name, files, content)
         if not is_folder(name):
             return
@@ -300,6 +323,24 @@ class WeightlessModel(ModelSettings):
         """Build the model; see `ModelSettings.make_model`."""
         with torch.device("meta"):
             return super().make_model(auto_class, **implied)
+
+
+@contextlib.contextmanager
+def _from_hub(setting: str, name: str) -> Iterator[None]:
+    """Convert an error of loading from the hub to a `ModelError` that names the key.
+
+    Args:
+        setting: Key that holds the name.
+        name: Folder, or name on the hub.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_folder(name):
+            raise
+        said = " ".join(str(error).split())
+        msg = f"`{setting}` must name what can be loaded; {not_a_folder(name)}; on the hub: {said}"
+        raise ModelError(msg) from error
 
 
 def _cast_result(

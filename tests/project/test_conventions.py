@@ -23,7 +23,6 @@ LONG = {
     "callbacks/training_state/run.py::end_step": "starts to copy all that a step tells",
     "mfwrap/mindspore/run.py::__init__": "builds the parts of a run, in their order",
     "mfwrap/runner/mindformers/importer.py::_convert": "takes the sections of a file in turn",
-    "mfwrap/runner/run.py::build_trainer": "passes the parts of a recipe on to a trainer",
     "mfwrap/runner/recipe.py::read_document": "takes the sections of a recipe in turn",
     "mfwrap/step/cell.py::__init__": "takes the settings of a step, and gives them to its parts",
     "mfwrap/trainer/mixin.py::__init__": "builds the parts of a trainer, in their order",

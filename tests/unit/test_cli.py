@@ -515,6 +515,28 @@ def test_report_refuses(arguments, message, runs, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--learning_rate", "1"],
+            "A value of the recipe is set by --set SECTION.learning_rate=VALUE.",
+        ),
+        (
+            ["--set", "training.max_steps", "3"],
+            "--set: expected section.key=value, got 'training.max_steps'",
+        ),
+        (["--overwrit"], "Did you mean '--overwrite'? See mfwrap --help."),
+    ],
+)
+def test_train_with_wrong_words(words, says, capsys):
+    """A training argument as an option, and a value without "=", are told how to set a value."""
+    code, out, err = call(capsys, "train", "regression", *words)
+
+    assert (code, out) == (2, "")
+    assert says in err
+
+
 def test_import_mindformers(recipe, capsys):
     """The recipe goes to standard output or a file; losses are accepted by name."""
     Path("mf.yaml").write_text(mindformers_text({"run_mode": "finetune"}))

@@ -142,6 +142,7 @@ def test_these_runs_learn_clip_and_move_the_rate(loop):
     assert all(not torch.equal(unclipped[name], clipped[name]) for name in clipped)
 
 
+@pytest.mark.filterwarnings("ignore:`optimizer.zero_grad` discards")  # as accelerate does
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])

@@ -36,6 +36,11 @@ def test_shipped_recipes_are_valid(name):
     ("override", "says"),
     [
         ("trainin.x=1", "trainin: unknown section; did you mean 'training'?"),
+        (
+            "learning_rate=1",
+            "learning_rate: is a key of the section training; write it as training.",
+        ),
+        ("training.epochs=3", "training.epochs: unknown key; did you mean 'num_train_epochs'?"),
         ("training.max_stepz=1", "training.max_stepz: unknown key; did you mean 'max_steps'?"),
         ("training.max_steps=often", "training.max_steps: expected an integer, got 'often'"),
         ("training.learning_rate=fast", "training.learning_rate: expected a number, got 'fast'"),
@@ -168,6 +173,13 @@ def test_pairs_have_no_loss_by_row(tmp_path, monkeypatch, key, value):
     found = "loss_by" if key == "path" else key
 
     assert f"data.{found}: must be left out, because the pairs of the task" in message(text=text)
+
+
+def test_a_tab_is_named():
+    """The error for a line that begins with a tab says that YAML wants spaces."""
+    text = recipe_text().replace("  max_steps", "\tmax_steps")
+
+    assert "indent lines with spaces, not with tabs" in message(text=text)
 
 
 def test_errors_name_the_line():

@@ -484,6 +484,10 @@ def test_json_of_both_forms(tmp_path, lines):
 @pytest.mark.parametrize(
     ("section", "says"),
     [
+        (
+            {"type": "csv", "path": "."},
+            r"data\.path: must name existing files, got the folder '\.'; name its files",
+        ),
         ({"path": "none.csv"}, r"data\.path: must name existing files, got 'none.csv'"),
         ({"path": "no*.csv"}, r"data\.path: must name existing files, got 'no\*\.csv'"),
         ({"path": "rows.xlsx"}, r"data\.path: must end in .*, or `type` must be set, got"),

@@ -7,7 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mfwrap.recipes.models.checkpoint import check_code, check_weights, model_type_of
+from mfwrap.recipes.models.checkpoint import (
+    check_code,
+    check_no_adapter,
+    check_weights,
+    model_type_of,
+)
 from support.recipe_texts import message, recipe_text
 
 
@@ -96,3 +101,25 @@ def test_a_damaged_index(folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=r"weight_map|but lacks '\.\./x"):
         check_weights("path", folder)
+
+
+def test_a_pointer_of_git_lfs(folder):
+    """A clone without Git LFS is told so, and how to get the weights."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n"
+    (folder / "model.safetensors").write_text(pointer)
+
+    with pytest.raises(ValueError, match=r"is a pointer of Git LFS.*run `git lfs install` and"):
+        check_weights("path", folder)
+
+
+def test_an_adapter_is_no_model(folder):
+    """The error for the folder of an adapter names the base model; a merged model is accepted."""
+    config = {"base_model_name_or_path": "org/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    check_no_adapter("path", folder)
+    (folder / "config.json").unlink()
+
+    with pytest.raises(ValueError, match=r"holds only an adapter; name the folder of 'org/base'"):
+        check_no_adapter("path", folder)
+    found = message(text=recipe_text(task="causal_lm", model={"config": None, "path": str(folder)}))
+    assert "model.path: must be a model folder, got" in found

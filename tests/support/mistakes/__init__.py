@@ -1,0 +1,1 @@
+"""Ordinary mistakes, acted out, and the page with what mfwrap says to them."""

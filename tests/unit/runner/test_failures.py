@@ -1,0 +1,94 @@
+"""Errors of other libraries name the key of the recipe that they are about."""
+
+import pytest
+from huggingface_hub.errors import HfHubHTTPError
+from jinja2.exceptions import TemplateError
+from torch import nn
+
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
+from mfwrap.runner.document import RecipeDocument
+from mfwrap.runner.failures import named_failure
+
+TEXT = """\
+data: {path: rows.jsonl}
+training:
+  push_to_hub: true
+peft:
+  target_modules: [query_key_value]
+"""
+DOCUMENT = RecipeDocument.parse(TEXT, "r.yaml")
+
+
+def network():
+    """Return a network with two linear layers of one name."""
+    return nn.ModuleDict(
+        {
+            part: nn.ModuleDict({"q_proj": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
+            for part in ("first", "second")
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("Target modules {'x'} not found", "r.yaml:5: peft.target_modules: match no module of "),
+        ("size mismatch for base_model.model.q", "r.yaml:4: peft: the checkpoint has an adapter "),
+        ("tokenizer.chat_template is not set", "r.yaml: model: the tokenizer has no chat template"),
+        (
+            "The specified `eos_token` ('x') is not found in the vocabulary",
+            "r.yaml:2: training.eos_token: must be a token of the tokenizer; leave it out",
+        ),
+        (
+            "CometCallback requires comet-ml to be installed",
+            "r.yaml:2: training.report_to: names a tracker whose package is not installed",
+        ),
+    ],
+)
+def test_known_errors(text, says):
+    """The key, its line, what to do and the library's own sentence are in the message."""
+    found = str(named_failure(DOCUMENT, ValueError(text), network=network()))
+
+    assert found.startswith(says)
+    assert f"(ValueError: {text}" in found
+
+
+def test_layers_for_an_adapter():
+    """The names of linear layers are listed, each once."""
+    error = ValueError("Target modules {'x'} not found")
+
+    assert "its linear layers are ['q_proj'] (" in str(
+        named_failure(DOCUMENT, error, network=network())
+    )
+
+
+def test_a_refused_chat():
+    """The row of the first chat that the template refuses is named with its roles."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}"
+        "{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    )
+    chats = [[{"role": role, "content": "a"}] for role in ("user", "system")]
+    rows = [{"messages": chat} for chat in chats]
+    found = named_failure(DOCUMENT, TemplateError("no system"), rows=rows, tokenizer=tokenizer)
+
+    assert str(found) == (
+        "r.yaml:1: data: the chat template of the tokenizer refuses the messages in row 2 (counted "
+        "from 1), whose roles are ['system']: no system; change them, or name another tokenizer"
+    )
+
+
+def test_the_hub():
+    """An error of the hub is about `push_to_hub`, if that is set."""
+    error = HfHubHTTPError.__new__(HfHubHTTPError)
+    Exception.__init__(error, "401 Unauthorized")
+    found = str(named_failure(DOCUMENT, error))
+
+    assert found.startswith("r.yaml:3: training.push_to_hub: cannot create the repository on the ")
+    assert named_failure(RecipeDocument.parse("data: {}", "r.yaml"), error) is None
+
+
+def test_other_errors():
+    """An error that is not known stays what it is."""
+    assert named_failure(DOCUMENT, ValueError("of another kind")) is None

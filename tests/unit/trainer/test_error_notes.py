@@ -1,0 +1,50 @@
+"""Errors about the data of a Trainer have a note with the likely cause."""
+
+import pytest
+from datasets import Dataset
+from transformers import BertConfig, BertForSequenceClassification, BertModel, TrainingArguments
+
+from mfwrap.trainer import MFTrainer
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+def note(tmp_path, rows, kind=BertForSequenceClassification):
+    """Return the note of the error of a training."""
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    trainer = MFTrainer(kind(BertConfig(**SIZES)), args, train_dataset=Dataset.from_list(rows))
+    with pytest.raises(ValueError, match=r"return a loss|expected sequence") as raised:
+        trainer.train()
+    return raised.value.__notes__[-1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind", "says"),
+    [
+        ({"labels": "odd"}, BertForSequenceClassification, "holds texts, such as 'odd'; replace"),
+        (
+            {"labels": 1},
+            BertModel,
+            "BertModel takes no labels, so the column `labels` was left out",
+        ),
+        ({}, BertForSequenceClassification, "the data have no column `labels`, only ['input_ids']"),
+    ],
+)
+def test_a_missing_loss(tmp_path, columns, kind, says):
+    """The note says why the model has returned no loss."""
+    assert says in note(tmp_path, [{"input_ids": [1, 2]} | columns] * 2, kind)
+
+
+def test_rows_of_different_lengths(tmp_path):
+    """The note names collators that pad."""
+    rows = [{"input_ids": list(range(length)), "labels": 0} for length in (2, 3)]
+
+    assert "data_collator=DataCollatorWithPadding(tokenizer)" in note(tmp_path, rows)
