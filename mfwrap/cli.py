@@ -461,7 +461,8 @@ def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
     file = write_traceback(Path(recipe.arguments.output_dir or ""), error)
     line = " ".join(f"{error} {memory_note(error) or ''}".split())
     line += "" if file is None else f"; traceback in {file}"
-    echo(f"mfwrap: the run failed: {type(error).__name__}: {line}", err=True)
+    kind = f"{type(error).__name__}{recipe.code.place_of(error)}"
+    echo(f"mfwrap: the run failed: {kind}: {line}", err=True)
     sys.exit(1)
 
 

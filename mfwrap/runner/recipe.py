@@ -29,7 +29,7 @@ from mfwrap.recipes.models.settings import (
     check_length,
     num_positions,
 )
-from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
+from mfwrap.recipes.tasks.table import OWN_SECTIONS, SOURCES, TASKS, Task
 from mfwrap.runner.adapters import AdapterChoice, read_peft
 from mfwrap.runner.callbacks import (
     MakeCallback,
@@ -46,6 +46,7 @@ from mfwrap.runner.optimization import check_optimizer
 from mfwrap.runner.optimizers import OptimizerChoice
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode, OwnKind, OwnType, is_own
 from mfwrap.runner.replacements import without_replaced
+from mfwrap.runner.reward import MakeReward, read_rewards
 from mfwrap.runner.schedules import Schedule
 from mfwrap.runner.sections import RunnerWrapperSection, Sections
 from mfwrap.runner.step import StepChoice, read_average, read_step
@@ -116,6 +117,9 @@ class Recipe:
 
     add_metric: Callable[[ComputeMetrics | None], ComputeMetrics] | None
     """Adds the user's own metric to the task's; ``None`` without one."""
+
+    make_rewards: tuple[MakeReward, ...]
+    """Functions that each build one reward of the model's answers."""
 
     make_callbacks: tuple[MakeCallback, ...]
     """Functions that each build one callback of a run."""
@@ -194,6 +198,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
     objects = RecipeObjects(document, code)
     sections = objects.parse((), Sections, document.data)
     task = _task(objects, sections.task)
+    _check_sections(document, task, sections)
     model = _model(objects, sections.model)
     data = _data(objects, task, sections)
     wrapper = rollback = None
@@ -203,7 +208,11 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
     if sections.rollback is not None:
         rollback = objects.build(("rollback",), Rollback, sections.rollback)
     network = _check_model(objects, task, model, data)
-    training = read_training(objects, task.arguments(), sections=sections, wrapper=wrapper)
+    try:
+        arguments = task.arguments()
+    except ImportError as error:
+        raise document.error(("task",), str(error)) from error
+    training = read_training(objects, arguments, sections=sections, wrapper=wrapper)
     if network is not None:
         check_max_length(document, training.arguments, network)
     _check_dtypes(document, model, training.arguments)
@@ -211,8 +220,8 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         says = "expected a number of updates, because streamed data have no length"
         got = training.arguments.max_steps
         raise document.error(("training", "max_steps"), f"{says}, got {got}")
-    if sections.eval_per_token_loss and task.needs_reference:
-        says = f"expected false, because the pairs of the task {sections.task} have no targets"
+    if sections.eval_per_token_loss and not task.has_targets:
+        says = f"expected false, because the rows of the task {sections.task} have no targets"
         raise document.error(("eval_per_token_loss",), f"{says} to count, got true")
     check_optimizer(objects, training)
     if network is not None and training.optimizer is not None and sections.peft is None:
@@ -248,6 +257,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         async_save=sections.async_save,
         rollback=rollback,
         add_metric=read_metric(objects, sections.metric),
+        make_rewards=read_rewards(objects, sections.reward),
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
         code=objects.code,
@@ -294,6 +304,17 @@ def _task(objects: RecipeObjects, name: str) -> Task:
         raise objects.document.error(("task",), f"{name} {NEEDS_FLAG}")
     task: Task = objects.code.load(objects.document, ("task",), name, _TASK)
     return task
+
+
+def _check_sections(document: RecipeDocument, task: Task, sections: Sections) -> None:
+    """Raise `RecipeError` if a section that only some tasks have is missing, or has no effect."""
+    for name, is_needed in OWN_SECTIONS.items():
+        is_given = getattr(sections, name) is not None
+        if is_given and name not in task.sections:
+            raise document.error((name,), f"is not a section of the task {sections.task}")
+        if is_needed and name in task.sections and not is_given:
+            says = f"required by the task {sections.task}, but missing"
+            raise document.error((name,), says)
 
 
 def _model(objects: RecipeObjects, section: Mapping[str, Any]) -> ModelSettings:
@@ -403,8 +424,8 @@ def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
         objects.parse(("data",), SOURCES[kind], section) if own is None else _own_data(objects, own)
     )
     for key, is_set in {"loss_by": data.source_column, "row_losses": data.row_losses}.items():
-        if is_set and task.needs_reference:
-            says = f"must be left out, because the pairs of the task {sections.task} have no loss"
+        if is_set and not task.has_targets:
+            says = f"must be left out, because the rows of the task {sections.task} have no loss"
             raise objects.document.error(("data", key), f"{says} of their own")
     if data.known_columns is not None:
         known = data.known_columns | data.columns.keys()

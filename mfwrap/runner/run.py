@@ -22,6 +22,7 @@ from mfwrap.checkpoints.whole import whole_file, whole_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
 from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataError, Needs, Rows
+from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.recipes.tasks.inputs import build_for_inputs
@@ -311,7 +312,8 @@ def task_keywords(recipe: Recipe, model: ModelSettings) -> dict[str, Any]:
     with data_errors(RecipeObjects(recipe.document)):
         if rows.are_inputs:
             if recipe.task.arguments() is not TrainingArguments:
-                msg = "`type` must give a table, because TRL prepares the rows of this task itself"
+                says = "because the Trainer of this task prepares the rows itself"
+                msg = f"`type` must give a table, {says}"
                 raise DataError(msg)
             keywords = build_for_inputs(model, recipe.task.auto_class, rows)
             return keywords | {"loss_by": recipe.data.loss_by}
@@ -343,13 +345,22 @@ def _with_sources(recipe: Recipe, keywords: dict[str, Any]) -> dict[str, Any]:
 
 def _keywords(recipe: Recipe) -> dict[str, Any]:
     keywords = task_keywords(recipe, recipe.model)
-    if recipe.task.arguments() is not TrainingArguments and not isinstance(
-        keywords["model"], PreTrainedModel
+    if (
+        recipe.task.arguments() is not TrainingArguments
+        and isinstance(recipe.model, OwnModel)
+        and not isinstance(keywords["model"], PreTrainedModel)
     ):
         says = "expected a transformers.PreTrainedModel, because TRL trains no other model"
         got = type(keywords["model"]).__name__
         raise recipe.document.error(("model", "type"), f"{says}, got a {got}")
     check_max_length(recipe.document, recipe.arguments, keywords["model"])
+    if recipe.make_rewards:
+        beta = getattr(recipe.arguments, "beta", 0)
+        if beta and recipe.model.path is None and recipe.peft is None:
+            says = "expected 0, because TRL loads the reference from `model.path`, which is not set"
+            raise recipe.document.error(("training", "beta"), f"{says}, got {beta}")
+        columns = column_names(keywords["train_dataset"])
+        keywords["reward_funcs"] = [make(columns) for make in recipe.make_rewards]
     if recipe.peft is None and recipe.task.needs_reference:
         # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
         # uses the model itself, with the adapter turned off.) A model built from random weights is

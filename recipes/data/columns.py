@@ -358,3 +358,6 @@ PREFERENCES: tuple[Columns, ...] = (
     {"chosen": TURN, "rejected": TURN},
 )
 """Alternatives for tuning to preferred answers."""
+
+PROMPTS: tuple[Columns, ...] = ({"prompt": TURN},)
+"""Columns for tasks in which the model itself writes the answers."""

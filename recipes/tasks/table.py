@@ -1,6 +1,7 @@
 """The table of tasks: what a recipe can train, and what each task needs."""
 
 import functools
+import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -36,6 +37,7 @@ from mfwrap.recipes.data.columns import (
     NUMBER,
     NUMBERS,
     PREFERENCES,
+    PROMPTS,
     TEXT,
     TUNING,
     WORDS,
@@ -61,6 +63,7 @@ from mfwrap.recipes.tasks.prediction import (
     build_sequence_classification,
     build_token_classification,
 )
+from mfwrap.recipes.tasks.prompts import build_prompts
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 
 SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
@@ -102,6 +105,9 @@ class Task:
     options: frozenset[str] = frozenset()
     """Optional keys of the section ``data`` that this task accepts, but not every other task."""
 
+    sections: frozenset[str] = frozenset()
+    """Sections of `OWN_SECTIONS` that a recipe of this task has."""
+
     classes: str | None = None
     """Column with a class, or a list of classes, in each row; ``None`` for a task without them."""
 
@@ -120,6 +126,9 @@ class Task:
     needs_reference: bool = False
     """Whether the Trainer compares the model with a copy from before the training."""
 
+    gets_texts: bool = False
+    """Whether the Trainer gets the texts themselves, and tokenizes them in each step."""
+
     takes_peft: bool = False
     """Whether the Trainer applies a PEFT adapter itself."""
 
@@ -128,6 +137,11 @@ class Task:
 
     mindformers_trainers: frozenset[str] = frozenset()
     """MindFormers' ``trainer.type`` and ``trainer.task_name`` for this task."""
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether each row has targets of its own, so that a loss belongs to a row."""
+        return not (self.needs_reference or self.gets_texts)
 
     def needs_of(self, data: DataSource) -> tuple[Columns, ...]:
         """Return `needs`, or the columns of the section's ``template``."""
@@ -149,16 +163,33 @@ _MODELS: Mapping[Any, Collection[str]] = {
 """Model types that each class of transformers can build."""
 
 
-def _trl_class(name: str) -> type[Any]:
-    import trl  # noqa: PLC0415  (slow; part of an extra)
+OWN_SECTIONS: Mapping[str, bool] = MappingProxyType({"reward": True})
+"""Sections that only some tasks have, and whether these tasks need them."""
 
-    found: type[Any] = getattr(trl, name)
+
+def _class_of(library: str, extra: str, name: str) -> type[Any]:
+    """Return a class of a library that is part of an extra.
+
+    Raises:
+        ImportError: If the library is not installed, or its release lacks the class.
+    """
+    try:
+        found: type[Any] = getattr(importlib.import_module(library), name)
+    except (AttributeError, ImportError) as error:
+        msg = f'needs {name} of {library}; install it with pip install -U "mfwrap[{extra}]"'
+        raise ImportError(msg) from error
     return found
 
 
-def _trl_trainer(name: str) -> Callable[[], type[Any]]:
-    """Return a function that makes a subclass of a TRL Trainer with MindFormers' step."""
-    return lambda: type(f"MF{name}", (MFTrainerMixin, _trl_class(name)), {})
+_trl_class = functools.partial(_class_of, "trl", "recipes")
+
+
+def _with_step(find: Callable[[str], type[Any]], name: str) -> Callable[[], type[Any]]:
+    """Return a function that makes a subclass of a Trainer with MindFormers' step."""
+    return lambda: type(f"MF{name}", (MFTrainerMixin, find(name)), {})
+
+
+_trl_trainer = functools.partial(_with_step, _trl_class)
 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
@@ -192,6 +223,18 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             trainer=_trl_trainer("DPOTrainer"),
             arguments=lambda: _trl_class("DPOConfig"),
             needs_reference=True,
+            takes_peft=True,
+            peft_task_type="CAUSAL_LM",
+        ),
+        "reward_tuning": Task(
+            needs=PROMPTS,
+            build=build_prompts,
+            hub_task="text-generation",
+            auto_class=AutoModelForCausalLM,
+            sections=frozenset({"reward"}),
+            trainer=_trl_trainer("GRPOTrainer"),
+            arguments=lambda: _trl_class("GRPOConfig"),
+            gets_texts=True,
             takes_peft=True,
             peft_task_type="CAUSAL_LM",
         ),

@@ -1,0 +1,29 @@
+"""What some shipped recipes need besides the package: the models of other recipes."""
+
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from mfwrap.recipes.models.settings import ModelSettings, make_text_model
+from support.recipe_texts import SMALL_LLAMA
+
+__all__ = ["provide"]
+
+_FIRST = {"distillation": "supervised_tuning"}
+"""Recipe whose model a recipe begins with."""
+
+
+def provide(name: str, folder: Path) -> None:
+    """Write the model of another recipe that a recipe needs.
+
+    Args:
+        name: Name of the shipped recipe.
+        folder: Folder in which the recipe will run.
+    """
+    if name in _FIRST:
+        model = ModelSettings(config=SMALL_LLAMA, tokenizer="bytes")
+        tokenizer = model.make_tokenizer()
+        place = folder / "runs" / _FIRST[name] / "model"
+        network = make_text_model(model, AutoModelForCausalLM, tokenizer)
+        network.save_pretrained(place)  # type: ignore[operator]  (torch's typing of modules)
+        tokenizer.save_pretrained(place)
