@@ -74,6 +74,9 @@ class Recipe:
     model: ModelSettings
     """Section ``model``."""
 
+    teacher: ModelSettings | None
+    """Section ``teacher``; ``None`` without one."""
+
     data: DataSource
     """Section ``data``."""
 
@@ -200,6 +203,9 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
     task = _task(objects, sections.task)
     _check_sections(document, task, sections)
     model = _model(objects, sections.model)
+    teacher = None
+    if sections.teacher is not None:
+        teacher = objects.parse(("teacher",), ModelSettings, sections.teacher)
     data = _data(objects, task, sections)
     wrapper = rollback = None
     if sections.runner_wrapper is not None:
@@ -242,6 +248,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         document=document,
         task=task,
         model=model,
+        teacher=teacher,
         data=data,
         arguments=training.arguments,
         optimizer=training.optimizer,
@@ -502,12 +509,17 @@ def check_max_length(
 
 
 @contextmanager
-def data_errors(objects: RecipeObjects) -> Iterator[None]:
-    """Convert a `DataError` or `ModelError` in the block to a `RecipeError` that names the key."""
+def data_errors(objects: RecipeObjects, model: str = "model") -> Iterator[None]:
+    """Convert a `DataError` or `ModelError` in the block to a `RecipeError` that names the key.
+
+    Args:
+        objects: Builder for the recipe.
+        model: Section of the model.
+    """
     try:
         yield
     except ModelError as error:
-        raise objects.refusal(("model",), objects.document.data["model"], error) from error
+        raise objects.refusal((model,), objects.document.data[model], error) from error
     except DataError as error:
         says = str(error).removeprefix("`data` ")
         if says != str(error):

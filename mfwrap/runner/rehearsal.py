@@ -93,6 +93,8 @@ def _reason_to_skip(recipe: Recipe) -> str | None:
         return f"it needs the code of {', '.join(unknown)}, which runs only with --allow-code"
     if recipe.model.obstacle is not None:
         return recipe.model.obstacle
+    if recipe.teacher is not None and recipe.teacher.obstacle is not None:
+        return recipe.teacher.obstacle.replace("`model.", "`teacher.", 1)
     number = recipe.model.count_parameters(recipe.task.auto_class)
     if number > _MAX_PARAMETERS:
         return f"the model has {number:,} parameters, more than {_MAX_PARAMETERS:,}"

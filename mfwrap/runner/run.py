@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, ch
 from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataError, Needs, Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.own import OwnModel
-from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.recipes.tasks.inputs import build_for_inputs
 from mfwrap.records.evaluations import AVERAGED, results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
@@ -361,6 +361,8 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
             raise recipe.document.error(("training", "beta"), f"{says}, got {beta}")
         columns = column_names(keywords["train_dataset"])
         keywords["reward_funcs"] = [make(columns) for make in recipe.make_rewards]
+    if recipe.teacher is not None:
+        keywords["teacher_model"] = _teacher(recipe, recipe.teacher, keywords)
     if recipe.peft is None and recipe.task.needs_reference:
         # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
         # uses the model itself, with the adapter turned off.) A model built from random weights is
@@ -375,6 +377,29 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
     except ValueError as error:
         section = recipe.document.data["peft"]
         raise RecipeObjects(recipe.document).refusal(("peft",), section, error) from error
+
+
+def _teacher(recipe: Recipe, teacher: ModelSettings, keywords: Mapping[str, Any]) -> nn.Module:
+    """Return the teacher of a recipe, frozen.
+
+    Args:
+        recipe: The recipe.
+        teacher: Section ``teacher``.
+        keywords: The Trainer's keywords, with the model that learns.
+
+    Raises:
+        RecipeError: If the teacher does not have the tokens of the model.
+    """
+    with data_errors(RecipeObjects(recipe.document), "teacher"):
+        found: Any = make_text_model(teacher, recipe.task.auto_class, keywords["processing_class"])
+    numbers = [one.config.get_text_config().vocab_size for one in (keywords["model"], found)]
+    if numbers[0] != numbers[1]:
+        says = f"expected a model with {numbers[0]} tokens, as many as the model that learns"
+        key = "config" if teacher.path is None else "path"
+        hint = "give it the tokenizer of the teacher, or set model.config.vocab_size"
+        says = f"{says}, got one with {numbers[1]}; {hint}"
+        raise recipe.document.error(("teacher", key), says)
+    return found.eval().requires_grad_(requires_grad=False)
 
 
 def checked_rows(recipe: Recipe) -> Rows:

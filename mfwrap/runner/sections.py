@@ -59,6 +59,9 @@ class Sections(RecipeSection):
     """For ``reward_tuning``: ``type``, a function of ``trl.rewards`` or a function or class of the
     user's own, and its arguments; or a list of such rewards."""
 
+    teacher: dict[str, Any] | None = None
+    """For ``distillation``: fields of `mfwrap.recipes.models.settings.ModelSettings`."""
+
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     """``type``, a name in `mfwrap.callbacks`, and the arguments of that callback."""
 

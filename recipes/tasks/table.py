@@ -163,7 +163,7 @@ _MODELS: Mapping[Any, Collection[str]] = {
 """Model types that each class of transformers can build."""
 
 
-OWN_SECTIONS: Mapping[str, bool] = MappingProxyType({"reward": True})
+OWN_SECTIONS: Mapping[str, bool] = MappingProxyType({"reward": True, "teacher": True})
 """Sections that only some tasks have, and whether these tasks need them."""
 
 
@@ -234,6 +234,18 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             sections=frozenset({"reward"}),
             trainer=_trl_trainer("GRPOTrainer"),
             arguments=lambda: _trl_class("GRPOConfig"),
+            gets_texts=True,
+            takes_peft=True,
+            peft_task_type="CAUSAL_LM",
+        ),
+        "distillation": Task(
+            needs=PROMPTS,
+            build=build_prompts,
+            hub_task="text-generation",
+            auto_class=AutoModelForCausalLM,
+            sections=frozenset({"teacher"}),
+            trainer=_trl_trainer("DistillationTrainer"),
+            arguments=lambda: _trl_class("DistillationConfig"),
             gets_texts=True,
             takes_peft=True,
             peft_task_type="CAUSAL_LM",
