@@ -39,6 +39,7 @@ from mfwrap.runner.callbacks import (
 )
 from mfwrap.runner.document import Path as KeyPath
 from mfwrap.runner.document import RecipeDocument, read_text
+from mfwrap.runner.embedding_loss import MakeLoss, read_loss
 from mfwrap.runner.expert_bias import BIAS_RATE, BalanceChoice
 from mfwrap.runner.metric import ComputeMetrics, read_metric
 from mfwrap.runner.objects import REFUSALS, RecipeObjects, taken, without_nulls
@@ -123,6 +124,9 @@ class Recipe:
 
     make_rewards: tuple[MakeReward, ...]
     """Functions that each build one reward of the model's answers."""
+
+    make_loss: MakeLoss | None
+    """Builds the loss of a sentence encoder; ``None`` if the model has its own loss."""
 
     make_callbacks: tuple[MakeCallback, ...]
     """Functions that each build one callback of a run."""
@@ -265,6 +269,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         rollback=rollback,
         add_metric=read_metric(objects, sections.metric),
         make_rewards=read_rewards(objects, sections.reward),
+        make_loss=read_loss(objects, sections.loss) if "loss" in task.sections else None,
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
         code=objects.code,
@@ -322,6 +327,8 @@ def _check_sections(document: RecipeDocument, task: Task, sections: Sections) ->
         if is_needed and name in task.sections and not is_given:
             says = f"required by the task {sections.task}, but missing"
             raise document.error((name,), says)
+    if sections.peft is not None and task.library == "sentence-transformers":
+        raise document.error(("peft",), f"is not a section of the task {sections.task}")
 
 
 def _model(objects: RecipeObjects, section: Mapping[str, Any]) -> ModelSettings:

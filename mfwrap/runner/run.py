@@ -361,6 +361,8 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
             raise recipe.document.error(("training", "beta"), f"{says}, got {beta}")
         columns = column_names(keywords["train_dataset"])
         keywords["reward_funcs"] = [make(columns) for make in recipe.make_rewards]
+    if recipe.make_loss is not None:
+        keywords["loss"] = recipe.make_loss(keywords["model"])
     if recipe.teacher is not None:
         keywords["teacher_model"] = _teacher(recipe, recipe.teacher, keywords)
     if recipe.peft is None and recipe.task.needs_reference:

@@ -59,6 +59,10 @@ class Sections(RecipeSection):
     """For ``reward_tuning``: ``type``, a function of ``trl.rewards`` or a function or class of the
     user's own, and its arguments; or a list of such rewards."""
 
+    loss: dict[str, Any] | None = None
+    """For ``embedding``: ``type``, a loss of sentence-transformers or of the user's own, and its
+    arguments."""
+
     teacher: dict[str, Any] | None = None
     """For ``distillation``: fields of `mfwrap.recipes.models.settings.ModelSettings`."""
 

@@ -361,3 +361,9 @@ PREFERENCES: tuple[Columns, ...] = (
 
 PROMPTS: tuple[Columns, ...] = ({"prompt": TURN},)
 """Columns for tasks in which the model itself writes the answers."""
+
+PAIRS: tuple[Columns, ...] = (
+    {"anchor": TEXT, "positive": TEXT, "negative": TEXT},
+    {"anchor": TEXT, "positive": TEXT},
+)
+"""Alternatives for embeddings: texts that belong together, and perhaps one that does not."""

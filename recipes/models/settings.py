@@ -155,10 +155,10 @@ class ModelSettings(RecipeSection):
                 layers.to(settings["dtype"])  # mean and deviation of the data stay float32
         else:
             network = auto_class.from_config(config, **settings)
-        self._convert_parts(network)
+        self.convert_parts(network)
         return network
 
-    def _convert_parts(self, network: nn.Module) -> None:
+    def convert_parts(self, network: nn.Module) -> None:
         """Convert the weights of norms and embeddings, but not their results.
 
         Autocast would convert the results for the next layer, but not for a sum, and not in float16

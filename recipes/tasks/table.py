@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
@@ -19,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from mfwrap.recipes.data.built_in import (
@@ -36,6 +38,7 @@ from mfwrap.recipes.data.columns import (
     LABELS,
     NUMBER,
     NUMBERS,
+    PAIRS,
     PREFERENCES,
     PROMPTS,
     TEXT,
@@ -56,6 +59,7 @@ from mfwrap.recipes.data.mindformers import MindFormersSource
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.perceptron import PerceptronConfig
 from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.embedding import build_embedding
 from mfwrap.recipes.tasks.language import build_causal_lm, build_tuning
 from mfwrap.recipes.tasks.prediction import (
     build_image_classification,
@@ -108,6 +112,9 @@ class Task:
     sections: frozenset[str] = frozenset()
     """Sections of `OWN_SECTIONS` that a recipe of this task has."""
 
+    library: str = "transformers"
+    """Library that loads the saved model; adapters are loaded by PEFT."""
+
     classes: str | None = None
     """Column with a class, or a list of classes, in each row; ``None`` for a task without them."""
 
@@ -155,6 +162,7 @@ class Task:
 
 
 _MODELS: Mapping[Any, Collection[str]] = {
+    AutoModel: MODEL_MAPPING_NAMES,
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModelForImageClassification: MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -163,7 +171,9 @@ _MODELS: Mapping[Any, Collection[str]] = {
 """Model types that each class of transformers can build."""
 
 
-OWN_SECTIONS: Mapping[str, bool] = MappingProxyType({"reward": True, "teacher": True})
+OWN_SECTIONS: Mapping[str, bool] = MappingProxyType(
+    {"loss": False, "reward": True, "teacher": True}
+)
 """Sections that only some tasks have, and whether these tasks need them."""
 
 
@@ -182,6 +192,7 @@ def _class_of(library: str, extra: str, name: str) -> type[Any]:
 
 
 _trl_class = functools.partial(_class_of, "trl", "recipes")
+_encoder_class = functools.partial(_class_of, "sentence_transformers", "embeddings")
 
 
 def _with_step(find: Callable[[str], type[Any]], name: str) -> Callable[[], type[Any]]:
@@ -272,6 +283,18 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             peft_task_type="TOKEN_CLS",
             mindformers_trainers=frozenset({"TokenClassificationTrainer", "token_classification"}),
         ),
+        "embedding": Task(
+            needs=PAIRS,
+            build=build_embedding,
+            hub_task="sentence-similarity",
+            auto_class=AutoModel,
+            library="sentence-transformers",
+            options=frozenset({"sequence_length"}),
+            sections=frozenset({"loss"}),
+            trainer=_with_step(_encoder_class, "SentenceTransformerTrainer"),
+            arguments=lambda: _encoder_class("SentenceTransformerTrainingArguments"),
+            gets_texts=True,
+        ),
         "image_classification": Task(
             needs=({"image": IMAGE, "label": LABEL},),
             build=build_image_classification,
@@ -286,6 +309,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             needs=({"features": NUMBERS, "target": NUMBER},),
             build=build_regression,
             hub_task="tabular-regression",
+            library="mfwrap",
             uses_tokenizer=False,
         ),
     }

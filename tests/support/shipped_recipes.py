@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
@@ -20,6 +21,8 @@ def provide(name: str, folder: Path) -> None:
         name: Name of the shipped recipe.
         folder: Folder in which the recipe will run.
     """
+    if name == "embedding":
+        pytest.importorskip("sentence_transformers")
     if name in _FIRST:
         model = ModelSettings(config=SMALL_LLAMA, tokenizer="bytes")
         tokenizer = model.make_tokenizer()

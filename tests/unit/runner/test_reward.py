@@ -127,6 +127,7 @@ def test_rewards_of_trl(text):
     assert form([[{"content": "<think>a</think>b"}], [{"content": "b"}]]) == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_an_own_reward_is_maximized(text):
     """GRPO raises the reward: here, answers get more capital letters."""
     recipe = checked(
@@ -185,14 +186,18 @@ def test_a_reference_needs_a_checkpoint(text):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("command", "name", "says"),
     [
-        ("wrong", "TypeError: my_rewards.wrong must return a list of 4 numbers, one for each "),
-        ("too_few", "TypeError: my_rewards.too_few must return a list of 4 numbers, one for each "),
-        ("failing", "my_rewards.py:28: list index out of range"),
+        (
+            "validate",
+            "wrong",
+            "TypeError: my_rewards.wrong must return a list of 4 numbers, one for each ",
+        ),
+        ("train", "too_few", "TypeError: my_rewards.too_few must return a list of 4 numbers, one "),
+        ("validate", "failing", "my_rewards.py:28: list index out of range"),
+        ("train", "failing", "my_rewards.py:28: list index out of range"),
     ],
 )
-@pytest.mark.parametrize("command", ["validate", "train"])
 def test_errors_of_a_reward(text, tmp_path, capsys, command, name, says):
     """A wrong result names the function; an error in it names file and line."""
     (tmp_path / "r.yaml").write_text(text({"type": f"my_rewards.{name}"}))

@@ -30,6 +30,7 @@ def prompts(json_lines):
     return json_lines([{"prompt": f"{n} and {n}?", "site": "web"} for n in range(16)])
 
 
+@pytest.mark.slow
 def test_a_model_learns_from_its_teacher(prompts):
     """The divergence from the teacher falls; the teacher stays as it is, and evaluates."""
     task, data, teacher, training = taught(prompts, max_steps=30, learning_rate=1e-2)
