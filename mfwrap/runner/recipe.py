@@ -23,6 +23,7 @@ from mfwrap.recipes.data.own import OwnSource
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.checkpoint import has_tokenizer
 from mfwrap.recipes.models.own import IMPLIED, SHARED, OwnModel
+from mfwrap.recipes.models.quantization import why_no_kernels
 from mfwrap.recipes.models.settings import (
     ModelError,
     ModelSettings,
@@ -207,9 +208,13 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
     task = _task(objects, sections.task)
     _check_sections(document, task, sections)
     model = _model(objects, sections.model)
+    if model.quantization is not None and not (task.takes_peft and sections.peft is not None):
+        tasks = sorted(name for name, each in TASKS.items() if each.takes_peft)
+        says = f"needs one of the tasks {tasks} and a section peft, whose adapter is trained"
+        raise document.error(("model", "quantization"), says)
     teacher = None
     if sections.teacher is not None:
-        teacher = objects.parse(("teacher",), ModelSettings, sections.teacher)
+        teacher = _model_settings(objects, ("teacher",), sections.teacher)
     data = _data(objects, task, sections)
     wrapper = rollback = None
     if sections.runner_wrapper is not None:
@@ -331,11 +336,21 @@ def _check_sections(document: RecipeDocument, task: Task, sections: Sections) ->
         raise document.error(("peft",), f"is not a section of the task {sections.task}")
 
 
+def _model_settings(
+    objects: RecipeObjects, path: KeyPath, section: Mapping[str, Any]
+) -> ModelSettings:
+    """Return a section about a model; raise `RecipeError` if it cannot be quantized here."""
+    model = objects.parse(path, ModelSettings, section)
+    if model.quantization is not None and (reason := why_no_kernels(model.quantization)):
+        raise objects.document.error((*path, "quantization"), f"cannot be used here: {reason}")
+    return model
+
+
 def _model(objects: RecipeObjects, section: Mapping[str, Any]) -> ModelSettings:
     path = ("model",)
     own = objects.own_type(path, section, _MODEL)
     if own is None:
-        return objects.parse(path, ModelSettings, section)
+        return _model_settings(objects, path, section)
     shared = {key: value for key, value in own.settings.items() if key in SHARED}
     model = replace(objects.parse(path, OwnModel, shared), type=own.name)
     if own.found is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from mfwrap.recipes.models.checkpoint import (
     model_type_of,
 )
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
+from mfwrap.recipes.models.quantization import quantization_config
 
 _BYTES = "bytes"
 _NEWEST = "main"
@@ -67,6 +69,10 @@ class ModelSettings(RecipeSection):
     embedding_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the embeddings, and of the head if it is tied to them; see `norm_dtype`."""
 
+    quantization: dict[str, Any] | None = None
+    """Arguments of transformers' ``BitsAndBytesConfig``, for weights of 4 or 8 bits below an
+    adapter. The default of ``bnb_4bit_compute_dtype`` is `dtype`."""
+
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = (
         None
     )
@@ -87,6 +93,8 @@ class ModelSettings(RecipeSection):
             self._check_folder(
                 "tokenizer", self.tokenizer, TOKENIZER_FILES, "a folder with a tokenizer"
             )
+        if self.quantization is not None:
+            quantization_config(self.quantization, self.dtype)
         if self.revision is not None and self.path is None:
             msg = f"`revision` needs `path`, got revision {self.revision!r} and no path"
             raise ValueError(msg)
@@ -148,13 +156,17 @@ class ModelSettings(RecipeSection):
         if self.attn_implementation is not None:
             settings["attn_implementation"] = self.attn_implementation
         if self.path is not None:
-            network = self._loaded(self.path, auto_class, settings, implied)
+            network = self._loaded(
+                resolve_package("path", self.path), auto_class, settings, implied
+            )
         elif isinstance(config := self._configuration(implied), PerceptronConfig):
             network = Perceptron(config)
             for layers in (network.layers, network.head):
                 layers.to(settings["dtype"])  # mean and deviation of the data stay float32
         else:
             network = auto_class.from_config(config, **settings)
+            if self.quantization is not None and network.device.type != "meta":
+                network = self._quantized(network, auto_class, settings)
         self.convert_parts(network)
         return network
 
@@ -180,6 +192,14 @@ class ModelSettings(RecipeSection):
         if self.embedding_dtype not in {None, self.dtype} and isinstance(head, nn.Linear):
             head.register_forward_pre_hook(_cast_input)
 
+    def _quantized(self, network: Any, auto_class: Any, settings: dict[str, Any]) -> nn.Module:
+        """Return a network with quantized weights; transformers quantizes only while it loads."""
+        with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
+            network.save_pretrained(folder)
+            loaded: Any = self._loaded(folder, auto_class, settings, {})
+        loaded.name_or_path = loaded.config.name_or_path = ""  # saved with an adapter
+        return loaded
+
     def _loaded(
         self, path: str, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
     ) -> nn.Module:
@@ -189,10 +209,12 @@ class ModelSettings(RecipeSection):
             settings["ignore_mismatched_sizes"] = True
         if auto_class is not None:
             settings["trust_remote_code"] = self.trust_remote_code
+        if self.quantization is not None:
+            settings["quantization_config"] = quantization_config(self.quantization, self.dtype)
         model: nn.Module = (auto_class or Perceptron).from_pretrained(
-            # Without `use_safetensors`, transformers would fall back to pickled weights.
-            resolve_package("path", path),
+            path,
             revision=self.revision or _NEWEST,
+            # Without `use_safetensors`, transformers would fall back to pickled weights.
             use_safetensors=True,
             **settings,
             **about_labels,

@@ -1,10 +1,11 @@
-"""What some shipped recipes need besides the package: the models of other recipes."""
+"""What some shipped recipes need besides the package: models of other recipes, and kernels."""
 
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from mfwrap.recipes.models.quantization import why_no_kernels
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from support.recipe_texts import SMALL_LLAMA
 
@@ -15,12 +16,14 @@ _FIRST = {"distillation": "supervised_tuning"}
 
 
 def provide(name: str, folder: Path) -> None:
-    """Write the model of another recipe that a recipe needs.
+    """Write the model of another recipe that a recipe needs; skip a test without its kernels.
 
     Args:
         name: Name of the shipped recipe.
         folder: Folder in which the recipe will run.
     """
+    if name == "qlora" and (reason := why_no_kernels({"load_in_4bit": True})):
+        pytest.skip(reason)
     if name == "embedding":
         pytest.importorskip("sentence_transformers")
     if name in _FIRST:

@@ -47,6 +47,7 @@ SMALL = {
     "image_classification": ["model.config.num_hidden_layers=1"],
     "lora": ["model.config.num_hidden_layers=1", "training.max_length=64"],
     "minilm_classification": ["data.sequence_length=8", "training.per_device_eval_batch_size=4"],
+    "qlora": ["model.config.num_hidden_layers=1", "training.max_length=64"],
     "preference_tuning": ["model.config.num_hidden_layers=1", "training.max_length=64"],
     "regression": [],
     "sequence_classification": ["model.config.num_hidden_layers=1", "data.sequence_length=32"],
