@@ -1,6 +1,7 @@
 """What some shipped recipes need besides the package: models of other recipes, and kernels."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -11,7 +12,7 @@ from support.recipe_texts import SMALL_LLAMA
 
 __all__ = ["provide"]
 
-_FIRST = {"distillation": "supervised_tuning"}
+_FIRST = {"continue_pretraining": "causal_lm", "distillation": "supervised_tuning"}
 """Recipe whose model a recipe begins with."""
 
 
@@ -30,6 +31,6 @@ def provide(name: str, folder: Path) -> None:
         model = ModelSettings(config=SMALL_LLAMA, tokenizer="bytes")
         tokenizer = model.make_tokenizer()
         place = folder / "runs" / _FIRST[name] / "model"
-        network = make_text_model(model, AutoModelForCausalLM, tokenizer)
-        network.save_pretrained(place)  # type: ignore[operator]  (torch's typing of modules)
+        network: Any = make_text_model(model, AutoModelForCausalLM, tokenizer)
+        network.save_pretrained(place)
         tokenizer.save_pretrained(place)

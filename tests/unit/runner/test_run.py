@@ -36,6 +36,7 @@ TINY = [
 ]
 SMALL = {
     "causal_lm": ["model.config.num_hidden_layers=1", "data.max_eval_samples=1"],
+    "continue_pretraining": ["data.sequence_length=64"],
     "distillation": ["model.config.num_hidden_layers=1", "training.max_completion_length=8"],
     "embedding": ["data.sequence_length=8", "training.per_device_eval_batch_size=4"],
     # Answers of equal rewards teach nothing. These have many tokens, some of which are repeated.
