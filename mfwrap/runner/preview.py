@@ -121,9 +121,10 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
     names = column_names(rows)
     needed = needed_columns(recipe.task.needs_of(recipe.data), names) or {}
     others = [name for name in names if name not in needed]
-    tokenizer, length = recipe.model.make_tokenizer(), recipe.data.sequence_length
+    tokenizer: Any = recipe.model.make_tokenizer()
+    length = recipe.data.sequence_length
     for number, row in enumerate(itertools.islice(rows, num_rows), start=1):
-        shown = {}
+        shown: dict[str, list[int]] = {}
         for name in needed:
             if isinstance(text := row[name], str):
                 ids = tokenizer(text, truncation=length is not None, max_length=length)["input_ids"]

@@ -381,7 +381,7 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
         raise RecipeObjects(recipe.document).refusal(("peft",), section, error) from error
 
 
-def _teacher(recipe: Recipe, teacher: ModelSettings, keywords: Mapping[str, Any]) -> nn.Module:
+def _teacher(recipe: Recipe, teacher: ModelSettings, keywords: Mapping[str, Any]) -> Any:
     """Return the teacher of a recipe, frozen.
 
     Args:
