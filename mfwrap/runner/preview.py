@@ -20,6 +20,7 @@ from mfwrap.runner.document import RecipeError
 from mfwrap.runner.own_code import is_own
 from mfwrap.runner.recipe import Recipe
 from mfwrap.runner.rehearsal import failure, limited, quiet
+from mfwrap.runner.reward import WITHHELD
 from mfwrap.runner.run import build_trainer, checked_rows, task_keywords
 
 _MAX_ROWS = 1_000
@@ -120,7 +121,7 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
         raise recipe.document.error(("data",), _NO_ROWS)
     names = column_names(rows)
     needed = needed_columns(recipe.task.needs_of(recipe.data), names) or {}
-    others = [name for name in names if name not in needed]
+    others = [name for name in names if name not in {*needed, *WITHHELD}]
     tokenizer: Any = recipe.model.make_tokenizer()
     length = recipe.data.sequence_length
     for number, row in enumerate(itertools.islice(rows, num_rows), start=1):

@@ -21,7 +21,7 @@ _OWN = OwnKind(
 _PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments that TRL passes in addition to the columns of the data."""
 
-_WITHHELD = frozenset({"prompt", "completion"})
+WITHHELD = frozenset({"prompt", "completion"})
 """Columns that TRL does not pass."""
 
 
@@ -86,7 +86,7 @@ def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
     def make(columns: Collection[str]) -> Reward:
         given = {} if is_class else settings
         reward = objects.call(path, found, **settings) if is_class else found
-        passed = {*_PASSED, *columns} - _WITHHELD - given.keys()
+        passed = {*_PASSED, *columns} - WITHHELD - given.keys()
         arguments = keywords_of(reward)
         for argument, is_required in arguments.items():
             if is_required and argument not in passed | given.keys():

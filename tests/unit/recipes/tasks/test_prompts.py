@@ -27,7 +27,9 @@ def taught(data, teacher=None, **keywords):
 @pytest.fixture
 def prompts(json_lines):
     """Return the section ``data`` of a file with prompts."""
-    return json_lines([{"prompt": f"{n} and {n}?", "site": "web"} for n in range(16)])
+    return json_lines(
+        [{"prompt": f"{n} and {n}?", "site": "web", "completion": "a"} for n in range(16)]
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +78,7 @@ def test_a_teacher_on_the_hub(prompts):
 
 
 def test_prompts_are_shown(prompts, json_lines):
-    """The preview has the tokens of each prompt, and the columns that a reward may take."""
+    """The preview has the tokens of each prompt, and the columns that TRL passes to a reward."""
     reward = "reward.type=think_format_reward"
     lines = preview(recipe_of("reward_tuning", prompts, reward, num_generations=2), 1)
 
