@@ -19,6 +19,9 @@ from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
 
+_OF_LOGS = (*BY_SOURCE, "reward", "frac_reward_zero_std", "completions/mean_length")
+"""Beginnings of names in the Trainer's log that are recorded: of sources and of TRL's rewards."""
+
 
 @final
 class MetricsRecorder(MonitorCallback):
@@ -28,7 +31,9 @@ class MetricsRecorder(MonitorCallback):
 
     If the network reports losses beside their sum, the record has them by name in ``losses``. If
     the Trainer logs the loss by source, a record for each log has ``loss/<source>`` and
-    ``tokens/<source>``, of all steps since the log before and of all ranks.
+    ``tokens/<source>``, of all steps since the log before and of all ranks. In the same way, a
+    training by rewards has ``reward``, ``rewards/<name>/mean``, ``frac_reward_zero_std`` and
+    ``completions/mean_length`` of TRL.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
@@ -90,11 +95,11 @@ class MetricsRecorder(MonitorCallback):
         logs: Mapping[str, Any] | None = None,
         **__: Any,
     ) -> None:
-        """Write the steps since the last call, and the loss by source if the log has it."""
+        """Write the steps since the last call, and losses by source and rewards of the log."""
         self.write_steps()
-        of_sources = {n: v for n, v in (logs or {}).items() if n.startswith(BY_SOURCE)}
-        if of_sources:
-            self.write({"step": state.global_step, **of_sources})
+        kept = {name: one for name, one in (logs or {}).items() if name.startswith(_OF_LOGS)}
+        if kept:
+            self.write({"step": state.global_step, **kept})
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:
         """Write the steps since the last call, so that the checkpoint has them."""

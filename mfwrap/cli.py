@@ -473,7 +473,8 @@ def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         line += "; free space on the disk, and continue with --resume=auto"
     line += "" if file is None else f"; traceback in {file}"
-    echo(f"mfwrap: the run failed: {type(error).__name__}: {line}", err=True)
+    kind = f"{type(error).__name__}{recipe.code.place_of(error)}"
+    echo(f"mfwrap: the run failed: {kind}: {line}", err=True)
     sys.exit(1)
 
 

@@ -24,7 +24,7 @@ _MEMBER = re.compile(r"(?P<family>[^/]+)/(?P<member>.+)")
 _FEWEST_ROWS = 4
 """A family with fewer members is shown as single curves."""
 
-_NO_MAPS = {"learning_rate", *(prefix.rstrip("/") for prefix in BY_SOURCE)}
+_NO_MAPS = {"learning_rate", "rewards", *(prefix.rstrip("/") for prefix in BY_SOURCE)}
 
 _FAMILIES = {
     "update_ratio": ("Update ratios", "Norm of the update of a weight, divided by its norm."),

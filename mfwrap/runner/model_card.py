@@ -178,7 +178,7 @@ def _library(run: FinishedRun) -> str:
         return "peft"
     if isinstance(recipe.model, OwnModel):
         return "transformers" if isinstance(run.model, PreTrainedModel) else "pytorch"
-    return "mfwrap" if recipe.task.auto_class is None else "transformers"
+    return recipe.task.library
 
 
 def _usage(run: FinishedRun, place: str) -> str:
@@ -197,6 +197,8 @@ def _usage(run: FinishedRun, place: str) -> str:
         )
     if isinstance(recipe.model, OwnModel):
         return _own_usage(run, recipe.model, place)
+    if task.library == "sentence-transformers":
+        return _encoder_usage(place)
     install, module, kind, labels = "transformers torch", "transformers", "Perceptron", ""
     if task.auto_class is None:
         install, module = '"mfwrap[recipes]"', "mfwrap.recipes.models"
@@ -222,6 +224,16 @@ def _usage(run: FinishedRun, place: str) -> str:
     where = "" if run.recipe.arguments.push_to_hub else ", in the folder of the model"
     code = "\n".join(lines)
     return f"After `pip install {install}`{where}:\n\n```python\n{code}\n```"
+
+
+def _encoder_usage(place: str) -> str:
+    """Return code that loads a sentence encoder and compares two texts."""
+    lines = ["from sentence_transformers import SentenceTransformer", ""]
+    lines.append(f"model = SentenceTransformer({place})")
+    lines.append('embeddings = model.encode(["This is a text.", "Here is another one."])')
+    lines.append("print(model.similarity(embeddings, embeddings))")
+    code = "\n".join(lines)
+    return f"After `pip install sentence-transformers`:\n\n```python\n{code}\n```"
 
 
 def _own_usage(run: FinishedRun, own: OwnModel, place: str) -> str:

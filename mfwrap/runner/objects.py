@@ -116,7 +116,7 @@ class RecipeObjects:
             ConnectionError: If `make` sets up the process group, and this rank cannot join it.
             RecipeError: If a key is unknown or missing, or `make` raises an error about a value.
         """
-        keywords = _keywords(make)
+        keywords = keywords_of(make)
         settings = without_nulls(make, settings)
         self.kept(path, settings, keywords if known is None else known)
         for name, is_required in keywords.items():
@@ -197,7 +197,7 @@ class RecipeObjects:
                 signature declares.
         """
         try:
-            keywords = dict([*_keywords(make).items()][num_passed:])
+            keywords = dict([*keywords_of(make).items()][num_passed:])
         except ValueError as error:
             raise self.document.error((*path, "type"), f"has no signature: {error}") from error
         if not takes_any(make):
@@ -483,7 +483,7 @@ def _field_adapter(owner: Any, name: str) -> TypeAdapter[Any] | None:
         return None  # pydantic does not know the type; the class checks the value itself
 
 
-def _keywords(make: Callable[..., Any]) -> dict[str, bool]:
+def keywords_of(make: Callable[..., Any]) -> dict[str, bool]:
     """Return the keywords of a callable, and whether each is required."""
     return {
         name: parameter.default is parameter.empty
@@ -500,7 +500,7 @@ def takes_any(make: Callable[..., Any]) -> bool:
 
 def taken(make: Callable[..., Any], names: Collection[str]) -> list[str]:
     """Return the names that a callable has as keywords."""
-    return [name for name in _keywords(make) if name in names]
+    return [name for name in keywords_of(make) if name in names]
 
 
 def _existing(location: tuple[str | int, ...], value: Any) -> Path:

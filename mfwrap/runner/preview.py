@@ -12,13 +12,16 @@ from datasets import disable_progress_bars, enable_progress_bars, is_progress_ba
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments, default_data_collator
 
+from mfwrap.recipes.data.columns import needed_columns
 from mfwrap.recipes.data.source import Rows
+from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.runner.document import RecipeError
 from mfwrap.runner.own_code import is_own
 from mfwrap.runner.recipe import Recipe
 from mfwrap.runner.rehearsal import failure, limited, quiet
-from mfwrap.runner.run import build_trainer, task_keywords
+from mfwrap.runner.reward import WITHHELD
+from mfwrap.runner.run import build_trainer, checked_rows, task_keywords
 
 _MAX_ROWS = 1_000
 """Number of rows to prepare, enough to fill packed sequences. All rows are checked."""
@@ -30,6 +33,8 @@ _MAX_CHARACTERS = 400
 """Number of characters of a part to show."""
 
 _WIDTH = 100
+
+_NO_ROWS = "expected held-out rows to show, got none"
 
 _STAND_IN = {
     "model_type": "llama",
@@ -76,6 +81,8 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
     disable_progress_bars()
     try:
         with quiet(), recipe.code.importable():
+            if recipe.task.gets_texts:
+                return list(_texts(recipe, num_rows, held_out=held_out))
             prepared = _prepare(recipe, held_out=held_out)
             shown = [row for row, _ in zip(iter(prepared.rows), range(num_rows), strict=False)]
             batch = prepared.collate(shown)
@@ -102,8 +109,38 @@ def _prepare(recipe: Recipe, *, held_out: bool) -> _Prepared:
         rows, collate, tokenizer = _of_trainer(recipe, key)
         names = {}
     if rows is None:
-        raise recipe.document.error(("data",), "expected held-out rows to show, got none")
+        raise recipe.document.error(("data",), _NO_ROWS)
     return _Prepared(rows, collate, tokenizer, names)
+
+
+def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
+    """Yield the lines of texts that the Trainer tokenizes itself in each step."""
+    found = checked_rows(recipe)
+    rows = found.evaluation if held_out else found.train
+    if rows is None:
+        raise recipe.document.error(("data",), _NO_ROWS)
+    names = column_names(rows)
+    needed = needed_columns(recipe.task.needs_of(recipe.data), names) or {}
+    others = [name for name in names if name not in {*needed, *WITHHELD}]
+    tokenizer: Any = recipe.model.make_tokenizer()
+    length = recipe.data.sequence_length
+    for number, row in enumerate(itertools.islice(rows, num_rows), start=1):
+        shown: dict[str, list[int]] = {}
+        for name in needed:
+            if isinstance(text := row[name], str):
+                ids = tokenizer(text, truncation=length is not None, max_length=length)["input_ids"]
+            else:
+                ids = tokenizer.apply_chat_template(
+                    text, add_generation_prompt=True, tokenize=True, return_dict=True
+                )["input_ids"]
+            shown[name] = ids
+        counts = ", ".join(f"{name} {len(ids)} tokens" for name, ids in shown.items())
+        yield f"row {number}: {counts}"
+        for name, ids in shown.items():
+            yield from _field(name, str(tokenizer.decode(ids)))
+        if others and "reward" in recipe.task.sections:
+            yield from _field("for the reward", ", ".join(others))
+        yield ""
 
 
 def _of_trainer(recipe: Recipe, key: str) -> tuple[Any, Any, PreTrainedTokenizerBase]:

@@ -23,13 +23,14 @@ from mfwrap.recipes.data.own import OwnSource
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.checkpoint import has_tokenizer
 from mfwrap.recipes.models.own import IMPLIED, SHARED, OwnModel
+from mfwrap.recipes.models.quantization import why_no_kernels
 from mfwrap.recipes.models.settings import (
     ModelError,
     ModelSettings,
     check_length,
     num_positions,
 )
-from mfwrap.recipes.tasks.table import SOURCES, TASKS, Task
+from mfwrap.recipes.tasks.table import OWN_SECTIONS, SOURCES, TASKS, Task
 from mfwrap.runner.adapters import AdapterChoice, read_peft
 from mfwrap.runner.callbacks import (
     MakeCallback,
@@ -39,6 +40,7 @@ from mfwrap.runner.callbacks import (
 )
 from mfwrap.runner.document import Path as KeyPath
 from mfwrap.runner.document import RecipeDocument, read_text
+from mfwrap.runner.embedding_loss import MakeLoss, read_loss
 from mfwrap.runner.expert_bias import BIAS_RATE, BalanceChoice
 from mfwrap.runner.metric import ComputeMetrics, read_metric
 from mfwrap.runner.objects import REFUSALS, RecipeObjects, taken, without_nulls
@@ -46,6 +48,7 @@ from mfwrap.runner.optimization import check_optimizer
 from mfwrap.runner.optimizers import OptimizerChoice
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode, OwnKind, OwnType, is_own
 from mfwrap.runner.replacements import without_replaced
+from mfwrap.runner.reward import MakeReward, read_rewards
 from mfwrap.runner.schedules import Schedule
 from mfwrap.runner.sections import RunnerWrapperSection, Sections
 from mfwrap.runner.step import StepChoice, read_average, read_step
@@ -72,6 +75,9 @@ class Recipe:
 
     model: ModelSettings
     """Section ``model``."""
+
+    teacher: ModelSettings | None
+    """Section ``teacher``; ``None`` without one."""
 
     data: DataSource
     """Section ``data``."""
@@ -116,6 +122,12 @@ class Recipe:
 
     add_metric: Callable[[ComputeMetrics | None], ComputeMetrics] | None
     """Adds the user's own metric to the task's; ``None`` without one."""
+
+    make_rewards: tuple[MakeReward, ...]
+    """Functions that each build one reward of the model's answers."""
+
+    make_loss: MakeLoss | None
+    """Builds the loss of a sentence encoder; ``None`` if the model has its own loss."""
 
     make_callbacks: tuple[MakeCallback, ...]
     """Functions that each build one callback of a run."""
@@ -195,7 +207,15 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
     _check_nesting(document)
     sections = objects.parse((), Sections, document.data)
     task = _task(objects, sections.task)
+    _check_sections(document, task, sections)
     model = _model(objects, sections.model)
+    if model.quantization is not None and not (task.takes_peft and sections.peft is not None):
+        tasks = sorted(name for name, each in TASKS.items() if each.takes_peft)
+        says = f"needs one of the tasks {tasks} and a section peft, whose adapter is trained"
+        raise document.error(("model", "quantization"), says)
+    teacher = None
+    if sections.teacher is not None:
+        teacher = _model_settings(objects, ("teacher",), sections.teacher)
     data = _data(objects, task, sections)
     wrapper = rollback = None
     if sections.runner_wrapper is not None:
@@ -204,7 +224,11 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
     if sections.rollback is not None:
         rollback = objects.build(("rollback",), Rollback, sections.rollback)
     network = _check_model(objects, task, model, data)
-    training = read_training(objects, task.arguments(), sections=sections, wrapper=wrapper)
+    try:
+        arguments = task.arguments()
+    except ImportError as error:
+        raise document.error(("task",), str(error)) from error
+    training = read_training(objects, arguments, sections=sections, wrapper=wrapper)
     if network is not None:
         check_max_length(document, training.arguments, network)
     _check_dtypes(document, model, training.arguments)
@@ -213,8 +237,8 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         got = training.arguments.max_steps
         raise document.error(("training", "max_steps"), f"{says}, got {got}")
     _check_best_model(document, training.arguments)
-    if sections.eval_per_token_loss and task.needs_reference:
-        says = f"expected false, because the pairs of the task {sections.task} have no targets"
+    if sections.eval_per_token_loss and not task.has_targets:
+        says = f"expected false, because the rows of the task {sections.task} have no targets"
         raise document.error(("eval_per_token_loss",), f"{says} to count, got true")
     check_optimizer(objects, training)
     if network is not None and training.optimizer is not None and sections.peft is None:
@@ -235,6 +259,7 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         document=document,
         task=task,
         model=model,
+        teacher=teacher,
         data=data,
         arguments=training.arguments,
         optimizer=training.optimizer,
@@ -250,6 +275,8 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         async_save=sections.async_save,
         rollback=rollback,
         add_metric=read_metric(objects, sections.metric),
+        make_rewards=read_rewards(objects, sections.reward),
+        make_loss=read_loss(objects, sections.loss) if "loss" in task.sections else None,
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),
         code=objects.code,
@@ -320,11 +347,34 @@ def _task(objects: RecipeObjects, name: str) -> Task:
     return task
 
 
+def _check_sections(document: RecipeDocument, task: Task, sections: Sections) -> None:
+    """Raise `RecipeError` if a section that only some tasks have is missing, or has no effect."""
+    for name, is_needed in OWN_SECTIONS.items():
+        is_given = getattr(sections, name) is not None
+        if is_given and name not in task.sections:
+            raise document.error((name,), f"is not a section of the task {sections.task}")
+        if is_needed and name in task.sections and not is_given:
+            says = f"required by the task {sections.task}, but missing"
+            raise document.error((name,), says)
+    if sections.peft is not None and task.library == "sentence-transformers":
+        raise document.error(("peft",), f"is not a section of the task {sections.task}")
+
+
+def _model_settings(
+    objects: RecipeObjects, path: KeyPath, section: Mapping[str, Any]
+) -> ModelSettings:
+    """Return a section about a model; raise `RecipeError` if it cannot be quantized here."""
+    model = objects.parse(path, ModelSettings, section)
+    if model.quantization is not None and (reason := why_no_kernels(model.quantization)):
+        raise objects.document.error((*path, "quantization"), f"cannot be used here: {reason}")
+    return model
+
+
 def _model(objects: RecipeObjects, section: Mapping[str, Any]) -> ModelSettings:
     path = ("model",)
     own = objects.own_type(path, section, _MODEL)
     if own is None:
-        return objects.parse(path, ModelSettings, section)
+        return _model_settings(objects, path, section)
     shared = {key: value for key, value in own.settings.items() if key in SHARED}
     model = replace(objects.parse(path, OwnModel, shared), type=own.name)
     if own.found is None:
@@ -427,8 +477,8 @@ def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
         objects.parse(("data",), SOURCES[kind], section) if own is None else _own_data(objects, own)
     )
     for key, is_set in {"loss_by": data.source_column, "row_losses": data.row_losses}.items():
-        if is_set and task.needs_reference:
-            says = f"must be left out, because the pairs of the task {sections.task} have no loss"
+        if is_set and not task.has_targets:
+            says = f"must be left out, because the rows of the task {sections.task} have no loss"
             raise objects.document.error(("data", key), f"{says} of their own")
     if data.known_columns is not None:
         known = data.known_columns | data.columns.keys()
@@ -505,12 +555,17 @@ def check_max_length(
 
 
 @contextmanager
-def data_errors(objects: RecipeObjects) -> Iterator[None]:
-    """Convert a `DataError` or `ModelError` in the block to a `RecipeError` that names the key."""
+def data_errors(objects: RecipeObjects, model: str = "model") -> Iterator[None]:
+    """Convert a `DataError` or `ModelError` in the block to a `RecipeError` that names the key.
+
+    Args:
+        objects: Builder for the recipe.
+        model: Section of the model.
+    """
     try:
         yield
     except ModelError as error:
-        raise objects.refusal(("model",), objects.document.data["model"], error) from error
+        raise objects.refusal((model,), objects.document.data[model], error) from error
     except DataError as error:
         says = str(error).removeprefix("`data` ")
         if says != str(error):

@@ -26,11 +26,15 @@ _MAX_ROWS = 1_000
 _BATCH = 2
 """Number of rows in each batch of the step."""
 
+_ANSWER = 16
+"""Largest number of tokens of each answer that the model writes in the step."""
+
 
 def rehearse(recipe: Recipe) -> str | None:
     """Train one step of a recipe, evaluate and save, in a temporary folder that is deleted.
 
-    All rows of local data are checked. Each batch has two rows. Nothing is downloaded or uploaded,
+    All rows of local data are checked. Each batch has two rows, except for tasks whose Trainer gets
+    texts; answers that the model writes have at most 16 tokens. Nothing is downloaded or uploaded,
     and nothing is written to the folders that the recipe names.
 
     Args:
@@ -90,6 +94,8 @@ def _reason_to_skip(recipe: Recipe) -> str | None:
         return f"it needs the code of {', '.join(unknown)}, which runs only with --allow-code"
     if recipe.model.obstacle is not None:
         return recipe.model.obstacle
+    if recipe.teacher is not None and recipe.teacher.obstacle is not None:
+        return recipe.teacher.obstacle.replace("`model.", "`teacher.", 1)
     number = recipe.model.count_parameters(recipe.task.auto_class)
     if number > _MAX_PARAMETERS:
         return f"the model has {number:,} parameters, more than {_MAX_PARAMETERS:,}"
@@ -101,8 +107,10 @@ def _try_step(recipe: Recipe, max_rows: int | None) -> None:
         small = limited(recipe, folder, max_rows, _BATCH)
         trainer, recorder = build_trainer(small)
         collate = trainer.data_collator
-        # Keep the length of the training, which the schedule depends on.
-        trainer.data_collator = lambda rows: collate(rows[:_BATCH])
+        # Keep the length of the training, which the schedule depends on. Answers to one prompt
+        # must stay together, and losses of embeddings need the batch that they are made for.
+        if not recipe.task.gets_texts:
+            trainer.data_collator = lambda rows: collate(rows[:_BATCH])
         trainer.add_callback(_OneStep())
         trainer.train()
         finish(small, trainer, recorder)
@@ -129,6 +137,8 @@ def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int | 
         given = getattr(recipe.data, name)
         if most is not None and (given is None or given > most):
             settings[f"data.{name}"] = most
+    if (getattr(recipe.arguments, "max_completion_length", None) or 0) > _ANSWER:
+        settings["training.max_completion_length"] = _ANSWER
     data = recipe.document.data
     entries = {f"callbacks.{i}": entry for i, entry in enumerate(data.get("callbacks") or ())}
     entries["monitor_config"] = data.get("monitor_config") or {}

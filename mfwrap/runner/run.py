@@ -22,8 +22,9 @@ from mfwrap.checkpoints.whole import whole_file, whole_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
 from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataError, Needs, Rows
+from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.own import OwnModel
-from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.recipes.tasks.inputs import build_for_inputs
 from mfwrap.records.evaluations import AVERAGED, results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
@@ -371,7 +372,8 @@ def task_keywords(recipe: Recipe, model: ModelSettings) -> dict[str, Any]:
     with data_errors(RecipeObjects(recipe.document)):
         if rows.are_inputs:
             if recipe.task.arguments() is not TrainingArguments:
-                msg = "`type` must give a table, because TRL prepares the rows of this task itself"
+                says = "because the Trainer of this task prepares the rows itself"
+                msg = f"`type` must give a table, {says}"
                 raise DataError(msg)
             keywords = build_for_inputs(model, recipe.task.auto_class, rows)
             return keywords | {"loss_by": recipe.data.loss_by}
@@ -403,13 +405,26 @@ def _with_sources(recipe: Recipe, keywords: dict[str, Any]) -> dict[str, Any]:
 
 def _keywords(recipe: Recipe) -> dict[str, Any]:
     keywords = task_keywords(recipe, recipe.model)
-    if recipe.task.arguments() is not TrainingArguments and not isinstance(
-        keywords["model"], PreTrainedModel
+    if (
+        recipe.task.arguments() is not TrainingArguments
+        and isinstance(recipe.model, OwnModel)
+        and not isinstance(keywords["model"], PreTrainedModel)
     ):
         says = "expected a transformers.PreTrainedModel, because TRL trains no other model"
         got = type(keywords["model"]).__name__
         raise recipe.document.error(("model", "type"), f"{says}, got a {got}")
     check_max_length(recipe.document, recipe.arguments, keywords["model"])
+    if recipe.make_rewards:
+        beta = getattr(recipe.arguments, "beta", 0)
+        if beta and recipe.model.path is None and recipe.peft is None:
+            says = "expected 0, because TRL loads the reference from `model.path`, which is not set"
+            raise recipe.document.error(("training", "beta"), f"{says}, got {beta}")
+        columns = column_names(keywords["train_dataset"])
+        keywords["reward_funcs"] = [make(columns) for make in recipe.make_rewards]
+    if recipe.make_loss is not None:
+        keywords["loss"] = recipe.make_loss(keywords["model"])
+    if recipe.teacher is not None:
+        keywords["teacher_model"] = _teacher(recipe, recipe.teacher, keywords)
     if recipe.peft is None and recipe.task.needs_reference:
         # Without an adapter, the reference is a copy of the model. (With an adapter, the trainer
         # uses the model itself, with the adapter turned off.) A model built from random weights is
@@ -424,6 +439,29 @@ def _keywords(recipe: Recipe) -> dict[str, Any]:
     except ValueError as error:
         section = recipe.document.data["peft"]
         raise RecipeObjects(recipe.document).refusal(("peft",), section, error) from error
+
+
+def _teacher(recipe: Recipe, teacher: ModelSettings, keywords: Mapping[str, Any]) -> Any:
+    """Return the teacher of a recipe, frozen.
+
+    Args:
+        recipe: The recipe.
+        teacher: Section ``teacher``.
+        keywords: The Trainer's keywords, with the model that learns.
+
+    Raises:
+        RecipeError: If the teacher does not have the tokens of the model.
+    """
+    with data_errors(RecipeObjects(recipe.document), "teacher"):
+        found: Any = make_text_model(teacher, recipe.task.auto_class, keywords["processing_class"])
+    numbers = [one.config.get_text_config().vocab_size for one in (keywords["model"], found)]
+    if numbers[0] != numbers[1]:
+        says = f"expected a model with {numbers[0]} tokens, as many as the model that learns"
+        key = "config" if teacher.path is None else "path"
+        hint = "give it the tokenizer of the teacher, or set model.config.vocab_size"
+        says = f"{says}, got one with {numbers[1]}; {hint}"
+        raise recipe.document.error(("teacher", key), says)
+    return found.eval().requires_grad_(requires_grad=False)
 
 
 def checked_rows(recipe: Recipe) -> Rows:

@@ -55,6 +55,17 @@ class Sections(RecipeSection):
     """``type``, a function of ``transformers.EvalPrediction`` or a class of such functions, of the
     user's own, and its arguments."""
 
+    reward: dict[str, Any] | list[dict[str, Any]] | None = None
+    """For ``reward_tuning``: ``type``, a function of ``trl.rewards`` or a function or class of the
+    user's own, and its arguments; or a list of such rewards."""
+
+    loss: dict[str, Any] | None = None
+    """For ``embedding``: ``type``, a loss of sentence-transformers or of the user's own, and its
+    arguments."""
+
+    teacher: dict[str, Any] | None = None
+    """For ``distillation``: fields of `mfwrap.recipes.models.settings.ModelSettings`."""
+
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     """``type``, a name in `mfwrap.callbacks`, and the arguments of that callback."""
 

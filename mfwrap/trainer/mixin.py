@@ -731,10 +731,15 @@ class MFTrainerMixin(_Base):
             self._checkpoints.check_loaded(Path(checkpoint), loads_itself=loads_itself)
         network: Any = self.model
         before = set(network.parameters())
+        dtypes = {name: parameter.dtype for name, parameter in network.named_parameters()}
         if not loads_weights_itself(self) and is_in_original_format(Path(checkpoint), network):
             load_original_format(Path(checkpoint), network)
         else:
             super()._load_from_checkpoint(*args, **kwargs)
+        for name, parameter in network.named_parameters():
+            # PEFT loads an adapter in float32, also one that TRL trains in bfloat16.
+            if parameter.dtype != (dtype := dtypes.get(name, parameter.dtype)):
+                parameter.data = parameter.data.to(dtype)
         if is_new and before != set(network.parameters()):
             # The model replaces parameters when it is loaded: the Trainer makes a new optimizer.
             self.optimizer = None

@@ -358,3 +358,12 @@ PREFERENCES: tuple[Columns, ...] = (
     {"chosen": TURN, "rejected": TURN},
 )
 """Alternatives for tuning to preferred answers."""
+
+PROMPTS: tuple[Columns, ...] = ({"prompt": TURN},)
+"""Columns for tasks in which the model itself writes the answers."""
+
+PAIRS: tuple[Columns, ...] = (
+    {"anchor": TEXT, "positive": TEXT, "negative": TEXT},
+    {"anchor": TEXT, "positive": TEXT},
+)
+"""Alternatives for embeddings: texts that belong together, and perhaps one that does not."""

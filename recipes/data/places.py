@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (no __all__)
 
 _PACKAGE = "package:"
+_MODEL_OF_A_RUN = re.compile(r"runs/([\w-]+)/model")
+"""Where the run of a recipe writes its model by default."""
 
 
 def resolve_package(setting: str, name: str) -> str:
@@ -60,7 +63,9 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
             raise ValueError(msg)
         return
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r}"
+        run = _MODEL_OF_A_RUN.fullmatch(name)
+        made = "" if run is None else f"; `mfwrap train {run[1]}` writes it"
+        msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r}{made}"
         raise ValueError(msg)
     try:
         validate_repo_id(name)

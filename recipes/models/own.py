@@ -69,7 +69,7 @@ class OwnModel(ModelSettings):
             raise ModelError(msg)
         if not self.keeps_dtype:
             network.to(getattr(torch, self.dtype))
-            self._convert_parts(network)
+            self.convert_parts(network)
         return network
 
     def weightless(self) -> ModelSettings:

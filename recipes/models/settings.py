@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from mfwrap.recipes.models.checkpoint import (
     model_type_of,
 )
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
+from mfwrap.recipes.models.quantization import quantization_config
 
 _BYTES = "bytes"
 _NEWEST = "main"
@@ -69,6 +71,10 @@ class ModelSettings(RecipeSection):
     embedding_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the embeddings, and of the head if it is tied to them; see `norm_dtype`."""
 
+    quantization: dict[str, Any] | None = None
+    """Arguments of transformers' ``BitsAndBytesConfig``, for weights of 4 or 8 bits below an
+    adapter. The default of ``bnb_4bit_compute_dtype`` is `dtype`."""
+
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = (
         None
     )
@@ -89,6 +95,8 @@ class ModelSettings(RecipeSection):
             self._check_folder(
                 "tokenizer", self.tokenizer, TOKENIZER_FILES, "a folder with a tokenizer"
             )
+        if self.quantization is not None:
+            quantization_config(self.quantization, self.dtype)
         if self.revision is not None and self.path is None:
             msg = f"`revision` needs `path`, got revision {self.revision!r} and no path"
             raise ValueError(msg)
@@ -161,23 +169,25 @@ class ModelSettings(RecipeSection):
                 f"leave it out, or set it to 'sdpa'; transformers says: {said}"
             )
             raise ModelError(msg) from error
-        self._convert_parts(network)
+        self.convert_parts(network)
         return network
 
     def _built(
         self, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
     ) -> nn.Module:
         if self.path is not None:
-            return self._loaded(self.path, auto_class, settings, implied)
+            return self._loaded(resolve_package("path", self.path), auto_class, settings, implied)
         if isinstance(config := self._configuration(implied), PerceptronConfig):
             network = Perceptron(config)
             for layers in (network.layers, network.head):
                 layers.to(settings["dtype"])  # mean and deviation of the data stay float32
             return network
-        made: nn.Module = auto_class.from_config(config, **settings)
+        made: Any = auto_class.from_config(config, **settings)
+        if self.quantization is not None and made.device.type != "meta":
+            made = self._quantized(made, auto_class, settings)
         return made
 
-    def _convert_parts(self, network: nn.Module) -> None:
+    def convert_parts(self, network: nn.Module) -> None:
         """Convert the weights of norms and embeddings, but not their results.
 
         Autocast would convert the results for the next layer, but not for a sum, and not in float16
@@ -199,6 +209,14 @@ class ModelSettings(RecipeSection):
         if self.embedding_dtype not in {None, self.dtype} and isinstance(head, nn.Linear):
             head.register_forward_pre_hook(_cast_input)
 
+    def _quantized(self, network: Any, auto_class: Any, settings: dict[str, Any]) -> Any:
+        """Return a network with quantized weights; transformers quantizes only while it loads."""
+        with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
+            network.save_pretrained(folder)
+            loaded: Any = self._loaded(folder, auto_class, settings, {})
+        loaded.name_or_path = loaded.config.name_or_path = ""  # saved with an adapter
+        return loaded
+
     def _loaded(
         self, path: str, auto_class: Any, settings: dict[str, Any], implied: dict[str, Any]
     ) -> nn.Module:
@@ -208,12 +226,13 @@ class ModelSettings(RecipeSection):
             settings["ignore_mismatched_sizes"] = True
         if auto_class is not None:
             settings["trust_remote_code"] = self.trust_remote_code
-        name = resolve_package("path", path)
-        with _from_hub("path", name):
+        if self.quantization is not None:
+            settings["quantization_config"] = quantization_config(self.quantization, self.dtype)
+        with _from_hub("path", path):
             model: nn.Module = (auto_class or Perceptron).from_pretrained(
-                # Without `use_safetensors`, transformers would fall back to pickled weights.
-                name,
+                path,
                 revision=self.revision or _NEWEST,
+                # Without `use_safetensors`, transformers would fall back to pickled weights.
                 use_safetensors=True,
                 **settings,
                 **about_labels,

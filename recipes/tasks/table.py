@@ -1,12 +1,14 @@
 """The table of tasks: what a recipe can train, and what each task needs."""
 
 import functools
+import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
@@ -18,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from mfwrap.recipes.data.built_in import (
@@ -35,7 +38,9 @@ from mfwrap.recipes.data.columns import (
     LABELS,
     NUMBER,
     NUMBERS,
+    PAIRS,
     PREFERENCES,
+    PROMPTS,
     TEXT,
     TUNING,
     WORDS,
@@ -54,6 +59,7 @@ from mfwrap.recipes.data.mindformers import MindFormersSource
 from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.perceptron import PerceptronConfig
 from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.embedding import build_embedding
 from mfwrap.recipes.tasks.language import build_causal_lm, build_tuning
 from mfwrap.recipes.tasks.prediction import (
     build_image_classification,
@@ -61,6 +67,7 @@ from mfwrap.recipes.tasks.prediction import (
     build_sequence_classification,
     build_token_classification,
 )
+from mfwrap.recipes.tasks.prompts import build_prompts
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 
 SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
@@ -102,6 +109,12 @@ class Task:
     options: frozenset[str] = frozenset()
     """Optional keys of the section ``data`` that this task accepts, but not every other task."""
 
+    sections: frozenset[str] = frozenset()
+    """Sections of `OWN_SECTIONS` that a recipe of this task has."""
+
+    library: str = "transformers"
+    """Library that loads the saved model; adapters are loaded by PEFT."""
+
     classes: str | None = None
     """Column with a class, or a list of classes, in each row; ``None`` for a task without them."""
 
@@ -120,6 +133,9 @@ class Task:
     needs_reference: bool = False
     """Whether the Trainer compares the model with a copy from before the training."""
 
+    gets_texts: bool = False
+    """Whether the Trainer gets the texts themselves, and tokenizes them in each step."""
+
     takes_peft: bool = False
     """Whether the Trainer applies a PEFT adapter itself."""
 
@@ -128,6 +144,11 @@ class Task:
 
     mindformers_trainers: frozenset[str] = frozenset()
     """MindFormers' ``trainer.type`` and ``trainer.task_name`` for this task."""
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether each row has targets of its own, so that a loss belongs to a row."""
+        return not (self.needs_reference or self.gets_texts)
 
     def needs_of(self, data: DataSource) -> tuple[Columns, ...]:
         """Return `needs`, or the columns of the section's ``template``."""
@@ -141,6 +162,7 @@ class Task:
 
 
 _MODELS: Mapping[Any, Collection[str]] = {
+    AutoModel: MODEL_MAPPING_NAMES,
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModelForImageClassification: MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -149,16 +171,36 @@ _MODELS: Mapping[Any, Collection[str]] = {
 """Model types that each class of transformers can build."""
 
 
-def _trl_class(name: str) -> type[Any]:
-    import trl  # noqa: PLC0415  (slow; part of an extra)
+OWN_SECTIONS: Mapping[str, bool] = MappingProxyType(
+    {"loss": False, "reward": True, "teacher": True}
+)
+"""Sections that only some tasks have, and whether these tasks need them."""
 
-    found: type[Any] = getattr(trl, name)
+
+def _class_of(library: str, extra: str, name: str) -> type[Any]:
+    """Return a class of a library that is part of an extra.
+
+    Raises:
+        ImportError: If the library is not installed, or its release lacks the class.
+    """
+    try:
+        found: type[Any] = getattr(importlib.import_module(library), name)
+    except (AttributeError, ImportError) as error:
+        msg = f'needs {name} of {library}; install it with pip install -U "mfwrap[{extra}]"'
+        raise ImportError(msg) from error
     return found
 
 
-def _trl_trainer(name: str) -> Callable[[], type[Any]]:
-    """Return a function that makes a subclass of a TRL Trainer with MindFormers' step."""
-    return lambda: type(f"MF{name}", (MFTrainerMixin, _trl_class(name)), {})
+_trl_class = functools.partial(_class_of, "trl", "recipes")
+_encoder_class = functools.partial(_class_of, "sentence_transformers", "embeddings")
+
+
+def _with_step(find: Callable[[str], type[Any]], name: str) -> Callable[[], type[Any]]:
+    """Return a function that makes a subclass of a Trainer with MindFormers' step."""
+    return lambda: type(f"MF{name}", (MFTrainerMixin, find(name)), {})
+
+
+_trl_trainer = functools.partial(_with_step, _trl_class)
 
 
 TASKS: Mapping[str, Task] = MappingProxyType(
@@ -195,6 +237,30 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             takes_peft=True,
             peft_task_type="CAUSAL_LM",
         ),
+        "reward_tuning": Task(
+            needs=PROMPTS,
+            build=build_prompts,
+            hub_task="text-generation",
+            auto_class=AutoModelForCausalLM,
+            sections=frozenset({"reward"}),
+            trainer=_trl_trainer("GRPOTrainer"),
+            arguments=lambda: _trl_class("GRPOConfig"),
+            gets_texts=True,
+            takes_peft=True,
+            peft_task_type="CAUSAL_LM",
+        ),
+        "distillation": Task(
+            needs=PROMPTS,
+            build=build_prompts,
+            hub_task="text-generation",
+            auto_class=AutoModelForCausalLM,
+            sections=frozenset({"teacher"}),
+            trainer=_trl_trainer("DistillationTrainer"),
+            arguments=lambda: _trl_class("DistillationConfig"),
+            gets_texts=True,
+            takes_peft=True,
+            peft_task_type="CAUSAL_LM",
+        ),
         "sequence_classification": Task(
             needs=({"text": TEXT, "label": LABEL},),
             build=build_sequence_classification,
@@ -217,6 +283,18 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             peft_task_type="TOKEN_CLS",
             mindformers_trainers=frozenset({"TokenClassificationTrainer", "token_classification"}),
         ),
+        "embedding": Task(
+            needs=PAIRS,
+            build=build_embedding,
+            hub_task="sentence-similarity",
+            auto_class=AutoModel,
+            library="sentence-transformers",
+            options=frozenset({"sequence_length"}),
+            sections=frozenset({"loss"}),
+            trainer=_with_step(_encoder_class, "SentenceTransformerTrainer"),
+            arguments=lambda: _encoder_class("SentenceTransformerTrainingArguments"),
+            gets_texts=True,
+        ),
         "image_classification": Task(
             needs=({"image": IMAGE, "label": LABEL},),
             build=build_image_classification,
@@ -231,6 +309,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             needs=({"features": NUMBERS, "target": NUMBER},),
             build=build_regression,
             hub_task="tabular-regression",
+            library="mfwrap",
             uses_tokenizer=False,
         ),
     }

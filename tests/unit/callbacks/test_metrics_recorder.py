@@ -60,6 +60,19 @@ def test_throughput_of_a_batch_that_grows(tmp_path):
     ]
 
 
+def test_rewards_are_recorded(tmp_path):
+    """The rewards in the Trainer's log are recorded; evaluations are not recorded twice."""
+    arguments, state = arguments_of(tmp_path), TrainerState(global_step=5)
+    recorder = MetricsRecorder(tmp_path)
+    recorder.on_train_begin(arguments, state, None)
+    rewards = {"reward": 0.5, "rewards/short/mean": 0.5, "completions/mean_length": 7.0}
+    recorder.on_log(arguments, state, None, logs={"loss": 1.0, "entropy": 2.0, **rewards})
+    recorder.on_log(arguments, state, None, logs={"eval_loss": 1.0, "eval_reward": 0.25})
+
+    records = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [one for one in records if "step" in one] == [{"step": 5, **rewards}]
+
+
 @pytest.mark.parametrize(("limit", "found"), [(0.5, 0.5), (0.0, None)])
 def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
     """The record of a run has `max_grad_norm` if gradients are clipped."""

@@ -8,6 +8,7 @@ import pytest
 from mfwrap.runner import RecipeError, parse_recipe
 from mfwrap.runner.library import shipped_recipes
 from support.recipe_texts import SMALL_LLAMA, message, parsed, recipe_text
+from support.shipped_recipes import provide
 
 
 def test_local_norms_need_gradients_that_are_reduced_together():
@@ -23,8 +24,10 @@ def test_local_norms_need_gradients_that_are_reduced_together():
 # TRL sets `gradient_checkpointing`, which newer releases of transformers deprecate.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_shipped_recipes_are_valid(name):
+def test_shipped_recipes_are_valid(name, tmp_path, monkeypatch):
     """Every shipped recipe is valid without a warning, and begins with a one-line summary."""
+    monkeypatch.chdir(tmp_path)
+    provide(name, tmp_path)
     recipe = shipped_recipes()[name]
     assert parse_recipe(recipe.text, name).arguments.output_dir == f"runs/{name}"
 
@@ -172,7 +175,7 @@ def test_pairs_have_no_loss_by_row(tmp_path, monkeypatch, key, value):
     text += f"model: {json.dumps(model)}\ndata: {json.dumps(data)}\n"
     found = "loss_by" if key == "path" else key
 
-    assert f"data.{found}: must be left out, because the pairs of the task" in message(text=text)
+    assert f"data.{found}: must be left out, because the rows of the task" in message(text=text)
 
 
 def test_a_tab_is_named():

@@ -15,6 +15,7 @@ from mfwrap.runner import RecipeError, parse_recipe
 from mfwrap.runner.library import shipped_recipes
 from mfwrap.runner.run import build_trainer, run_recipe
 from support.recipe_texts import BERT, PERCEPTRON, SMALL_LLAMA, VIT, recipe_text
+from support.shipped_recipes import provide
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,9 +38,19 @@ TINY = [
 TUNED = ["model.config.num_hidden_layers=1", "callbacks.1.max_new_tokens=4"]
 SMALL = {
     "causal_lm": ["model.config.num_hidden_layers=1", "data.max_eval_samples=1"],
+    "continue_pretraining": ["data.sequence_length=64"],
+    "distillation": ["model.config.num_hidden_layers=1", "training.max_completion_length=8"],
+    "embedding": ["data.sequence_length=8", "training.per_device_eval_batch_size=4"],
+    # Answers of equal rewards teach nothing. These have many tokens, some of which are repeated.
+    "grpo": [
+        "model.config.num_hidden_layers=1",
+        "training.per_device_train_batch_size=8",
+        "reward={type: get_repetition_penalty_reward, ngram_size: 1}",
+    ],
     "image_classification": ["model.config.num_hidden_layers=1"],
     "lora": [*TUNED, "training.max_length=64"],
     "minilm_classification": ["data.sequence_length=8", "training.per_device_eval_batch_size=4"],
+    "qlora": ["model.config.num_hidden_layers=1", "training.max_length=64"],
     "preference_tuning": ["model.config.num_hidden_layers=1", "training.max_length=64"],
     "regression": [],
     "sequence_classification": ["model.config.num_hidden_layers=1", "data.sequence_length=32"],
@@ -210,8 +221,10 @@ QUICK = {"causal_lm", "regression"}
     "name",
     [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in shipped_recipes()],
 )
-def test_shipped_recipes_run(name, tmp_path):
+def test_shipped_recipes_run(name, tmp_path, monkeypatch):
     """A shipped recipe trains, records every step and evaluation, and saves model and recipe."""
+    monkeypatch.chdir(tmp_path)
+    provide(name, tmp_path)
     result = run(tmp_path, *TINY, *SMALL[name], text=shipped_recipes()[name].text)
     found = records(tmp_path)
     steps = [record for record in found if "loss" in record]

@@ -108,6 +108,26 @@ def test_resume(adapter, tmp_path):
     assert_same_weights(whole, resumed)
 
 
+def test_an_adapter_keeps_its_dtype(tmp_path):
+    """A run resumes in bfloat16 with an adapter of bfloat16, which PEFT loads in float32."""
+
+    def halved():
+        model = adapted("LoRA")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+        return model
+
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = train(new_trainer(MFTrainer, tmp_path / "whole", model=halved(), **settings))
+    trainer = new_trainer(MFTrainer, tmp_path / "resumed", model=halved(), **settings)
+    resumed = train(trainer, resume=tmp_path / "whole" / "checkpoint-2")
+
+    assert_same_weights(whole, resumed)
+    dtypes = {one.dtype for one in trainer.model.parameters() if one.requires_grad}
+    assert dtypes == {torch.bfloat16}
+
+
 @pytest.mark.fast_sample(1)
 @each_adapter
 def test_cell(adapter):

@@ -44,6 +44,13 @@ def test_what_is_no_place(tmp_path, name):
         check_place("path", name, ("a.json",), "a folder of the test")
 
 
+def test_the_model_of_a_run():
+    """Where a run would write its model, the error has the command."""
+    says = r"got 'runs/causal_lm/model'; `mfwrap train causal_lm` writes it$"
+    with pytest.raises(ValueError, match=says):
+        check_place("path", "runs/causal_lm/model", ("a.json",), "a test")
+
+
 def test_a_folder_must_have_its_files(tmp_path):
     """A folder needs one of the files; a name of the hub's form is accepted."""
     says = "`path` must be a test, got the folder '/etc' without a.json or b.json"

@@ -28,13 +28,13 @@ def test_a_trainer_of_mindformers_has_one_task():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_has_a_trainer_and_data(name):
-    """Each task has a Trainer with mfwrap's step, Trainer arguments and a built-in data source."""
+    """Each task has a Trainer with mfwrap's step, Trainer arguments, and a recipe with data."""
     task = TASKS[name]
 
     assert issubclass(task.trainer(), MFTrainerMixin)
     assert hasattr(task.arguments(), "output_dir")
-    assert any(
-        columns.keys() <= (source.known_columns or set())
-        for source in SOURCES.values()
-        for columns in task.needs
-    )
+    sections = [recipe["data"] for recipe in SHIPPED if recipe["task"] == name]
+    assert sections
+    for data in sections:
+        found = SOURCES[data["type"]].known_columns | data.get("columns", {}).keys()
+        assert any(columns.keys() <= found for columns in task.needs)

@@ -52,6 +52,40 @@ def test_only_training_is_recorded():
     assert recorder.last_step == []
 
 
+class Joined(torch.autograd.Function):
+    """Join outputs as DistributedDataParallel does: an unused one gets None for its gradient."""
+
+    @staticmethod
+    def forward(ctx, *outputs):
+        """Return the outputs."""
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        """Return the gradients."""
+        del ctx
+        return gradients
+
+
+def test_a_loss_that_the_loop_does_not_use():
+    """The backward goes on, and the loss has no gradient."""
+    network = Network()
+    recorder = StepRecorder(network)
+    positional, _ = call()
+    loss = network(*positional)
+    _, used = Joined.apply(loss, loss * 2)
+    recorder.end_step()
+    used.backward()
+    assert recorder.last_step[0].loss_gradient == 2.0
+
+    first, second = network(*positional), network.linear(positional[0]).sum()
+    _, used = Joined.apply(first, second)
+    recorder.end_step()
+    used.backward()
+    assert recorder.last_step[0].loss_gradient is None
+
+
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024  (an untyped one is meant)
 
 

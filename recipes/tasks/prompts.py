@@ -1,0 +1,28 @@
+"""Build the Trainer's keyword arguments for tasks in which the model answers prompts itself."""
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.models.settings import ModelSettings, make_text_model
+
+
+def build_prompts(model: ModelSettings, data: DataSource, rows: Rows) -> dict[str, Any]:
+    """Return keyword arguments of a Trainer of TRL that samples answers to prompts.
+
+    The rows keep all columns: rewards get them.
+
+    Args:
+        model: Section ``model``.
+        data: Section ``data``.
+        rows: Rows of the data.
+    """
+    del data
+    tokenizer = model.make_tokenizer()
+    return {
+        "model": make_text_model(model, AutoModelForCausalLM, tokenizer),
+        "train_dataset": rows.train,
+        "eval_dataset": rows.evaluation,
+        "processing_class": tokenizer,
+    }

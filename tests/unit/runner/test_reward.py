@@ -1,0 +1,217 @@
+"""Rewards of TRL and of the user's own: what they get, what they return, and what is refused."""
+
+import json
+
+import pytest
+
+from mfwrap.cli import main
+from mfwrap.runner import RecipeError, parse_recipe
+from mfwrap.runner.run import build_trainer
+from support.recipe_data import LANGUAGE
+from support.recipe_texts import recipe_text
+
+# Ignore the warnings that TRL and datasets emit.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MODULE = """
+def long_ones(completions, site, scale=1.0):
+    return [scale * len(text) * (name == "web") for text, name in zip(completions, site)]
+
+
+class Judge:
+    def __init__(self, limit):
+        self.limit = limit
+
+    def __call__(self, prompts, completion_ids, **others):
+        assert {"site", "trainer_state", "log_metric"} <= set(others)
+        return [None if len(ids) > self.limit else 1 for ids in completion_ids]
+
+
+def capitals(completions):
+    return [sum("A" <= one <= "Z" for one in text) for text in completions]
+
+
+def wrong(completions):
+    return 0.5
+
+
+def too_few(completions):
+    return [1.0]
+
+
+def failing(completions):
+    return [completions[len(completions)]]
+
+
+def of_answers(completions, answer):
+    return [1.0 for _ in completions]
+"""
+TRAINING = {
+    "max_steps": 1,
+    "num_generations": 2,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "max_completion_length": 4,
+    "logging_steps": 1,
+}
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """Write data and a module; return a function of rewards that returns the text of a recipe."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(MODULE)
+    rows = [{"prompt": f"{n}?", "site": ["web", "books"][n % 2]} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def write(reward, **training) -> str:
+        sections = {"model": LANGUAGE, "data": {"path": "rows.jsonl"}, "reward": reward}
+        text = recipe_text(
+            task="reward_tuning", model=None, data=None, training=TRAINING | training
+        )
+        return text + "".join(f"{key}: {json.dumps(one)}\n" for key, one in sections.items())
+
+    return write
+
+
+def checked(text, *, allow_code=True):
+    """Return a checked recipe beside the module."""
+    return parse_recipe(text, "r.yaml", allow_code=allow_code)
+
+
+def refusal(text) -> str:
+    """Return the one line with which a recipe is refused."""
+    with pytest.raises(RecipeError) as error:
+        build_trainer(checked(text))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+PASSED = {
+    "prompts": ["a?", "a?", "b?"],
+    "completions": ["", "xy", "xyz"],
+    "completion_ids": [[], [1, 2], [1, 2, 3]],
+    "site": ["web", "web", "books"],
+    "trainer_state": None,
+    "log_extra": None,
+    "log_metric": None,
+}
+"""What TRL passes to a reward."""
+
+
+def test_a_function_gets_what_it_takes(text):
+    """A function gets the arguments that it has, from TRL, from the data and from the recipe."""
+    (make,) = checked(text({"type": "my_rewards.long_ones", "scale": 2})).make_rewards
+    reward = make(["prompt", "site"])
+
+    assert reward(**PASSED) == [0.0, 4.0, 0.0]
+    assert reward.__name__ == "long_ones"
+
+
+def test_a_class_is_built_with_its_arguments(text):
+    """An object of a class with ``**others`` gets all arguments; None is no number."""
+    (make,) = checked(text({"type": "my_rewards.Judge", "limit": 2})).make_rewards
+
+    assert make(["prompt", "site"])(**PASSED) == [1.0, 1.0, None]
+
+
+def test_rewards_of_trl(text):
+    """A name without a dot is a function of TRL, which may be built with arguments."""
+    entries = [
+        {"type": "get_soft_overlong_punishment", "max_completion_len": 4, "soft_punish_cache": 2},
+        {"type": "think_format_reward"},
+    ]
+    punishment, form = (make([]) for make in checked(text(entries)).make_rewards)
+
+    assert punishment(completion_ids=[[1] * n for n in (2, 3, 4)]) == [0.0, -0.5, -1.0]
+    assert form([[{"content": "<think>a</think>b"}], [{"content": "b"}]]) == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_an_own_reward_is_maximized(text):
+    """GRPO raises the reward: here, answers get more capital letters."""
+    recipe = checked(
+        text(
+            {"type": "my_rewards.capitals"},
+            max_steps=30,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=12,
+            learning_rate=5e-2,
+            lr_scheduler_type="constant",
+            use_cpu=True,
+        )
+    )
+    trainer, _ = build_trainer(recipe)
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3])
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ([], "reward: expected at least one reward, got an empty list"),
+        ({"scale": 1}, "reward.type: required, but missing; expected one of ['accuracy_reward'"),
+        ({"type": "think_format"}, "did you mean 'think_format_reward'?"),
+        ({"type": "think_format_reward", "limit": 1}, "reward.limit: unknown key"),
+        ([{"type": "get_repetition_penalty_reward", "n": 1}], "reward.0.n: unknown key"),
+        ({"type": "my_rewards.long_one"}, "has no 'long_one'; did you mean 'long_ones'?"),
+        ({"type": "my_rewards.long_ones", "scael": 1}, "reward.scael: unknown key; did you mean "),
+        ({"type": "my_rewards.Judge"}, "reward.limit: required, but missing"),
+        (
+            {"type": "my_rewards.of_answers"},
+            "reward.type: my_rewards.of_answers has the argument 'answer', which is neither set",
+        ),
+    ],
+)
+def test_what_is_refused(text, reward, says):
+    """An error is one sentence that names the key."""
+    assert says in refusal(text(reward))
+
+
+def test_sections_belong_to_tasks(text):
+    """A reward is needed by its task, and by no other one."""
+    assert "reward: required by the task reward_tuning, but missing" in refusal(text(None))
+    other = text({"type": "think_format_reward"}).replace("reward_tuning", "causal_lm")
+    assert "reward: is not a section of the task causal_lm" in refusal(other)
+
+
+def test_a_reference_needs_a_checkpoint(text):
+    """TRL loads the model from before the training again, so random weights have none."""
+    found = refusal(text({"type": "think_format_reward"}, beta=0.1))
+
+    assert "training.beta: expected 0, because TRL loads the reference from `model.path`" in found
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "says"),
+    [
+        (
+            "validate",
+            "wrong",
+            "TypeError: my_rewards.wrong must return a list of 4 numbers, one for each ",
+        ),
+        ("train", "too_few", "TypeError: my_rewards.too_few must return a list of 4 numbers, one "),
+        ("validate", "failing", "my_rewards.py:28: list index out of range"),
+        ("train", "failing", "my_rewards.py:28: list index out of range"),
+    ],
+)
+def test_errors_of_a_reward(text, tmp_path, capsys, command, name, says):
+    """A wrong result names the function; an error in it names file and line."""
+    (tmp_path / "r.yaml").write_text(text({"type": f"my_rewards.{name}"}))
+    with pytest.raises(SystemExit) as left:
+        main([command, "r.yaml", "--allow-code"])
+    lines = capsys.readouterr().err.splitlines()
+
+    assert left.value.code == {"validate": 2, "train": 1}[command]
+    assert says in lines[-1]
+
+
+def test_no_code_runs_without_the_flag(text):
+    """The recipe is checked without the reward, which is named."""
+    recipe = checked(text([{"type": "my_rewards.long_ones"}]), allow_code=False)
+
+    assert recipe.make_rewards == ()
+    assert recipe.unchecked == {("reward", 0, "type"): "my_rewards.long_ones"}
