@@ -47,7 +47,12 @@ from mfwrap.checkpoints.whole import (
     staging_folder,
 )
 from mfwrap.collectives import gather_objects, raising_together
-from mfwrap.compatibility.accelerate import check_sharded_load, has_own_save_hooks, models_of
+from mfwrap.compatibility.accelerate import (
+    check_sharded_load,
+    has_own_save_hooks,
+    models_of,
+    optimizers_of,
+)
 from mfwrap.records.own_names import is_own_checkpoint, refuse_others
 from mfwrap.records.run_files import resume_records, save_records
 
@@ -162,7 +167,7 @@ class AttachedCheckpoints:
         """
         if folder is None:
             return self._load_stock(load)
-        if not models_of(self._accelerator):
+        if not models_of(self._accelerator) and not optimizers_of(self._accelerator):
             msg = (
                 "`accelerator.load_state` loads into what is prepared, and nothing is; call it "
                 "after `accelerator.prepare`"

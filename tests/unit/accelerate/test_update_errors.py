@@ -115,6 +115,7 @@ def test_gradients_may_be_zeroed_after_another_networks_backward(optimizer, zero
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:`optimizer.step` uses the gradients")  # and says so
 def test_without_a_scale_gradients_may_be_used_again():
     """At scale 1, a second step without a new backward is that of accelerate alone."""
     settings = RunSettings(loss_scale="none")
