@@ -185,7 +185,8 @@ class ModelSettings(RecipeSection):
         made: Any = auto_class.from_config(config, **settings)
         if self.quantization is not None and made.device.type != "meta":
             made = self._quantized(made, auto_class, settings)
-        return made
+        network: nn.Module = made
+        return network
 
     def convert_parts(self, network: nn.Module) -> None:
         """Convert the weights of norms and embeddings, but not their results.
