@@ -504,6 +504,9 @@ def _check_model(
     if model.tokenizer is not None and not task.uses_tokenizer:
         says = "is not a setting of a task without text"
         raise objects.document.error(("model", "tokenizer"), says)
+    if model.chat_template is not None and not task.forms:
+        says = "is not a setting of a task without conversations"
+        raise objects.document.error(("model", "chat_template"), says)
     folder = model.folder()
     needs_own = task.uses_tokenizer and model.tokenizer is None
     if needs_own and folder is not None and not has_tokenizer(folder):
