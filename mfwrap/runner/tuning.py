@@ -87,7 +87,7 @@ def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
 
 def _parts(form: Form, rows: Rows) -> list[Any]:
     """Return the values of the form's columns in the first row."""
-    first = next(iter(rows.train), {})
+    first: dict[str, Any] = next(iter(rows.train), {})
     return [first.get(name) for name in form.columns]
 
 
@@ -121,6 +121,6 @@ def _with_answers_only(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Tr
                 "%}), nor does TRL know which they are"
             )
             raise recipe.document.error(("training", "assistant_only_loss"), says) from error
-    arguments: Any = copy.copy(recipe.arguments)
-    arguments.assistant_only_loss = True
+    arguments = copy.copy(recipe.arguments)
+    arguments.assistant_only_loss = True  # type: ignore[attr-defined]  # (SFTConfig has it)
     return arguments

@@ -54,7 +54,8 @@ class Form:
 
     def columns_in(self, found: Collection[str]) -> Columns:
         """Return the columns of this form that the data have."""
-        return self.columns | {name: self.optional[name] for name in self.optional if name in found}
+        optional = {name: kind for name, kind in self.optional.items() if name in found}
+        return {**self.columns, **optional}
 
 
 def form_of(forms: Sequence[Form], found: Collection[str], named: Collection[str] = ()) -> Form:
