@@ -143,7 +143,7 @@ TUNING: tuple[Form, ...] = (
         convert=_completion,
     ),
     Form(
-        name="conversations (messages)",
+        name="chat messages",
         learned="the assistant's turns",
         columns={"messages": MESSAGES},
         optional={"tools": TOOLS},

@@ -69,7 +69,7 @@ def line_of(recipe):
             "supervised_tuning",
             MESSAGES[0],
             {},
-            "conversations (messages); the assistant's turns count in the loss",
+            "chat messages; the assistant's turns count in the loss",
         ),
         (
             "supervised_tuning",

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("columns", "name"),
     [
-        ("messages", "conversations (messages)"),
-        ("messages prompt prompt_id", "conversations (messages)"),
+        ("messages", "chat messages"),
+        ("messages prompt prompt_id", "chat messages"),
         ("conversations id", "ShareGPT conversations"),
         ("instruction input output", "Alpaca instructions"),
         ("instruction input output text", "Alpaca instructions"),
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ("prompt completion", "prompts and completions"),
         ("prompt completion messages text", "prompts and completions"),
         ("text id", "texts"),
-        ("messages text", "conversations (messages)"),
+        ("messages text", "chat messages"),
     ],
 )
 def test_tuning(columns, name):
@@ -54,9 +54,9 @@ def test_preferences(columns, name):
 @pytest.mark.parametrize(
     ("columns", "named", "name"),
     [
-        ("messages conversations", ["messages"], "conversations (messages)"),
+        ("messages conversations", ["messages"], "chat messages"),
         ("messages conversations", ["conversations"], "ShareGPT conversations"),
-        ("prompt completion messages", ["messages"], "conversations (messages)"),
+        ("prompt completion messages", ["messages"], "chat messages"),
         ("prompt completion text", ["text"], "texts"),
         ("prompt completion text", ["other"], "prompts and completions"),
     ],
@@ -69,9 +69,9 @@ def test_named_columns_choose(columns, named, name):
 def test_several_forms():
     """Two conversations in a row are one too many, and the error says how to choose."""
     says = (
-        r"^`data` must have the columns of one form of rows, got those of conversations "
-        r"\(messages\) \(messages\) and ShareGPT conversations \(conversations\); name the columns "
-        r"of the one to use, as in data\.columns: \{messages: messages\}$"
+        r"^`data` must have the columns of one form of rows, got those of chat messages "
+        r"\(messages\) and ShareGPT conversations \(conversations\); name the columns of the one "
+        r"to use, as in data\.columns: \{messages: messages\}$"
     )
     with pytest.raises(DataError, match=says):
         form_of(TUNING, ["messages", "conversations"])
