@@ -114,6 +114,16 @@ def test_rows_that_are_held_out_or_left_out_are_counted(section):
     assert line_of(recipe_of("supervised_tuning", section(CHATS, **keys))).startswith("1,200 rows")
 
 
+def test_held_out_rows_of_another_form(section, tmp_path):
+    """Held-out rows must have the form of the training rows."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    data = section(CHATS[:3], eval_path=str(held_out))
+    says = r"expected data with the columns \['conversations'\], got \['completion', 'prompt'\]"
+    with pytest.raises(RecipeError, match=says):
+        checked_rows(recipe_of("supervised_tuning", data))
+
+
 def test_a_stream_has_no_number(section):
     """How many rows a stream has is not known beforehand."""
     file = section(CHATS[:3])["path"]

@@ -299,6 +299,17 @@ def test_packed_answers(json_lines, form, strategy):
     assert number(packed) == number(plain) > 0
 
 
+def test_converted_rows_keep_their_source(json_lines):
+    """Rows that are converted still name where they come from."""
+    names = ["web", "books"] * 4
+    rows = [{"conversations": as_sharegpt(added(n)), "site": name} for n, name in enumerate(names)]
+    section = json_lines(rows) | {"eval_fraction": 0, "loss_by": "site"}
+    trainer = trainer_of("supervised_tuning", section, max_length=400)
+    trainer.loss_by_row.prepare()
+
+    assert [trainer.loss_by_row.source_of(index) for index in range(8)] == names
+
+
 def test_streamed_conversations(json_lines):
     """ShareGPT rows of a stream are converted as they are read."""
     file = json_lines([{"conversations": as_sharegpt(added(n))} for n in range(8)])["path"]
