@@ -131,7 +131,7 @@ _ANSWERS = {"completion": "output", "chosen": "chosen", "rejected": "rejected"}
 """Columns of answers that TRL knows, and what Alpaca's form calls them."""
 
 _PAIR = " with a chosen and a rejected answer"
-_BOTH = "the chosen and the rejected answers"
+_BOTH = "both answers"
 
 TUNING: tuple[Form, ...] = (
     Form(

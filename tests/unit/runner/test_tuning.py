@@ -26,7 +26,7 @@ CHATS = [{"id": n, "conversations": TURNS} for n in range(1200)]
 MESSAGES = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 UNUSED = "(columns not used: id)"
 PAIR = {"chosen": "a", "rejected": "b"}
-BOTH = " with a chosen and a rejected answer; the chosen and the rejected answers count in the loss"
+BOTH = " with a chosen and a rejected answer; both answers count in the loss"
 PLAIN = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
 """A template that does not mark the answers."""
 
