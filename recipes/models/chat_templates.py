@@ -13,7 +13,6 @@ from mfwrap.recipes.models.checkpoint import TOKENIZER_FILES
 _CHATML = "chatml"
 
 _CHATML_TEMPLATE = (
-    "{{- BEGIN }}"
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' }}"
     "{%- if message['role'] == 'assistant' %}"
@@ -23,7 +22,7 @@ _CHATML_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""``BEGIN`` and ``END`` are replaced for the tokenizer."""
+"""``END`` is replaced for the tokenizer."""
 
 _END = "<|im_end|>"
 
@@ -108,9 +107,9 @@ def template_text(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     if name == _CHATML:
         ids = tokenizer("a")["input_ids"]
         begins = bool(ids) and ids[0] == tokenizer.bos_token_id
-        has_end = _END in tokenizer.get_vocab()
-        text = _CHATML_TEMPLATE.replace("BEGIN", "bos_token" if begins else "''")
-        return text.replace("END", f"'{_END}'" if has_end else "eos_token")
+        end = f"'{_END}'" if _END in tokenizer.get_vocab() else "eos_token"
+        text = _CHATML_TEMPLATE.replace("END", end)
+        return f"{'{{- bos_token }}' if begins else ''}{text}"
     shipped = {file.stem: file for file in _trl_templates()}
     if name in shipped:
         return shipped[name].read_text(encoding="utf-8")
