@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-cuda device device-wheels device-results mutants matrix peers table names layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
+.PHONY: help train test test-full test-cuda device device-wheels device-results mutants matrix peers table scripts names layouts pictures plotly iframe-worker lint format dist benchmark benchmark-full docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,10 @@ matrix: $(VENV)/.installed-matrix ## run the fast tests with old and new version
 
 table: $(VENV)/.linked ## compare the Trainer's options with MFTrainer's, and write docs/trainer_table.md (10 minutes)
 	OMP_NUM_THREADS=1 $(RUN) .ci/trainer_table.py
+
+# The scripts are fetched from GitHub, or read in the folder SOURCES: .ci/scripts_table.py.
+scripts: $(VENV)/.linked ## run scripts of other libraries with and without mfwrap, and write docs/scripts_table.md (30 minutes)
+	OMP_NUM_THREADS=1 $(RUN) .ci/scripts_table.py $(if $(SOURCES),--sources "$(SOURCES)") $(ROWS)
 
 names: $(VENV)/.linked ## write the tables of docs/names.md and docs/migration.md from the table of names
 	$(RUN) .ci/name_tables.py

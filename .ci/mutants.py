@@ -3,6 +3,7 @@
     python .ci/mutants.py                    # as `make mutants` does
     python .ci/mutants.py --resume           # continue an interrupted run
     python .ci/mutants.py --only step/update # only mutants whose key contains this text
+    python .ci/mutants.py --seed 2           # another sample; --size 100000 for all mutants
 
 `mutations.py` makes the mutants. First, the tests of the core run on unmutated code, to measure how
 long each file takes and which functions it calls, also in ranks and other processes that it starts.
@@ -15,6 +16,16 @@ starts get the same folder through PYTHONPATH, so ranks run the mutant, too.
 
 What a run has found stays in build/mutants/. After a kill, `--resume` runs only what is missing. A
 new run begins with the test that killed a mutant in the run before.
+
+The sample takes from each file in proportion to its number of mutants. A mutant is drawn by a hash
+of its key, so it stays in the sample when other code changes; renamed files have other mutants.
+
+The known tools do not fit. cosmic-ray starts a new Python for each mutant, and importing torch,
+transformers and the tests takes longer than most of the tests. mutatest has had no release since
+2022. mutmut 3 forks a prepared process, as this script does, but most of its mutants of this code
+replace an argument or a value by None, leave out an argument, or change a text: nearly every test
+notices the first two, and no test should depend on a text. It never negates a bare condition and
+never leaves out a statement, and most faults that our tests once missed were of these two kinds.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
 python .ci/page_pictures.py    # as `make pictures` does; needs chromium, and no network
 
-- docs/run_page.png is the page of the recipe causal_lm with a planted NaN: in step 71, the MLP of
-  the third layer returns NaN for one row of the second micro-batch, and again whenever it gets this
-  row. docs/causal_lm.png is what `mfwrap plot` draws of the same run.
+- docs/run_page.png is the page of the recipe causal_lm, shortened, with a planted NaN: in step 71,
+  the MLP of the third layer returns NaN for one row of the second micro-batch, and again whenever
+  it gets this row. docs/causal_lm.png is what `mfwrap plot` draws of the same run.
 - docs/pictures/tutorial_*.png are the pages of the two runs of the tutorial.
+- docs/pictures/sample_monitor.png is the table of samples of the recipe supervised_tuning.
 """
 
 import os
@@ -31,6 +32,9 @@ LAYER, ROW = 2, 3
 WIDTH = 1100
 EPISODES = "#anomalies, #anomalies + .note, .wide:has(#episodes)"
 """Table of episodes, which repeats in full what the page has in short at its top."""
+
+SHORTENED = ("h2:has(+ .wide #summary)", ".wide:has(#summary)", "#global_norm")
+"""What is not on the picture of the README, so that it fits on a screen."""
 
 
 class Fault:
@@ -86,6 +90,15 @@ def take(browser: Any, run: Path, picture: Path, last: str, left_out: Sequence[s
     page.close()
 
 
+def take_samples(browser: Any, run: Path, picture: Path) -> None:
+    """Take a picture of the table of what the model says."""
+    page = browser.new_page(viewport={"width": WIDTH, "height": 900}, device_scale_factor=1.5)
+    page.goto((run / "run.html").as_uri())
+    page.wait_for_selector("html[data-ready=true]")
+    page.locator("table.said").screenshot(path=picture)
+    page.close()
+
+
 def main() -> None:
     """Train in a temporary folder, write the pages, and take the pictures."""
     if sys.argv[1:] == ["--train"]:
@@ -104,6 +117,8 @@ def main() -> None:
             [*program, "plot", "runs/causal_lm", "--output", str(DOCS / "causal_lm.png")],
             [*program, "train", "image_classification"],
             [*program, "report", "runs/image_classification"],
+            [*program, "train", "supervised_tuning"],
+            [*program, "report", "runs/supervised_tuning"],
         ):
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, "-P", *words], cwd=folder, env=environment, check=True)
@@ -111,8 +126,9 @@ def main() -> None:
         runs, pictures = folder / "runs", DOCS / "pictures"
         others = (EPISODES, "#learning_rate", "#loss_scale")
         last = "local-norms"
-        take(browser, runs / "causal_lm", DOCS / "run_page.png", last, others)
+        take(browser, runs / "causal_lm", DOCS / "run_page.png", last, (*others, *SHORTENED))
         take(browser, runs / "image_classification", pictures / "tutorial_run.png", last, others)
+        take_samples(browser, runs / "supervised_tuning", pictures / "sample_monitor.png")
         take(browser, folder / RUN, pictures / "tutorial_nan.png", "loss", others)
 
 

@@ -13,10 +13,11 @@ is
 
 `--ways` measures one of these alone, or what a long run turns on only when it is asked for: the
 losses of rows in files, and a step in ten that is done twice. The processes take turns after each
-block of steps, in random order, so that a machine that slows down affects all of them. Saves and
-snapshots begin in the middle of a block, and a block is longer than the writing. A way's ratio is
-the median over blocks of its time divided by the time of the same block without additions; that of
-all blocks together is the quotient of the sums.
+block of steps, in random order, so that a machine that slows down affects all of them. Without
+additions, one block is measured for each four blocks of a way, because all of them are alike. Saves
+and snapshots begin in the middle of a block, and a block is longer than the writing. A way's ratio
+is the median over blocks of its time divided by the time of the block without additions in the same
+turn; that of all blocks is the quotient of the means.
 
 Memory is the resident memory of the process after a quarter of the blocks, when it has saved once,
 and at the end.
@@ -46,6 +47,9 @@ from trainer import PRELOADED, argument_parser, build_setting, median_and_spread
 
 WITHOUT, EVERYTHING = "without additions", "everything"
 SAVES, SNAPSHOTS, SOURCES = 4, 20, 4
+SHARE = 4
+"""Blocks of a way for each block without additions."""
+
 LEFT_OUT = 1
 """First blocks that are not measured."""
 
@@ -117,7 +121,7 @@ def train(way: str, turn: Connection, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
-    steps = arguments.steps
+    steps = arguments.steps // (SHARE if way == WITHOUT else 1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         setting = build_setting(arguments, steps, name)
         rows = [
@@ -176,9 +180,11 @@ def measure(
     memory: dict[str, list[int]] = {way: [] for way in ways}
     order, draw = list(ways), random.Random(0)  # noqa: S311  (not cryptographic)
     # The first block and the last one are half as long.
-    for _ in range(arguments.steps // arguments.block):
+    for number in range(arguments.steps // arguments.block):
         draw.shuffle(order)
         for way in order:
+            if way == WITHOUT and number % SHARE:
+                continue
             start = time.perf_counter()
             turns[way].send("go on")
             memory[way].append(turns[way].recv())
@@ -200,6 +206,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=[EVERYTHING], choices=[*WAYS, EVERYTHING])
     parser.add_argument("--folder", help="where to write; by default that of temporary files")
     arguments = parser.parse_args()
+    turns = SHARE * arguments.block
+    if arguments.steps % turns or arguments.steps == turns:
+        parser.error(f"--steps must be 2 or more times {turns}, got {arguments.steps}")
     ways = [WITHOUT, *arguments.ways]
     seconds, memory = measure(ways, arguments)
     model = build_setting(arguments, 1, "").model
@@ -216,12 +225,12 @@ def main() -> None:
     for way in ways:
         measured = seconds[way][LEFT_OUT:]
         time_of_step = median_and_spread([1e3 * each / arguments.block for each in measured], ".1f")
-        ratio = statistics.median(a / b for a, b in zip(measured, without, strict=True))
+        share = 1 if way == WITHOUT else SHARE
+        beside = seconds[way][LEFT_OUT * share :: share]
+        ratio = statistics.median(a / b for a, b in zip(beside, without, strict=True))
+        of_all = statistics.mean(measured) / statistics.mean(without)
         quarter, end = (memory[way][place] / 1e6 for place in (len(memory[way]) // 4, -1))
-        print(
-            f"| {way} | {time_of_step} | {ratio:.3f} | {sum(measured) / sum(without):.3f} | "
-            f"{quarter:.0f}, {end:.0f} |"
-        )
+        print(f"| {way} | {time_of_step} | {ratio:.3f} | {of_all:.3f} | {quarter:.0f}, {end:.0f} |")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ TINY = (
     "--threads 1"
 )
 SMALL = "trainer.py --width 256 --layers 6 --batch-size 4"
-_LONG = "--steps 8 --block 2 --width 32 --layers 1 --threads 1 --ways everything rows twice"
+_LONG = "--steps 16 --block 2 --width 32 --layers 1 --threads 1 --ways everything rows twice"
 SECTIONS = {
     "epilogue": Section(
         usual=["epilogue.py"],
@@ -87,10 +87,10 @@ SECTIONS = {
         quick=["background.py --gigabytes 0.001 --rounds 1 --width 32"],
     ),
     "long_run": Section(
-        usual=["long_run.py --steps 100 --block 10"],
+        usual=["long_run.py --steps 120 --block 10"],
         full=[
             "long_run.py",
-            "long_run.py --steps 200 --block 20 --ways memory sources saves averages rows twice",
+            "long_run.py --steps 160 --block 20 --ways memory sources saves averages rows twice",
         ],
         quick=[f"long_run.py {_LONG}"],
     ),

@@ -33,6 +33,7 @@ from mfwrap.callbacks.pynative.adapter import (
 from mfwrap.callbacks.rank_clock import RankClock
 from mfwrap.callbacks.recompute_check import RecomputeCheck
 from mfwrap.callbacks.replica_check import ReplicaCheck
+from mfwrap.callbacks.samples.monitor import SampleMonitor
 from mfwrap.callbacks.training_state.monitor import TrainingStateMonitor
 from mfwrap.model import Callback, RunContext, as_trainer_callback
 from mfwrap.names import package_getattr
@@ -61,6 +62,7 @@ __all__ = [
     "ReduceLROnPlateau",
     "ReplicaCheck",
     "RunContext",
+    "SampleMonitor",
     "TimeMonitor",
     "TrainingStateMonitor",
     "adapt_pynative",

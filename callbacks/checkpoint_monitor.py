@@ -66,7 +66,8 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
     Trainer, each checkpoint also contains the running mean of the global norm, which spikes are
     measured against.
 
-    Source: MindFormers, ``CheckpointMonitor``.
+    Source: MindFormers, ``CheckpointMonitor``, which checks only the embedding, and only in
+    pipelines, and may resume from an unhealthy checkpoint.
 
     Args:
         save_checkpoint_steps: Steps from one checkpoint to the next; 0 turns saving by steps off.

@@ -67,7 +67,8 @@ class RankClock(MonitorCallback):
     - ``data``: between two steps. Time from the end of an evaluation, a log or a save backwards to
       the step before is left out. `MFTrainer` leaves out all callbacks of these events; in another
       loop, callbacks that are called after this one count as data. Of a log within a step, only the
-      callbacks are left out.
+      callbacks are left out. In an attached loop, the time between micro-batches counts, too, and
+      that between the backward and ``optimizer.step``.
     - ``forward_backward``: forward and backward of all micro-batches.
     - ``reduction``: the communication hook that was passed to the step.
     - ``update``: norms, optimizer, average, loss scale.
@@ -94,12 +95,15 @@ class RankClock(MonitorCallback):
     Under ``fully_shard``, all time in torch's gathers and reductions counts as ``waiting``. What a
     rank does inside of them, such as a slow custom reduction, cannot be told from waiting. Under
     DistributedDataParallel, a hook that was registered with ``register_comm_hook``, and not passed
-    as `communication_hook`, counts as ``forward_backward``. If the other ranks wait for a rank
-    although none of its sections is slow, the rank is named with the section ``unmeasured``.
+    as `communication_hook`, counts as ``forward_backward``, and so does the waiting of a pipeline's
+    stage for another one. If the other ranks wait for a rank although none of its sections is slow,
+    the rank is named with the section ``unmeasured``.
 
     Steps measure nothing unless this monitor asks for it. They then call a clock some ten times,
     about a microsecond each on a CPU. On other devices they record events, which are read when
-    they are complete: the monitor never synchronizes with the device.
+    they are complete: the monitor never synchronizes with the device. It adds no graph breaks to a
+    compiled network. If a loop calls ``torch.compile(model)`` after ``accelerator.prepare``, the
+    forward counts as ``data``.
 
     Args:
         step_interval: Steps from one message to the next.

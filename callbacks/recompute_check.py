@@ -52,10 +52,15 @@ class RecomputeCheck(MonitorCallback):
     one without the check.
 
     The first two checked steps are run again five times, to measure which tensors differ because
-    the program is not deterministic. A note names them, and they are not taken for faults.
+    the program is not deterministic. A note names them, and neither they nor what is computed from
+    them are taken for faults. What begins to be nondeterministic later is.
 
     A step is not judged if an input or a weight is changed in place between the forward and the
-    update; a note says so once. The device is never accused of a difference in an input.
+    update; a note says so once. The device is never accused of a difference in an input. A step
+    that a graph captures, whose loop calls the network several times before a backward or runs two
+    backward passes through one call, or that raises an error when it is run again, ends the checks
+    with a warning. Under ``fully_shard`` such an error is raised: a rank cannot leave the gathers
+    alone.
 
     A checked step takes the time of `repeats` more forward and backward passes, without the
     reductions between ranks, and of the fingerprints. It takes memory for a second set of this

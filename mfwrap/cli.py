@@ -32,7 +32,6 @@ try:
         recipe_names,
         say,
         validate,
-        warn,
     )
     from mfwrap.runner.document import RecipeError
     from mfwrap.runner.library import find_recipe, shipped_recipes
@@ -227,9 +226,9 @@ def import_mindformers(file: Path, output: Path | None, accept: Sequence[str]) -
     from mfwrap.runner import import_mindformers as convert  # noqa: PLC0415  (slow)
 
     imported = convert(find_recipe(str(file))[0], str(file), accept)
-    warn(str(file), [f"lost ({loss.name}): {loss.says}" for loss in imported.losses])
-    for note in imported.notes:
-        say(f"{file}: {note}")
+    lost = [f"warning: lost ({loss.name}): {loss.says}" for loss in imported.losses]
+    if said := [*lost, *imported.notes]:
+        say("\n  ".join([f"{file}:", *said]))
     if output is None:
         click.echo(imported.text, nl=False)
     else:

@@ -492,6 +492,20 @@ class EMACallback(MonitorCallback):
             export_averages(ema, model, folder, is_writer=is_writer)
 
 
+def average_in_use(state: TrainerState, optimizer: Any) -> ExponentialMovingAverage | None:
+    """Return the average of a training: its Trainer's, or an `EMACallback`'s; ``None`` without one.
+
+    Args:
+        state: State of the training, after its ``on_train_begin``.
+        optimizer: Optimizer as the Trainer passes it to callbacks.
+    """
+    callback = vars(state).get("ema_callback")
+    found: ExponentialMovingAverage | None = getattr(
+        getattr(optimizer, "attachment", None), "ema", None
+    )
+    return found if found is not None or callback is None else callback.ema
+
+
 def _resume(ema: ExponentialMovingAverage, checkpoint: Path | None) -> None:
     if checkpoint is not None and has_state(checkpoint):
         ema.load_state_dict(read_state(checkpoint))

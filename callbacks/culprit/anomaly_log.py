@@ -138,14 +138,18 @@ class BadRow:
     text: str | None = None
     """Text of the row, if texts are to be shown."""
 
-    def described(self) -> str:
-        """Return a phrase with the place of the row, and the numbers by which it stands out."""
+    @property
+    def place(self) -> str:
+        """Where the row is in the step and, if that is known, in the data."""
         in_data = [] if self.index is None else [f"data set index {self.index}"]
         if self.epoch is not None and self.position is not None:
             in_data.append(f"epoch {self.epoch}, position {self.position}")
         place = f"row {self.row} of micro-batch {self.micro_batch} on rank {self.rank}"
-        if in_data:
-            place += f" ({'; '.join(in_data)})"
+        return f"{place} ({'; '.join(in_data)})" if in_data else place
+
+    def described(self) -> str:
+        """Return a phrase with the place of the row, and the numbers by which it stands out."""
+        place = self.place
         if self.loss is not None and self.gradient_norm is not None:
             return f"{place} has loss {self.loss:.4g} and gradient norm {self.gradient_norm:.4g}"
         if self.loss_without is not None and self.gradient_norm_without is not None:
@@ -156,7 +160,14 @@ class BadRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
-    """Findings about a step that went wrong. ``None`` and ``()`` mean unknown."""
+    """Findings about a step that went wrong. ``None`` and ``()`` mean unknown.
+
+    A record in ``anomalies.jsonl`` has the fields that are known. The record at the end of an
+    episode of several steps has its first ``step`` and its ``kind``, ``last_step``, ``num_steps``
+    (bad steps) and ``num_skipped`` (of their updates). It also has a cause that was found later, in
+    ``latest`` how far something has grown, in ``diverged`` that the loss has not come back, and in
+    ``later_samples`` the samples of later steps, of which ``num_searched`` were searched.
+    """
 
     step: int
     kind: Kind
@@ -170,7 +181,7 @@ class Anomaly:
     """Layer in which the fault arose; empty for the code of the network between its modules."""
 
     cause: str = UNKNOWN_CAUSE
-    """Cause, see `Cause`."""
+    """Name of the cause."""
 
     explanation: str | None = None
     """A clause that says what happened, with its numbers."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly, Kind
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly, BadRow, Kind
 from mfwrap.callbacks.culprit.judges.course import LossCourse
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
@@ -27,6 +27,12 @@ many steps, all that the judges know is this level."""
 
 _FEWEST_HIGH = 5
 """Number of last losses of an episode whose median tells whether the loss has come back."""
+
+_MOST_NAMED = 2
+"""Largest number of samples of later steps in the log line; the record has all of them."""
+
+_MOST_SEARCHED = 8
+"""Largest number of steps of an episode whose rows are searched."""
 
 _HIGH = 1.5
 """Smallest ratio of the loss of a finite anomaly to the usual one that is followed from there."""
@@ -89,6 +95,15 @@ class OpenEpisode:
     refined: dict[str, Any] = field(default_factory=dict)
     """What a later anomaly has told about a cause that was unknown before."""
 
+    num_searched: int = 0
+    """Number of steps whose rows were searched."""
+
+    names_samples: bool = False
+    """Whether the last search has named samples."""
+
+    later_samples: list[dict[str, Any]] = field(default_factory=list)
+    """Samples of the steps after the first one, each with its step, ready for JSON."""
+
     latest: str | None = None
     """What the last anomaly has told, if it is of the same kind and grows for many steps."""
 
@@ -108,6 +123,12 @@ class OpenEpisode:
         """
         self.last_anomaly, self.reach = anomaly.step, reach
         is_later = anomaly.step > self.step
+        if anomaly.samples_detail is not None:
+            self.num_searched += 1
+            self.names_samples = bool(anomaly.samples)
+            if is_later:
+                rows = anomaly.as_record().get("samples", ())
+                self.later_samples += [{"step": anomaly.step, **row} for row in rows]
         if is_later and anomaly.kind == "state_spike" != self.kind:
             return  # a sample finds what has changed in the steps before it
         self.last_step = anomaly.step
@@ -171,18 +192,28 @@ class OpenEpisode:
         latest = {} if self.latest is None else {"latest": self.latest}
         diverged = {"diverged": self._course()} if self.has_diverged else {}
         known = {name: getattr(self, name) for name in names}
-        return {**known, **self.refined, **latest, **diverged}
+        rows = {"num_searched": self.num_searched, "later_samples": self.later_samples}
+        later = rows if self.later_samples else {}
+        return {**known, **self.refined, **latest, **diverged, **later}
 
     def _course(self) -> str:
         """Say how the loss has left its course, in a clause."""
         last = self.last_losses[-1]
         return f"the loss has not come back: {last:.4g} at last, after {self.usual_loss:.4g}"
 
+    def _rows(self) -> str:
+        """Name the samples of later steps."""
+        rows = [dict(row) for row in self.later_samples]
+        said = [f"step {row.pop('step')}, {BadRow(**row).place}" for row in rows[:_MOST_NAMED]]
+        more = len(rows) - len(said)
+        return "; ".join(said) + (f"; and {more} more" if more else "")
+
     def __str__(self) -> str:
         """Describe the end of the episode in one line."""
         skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
         course = self._course() if self.has_diverged else ""
-        told = dict.fromkeys([self.refined.get("explanation") or self.latest or "", course])
+        rows = f"samples of later steps: {self._rows()}" if self.later_samples else ""
+        told = dict.fromkeys([self.refined.get("explanation") or self.latest or "", course, rows])
         said = "".join(f"; {clause}" for clause in told if clause)
         return (
             f"the episode of step {self.step} ended at step {self.last_step} after "
@@ -234,6 +265,18 @@ class Episodes:
         is_alike = is_shared == episode.is_shared or episode.kind not in NON_FINITE
         reach = 1 if episode.kind in NON_FINITE else _GAP
         return gap <= reach and (is_alike or kind not in NON_FINITE)
+
+    @property
+    def names_samples(self) -> bool:
+        """Whether the samples of the last episode's next step are to be searched, too.
+
+        They are as long as each search names some: data may have several bad rows in a row. When
+        the weights are ruined, all rows are alike, and no search names one.
+        """
+        episode = self.last
+        if episode is None or episode.is_over:
+            return False
+        return episode.names_samples and episode.num_searched < _MOST_SEARCHED
 
     def explain(self, step: int) -> bool:
         """Tell whether a fault with a known cause explains unusual numbers of a step.

@@ -215,7 +215,8 @@ class CulpritFinder:
 
     def _searched(self, kind: Kind, step: HostStep) -> RowSearch | None:
         """Return the rows of this rank that stand out in a step that is not finite."""
-        if self._samples is None or not self._is_first(kind, step):
+        wanted = self._is_first(kind, step) or self.episodes.names_samples
+        if self._samples is None or not wanted:
             return None
         return self._samples.search(
             step.numbers, is_finite=False, weights_have_moved=step.weights_have_moved

@@ -1,4 +1,4 @@
-"""Write curves for TensorBoard."""
+"""Write curves and texts for TensorBoard."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from mfwrap.checkpoints.written_files import note_written
 
 @final
 class EventsFile:
-    """Write curves to a TensorBoard events file, created with the first point.
+    """Write curves and texts to a TensorBoard events file, created with the first of them.
 
     Args:
         folder: Folder of the file.
@@ -25,10 +25,17 @@ class EventsFile:
 
     def add(self, tag: str, value: float, step: int) -> None:
         """Add a point to the curve `tag`."""
+        self._opened().add_scalar(tag, value, global_step=step)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Add a text of a step, in Markdown."""
+        self._opened().add_text(tag, text, global_step=step)
+
+    def _opened(self) -> Any:
         if self._writer is None:
             note_written(Path(self._folder))
             self._writer = self._writer_class(self._folder)
-        self._writer.add_scalar(tag, value, global_step=step)
+        return self._writer
 
     def close(self) -> None:
         """Write all points to disk. A later point opens a new file."""

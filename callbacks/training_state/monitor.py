@@ -64,6 +64,12 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 
     With a Trainer, the usual norms and the counts are part of the checkpoint.
 
+    **Differences from MindFormers.** Local norms and losses are computed on every device, and are
+    unscaled. ``check_for_nan_in_loss_and_grad`` ignores ordinary overflows. A NaN norm counts as a
+    spike, ``check_for_global_norm`` writes all spikes of a step, and settings that exclude each
+    other raise an error at construction. After a resume, curves go on at the step of the
+    checkpoint. ``dump_path`` and ``monitor_on`` are not supported.
+
     Source: MindFormers, ``TrainingStateMonitor`` and ``monitor_config``.
 
     Raises:
@@ -349,7 +355,10 @@ def _missing_values(
             "local norms, losses and the layer of an anomaly: the loop passes no `step_output`"
         )
     elif not hasattr(output, "local_norm"):
-        missing.append("local norms and the layer of an anomaly: set StepConfig(local_norm=True)")
+        missing.append(
+            "local norms and the layer of an anomaly: they need mfwrap's step with "
+            "StepConfig(local_norm=True)"
+        )
     has_norms = report is not None and report.reduction_norms is not None
     if settings.noise_scale_format and not has_norms:
         missing.append(

@@ -147,7 +147,7 @@ class TrainingStateSettings(RunSettings):
     decoded with the Trainer's ``processing_class``; without one, the token ids are written."""
 
     spike_factor: float = 2.0
-    """Smallest ratio of a global norm to the usual one that is an anomaly. It must also be nine
+    """Smallest ratio of a global norm to the usual one that is an anomaly. It must also be eight
     deviations above the usual norm, see `mfwrap.tensors.robust_window.RobustWindow`."""
 
     state_interval: int = 10

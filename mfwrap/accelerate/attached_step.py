@@ -35,7 +35,9 @@ from mfwrap.step.ranks.local_norms import CommunicationHook
 class AttachedStep:
     """Run the training step in an accelerate loop; `attach` returns this object.
 
-    Pickle it with its accelerator to keep the step: the accelerator alone pickles without it.
+    Pickle it with its accelerator to keep the step: the accelerator alone pickles as a plain object
+    of accelerate, which a process loads without mfwrap. A function that you passed to `attach` must
+    then be defined in a module, because pickle cannot find a ``lambda``.
 
     Source: MindFormers, ``MFTrainOneStepCell``.
     """

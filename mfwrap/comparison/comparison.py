@@ -93,7 +93,10 @@ def compare_runs(first: Path, second: Path, tolerance: float = 0.0) -> Compariso
 
     Compares the steps that both runs have recorded, in order, up to the first one whose results
     differ: loss, gradients, skipped update, optimizer state, weights, evaluation. Random numbers
-    and data are compared bit by bit, whatever the tolerance.
+    and data are compared bit by bit, whatever the tolerance. Reads ``metrics.jsonl``,
+    ``training_state.jsonl``, ``local_norms.jsonl``, ``fingerprints.jsonl`` and the log in
+    ``trainer_state.json``. If several gradients differ and the losses are equal, the gradient that
+    the backward reaches first is named.
 
     Args:
         first: Run folder.

@@ -7,12 +7,14 @@ from typing import Any
 from mfwrap.records.forms import Form, fitting
 
 _FORMS: Mapping[str, Form] = {
-    **dict.fromkeys(("step", "last_step", "num_steps", "num_skipped", "micro_batch"), int),
+    **dict.fromkeys(("step", "last_step", "num_steps", "num_skipped", "num_searched"), int),
+    "micro_batch": int,
     **dict.fromkeys(("kind", "cause", "where", "replay", "device"), str),
     **dict.fromkeys(("rows", "indices", "losses", "weights", "states", "moved", "buffers"), list),
     "ranks": [int],
     "gradients": [dict],
     "samples": [{"rank": int, "micro_batch": int, "row": int}],
+    "later_samples": [{"step": int, "rank": int, "micro_batch": int, "row": int}],
 }
 """Forms of those fields of an anomaly that are more than shown."""
 

@@ -13,7 +13,7 @@ from mfwrap.records.forms import fits
 
 RECORD_NAMES = (
     "anomalies", "checkpoint_health", "fingerprints", "local_norms", "memory", "metrics",
-    "progress", "rank_clock", "throughput", "training_state",
+    "progress", "rank_clock", "samples", "throughput", "training_state",
 )  # fmt: skip
 """Names of the JSON Lines files of a run, see `rank_file`."""
 

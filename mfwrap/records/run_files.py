@@ -253,6 +253,22 @@ def save_records(checkpoint: Path, run_folder: Path | None = None) -> None:
 
     Raises:
         OSError: If a file cannot be synced or written.
+
+    Example:
+        >>> import torch
+        >>> from transformers import TrainerControl, TrainerState
+        >>> from mfwrap import MFTrainOneStepCell, WithLossCell
+        >>> from mfwrap.callbacks import MetricsRecorder
+        >>> network = WithLossCell(torch.nn.Linear(2, 1), torch.nn.MSELoss())
+        >>> cell = MFTrainOneStepCell(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        >>> recorder, state, control = MetricsRecorder("run"), TrainerState(), TrainerControl()
+        >>> recorder.on_train_begin(None, state, control)
+        >>> for state.global_step in (1, 2):
+        ...     output = cell(torch.ones(4, 2), torch.ones(4, 1))
+        ...     recorder.on_step_end(None, state, control, step_report=cell.last_report)
+        >>> recorder.on_pre_save(None, state, control)
+        >>> save_records(Path("run/step_2"))  # and save network, optimizer and cell there
+        >>> recorder.on_train_end(None, state, control)
     """
     _RUN_FILES.save(checkpoint, run_folder)
 
@@ -358,7 +374,8 @@ def set_aside(path: Path) -> None:
         number += 1
     path.rename(aside)
     warnings.warn(
-        f"{path} has records of an earlier run; it was renamed to {aside.name}",
+        # The same words for each file: Python then shows them once for a folder.
+        f"{path.parent} has records of an earlier run; the names of its files now end in .{number}",
         stacklevel=callers_stacklevel(),
     )
 

@@ -13,6 +13,7 @@ from mfwrap.records.episodes import Episode, episodes_of, notes_of
 from mfwrap.records.evaluations import AVERAGED, named
 from mfwrap.records.forms import Form, fitting, to_number
 from mfwrap.records.json_lines import RECORD_NAMES, parsed_json, rank_files, read_json_lines
+from mfwrap.records.model_samples import SAMPLES, ModelSamples, model_samples
 from mfwrap.records.rollbacks import RollbackRecord, read_rollbacks
 
 FACTS = "run.json"
@@ -83,6 +84,9 @@ class RunRecord:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the run was, from ``run.json``; empty without this file. See `read_facts`."""
 
+    samples: ModelSamples = field(default_factory=ModelSamples)
+    """What the model has said about a few inputs."""
+
     def first_step(self) -> int:
         """Return the first step of any curve; 0 if there is no curve."""
         return min((curve.steps[0] for curve in self.curves.values() if curve.steps), default=0)
@@ -97,9 +101,10 @@ def read_run(folder: Path) -> RunRecord:
 
     Reads every ``*.jsonl`` file of the folder, and the Trainer's log in ``trainer_state.json`` of
     the folder or of its newest checkpoint. ``*_rank<r>.jsonl`` are the files of other ranks,
-    ``anomalies*.jsonl`` hold the anomalies, and ``rollbacks.json`` holds the rollbacks. If a step
-    was recorded twice, as happens after a resume, the last record counts. A file under another name
-    than those of mfwrap is left out with a warning if its lines are not records.
+    ``anomalies*.jsonl`` hold the anomalies, ``samples.jsonl`` what the model has said, and
+    ``rollbacks.json`` the rollbacks. If a step was recorded twice, as happens after a resume, the
+    last record counts. A file under another name than those of mfwrap is left out with a warning if
+    its lines are not records.
 
     Args:
         folder: Run folder.
@@ -111,6 +116,7 @@ def read_run(folder: Path) -> RunRecord:
     anomalies: list[tuple[int, list[dict[str, Any]]]] = []
     values: dict[int, _Values] = {0: {}}
     logged: _Values = {}
+    samples = ModelSamples()
     limits = _add(logged, trainer_log(folder))
     for path, name, rank in rank_files(folder):
         try:
@@ -124,6 +130,8 @@ def read_run(folder: Path) -> RunRecord:
             continue
         if name.startswith("anomalies"):
             anomalies.append((rank, records))
+        elif name == SAMPLES:
+            samples = model_samples(records)
         else:
             limits += _add(values.setdefault(rank, {}), records)
     _fill(values[0], logged)
@@ -145,6 +153,7 @@ def read_run(folder: Path) -> RunRecord:
         limits[-1] if limits else None,
         losses if any(losses) else {},
         read_facts(folder),
+        samples,
     )
 
 

@@ -15,6 +15,7 @@ from mfwrap.report.about import about
 from mfwrap.report.curves import COLORS
 from mfwrap.report.drawing import Panel, color_of
 from mfwrap.report.episodes import episode_table, headline
+from mfwrap.report.model_samples import model_sample_tables
 from mfwrap.report.own_files import WRITER
 from mfwrap.report.panels import axes_of, has_averages, panels_of, spans_of
 
@@ -38,6 +39,7 @@ _PAGE = """<!doctype html>
 {headline}
 {about}
 {episodes}
+{samples}
 <p id="old">The curves need a browser of 2023 or newer (it must know DecompressionStream).</p>
 {switches}
 {panels}
@@ -53,8 +55,13 @@ def write_run_page(folders: Sequence[Path], page: Path, *, watch: int = 0) -> No
     """Write a page with the episodes, curves and norms of one run, or of several runs compared.
 
     The page begins with what went wrong, why, where, in which samples, and what the run did. It
-    says what each run was, and in which settings the runs differ. It is one file of about 1 MB that
-    works offline, because it contains plotly.js.
+    says what each run was, in which settings the runs differ, and what the model has said about a
+    few inputs. It is one file of about 1 MB that works offline, because it contains plotly.js. It
+    shows what the ``*.jsonl`` files of the run folders, ``run.json``, ``rollbacks.json`` and
+    ``trainer_state.json`` have, and of the episodes the first 200.
+
+    A browser draws the curves when it opens the page. For a screenshot, wait for the attribute
+    ``data-ready`` of the first element.
 
     Args:
         folders: Run folders, at least one.
@@ -92,6 +99,7 @@ def page_text(folders: Sequence[Path], *, watch: int = 0) -> str:
         headline=headline(runs),
         about=about(runs),
         episodes=episode_table(runs),
+        samples=model_sample_tables(runs),
         switches=_switches(runs, panels),
         panels="\n".join(_section(panel) for panel in panels),
         plotly=base64.b64encode((_FILES / PLOTLY).read_bytes()).decode("ascii"),

@@ -13,8 +13,9 @@ _MOST_SAMPLES = 8
 
 
 def samples_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the rows that stand out, the worst first; else why none is named."""
+    """Return the rows that stand out, the worst of each step first; else why none is named."""
     rows = [row for record in records for row in record.get("samples") or ()]
+    rows += [row for record in records for row in record.get("later_samples") or ()]
     lines = [_sample(row) for row in rows[:_MOST_SAMPLES]]
     if rows[_MOST_SAMPLES:]:
         lines.append(f"and {len(rows) - _MOST_SAMPLES} more, in anomalies.jsonl")
@@ -40,9 +41,11 @@ def samples_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
             f"to leave {what} out: write the {line} {codes} to a file, and give the file as "
             "<code>--skip-rows</code> or <code>MFTrainer(skip_rows=...)</code>"
         )
-    if rows and any("last_step" in record for record in records):
-        # Only the first of several bad steps in a row is run again, row by row.
-        lines.append(f"samples of step {records[0]['step']} only, the first of the episode")
+    num_steps = max(record.get("num_steps", 1) for record in records)
+    num_searched = max(record.get("num_searched", 1) for record in records)
+    if rows and num_searched < num_steps:
+        # While the weights are ruined, or after many steps, no step is run again, row by row.
+        lines.append(f"samples of {num_searched} of the {num_steps} steps of the episode only")
     exact = [record.get("are_samples_exact") for record in records]
     if rows and False in exact:
         lines.append("numbers of a later run of the rows, not of the step itself")
@@ -55,7 +58,9 @@ def _can_be_left_out(row: Mapping[str, Any]) -> bool:
 
 
 def _sample(row: Mapping[str, Any]) -> str:
-    place = html.escape(f"rank {row['rank']}, micro-batch {row['micro_batch']}, row {row['row']}")
+    step = f"step {row['step']}, " if "step" in row else ""
+    where = f"{step}rank {row['rank']}, micro-batch {row['micro_batch']}, row {row['row']}"
+    place = html.escape(where)
     if "index" in row:
         place = f"<strong>data set index {html.escape(str(row['index']))}</strong> ({place})"
     if _can_be_left_out(row):

@@ -284,8 +284,9 @@ def build_trainer(
         args=arguments,
         callbacks=[
             recorder,
-            ThroughputRecorder(folder),
             *with_memory_monitor(callbacks, folder),
+            # Last, so that the time of the others at an evaluation is left out.
+            ThroughputRecorder(folder),
         ],
         step=step.config,
         scale_sense=None if step.make_scale is None else step.make_scale(),

@@ -96,7 +96,9 @@ class MFTrainOneStepCell(LossScaleHooks):
         capture: Capture one whole update in a graph of the device (a CUDA graph), and replay it
             with one call of the host for each update; see `mfwrap.step.captured`. All batches must
             have the shapes of the first one. The schedule, and the error about too many skips, come
-            one update later. On a CPU the same steps run without a graph.
+            one update later. A learning rate that you set yourself holds from the next update on.
+            If you freeze a parameter, load a state into the optimizer or change a setting of it,
+            the step is captured again. On a CPU the same steps run without a graph.
 
     Raises:
         RuntimeError: If the network has a communication hook already, and another one is needed for

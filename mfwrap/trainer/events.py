@@ -107,6 +107,16 @@ class MonitorCallback(TrainerCallback):
                 by their number; ``None`` if each update has as many samples as any other.
         """
 
+    def take_evaluation_loader(self, make_loader: Callable[[], Any] | None) -> None:
+        """Receive the function that returns the data loader of the evaluations.
+
+        Called before ``on_train_begin``.
+
+        Args:
+            make_loader: Returns the data loader of the first data set; ``None`` without held-out
+                rows.
+        """
+
     def values_to_log(self) -> dict[str, float]:
         """Return values, by name, that `MFTrainer` adds to each training log."""
         return {}

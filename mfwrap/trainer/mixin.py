@@ -128,6 +128,11 @@ class MFTrainerMixin(_Base):
     - ``train(resume_from_checkpoint="auto")`` starts a training, or resumes it from the newest
       intact checkpoint in ``args.output_dir``.
 
+    Before its first training, the trainer can be pickled like a Trainer, for example for a
+    hyperparameter search. The copy has a step of its own, with the same settings and state. A
+    function that you pass as `ema` must then be defined in a module, because pickle cannot find a
+    ``lambda``.
+
     Args:
         args: Positional arguments of the Trainer.
         step: Settings of the step. Leave `gradient_accumulation_steps` and `max_grad_norm` at their
@@ -143,7 +148,8 @@ class MFTrainerMixin(_Base):
         communication_hook: ``(state, hook)`` with which DistributedDataParallel reduces gradients
             after their local norms are taken; ``None`` for the usual all-reduce.
         data_skip_steps: Number of updates whose data are skipped at the start, without training on
-            them; see `mfwrap.trainer.data.skip.DataSkip` for what it means in a resume.
+            them; see `mfwrap.trainer.data.skip.DataSkip` for what it means in a resume. Data need a
+            length, and ``args.ignore_data_skip`` switches it off.
         skip_rows: Rows of the training data to leave out: pairs of an epoch and a position in its
             order, both from 0, or the path of a file with such rows, one JSON object per line
             (`mfwrap.records.read_skipped_rows`). See `mfwrap.trainer.data.row_skip.RowSkip`. A
@@ -174,7 +180,8 @@ class MFTrainerMixin(_Base):
             the state to host memory, and a thread writes it while the training goes on. The next
             save and the end of the training wait for it. Callbacks get ``on_save`` when the
             checkpoint is in place, before the first step after that. An error of the thread is
-            raised there, too. See docs/trainer.md for what it takes, and what is saved at once.
+            raised there, too. See docs/how-to/checkpoints.md for what it takes, and what is saved
+            at once.
         kwargs: Keyword arguments of the Trainer.
 
     Raises:
@@ -313,6 +320,14 @@ class MFTrainerMixin(_Base):
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Train as the Trainer does; first check the run folder and the checkpoint to resume from.
+
+        A resume restores the generators of torch, Python and NumPy that the samplers, the data set
+        and the collator hold in attributes, lists, dicts and functions, but not in sets and global
+        variables, and in a list of more than 16 dicts or lists only in the first 16. A generator
+        that is made in the first batch, not in ``__init__``, continues only after that batch of the
+        resume. A generator that a sampler and the data set share is not restored. On another number
+        of ranks, rank ``r`` restores the random states of rank ``r % n`` of the checkpoint's ``n``
+        ranks.
 
         Args:
             resume_from_checkpoint: Folder of a checkpoint, or ``True`` for the newest one. With
@@ -552,6 +567,14 @@ class MFTrainerMixin(_Base):
         with self._evaluating():
             return super()._evaluate(*args, **kwargs)
 
+    def _make_evaluation_loader(self) -> Callable[[], Any] | None:
+        """Return a function that returns the loader of the first held-out data; None without it."""
+        data: Any = self.eval_dataset
+        if data is None:
+            return None
+        name = next(iter(data), None) if isinstance(data, dict) else None
+        return functools.partial(self.get_eval_dataloader, name)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer does, by hand or because the training requests it.
 
@@ -568,7 +591,25 @@ class MFTrainerMixin(_Base):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; the loss is the mean over the rows of the data set, or over its targets."""
+        """Evaluate; the loss is the mean over the rows of the data set, or over its targets.
+
+        Each of several data sets has its own mean, and so has ``predict``. On several ranks, the
+        rows that fill up the last batch do not count in the loss: each rank computes the loss of
+        its own rows of that batch in a forward of its own. Logits and labels come from the whole
+        batch, as in a stock Trainer. The rows count, as there,
+
+        - if a tensor of the batch is neither one of the labels nor has two dimensions, of which the
+          first has one entry for each row (a matrix of another kind with as many rows is cut to the
+          rows that count);
+        - if the batch has no labels, or lists;
+        - if a ``compute_loss`` or ``compute_loss_func`` of your own, which may gather rows of all
+          ranks, computes the loss, and `eval_per_token_loss` is not set;
+        - if the data are iterable with ``dispatch_batches=False``: their number of rows is unknown.
+
+        With `eval_per_token_loss`, the loss of a batch must be the mean over its targets: a
+        ``compute_loss_func`` divides by ``num_items_in_batch``, or by the number of targets in the
+        batch. A ``prediction_step`` of your own returns the loss that counts.
+        """
         # Schedule-free optimizers convert the weights in `eval`, and back in `train`. They must
         # convert those of the training, not averages that are in the model. The Trainer calls
         # `eval` again, which does nothing, and calls `train` before the next step.
@@ -757,6 +798,7 @@ class MFTrainerMixin(_Base):
         for callback in monitors(self.callback_handler.callbacks):
             callback.expect_evaluations()
             callback.expect_background_saves()
+            callback.take_evaluation_loader(self._make_evaluation_loader())
         # The Trainer has loaded weights, optimizer and schedule. It passes over files that are
         # missing, so an absent file would be a fresh start.
         if self._checkpoints.is_loading:

@@ -41,6 +41,11 @@ class Rollback:
     The result is bitwise that of a training from the start without these rows, unless
     `rate_factor` is less than 1, or the training process itself changes rows by random numbers.
 
+    All ranks find non-finite gradients and anomalies of the global norm together. What one rank
+    alone has found reaches the others before the next checkpoint. If only a sample of the training
+    state shows a fault, the training goes back to before the last sample without it, and leaves out
+    all steps since.
+
     Raises:
         TypeError: If a value has the wrong type.
         ValueError: If a value is out of range.

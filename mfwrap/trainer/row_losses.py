@@ -105,6 +105,10 @@ class LossByRow:
     comparison of a training is read at once. Without a log or a checkpoint, 100,000 rows are read
     at once to be written.
 
+    A cross entropy may leave tokens out; any other loss must be that of all labels. A row that the
+    data set has packed counts as one. A training that resumes within a logging interval continues
+    the sums; on another number of ranks it begins them again.
+
     Args:
         trainer: The trainer.
         noted: Rows that have been dealt.

@@ -10,6 +10,7 @@ from mfwrap import MFTrainOneStepCell
 from mfwrap.callbacks import TrainingStateMonitor
 from mfwrap.callbacks.culprit.replay.recorder import RandomState, StepRecorder
 from mfwrap.callbacks.culprit.replay.replay import Origin, replay_step
+from mfwrap.callbacks.samples.undisturbed import undisturbed
 from mfwrap.collectives import Section, section_clock
 from support.device_runs import LossNetwork, Rows, everything, small_trainer, stacked
 from support.devices import each_device
@@ -42,6 +43,21 @@ def test_a_number_that_only_the_device_draws_makes_states_differ():
 
     assert torch.equal(before.host, after.host)
     assert after.differs_from(before)
+
+
+@each_device
+def test_samples_leave_the_random_states(device):
+    """What a sampled network draws on a device is not missing in the training."""
+    network = nn.Linear(2, 2, device=device)
+    torch.manual_seed(0)
+    expected = torch.rand(5, device=device), torch.rand(3)
+    torch.manual_seed(0)
+    with undisturbed(network):
+        torch.manual_seed(7)
+        torch.rand(9, device=device)
+
+    assert torch.equal(torch.rand(5, device=device), expected[0])
+    assert torch.equal(torch.rand(3), expected[1])
 
 
 class Unlucky(LossNetwork):

@@ -1,9 +1,9 @@
-"""The tables of docs/tests.md name each test that runs on a GPU, and no other."""
+"""The tables of tests/devices/README.md name each test that runs on a GPU, and no other."""
 
 import ast
 import re
 
-from support.paths import ROOT, TESTS
+from support.paths import TESTS
 
 NAME = re.compile(r"`(?:([\w/]+\.py)::)?(test_\w+)`")
 ON_CUDA = {"pytest.mark.cuda", "each_device"}
@@ -23,7 +23,7 @@ def marked_for_cuda() -> set[str]:
 
 def named_in(section: str) -> list[str]:
     """Return the tests in the table of a section; a name without a file is in the file before."""
-    text = (ROOT / "docs" / "tests.md").read_text(encoding="utf-8")
+    text = (TESTS / "devices" / "README.md").read_text(encoding="utf-8")
     text = text.partition(f"## {section}\n")[2].partition("\n## ")[0]
     found = []
     for line in text.splitlines():
@@ -36,14 +36,14 @@ def named_in(section: str) -> list[str]:
 
 def test_each_test_on_a_gpu_stands_for_a_promise():
     """The table of promises names each test on a GPU once."""
-    named = named_in("On a GPU")
+    named = named_in("Promises")
 
     assert sorted(named) == sorted(marked_for_cuda())
 
 
 def test_what_the_simulated_device_cannot_show_is_tested_on_a_gpu():
     """The table of the simulated device names tests on a GPU."""
-    named = named_in("Synchronization without a GPU")
+    named = named_in("What the simulated device cannot show")
 
     assert len(named) >= 15
     assert set(named) <= marked_for_cuda()

@@ -88,7 +88,7 @@ def test_yaml_is_valid(page, tmp_path, monkeypatch):
         assert isinstance(parse_recipe(whole, "page.yaml"), Recipe)
 
 
-GUIDES = (ROOT / "docs" / "monitor_guides.md").read_text(encoding="utf-8")
+GUIDES = (ROOT / "docs" / "monitors.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

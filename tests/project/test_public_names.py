@@ -18,7 +18,7 @@ CALLBACKS = """
     MFLossMonitor TrainingStateMonitor CheckpointMonitor EMACallback EvalCallback ProfileMonitor
     LossMonitor TimeMonitor ModelCheckpoint CheckpointConfig Callback EarlyStopping
     ReduceLROnPlateau History LambdaCallback LearningRateScheduler LocalNormMonitor ReplicaCheck
-    RankClock RecomputeCheck MemoryMonitor newest_healthy_checkpoint RunContext
+    RankClock RecomputeCheck MemoryMonitor SampleMonitor newest_healthy_checkpoint RunContext
     as_trainer_callback
     PyNativeCallback adapt_pynative is_pynative_callback
 """

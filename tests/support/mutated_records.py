@@ -123,6 +123,21 @@ def write_full_run(folder: Path) -> Path:
         folder / "progress.jsonl",
         [{"step": step, "seconds": step / 2, "tokens": 100 * step} for step in range(2, 13, 2)],
     )
+    said = [
+        {
+            "step": step,
+            "prompt": 0,
+            "averaged": averaged,
+            "input": "2 + 2 =",
+            "reference": "4",
+            "image": "iVBORw0KGgo=",
+            "text": str(step),
+            "seconds": 0.5,
+        }
+        for step in (0, 10)
+        for averaged in (False, True)
+    ]
+    write_lines(folder / "samples.jsonl", said)
     memory = {
         "memory_allocated": 10,
         "max_memory_allocated": 20,

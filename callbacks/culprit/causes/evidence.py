@@ -29,7 +29,7 @@ class Cause(NamedTuple):
     """Cause of an anomaly in words."""
 
     name: str
-    """One of the names in the table of causes in ``docs/monitors.md``."""
+    """One of the names that ``docs/how-to/find_a_nan.md`` lists."""
 
     explanation: str
     """A clause that says what happened, with its numbers."""

@@ -142,6 +142,17 @@ class Crashes:
         """Return what the last command in a folder has printed."""
         return (folder / f"output_{self._rank}.txt").read_text(encoding="utf-8")
 
+    def _last_words(self, folder: Path) -> list[str]:
+        """Return the lines of a rank that said why it has failed, of the crashed one if it did.
+
+        All ranks may raise an error together. The first one that ends has the others killed.
+        """
+        files = [folder / f"output_{rank}.txt" for rank in range(self._num_ranks)]
+        said = [file.read_text(encoding="utf-8").splitlines() for file in files]
+        order = [said[self._rank], *said]
+        failed = (lines for lines in order if lines and lines[-1].startswith(_FAILED))
+        return next(failed, order[0])
+
     def faults_of_kill(self, operation: Operation) -> list[str]:
         """Kill the command just before an operation, resume it, and return what is wrong."""
         folder, status = self.crashed("killed", operation, "signal=KILL")
@@ -158,7 +169,7 @@ class Crashes:
         folder, status = self.crashed("failed", operation, f"error={name}")
         faults = []
         if status != 0:
-            lines = self.output(folder).splitlines()
+            lines = self._last_words(folder)
             # torch does not say why it cannot write.
             reasons = [os.strerror(getattr(errno, name)), "torch.save failed"]
             said = lines[-1] if lines else ""

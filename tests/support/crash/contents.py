@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from mfwrap.checkpoints.run_folders import ABANDONED
 from mfwrap.checkpoints.whole import OWN_PARTIAL
@@ -85,6 +86,10 @@ def _leaves(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, Tensor):
         plain = value.detach().contiguous().reshape(-1)
         yield name, (value.dtype, tuple(value.shape), plain.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, torch.Generator):
+        yield from _leaves(name, value.get_state())
+    elif isinstance(value, TensorDataset):  # accelerate saves a sampler with its data
+        yield from _leaves(name, value.tensors)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if not _TIMES.search(str(key)):

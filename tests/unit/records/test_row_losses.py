@@ -70,7 +70,7 @@ def test_a_folder_of_others_is_kept(tmp_path):
     RowLossFiles(own).write(columns([1]))
     RowLossFiles(own).begin(0, sets_aside=False)
     assert files_in(own)
-    with pytest.warns(UserWarning, match=r"it was renamed to row_losses\.1"):
+    with pytest.warns(UserWarning, match=r"names of its files now end in \.1$"):
         RowLossFiles(own).begin(0, sets_aside=True)
 
     assert not files_in(own)

@@ -143,7 +143,7 @@ def test_a_checkpoint_before_the_record_of_its_step(tmp_path, clock):
 def test_a_second_run_keeps_the_first(tmp_path, clock):
     """A run from the start renames the files of an earlier run in the folder."""
     RunFacts(tmp_path, {"lr": 1.0}, clock=clock).end(3)
-    with pytest.warns(UserWarning, match="was renamed to"):
+    with pytest.warns(UserWarning, match=r"names of its files now end in \.1$"):
         RunFacts(tmp_path, {"lr": 2.0}, clock=clock)
 
     earlier = json.loads((tmp_path / "run.json.1").read_text())

@@ -206,7 +206,7 @@ def test_a_training_from_the_start_keeps_an_earlier_runs_file(tmp_path):
     """The earlier run's file is renamed to the first free name, with a warning."""
     path = tmp_path / "metrics.jsonl"
     for run in range(3):
-        expected = pytest.warns(UserWarning, match=rf"it was renamed to metrics\.jsonl\.{run}$")
+        expected = pytest.warns(UserWarning, match=rf"names of its files now end in \.{run}$")
         with expected if run else contextlib.nullcontext():
             append(RunFiles().open(path, 0), [1, run + 2])
 

@@ -46,13 +46,20 @@ def test_how_to_leave_samples_out(rows, said):
 
 
 def test_samples_of_several_steps():
-    """An episode of several steps says of which step its samples are."""
-    record = {"step": 61, "last_step": 75, "samples": [ROW]}
+    """An episode of several steps has the samples of each; it says if some were not searched."""
+    record = {"step": 61, "last_step": 75, "num_steps": 3, "samples": [ROW]}
+    later = {"later_samples": [{"step": 62, **ROW}], "num_searched": 2}
 
     assert text_of(record) == [
         "rank 1, micro-batch 2, row 3",
-        "samples of step 61 only, the first of the episode",
+        "samples of 1 of the 3 steps of the episode only",
     ]
+    assert text_of(record | later) == [
+        "rank 1, micro-batch 2, row 3",
+        "step 62, rank 1, micro-batch 2, row 3",
+        "samples of 2 of the 3 steps of the episode only",
+    ]
+    assert len(text_of(record | later | {"num_searched": 3})) == 2
 
 
 def test_numbers_of_a_sample():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -33,15 +34,16 @@ TINY = [
     "data.max_train_samples=12",
     "data.max_eval_samples=4",
 ]
+TUNED = ["model.config.num_hidden_layers=1", "callbacks.1.max_new_tokens=4"]
 SMALL = {
     "causal_lm": ["model.config.num_hidden_layers=1", "data.max_eval_samples=1"],
     "image_classification": ["model.config.num_hidden_layers=1"],
-    "lora": ["model.config.num_hidden_layers=1", "training.max_length=64"],
+    "lora": [*TUNED, "training.max_length=64"],
     "minilm_classification": ["data.sequence_length=8", "training.per_device_eval_batch_size=4"],
     "preference_tuning": ["model.config.num_hidden_layers=1", "training.max_length=64"],
     "regression": [],
     "sequence_classification": ["model.config.num_hidden_layers=1", "data.sequence_length=32"],
-    "supervised_tuning": ["model.config.num_hidden_layers=1", "training.max_length=64"],
+    "supervised_tuning": [*TUNED, "training.max_length=64"],
     "token_classification": ["model.config.num_hidden_layers=1", "data.sequence_length=32"],
 }
 
@@ -154,6 +156,51 @@ def test_loss_by_source(tmp_path, task, monkeypatch):
             mean = (group.loss * group.targets).sum() / group.targets.sum()
             assert record[f"loss/{name}"] == pytest.approx(mean, rel=1e-5)
     assert len(table) == 4 * 2 * 4
+
+
+WORD = f"({'|'.join(WORDS)})"
+SAMPLED = {
+    "causal_lm": (".+", ".*"),
+    "sequence_classification": (f"{WORD}( {WORD})*", r"[ab] [01]\.\d\d"),
+    "token_classification": (f"{WORD}( {WORD})*", f"{WORD}/[01]( {WORD}/[01])*"),
+    "image_classification": (r"pixel_values of shape \(1, 4, 4\)", r"[ab] [01]\.\d\d"),
+    "regression": (r"features: \d+, [012]", r"-?[\d.e-]+"),
+    "supervised_tuning": (r"\d+\?", ".*"),
+}
+"""Patterns of the inputs and the answers of samples, by task."""
+
+
+@pytest.mark.parametrize("task", OF_TASKS)
+def test_samples(tmp_path, task, monkeypatch):
+    """Each task shows what the model says about held-out rows, with raw and averaged weights."""
+    monkeypatch.chdir(tmp_path)
+    columns, keys, model = OF_TASKS[task]
+    rows = [{n: v for n, v in labelled(k).items() if n in columns} for k in range(40)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    monitor = {"type": "SampleMonitor", "num_rows": 2, "max_new_tokens": 4}
+    text = recipe_text(
+        task=task,
+        model=None,
+        data=None,
+        training={"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
+        callbacks=[monitor],
+        ema={"decay": 0.5},
+    )
+    data = {"path": "rows.json", "eval_fraction": 0.1}
+    text += f"model: {json.dumps(model)}\ndata: {json.dumps(data | keys)}\n"
+    run(tmp_path / "run", text=text)
+
+    found = read_json_lines(tmp_path / "run" / "samples.jsonl")
+    assert [(one["step"], one["averaged"], one["prompt"]) for one in found] == [
+        (step, averaged, number)
+        for step, averaged in ((0, False), (1, False), (1, True), (2, False), (2, True))
+        for number in (0, 1)
+    ]
+    of_input, of_answer = SAMPLED[task]
+    assert all(re.fullmatch(of_answer, one["text"], re.DOTALL) for one in found)
+    assert all(re.fullmatch(of_input, one["input"], re.DOTALL) for one in found[:2])
+    assert all(one["reference"] for one in found[:2])
+    assert all(("image" in one) == (task == "image_classification") for one in found[:2])
 
 
 QUICK = {"causal_lm", "regression"}

@@ -159,7 +159,7 @@ def test_an_error_keeps_the_rows_before_it(tmp_path):
         with pytest.raises(OverflowError):
             trained(tmp_path, callbacks=[Fails()], **settings)
 
-    assert any("renamed to row_losses.1" in str(each.message) for each in caught)
+    assert any("names of its files now end in .1" in str(each.message) for each in caught)
     assert len(list((tmp_path / "row_losses.1").glob("*.parquet"))) == 1
     assert rows_in(tmp_path).step.max() == 2
     assert "source" not in rows_in(tmp_path)

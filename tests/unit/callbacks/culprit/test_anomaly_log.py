@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import get_args
 
 import pytest
@@ -15,6 +16,7 @@ from mfwrap.callbacks.culprit.anomaly_log import (
     StateNorm,
 )
 from mfwrap.records.json_lines import read_json_lines
+from support.paths import ROOT
 
 GROUP = GroupNorm(name="a.0.weight", rank=1, norm=math.inf, usual_norm=0.5)
 NEW_GROUP = GroupNorm(name="a.0.weight", rank=1, norm=math.inf, usual_norm=math.nan)
@@ -334,3 +336,12 @@ def test_without_a_folder(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "step 1: gradient norm spike in layer a on rank 0"
     ]
+
+
+def test_the_docs_list_each_kind():
+    """The table in docs/how-to/find_a_nan.md has each kind of anomaly once."""
+    page = (ROOT / "docs" / "how-to" / "find_a_nan.md").read_text(encoding="utf-8")
+    table = page.partition("| kind | what was found |\n")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+
+    assert sorted(kind for row in rows for kind in row.split("`, `")) == sorted(KINDS)

@@ -127,6 +127,35 @@ def test_a_module_that_computes_something_else_for_good(tmp_path, is_by_code):
         assert found[:2] == (30, "weight_changed")
 
 
+def test_rows_of_each_step_of_an_episode(tmp_path, caplog):
+    """Bad rows of several steps in a row are all named, while those of each step stand out."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=2, n_positions=16)
+    network = GPT2LMHeadModel(config).train()
+
+    def spoil(_module, inputs, output):
+        return output.masked_fill((inputs[0] == 63)[..., None], math.nan)
+
+    network.transformer.wte.register_forward_hook(spoil)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    cell = MFTrainOneStepCell(network, optimizer, use_clip_grad=True, local_norm=True)
+    bad = {20: [1], 21: [3], 22: [0, 1, 2, 3], 23: [2]}
+    with LoopMonitor(cell, tmp_path, replay=True) as monitor:
+        for step in range(1, 30):
+            rows = torch.randint(63, (4, 16), generator=torch.Generator().manual_seed(step))
+            rows[bad.get(step, []), 5] = 63
+            cell(input_ids=rows, labels=rows)
+            monitor.end_step()
+    first, end = (one for one in records_of(tmp_path) if one["kind"] != "note")
+
+    assert [row["row"] for row in first["samples"]] == bad[20]
+    assert (end["last_step"], end["num_steps"], end["num_searched"]) == (23, 4, 3)
+    # All rows of step 22 are alike, as with ruined weights, so the next step is not searched.
+    assert [(row["step"], row["row"]) for row in end["later_samples"]] == [(21, 3)]
+    said = "4 updates skipped; samples of later steps: step 21, row 3 of micro-batch 0 on rank 0"
+    assert said in caplog.text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_replay(kind, tmp_path):
     """Without a replay, a record names the layer of a backward fault, not of a forward fault."""
@@ -277,8 +306,8 @@ def test_without_local_norms(tmp_path, caplog):
     assert (record["step"], "layer" in record) == (25, False)
     assert said == [
         (
-            "TrainingStateMonitor cannot show local norms and the layer of an anomaly: set "
-            "StepConfig(local_norm=True)"
+            "TrainingStateMonitor cannot show local norms and the layer of an anomaly: they need "
+            "mfwrap's step with StepConfig(local_norm=True)"
         )
     ]
 

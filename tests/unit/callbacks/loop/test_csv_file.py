@@ -101,9 +101,7 @@ def test_a_run_from_the_start_renames_an_earlier_file(tmp_path):
     path = tmp_path / "metrics.csv"
     CsvFile(path, 0).append(1, {"loss": 1.0})
     for number in (1, 2):
-        with pytest.warns(
-            UserWarning, match=f"earlier run; it was renamed to metrics.csv.{number}"
-        ):
+        with pytest.warns(UserWarning, match=rf"names of its files now end in \.{number}$"):
             CsvFile(path, 0).append(1, {"loss": 1.0 + number})
 
     files = [path, tmp_path / "metrics.csv.1", tmp_path / "metrics.csv.2"]
@@ -140,7 +138,7 @@ def test_a_file_in_another_form(tmp_path, when):
     text = path.read_text().replace(",", ";")
     path.write_text(text)
 
-    with pytest.warns(UserWarning, match="it was renamed to metrics.csv.1"):
+    with pytest.warns(UserWarning, match=r"names of its files now end in \.1$"):
         (CsvFile(path, 1) if when == "before" else file).append(2, {"loss": 2.0, "norm": 1.0})
 
     assert (tmp_path / "metrics.csv.1").read_text() == text

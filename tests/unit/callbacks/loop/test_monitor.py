@@ -257,8 +257,9 @@ def test_a_loop_in_the_place_of_an_older_one(tmp_path):
     older = Loop(tmp_path)
     older.train(list(older.loader)[:4])
     newer = Loop(tmp_path)
-    with pytest.warns(UserWarning, match="records of an earlier run"):
+    with pytest.warns(UserWarning, match="records of an earlier run") as caught:
         newer.train()
+    assert len({str(one.message) for one in caught}) == 1  # Python shows equal words once
     with pytest.raises(BlockingIOError, match="another LoopMonitor of this program"):
         older.train()
     newer.monitor.close()

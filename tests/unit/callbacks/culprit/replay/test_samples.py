@@ -1,4 +1,4 @@
-"""An anomaly names the samples that stand out, of all ranks, and of the first bad step only."""
+"""An anomaly names the samples that stand out, of all ranks."""
 
 import itertools
 import math
