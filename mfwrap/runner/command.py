@@ -84,7 +84,7 @@ def validate(recipe: str, overrides: Sequence[str], *, allow_code: bool) -> None
     from mfwrap.runner.rehearsal import rehearse  # noqa: PLC0415  (loads transformers)
 
     check_others_files(checked.document, Path(checked.arguments.output_dir or ""))
-    reason = rehearse(checked)
+    reason = rehearse(checked, lambda line: echo(f"{recipe}: {line}"))
     note = "" if reason is None else f"; its first step was not tried, because {reason}"
     unchecked = [
         f"{'.'.join(map(str, path[:-1]))} ({name})" for path, name in checked.unchecked.items()
@@ -107,9 +107,10 @@ def data(
 ) -> None:
     """Show the first rows of RECIPE as the model will see them.
 
-    For texts, the output has the tokens of each sequence as text again, and which of them count in
-    the loss. For images and tables it has the values, and the class or the target. All rows are
-    checked, but the model's weights are neither built nor loaded.
+    If the task takes several forms of rows, such as conversations and texts, the first line says
+    which of them the rows are. For texts, the output has the tokens of each sequence as text again,
+    and which of them count in the loss. For images and tables it has the values, and the class or
+    the target. All rows are checked, but the model's weights are neither built nor loaded.
 
     \b
     Examples:

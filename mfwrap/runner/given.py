@@ -74,7 +74,11 @@ class GivenObjects(NamedTuple):
         # An optimizer's section that names no other optimizer is for the object.
         of_optimizer = _settings(document) if _is_of_object(document) else ()
         kept_keys: dict[str, Collection[str]]
-        kept_keys = {"model": {"tokenizer"}, "data": _OF_ALL_DATA, "optimizer": of_optimizer}
+        kept_keys = {
+            "model": {"tokenizer", "chat_template"},
+            "data": _OF_ALL_DATA,
+            "optimizer": of_optimizer,
+        }
         for name, kept in kept_keys.items():
             if (found := getattr(self, name)) is not None:
                 former = data.get(name)

@@ -3,7 +3,7 @@
 import itertools
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -65,6 +65,7 @@ class _Prepared(NamedTuple):
 def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> list[str]:
     """Return lines that show the first rows of a recipe as the model will see them.
 
+    The first line says what the rows were recognized as, if the task takes several forms of rows.
     The rows are prepared as for the training: tokenized, cut, packed and collated to a batch. For a
     text, the lines have its tokens as text again, and which of them count in the loss. The weights
     of the model are neither built nor loaded.
@@ -77,13 +78,14 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
     Raises:
         RecipeError: If the data do not fit the task, or there are no held-out rows to show.
     """
+    said: list[str] = []
     bars = is_progress_bar_enabled()
     disable_progress_bars()
     try:
         with quiet(), recipe.code.importable():
             if recipe.task.gets_texts:
                 return list(_texts(recipe, num_rows, held_out=held_out))
-            prepared = _prepare(recipe, held_out=held_out)
+            prepared = _prepare(recipe, held_out=held_out, say=said.append)
             shown = [row for row, _ in zip(iter(prepared.rows), range(num_rows), strict=False)]
             batch = prepared.collate(shown)
     except RecipeError:
@@ -93,20 +95,19 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
     finally:
         if bars:
             enable_progress_bars()
-    return [line for lines in _shown(recipe, prepared, batch) for line in (*lines, "")] + [
-        _shapes(batch)
-    ]
+    parts = ([said] if said else []) + list(_shown(recipe, prepared, batch))
+    return [line for lines in parts for line in (*lines, "")] + [_shapes(batch)]
 
 
-def _prepare(recipe: Recipe, *, held_out: bool) -> _Prepared:
+def _prepare(recipe: Recipe, *, held_out: bool, say: Callable[[str], None]) -> _Prepared:
     key = "eval_dataset" if held_out else "train_dataset"
     if recipe.task.arguments() is TrainingArguments:
-        keywords = task_keywords(recipe, recipe.model.weightless())
+        keywords = task_keywords(recipe, recipe.model.weightless(), checked_rows(recipe))
         rows, collate = keywords[key], keywords.get("data_collator", default_data_collator)
         tokenizer = keywords.get("processing_class")
         names = getattr(getattr(keywords["model"], "config", None), "id2label", {})
     else:
-        rows, collate, tokenizer = _of_trainer(recipe, key)
+        rows, collate, tokenizer = _of_trainer(recipe, key, say)
         names = {}
     if rows is None:
         raise recipe.document.error(("data",), _NO_ROWS)
@@ -143,18 +144,21 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
         yield ""
 
 
-def _of_trainer(recipe: Recipe, key: str) -> tuple[Any, Any, PreTrainedTokenizerBase]:
+def _of_trainer(
+    recipe: Recipe, key: str, say: Callable[[str], None]
+) -> tuple[Any, Any, PreTrainedTokenizerBase]:
     """Return rows, collator and tokenizer of a trainer of TRL, which prepares the data itself."""
     tokenizer = recipe.model.tokenizer or recipe.model.path or "bytes"
     stand_in = ModelSettings(
         config=_STAND_IN,
         tokenizer=tokenizer,
+        chat_template=recipe.model.chat_template,
         trust_remote_code=recipe.model.trust_remote_code,
     )
     with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
         small = limited(recipe, folder, _MAX_ROWS, _MAX_ROWS)
         trainer, _ = build_trainer(
-            replace(small, model=stand_in, peft=None, make_average=None, make_callbacks=())
+            replace(small, model=stand_in, peft=None, make_average=None, make_callbacks=()), say=say
         )
         loader = trainer.get_train_dataloader()
         rows = loader.dataset if key == "train_dataset" else trainer.eval_dataset

@@ -573,6 +573,22 @@ def data_errors(objects: RecipeObjects, model: str = "model") -> Iterator[None]:
         raise objects.refusal(("data",), objects.document.data["data"], error) from error
 
 
+def _check_tokenizer(objects: RecipeObjects, task: Task, model: ModelSettings) -> None:
+    """Raise `RecipeError` if the task cannot use the tokenizer or its template, or has none."""
+    if model.tokenizer is not None and not task.uses_tokenizer:
+        says = "is not a setting of a task without text"
+        raise objects.document.error(("model", "tokenizer"), says)
+    if model.chat_template is not None and not task.takes_conversations:
+        says = "is not a setting of a task without conversations"
+        raise objects.document.error(("model", "chat_template"), says)
+    folder = model.folder()
+    needs_own = task.uses_tokenizer and model.tokenizer is None
+    if needs_own and folder is not None and not has_tokenizer(folder):
+        says = "expected the name or folder of a tokenizer, or 'bytes' for one token per byte"
+        got = f"because {model.path!r}, the folder of the model, has no tokenizer"
+        raise objects.document.error(("model", "tokenizer"), f"{says}, {got}")
+
+
 def _check_model(
     objects: RecipeObjects, task: Task, model: ModelSettings, data: DataSource
 ) -> nn.Module | None:
@@ -580,15 +596,7 @@ def _check_model(
 
     A model from a configuration is built on the meta device, which takes no memory, and returned.
     """
-    if model.tokenizer is not None and not task.uses_tokenizer:
-        says = "is not a setting of a task without text"
-        raise objects.document.error(("model", "tokenizer"), says)
-    folder = model.folder()
-    needs_own = task.uses_tokenizer and model.tokenizer is None
-    if needs_own and folder is not None and not has_tokenizer(folder):
-        says = "expected the name or folder of a tokenizer, or 'bytes' for one token per byte"
-        got = f"because {model.path!r}, the folder of the model, has no tokenizer"
-        raise objects.document.error(("model", "tokenizer"), f"{says}, {got}")
+    _check_tokenizer(objects, task, model)
     kind = model.model_type
     if kind is None:
         return None

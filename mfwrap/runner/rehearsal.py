@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -16,6 +16,7 @@ from mfwrap.runner.callbacks import FOLDER_KEYS
 from mfwrap.runner.document import RecipeError
 from mfwrap.runner.recipe import Recipe, read_document
 from mfwrap.runner.run import build_trainer, checked_rows, finish
+from mfwrap.runner.tuning import rows_line
 
 _MAX_PARAMETERS = 30_000_000
 """A model with more parameters is not trained: its step may take minutes on a CPU."""
@@ -30,7 +31,7 @@ _ANSWER = 16
 """Largest number of tokens of each answer that the model writes in the step."""
 
 
-def rehearse(recipe: Recipe) -> str | None:
+def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str | None:
     """Train one step of a recipe, evaluate and save, in a temporary folder that is deleted.
 
     All rows of local data are checked. Each batch has two rows, except for tasks whose Trainer gets
@@ -39,6 +40,8 @@ def rehearse(recipe: Recipe) -> str | None:
 
     Args:
         recipe: Checked recipe.
+        say: Called at the end with a line that says what the rows were recognized as, if the task
+            takes several forms of rows.
 
     Returns:
         ``None`` if a step was trained. Otherwise the reason why it was not tried: the data or the
@@ -50,24 +53,33 @@ def rehearse(recipe: Recipe) -> str | None:
     """
     if recipe.data.why_unread is not None:
         return recipe.data.why_unread
+    lines: list[str | None] = []
     with quiet(), recipe.code.importable():
         reason = _reason_to_skip(recipe)
         if reason is not None:
-            checked_rows(recipe)
-            return reason
-        try:
-            _try_step(recipe, _MAX_ROWS)
-        except RecipeError:
-            raise
-        except Exception:  # noqa: BLE001  (any library may raise any error)
-            _try_with_all_rows(recipe)
-    return None
+            numbers: list[int] = []
+            rows = checked_rows(recipe, numbers.append)
+            lines.append(rows_line(recipe, rows, next(iter(numbers), None)))
+        else:
+            _try(recipe, lines.append)
+    for line in filter(None, lines[-1:]):
+        say(line)
+    return reason
 
 
-def _try_with_all_rows(recipe: Recipe) -> None:
-    """Try the step with all rows: the first rows may be too few to fill one packed sequence."""
+def _try(recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Try the step; with all rows if the first rows are too few to fill one packed sequence."""
     try:
-        _try_step(recipe, None)
+        _try_step(recipe, _MAX_ROWS, say)
+    except RecipeError:
+        raise
+    except Exception:  # noqa: BLE001  (any library may raise any error)
+        _try_with_all_rows(recipe, say)
+
+
+def _try_with_all_rows(recipe: Recipe, say: Callable[[str], None]) -> None:
+    try:
+        _try_step(recipe, None, say)
     except RecipeError:
         raise
     except Exception as error:
@@ -102,10 +114,10 @@ def _reason_to_skip(recipe: Recipe) -> str | None:
     return None
 
 
-def _try_step(recipe: Recipe, max_rows: int | None) -> None:
+def _try_step(recipe: Recipe, max_rows: int | None, say: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
         small = limited(recipe, folder, max_rows, _BATCH)
-        trainer, recorder = build_trainer(small)
+        trainer, recorder = build_trainer(small, say=say)
         collate = trainer.data_collator
         # Keep the length of the training, which the schedule depends on. Answers to one prompt
         # must stay together, and losses of embeddings need the batch that they are made for.

@@ -21,6 +21,7 @@ from mfwrap.checkpoints.resumption import AUTO
 from mfwrap.checkpoints.whole import whole_file, whole_folder
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
+from mfwrap.recipes.data.forms import form_of
 from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataError, Needs, Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.own import OwnModel
@@ -64,6 +65,7 @@ from mfwrap.runner.recipe import (
 )
 from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.training import optimized, with_checked_loss
+from mfwrap.runner.tuning import tuning_of
 from mfwrap.trainer.display.console import StepProgressCallback
 
 
@@ -115,8 +117,8 @@ def run_recipe(
         skip_rows: Rows of the training data to leave out: pairs of an epoch and a position in its
             order, or the path of a file that `mfwrap.records.read_skipped_rows` reads. A run that
             is resumed without it leaves out the rows of its checkpoint.
-        say: Called in the main process with a line that lists what `overwrite` has deleted, or that
-            says that the run had finished before.
+        say: Called in the main process with a line that says what the rows were recognized as, that
+            lists what `overwrite` has deleted, or that says that the run had finished before.
 
     Raises:
         RecipeError: If another program trains in the run folder, if the data lack something that
@@ -185,7 +187,7 @@ def _run(
             return RunResult(folder, former.metrics)
         resume = AUTO if former.has_checkpoints else False
     _check_folder(recipe, folder, is_new=not resume, overwrite=overwrite)
-    trainer, recorder = build_trainer(recipe, left_out)
+    trainer, recorder = build_trainer(recipe, left_out, say)
     if resume:
         if this_rank() == 0 and (changed := recipe.code.changed_since(folder)):
             names = ", ".join(changed)
@@ -236,12 +238,18 @@ def _checked_skip(skip_rows: SkipRows | None) -> frozenset[SkippedRow] | None:
         raise RecipeError(str(error)) from error
 
 
-def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[Any, MetricsRecorder]:
+def build_trainer(
+    recipe: Recipe,
+    skip_rows: SkipRows | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Any, MetricsRecorder]:
     """Return the Trainer of a recipe, and the callback that records its metrics.
 
     Args:
         recipe: The recipe.
         skip_rows: Rows of the training data to leave out, as in `run_recipe`.
+        say: Called in the main process with a line that says what the rows were recognized as, if
+            the task takes several forms of rows.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -250,7 +258,10 @@ def build_trainer(recipe: Recipe, skip_rows: SkipRows | None = None) -> tuple[An
     # Set the seed before the model's weights are initialized. The Trainer sets the seed only later.
     set_seed(arguments.seed)
     with arguments.main_process_first():
-        keywords = _keywords(recipe)
+        numbers: list[int] = []
+        rows = checked_rows(recipe, numbers.append)
+        arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
+        keywords = _keywords(recipe, rows)
     if recipe.add_metric is not None:
         keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
     _check_held_out(recipe, keywords["eval_dataset"])
@@ -358,17 +369,29 @@ def _length(rows: Any) -> int | None:
     return len(rows) if hasattr(rows, "__len__") else None
 
 
-def task_keywords(recipe: Recipe, model: ModelSettings) -> dict[str, Any]:
-    """Read the data of a recipe, and return the Trainer's keywords that its task builds.
+def _tuned(
+    recipe: Recipe, rows: Rows, number: int | None, say: Callable[[str], None]
+) -> TrainingArguments:
+    """Return the arguments of the training, and say what the rows are."""
+    tuning = tuning_of(recipe, rows, number)
+    if tuning is None:
+        return recipe.arguments
+    if recipe.arguments.process_index == 0:
+        say(tuning.line)
+    return tuning.arguments
+
+
+def task_keywords(recipe: Recipe, model: ModelSettings, rows: Rows) -> dict[str, Any]:
+    """Return the Trainer's keywords that the task of a recipe builds.
 
     Args:
         recipe: The recipe.
         model: The model to train.
+        rows: Rows of the recipe; see `checked_rows`.
 
     Raises:
         RecipeError: If the data or the model do not fit the task.
     """
-    rows = checked_rows(recipe)
     with data_errors(RecipeObjects(recipe.document)):
         if rows.are_inputs:
             if recipe.task.arguments() is not TrainingArguments:
@@ -403,8 +426,8 @@ def _with_sources(recipe: Recipe, keywords: dict[str, Any]) -> dict[str, Any]:
     return keywords | without | {"loss_by": names}
 
 
-def _keywords(recipe: Recipe) -> dict[str, Any]:
-    keywords = task_keywords(recipe, recipe.model)
+def _keywords(recipe: Recipe, rows: Rows) -> dict[str, Any]:
+    keywords = task_keywords(recipe, recipe.model, rows)
     if (
         recipe.task.arguments() is not TrainingArguments
         and isinstance(recipe.model, OwnModel)
@@ -464,8 +487,13 @@ def _teacher(recipe: Recipe, teacher: ModelSettings, keywords: Mapping[str, Any]
     return found.eval().requires_grad_(requires_grad=False)
 
 
-def checked_rows(recipe: Recipe) -> Rows:
+def checked_rows(recipe: Recipe, count: Callable[[int], None] = lambda _: None) -> Rows:
     """Read the data of a recipe, and check that all rows fit the task.
+
+    Args:
+        recipe: The recipe.
+        count: Called with the number of rows, before some are held out or left out; not called for
+            rows of a stream, and for rows that are inputs of the model.
 
     Raises:
         RecipeError: If the data cannot be read, or a row does not fit.
@@ -476,17 +504,25 @@ def checked_rows(recipe: Recipe) -> Rows:
 
     names, needs = recipe.data.column_labels, recipe.task.needs_of(recipe.data)
     checked: list[Dataset] = []
+    forms = recipe.task.forms
 
     def check(table: Dataset) -> None:
+        nonlocal forms, needs
         held_out = bool(checked)
         origin = recipe.data.origin(held_out=held_out)
         columns = check_columns(recipe.document, needs, table.column_names, origin)
+        if forms:
+            form = form_of(forms, table.column_names, recipe.data.columns)
+            columns = form.columns_in(table.column_names)
+            forms, needs = (form,), (form.columns,)  # held-out rows must be of the same form
         if recipe.data.image_size is not None:
             columns = {**columns, "image": ANY_IMAGE}
         _check_assistant_only(recipe, columns)
         check_rows(table, columns, names, like=checked[0] if held_out else None)
         if not held_out:
             checked.append(table)
+            if not recipe.data.is_streamed:
+                count(len(table))
         if classes is not None:
             classes.check(table, names, is_closed=held_out and not recipe.data.is_streamed)
 
@@ -505,7 +541,8 @@ def checked_rows(recipe: Recipe) -> Rows:
 def _uses(recipe: Recipe) -> dict[str, ColumnUse]:
     """Return what the task uses columns as, by the user's names."""
     uses: dict[str, ColumnUse] = {}
-    for needed in recipe.task.needs_of(recipe.data):
+    optional = [form.optional for form in recipe.task.forms]
+    for needed in (*recipe.task.needs_of(recipe.data), *optional):
         for ours, kind in needed.items():
             use = None if kind is None else kind.use
             theirs = recipe.data.columns.get(ours, ours)
@@ -518,7 +555,8 @@ def _uses(recipe: Recipe) -> dict[str, ColumnUse]:
 
 def _check_assistant_only(recipe: Recipe, columns: Collection[str]) -> None:
     """Raise `RecipeError` if only the assistant's words shall count, but the data have no roles."""
-    if getattr(recipe.arguments, "assistant_only_loss", False) and "messages" not in columns:
+    has_roles = {"messages", "conversations"} & set(columns)
+    if getattr(recipe.arguments, "assistant_only_loss", False) and not has_roles:
         says = f"expected false, because the task uses the columns {sorted(columns)} of the data"
         path = ("training", "assistant_only_loss")
         raise recipe.document.error(path, f"{says} and not `messages`, got true")

@@ -37,6 +37,9 @@ class Kind:
     use: ColumnUse | None = None
     """How a column is read from a file without types; ``None`` if every file has its type."""
 
+    fault: Callable[[Any], str | None] = lambda _: None
+    """Says what is wrong with a value that does not fit; ``None`` shows the value itself."""
+
 
 Columns = Mapping[str, Kind]
 """Kind of each column that a task needs."""
@@ -62,13 +65,15 @@ def check_rows(
         columns: Columns to check.
         names: The user's name of each renamed column, keyed by the task's name. Messages use the
             user's names.
-        like: Rows whose first row decides what fits; by default `rows`.
+        like: Rows whose first row decides what fits; by default, and for a column that they lack,
+            `rows`.
 
     Raises:
         DataError: If a value does not fit. The message names column, row and value.
     """
     for column, kind in columns.items():
-        _check(rows, names, column, kind, rows if like is None else like)
+        is_alone = like is None or column not in like.column_names
+        _check(rows, names, column, kind, rows if is_alone else like)
 
 
 def check_numbers(rows: Dataset) -> None:
@@ -88,7 +93,7 @@ def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind, lik
         if is_number(misfit[1]):
             # One text makes a whole column text, so name a text that is not a number.
             misfit = next((one for one in wrong if not is_number(one[1])), misfit)
-        raise _error(names, column, wanted, misfit[1], misfit[0])
+        raise _error(names, column, wanted, misfit[1], misfit[0], kind.fault(misfit[1]))
     if kind.as_long_as is not None:
         others = rows[kind.as_long_as]
         for number, (other, value) in enumerate(zip(others, rows[column], strict=True), 1):
@@ -100,16 +105,23 @@ def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind, lik
 
 
 def _error(
-    names: Mapping[str, str], column: str, wanted: str, value: Any, number: int
+    names: Mapping[str, str],
+    column: str,
+    wanted: str,
+    value: Any,
+    number: int,
+    fault: str | None = None,
 ) -> DataError:
     name = names.get(column, column)
-    shown = _form(value) if isinstance(value, PIL.Image.Image) else _shown(value)
-    got = f"{shown} in row {number} (counted from 1)"
+    if fault is None:
+        fault = _form(value) if isinstance(value, PIL.Image.Image) else shown(value)
+    got = f"{fault} in row {number} (counted from 1)"
     msg = f"`data` must have {wanted} in each row of column `{name}`, got {got}"
     return DataError(msg, number)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value for a message, cut after 60 characters."""
     return "an empty value (null)" if value is None else f"{value!r:.60}"
 
 
@@ -228,7 +240,8 @@ def _values(rows: Dataset, column: str) -> Iterator[Any]:
             yield error.object  # the bytes, which are not a valid value of any column
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
+    """Return whether a value is a string."""
     return isinstance(value, str)
 
 
@@ -238,15 +251,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _expect_label(first: Any) -> tuple[str, Callable[[Any], bool]]:
-    if _is_text(first):
-        return f"a string (like {first!r:.40} in row 1)", _is_text
+    if is_text(first):
+        return f"a string (like {first!r:.40} in row 1)", is_text
     if _is_number(first):
         return f"a number (like {first!r} in row 1)", _is_number
     return "a string or a number", lambda _: False
 
 
 def _expect_labels(first: Any) -> tuple[str, Callable[[Any], bool]]:
-    kinds = [_is_text, _is_number]
+    kinds = [is_text, _is_number]
     if isinstance(first, list) and first:
         kinds = [kind for kind in kinds if kind(first[0])]
 
@@ -264,29 +277,6 @@ def _expect_numbers(first: Any) -> tuple[str, Callable[[Any], bool]]:
         return "a list of numbers", are_numbers
     wanted = f"a list of {len(first)} numbers (as in row 1)"
     return wanted, lambda value: are_numbers(value) and len(value) == len(first)
-
-
-_MESSAGES = "a list of messages with role and content"
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not _is_text(value.get("role")):
-        return False
-    # A message that calls a tool has no content. If the content is a list, its items are parts such
-    # as texts and images.
-    return isinstance(value.get("content"), (str, list)) or bool(value.get("tool_calls"))
-
-
-def _expect_turn(first: Any) -> tuple[str, Callable[[Any], bool]]:
-    if _is_text(first):
-        return "a string (as in row 1)", _is_text
-    if isinstance(first, list):
-        return f"{_MESSAGES} (as in row 1)", _are_messages
-    return f"a string or {_MESSAGES}", lambda _: False
 
 
 def _opened(stored: Mapping[str, Any]) -> Any:
@@ -318,18 +308,20 @@ def _form(image: Any) -> str | None:
     return f"shape {values.shape}"
 
 
-_STRINGS = "(large_)?string"
+STRINGS = "(large_)?string"
+"""Arrow types of strings, as `Kind.dtypes` takes them."""
+
 # Floats are left out: they may be nan or infinite, so their rows are read one by one.
 _NUMERIC = r"u?int\d+|bool"
 
-TEXT = Kind(lambda _: ("a string", _is_text), _STRINGS, use="text")
-LABEL = Kind(_expect_label, f"{_STRINGS}|{_NUMERIC}", use="class")
+TEXT = Kind(lambda _: ("a string", is_text), STRINGS, use="text")
+LABEL = Kind(_expect_label, f"{STRINGS}|{_NUMERIC}", use="class")
 NUMBER = Kind(lambda _: ("a finite number", _is_number), _NUMERIC, use="number")
 NUMBERS = Kind(_expect_numbers, use="number")
 WORDS = Kind(
     lambda _: (
         "a list of strings",
-        lambda value: isinstance(value, list) and all(map(_is_text, value)),
+        lambda value: isinstance(value, list) and all(map(is_text, value)),
     )
 )
 LABELS = Kind(_expect_labels, as_long_as="tokens")
@@ -339,28 +331,8 @@ ANY_IMAGE = Kind(
 )
 """An image of any size, which will be scaled."""
 
-MESSAGES = Kind(lambda _: (_MESSAGES, _are_messages))
-TURN = Kind(_expect_turn, _STRINGS, use="text")
-"""A prompt or an answer: a string, or a list of messages."""
-
 INSTRUCTIONS: Columns = {"instruction": TEXT, "output": TEXT}
 """Columns of a template; a row may have an ``input`` in addition."""
-
-TUNING: tuple[Columns, ...] = (
-    {"prompt": TURN, "completion": TURN},
-    {"messages": MESSAGES},
-    {"text": TEXT},
-)
-"""Alternatives for supervised tuning."""
-
-PREFERENCES: tuple[Columns, ...] = (
-    {"prompt": TURN, "chosen": TURN, "rejected": TURN},
-    {"chosen": TURN, "rejected": TURN},
-)
-"""Alternatives for tuning to preferred answers."""
-
-PROMPTS: tuple[Columns, ...] = ({"prompt": TURN},)
-"""Columns for tasks in which the model itself writes the answers."""
 
 PAIRS: tuple[Columns, ...] = (
     {"anchor": TEXT, "positive": TEXT, "negative": TEXT},

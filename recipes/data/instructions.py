@@ -44,6 +44,14 @@ class Text(NamedTuple):
     """For each token, the token to predict there, or `IGNORED`."""
 
 
+def alpaca_prompt(row: Mapping[str, Any]) -> str:
+    """Return the prompt of a row with the column ``instruction`` and, if it has one, ``input``.
+
+    Source: Stanford Alpaca, ``train.py``. The answer follows without a space.
+    """
+    return (_WITH_INPUT if row.get("input") else _WITHOUT_INPUT).format_map(row)
+
+
 def instruction_texts(
     rows: Iterable[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
@@ -68,10 +76,9 @@ def instruction_texts(
         packing: Whether the texts will be packed.
     """
     for row in rows:
-        prompt = (_WITH_INPUT if row.get("input") else _WITHOUT_INPUT).format_map(row)
         parts = [
             (_SYSTEM, False),
-            (f"USER: {prompt} ", False),
+            (f"USER: {alpaca_prompt(row)} ", False),
             (f"ASSISTANT: {row['output']}</s>", True),
         ]
         ids: list[int] = []

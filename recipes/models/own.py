@@ -25,7 +25,7 @@ IMPLIED = frozenset(
 )
 """Arguments of a model that follow from the data or from the tokenizer."""
 
-SHARED = ("tokenizer", "dtype", "norm_dtype", "embedding_dtype")
+SHARED = ("tokenizer", "chat_template", "dtype", "norm_dtype", "embedding_dtype")
 """Keys of the section ``model`` that a model of the user's own has, too."""
 
 

@@ -18,6 +18,11 @@ from mfwrap.names import hint
 from mfwrap.recipes.data.places import check_place, is_folder, not_a_folder, resolve_package
 from mfwrap.recipes.data.source import DataError, DataSource, RecipeSection
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
+from mfwrap.recipes.models.chat_templates import (
+    check_template,
+    is_on_hub,
+    set_template,
+)
 from mfwrap.recipes.models.checkpoint import (
     TOKENIZER_FILES,
     check_code,
@@ -55,6 +60,12 @@ class ModelSettings(RecipeSection):
     tokenizer: str | None = None
     """Name on the hub, folder, or ``bytes`` for one token per byte. The default is the
     checkpoint's tokenizer if `path` is set, and ``bytes`` if `config` is set."""
+
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's: ``chatml``; the name of a template that TRL ships,
+    such as ``llama3`` or ``qwen3``; a Jinja file; or a tokenizer that has it (a folder or a name on
+    the hub). It is saved with the tokenizer. The token that ends an answer becomes the tokenizer's
+    end-of-text token."""
 
     revision: str | None = None
     """Branch, tag or commit of `path` on the hub."""
@@ -97,6 +108,8 @@ class ModelSettings(RecipeSection):
             )
         if self.quantization is not None:
             quantization_config(self.quantization, self.dtype)
+        if self.chat_template is not None:
+            check_template(self.chat_template)
         if self.revision is not None and self.path is None:
             msg = f"`revision` needs `path`, got revision {self.revision!r} and no path"
             raise ValueError(msg)
@@ -131,20 +144,35 @@ class ModelSettings(RecipeSection):
         for setting, name in (("path", self.path), ("tokenizer", self.tokenizer)):
             if name not in {None, _BYTES} and not is_folder(resolve_package("", str(name))):
                 return f"`model.{setting}` names a model on the hub: {not_a_folder(str(name))}"
+        if self.chat_template is not None and is_on_hub(self.chat_template):
+            return f"`model.chat_template` names a tokenizer on the hub: {self.chat_template}"
         return None
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Build or load the tokenizer, with a padding token."""
+        """Build or load the tokenizer, with a padding token.
+
+        Raises:
+            ModelError: If `chat_template` does not fit the tokenizer.
+        """
         setting = "path" if self.tokenizer is None else "tokenizer"
         name = resolve_package(setting, getattr(self, setting) or _BYTES)
+        tokenizer: PreTrainedTokenizerBase
         if name == _BYTES:
-            return byte_tokenizer()
-        with _from_hub(setting, name):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                name, trust_remote_code=self.trust_remote_code, revision=self.revision or _NEWEST
-            )
+            tokenizer = byte_tokenizer()
+        else:
+            with _from_hub(setting, name):
+                tokenizer = AutoTokenizer.from_pretrained(
+                    name,
+                    trust_remote_code=self.trust_remote_code,
+                    revision=self.revision or _NEWEST,
+                )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
+        if self.chat_template is not None:
+            try:
+                set_template(tokenizer, self.chat_template)
+            except ValueError as error:
+                raise ModelError(str(error)) from error
         return tokenizer
 
     def make_model(self, auto_class: Any, **implied: Any) -> nn.Module:

@@ -11,9 +11,8 @@ from transformers import (
     default_data_collator,
 )
 
-from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.instructions import SEPARATING, instruction_texts, model_row, packed_rows
-from mfwrap.recipes.data.source import SOURCE, DataError, DataSource, Rows, kept_columns
+from mfwrap.recipes.data.source import SOURCE, DataError, DataSource, Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings, fitting_length, make_text_model
 
@@ -109,27 +108,6 @@ def _by_source(rows: Dataset, prepare: Callable[[Dataset], Dataset]) -> Dataset:
     return concatenate_datasets(
         [part.add_column(SOURCE, [name] * len(part)) for name, part in parts.items() if len(part)]
     )
-
-
-def build_tuning(
-    needs: Sequence[Columns], model: ModelSettings, data: DataSource, rows: Rows
-) -> dict[str, Any]:
-    """Return keyword arguments of TRL's ``SFTTrainer`` or ``DPOTrainer``, which tokenize the rows.
-
-    Args:
-        needs: Alternative sets of columns; TRL gets those of the first set that the rows have.
-        model: Section ``model``.
-        data: Section ``data``.
-        rows: Rows of the data.
-    """
-    del data
-    tokenizer = model.make_tokenizer()
-    columns = list(needed_columns(needs, column_names(rows.train)) or ())
-    return {
-        "model": make_text_model(model, AutoModelForCausalLM, tokenizer),
-        **rows.prepared(lambda table: table.select_columns(kept_columns(table, columns))),
-        "processing_class": tokenizer,
-    }
 
 
 def _token_ids(texts: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

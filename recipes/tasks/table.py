@@ -39,13 +39,11 @@ from mfwrap.recipes.data.columns import (
     NUMBER,
     NUMBERS,
     PAIRS,
-    PREFERENCES,
-    PROMPTS,
     TEXT,
-    TUNING,
     WORDS,
     Columns,
 )
+from mfwrap.recipes.data.conversations import PROMPTS
 from mfwrap.recipes.data.files import (
     JsonLinesSource,
     JsonSource,
@@ -53,6 +51,7 @@ from mfwrap.recipes.data.files import (
     TableSource,
     TextSource,
 )
+from mfwrap.recipes.data.forms import PREFERENCES, TUNING, Form
 from mfwrap.recipes.data.images import ImageFolderSource
 from mfwrap.recipes.data.library import DatasetsSource
 from mfwrap.recipes.data.mindformers import MindFormersSource
@@ -60,7 +59,7 @@ from mfwrap.recipes.data.source import DataSource, Rows
 from mfwrap.recipes.models.perceptron import PerceptronConfig
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.recipes.tasks.embedding import build_embedding
-from mfwrap.recipes.tasks.language import build_causal_lm, build_tuning
+from mfwrap.recipes.tasks.language import build_causal_lm
 from mfwrap.recipes.tasks.prediction import (
     build_image_classification,
     build_regression,
@@ -68,6 +67,7 @@ from mfwrap.recipes.tasks.prediction import (
     build_token_classification,
 )
 from mfwrap.recipes.tasks.prompts import build_prompts
+from mfwrap.recipes.tasks.tuning import build_tuning
 from mfwrap.trainer import MFTrainer, MFTrainerMixin
 
 SOURCES: Mapping[str, type[DataSource]] = MappingProxyType(
@@ -102,6 +102,10 @@ class Task:
 
     build: Callable[[ModelSettings, DataSource, Rows], dict[str, Any]]
     """Builds the Trainer's keyword arguments: model, data sets, collator, tokenizer and metrics."""
+
+    forms: tuple[Form, ...] = ()
+    """Forms of rows that the task recognizes by their columns, those of `needs`; empty for a task
+    with one form of rows."""
 
     hub_task: str
     """The hub's name of the task. For texts, it is also the name of a pipeline of transformers."""
@@ -149,6 +153,11 @@ class Task:
     def has_targets(self) -> bool:
         """Whether each row has targets of its own, so that a loss belongs to a row."""
         return not (self.needs_reference or self.gets_texts)
+
+    @property
+    def takes_conversations(self) -> bool:
+        """Whether rows may be conversations, which a chat template writes as texts."""
+        return bool(self.forms) or self.needs is PROMPTS
 
     def needs_of(self, data: DataSource) -> tuple[Columns, ...]:
         """Return `needs`, or the columns of the section's ``template``."""
@@ -217,8 +226,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             mindformers_trainers=frozenset({"CausalLanguageModelingTrainer", "text_generation"}),
         ),
         "supervised_tuning": Task(
-            needs=TUNING,
+            needs=tuple(form.columns for form in TUNING),
             build=functools.partial(build_tuning, TUNING),
+            forms=TUNING,
             hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             trainer=_trl_trainer("SFTTrainer"),
@@ -227,8 +237,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             peft_task_type="CAUSAL_LM",
         ),
         "preference_tuning": Task(
-            needs=PREFERENCES,
+            needs=tuple(form.columns for form in PREFERENCES),
             build=functools.partial(build_tuning, PREFERENCES),
+            forms=PREFERENCES,
             hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             trainer=_trl_trainer("DPOTrainer"),

@@ -12,7 +12,7 @@ from mfwrap.cli import cli, main
 from mfwrap.runner import Recipe, parse_recipe
 from support.mindformers_files import mindformers_text
 from support.own_parts import write_project
-from support.pages import PAGES, blocks, commands, shortened, snippets
+from support.pages import PAGES, blocks, commands, shortened, shown_files, snippets
 from support.paths import ROOT
 from support.recipe_texts import recipe_text
 from support.run_folders import write_run
@@ -40,6 +40,9 @@ def write_data(folder: Path) -> None:
     (folder / "parts").mkdir()
     for name in ("parts/1.jsonl", "check.jsonl"):
         (folder / name).write_text('{"features": [1.0], "target": 2.0}\n')
+    for page in PAGES:
+        for name, text in shown_files(page).items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def named(pages: list[Path]) -> list:

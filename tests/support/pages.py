@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 from support.paths import ROOT
 
-__all__ = ["PAGES", "README", "Snippet", "blocks", "commands", "shortened", "snippets"]
+__all__ = [
+    "PAGES",
+    "README",
+    "Snippet",
+    "blocks",
+    "commands",
+    "shortened",
+    "shown_files",
+    "snippets",
+]
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -20,6 +29,8 @@ PYTHON_BLOCK = re.compile(
     r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
+
+FILE = re.compile(r'^```json title="(?P<name>[^"]+)"\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 
 TINY = ["--set", "training.max_steps=2", "--set", "training.use_cpu=true"]
 TINY += ["--set", "data.max_eval_samples=8", "--set", "training.save_steps=1"]
@@ -48,6 +59,12 @@ def blocks(page: Path, language: str) -> list[str]:
     """Return a page's blocks of a language, except those below ``<!-- no-test: reason -->``."""
     found = BLOCK.finditer(page.read_text(encoding="utf-8"))
     return [one["text"] for one in found if one["language"] == language and not one["left_out"]]
+
+
+def shown_files(page: Path) -> dict[str, str]:
+    """Return the files whose content a page shows, by their names."""
+    found = FILE.finditer(page.read_text(encoding="utf-8"))
+    return {one["name"]: one["text"] for one in found}
 
 
 def commands(page: Path, program: str) -> list[list[str]]:

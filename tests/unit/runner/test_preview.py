@@ -47,7 +47,9 @@ def test_prompts_are_masked(file):
     rows = [{"prompt": "Is it?", "completion": " Yes."}]
     lines = preview(recipe_of("supervised_tuning", file(*rows), max_length=64))
 
-    assert lines[:3] == [
+    assert lines[:5] == [
+        "1 row of prompts and completions; the completions count in the loss",
+        "",
         "sequence 1: 12 tokens, 6 of them count in the loss",
         "  not in the loss  Is it?",
         "  in the loss       Yes.<|end|>",
@@ -55,20 +57,17 @@ def test_prompts_are_masked(file):
 
 
 def test_the_turns_of_a_conversation(file):
-    """With `assistant_only_loss` only the words of the assistant count; many turns are cut."""
+    """Only the words of the assistant count; many turns are cut."""
     turns = [
         {"role": role, "content": f"{role} {n}"} for n in range(6) for role in ("user", "assistant")
     ]
-    recipe = recipe_of(
-        "supervised_tuning", file({"messages": turns}), max_length=1000, assistant_only_loss=True
-    )
-    lines = preview(recipe)
+    lines = preview(recipe_of("supervised_tuning", file({"messages": turns}), max_length=1000))
 
-    assert lines[1:3] == [
+    assert lines[3:5] == [
         "  not in the loss  <|user|>user 0<|reply|>",
         "  in the loss      assistant 0<|end|>",
     ]
-    assert lines[9] == "  ... 4 more parts"
+    assert lines[11] == "  ... 4 more parts"
 
 
 def test_pairs_of_answers(file):
@@ -152,7 +151,7 @@ def test_no_weights_are_loaded(file, tmp_path, task):
     state = torch.get_rng_state()
     lines = preview(recipe_of(task, file({"text": "abc"}), model={"path": str(checkpoint)}))
 
-    assert lines[1] == "  in the loss      abc<|end|>"
+    assert "  in the loss      abc<|end|>" in lines
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -25,7 +25,8 @@ MODELS = {
     "image_classification": {"config": {"model_type": "vit"}},
 }
 WORDS = {"tokens": ["a", "b"], "labels": ["x", "y"]}
-TURNS = [{"role": "user", "content": "a"}]
+ASKED = [{"role": "user", "content": "a"}]
+ANSWER = [{"role": "assistant", "content": "b"}]
 IMAGE = [[0.0, 1.0], [1.0, 0.0]]
 
 
@@ -129,13 +130,13 @@ def refusal_of(folder, task, rows, held_out=None, config=None, **data):
         ),
         (
             "supervised_tuning",
-            {"prompt": TURNS, "completion": TURNS},
-            {"prompt": "a", "completion": TURNS},
+            {"prompt": ASKED, "completion": ANSWER},
+            {"prompt": "a", "completion": ANSWER},
             "role and content (as in row 1) in each row of column `prompt`, got 'a'",
         ),
         (
             "supervised_tuning",
-            {"messages": TURNS},
+            {"messages": ASKED + ANSWER},
             {"messages": None},
             (
                 "a list of messages with role and content in each row of column `messages`, "

@@ -41,13 +41,13 @@ def test_files_by_source(tmp_path, monkeypatch):
     section = {"path": {"web": "a.csv", "books": ["b1.csv", "b2.csv"]}, "eval_fraction": 0}
     section["columns"] = {"features": ["features"]}
     recipe = recipe_of("regression", section, model=PERCEPTRON)
-    train, keywords = checked_rows(recipe).train, task_keywords(recipe, recipe.model)
+    rows = checked_rows(recipe)
+    train, keywords = rows.train, task_keywords(recipe, recipe.model, rows)
 
     assert train["source"][:] == ["web", "web", "books", "books"]
     assert train["target"][:] == [2, 4, 6.5, 8]
-    keywords = task_keywords(
-        recipe := recipe_of("regression", section, model=PERCEPTRON), recipe.model
-    )
+    recipe = recipe_of("regression", section, model=PERCEPTRON)
+    keywords = task_keywords(recipe, recipe.model, checked_rows(recipe))
     assert keywords["loss_by"] == ["web", "web", "books", "books"]
     assert keywords["train_dataset"].column_names == ["features", "labels"]
 

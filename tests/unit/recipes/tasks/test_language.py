@@ -1,78 +1,14 @@
-"""Language tasks cut, pack and mask texts, and train weights or adapters."""
+"""Language models are trained on texts that are cut and packed, and on answers."""
 
 import re
 
 import pytest
-import torch
 
 from mfwrap.runner import RecipeError
-from support.recipe_data import LANGUAGE, trainer_of
+from support.recipe_data import LANGUAGE, targets, trainer_of
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
-ENDS = "<|end|>"
-
-
-def targets(trainer) -> list[str]:
-    """Return the target texts of the rows of the first batch."""
-    batch = next(iter(trainer.get_train_dataloader()))
-    decode = trainer.processing_class.decode
-    labels = batch["labels"].tolist()
-    return [decode([token for token in row if token != -100]) for row in labels]
-
-
-def test_prompts_are_masked(json_lines):
-    """With prompt and completion, only the completion is a target."""
-    rows = [{"prompt": f"{n} and {n} is", "completion": f" {n + n}"} for n in range(8)]
-    trainer = trainer_of("supervised_tuning", json_lines(rows), max_length=32)
-
-    assert set(targets(trainer)) <= {f" {n + n}{ENDS}" for n in range(8)}
-
-
-def test_without_a_mask_prompts_are_predicted_too(json_lines):
-    """With ``completion_only_loss: false`` prompts are targets, too."""
-    rows = [{"prompt": f"{n} and {n} is", "completion": f" {n + n}"} for n in range(8)]
-    section = json_lines(rows)
-    trainer = trainer_of("supervised_tuning", section, max_length=32, completion_only_loss=False)
-
-    assert all(" and " in text for text in targets(trainer))
-
-
-def test_the_assistants_words_alone(json_lines):
-    """With ``assistant_only_loss``, only the assistant's replies are targets."""
-    rows = [
-        {
-            "messages": [
-                {"role": "system", "content": "Add."},
-                {"role": "user", "content": f"{n}+{n}?"},
-                {"role": "assistant", "content": f"It is {n + n}."},
-            ]
-        }
-        for n in range(8)
-    ]
-    section = json_lines(rows)
-    trainer = trainer_of("supervised_tuning", section, max_length=64, assistant_only_loss=True)
-    inputs = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
-
-    assert inputs.startswith("<|system|>Add.<|reply|><|user|>")
-    assert set(targets(trainer)) <= {f"It is {n + n}.{ENDS}" for n in range(8)}
-
-
-def test_prompts_come_before_messages(json_lines):
-    """Of data with both, prompt and completion are used, where only the completion counts."""
-    turn = {"role": "user", "content": "not used"}
-    rows = [{"prompt": f"{n}?", "completion": "yes", "messages": [turn, turn]} for n in range(8)]
-    trainer = trainer_of("supervised_tuning", json_lines(rows), max_length=32)
-
-    assert set(targets(trainer)) == {f"yes{ENDS}"}
-
-
-def test_the_assistants_words_need_messages(json_lines):
-    """With prompts or texts, `assistant_only_loss` is an error that names the key and its line."""
-    section = json_lines([{"prompt": "a", "completion": "b"}] * 8)
-    says = r"^r:\d+: training\.assistant_only_loss: expected false, because"
-    with pytest.raises(RecipeError, match=says):
-        trainer_of("supervised_tuning", section, max_length=32, assistant_only_loss=True)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -103,19 +39,6 @@ def test_sources_of_pieces(json_lines, packing, template):
         assert trainer.train_dataset["input_ids"][:] == plain.train_dataset["input_ids"][:]
 
 
-def test_trl_packs(json_lines):
-    """``training.packing`` joins texts into sequences of equal length."""
-    rows = [{"text": f"text number {n}"} for n in range(40)]
-    section = json_lines(rows)
-    strategy = {"packing": True, "packing_strategy": "wrapped", "max_length": 48}
-    packed = trainer_of("supervised_tuning", section, **strategy)
-    plain = trainer_of("supervised_tuning", section, max_length=48)
-    lengths = [len(row["input_ids"]) for row in packed.train_dataset]
-
-    assert set(lengths[:-1]) == {48}
-    assert sum(lengths) == sum(len(row["input_ids"]) for row in plain.train_dataset)
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_causal_lm_packs(json_lines, packing):
     """With ``data.packing`` texts are joined and cut; otherwise each text is cut separately."""
@@ -133,30 +56,6 @@ def test_causal_lm_packs(json_lines, packing):
         assert lengths == [16] * (sum(len(text) + 1 for text in texts) // 16)
     else:
         assert lengths == [16, 5, 16, 16, 16, 3, 8, 16, 16, 2]
-
-
-def test_an_adapter_alone_is_trained(json_lines):
-    """With ``peft``, only the adapter is trained."""
-    rows = [{"prompt": "a", "completion": "b"}] * 8
-    trainer = trainer_of(
-        "supervised_tuning", json_lines(rows), "peft={type: lora, r: 2, target_modules: [q_proj]}"
-    )
-    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-
-    assert trained
-    assert all("lora_" in name for name in trained)
-
-
-def test_preferences_begin_from_the_reference(json_lines):
-    """Preference tuning starts with a reference model that has the same weights."""
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8
-    trainer = trainer_of("preference_tuning", json_lines(rows), max_length=16, beta=0.1)
-    pairs = list(zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True))
-
-    assert pairs
-    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-    assert all(theirs is not ours for ours, theirs in pairs)
-    assert not trainer.ref_model.training
 
 
 INSTRUCTIONS = [{"instruction": f"Say {n}.", "output": f"{n}."} for n in range(8)]

@@ -1,0 +1,126 @@
+"""What the rows of a recipe are that TRL trains on, and what of them counts in the loss."""
+
+import copy
+import re
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from mfwrap.recipes.data.forms import Form, form_of
+from mfwrap.recipes.data.source import SOURCE, Rows
+from mfwrap.recipes.data.streams import column_names
+from mfwrap.recipes.models.chat_templates import CHOICES, template_text
+from mfwrap.runner.objects import RecipeObjects
+from mfwrap.runner.recipe import Recipe, data_errors
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Begins an answer in a chat template; transformers makes the mask of the loss of these marks."""
+
+
+class Tuning(NamedTuple):
+    """How a recipe's rows are trained on."""
+
+    arguments: TrainingArguments
+    """Arguments of the training."""
+
+    line: str
+    """What the rows are, and what of them counts in the loss."""
+
+
+def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
+    """Return what the rows of a recipe are; ``None`` if its task has one form of rows.
+
+    Args:
+        recipe: The recipe.
+        rows: Its rows, checked.
+        number: Number of rows that were read; ``None`` for those of a stream.
+    """
+    if not recipe.task.forms or rows.are_inputs:
+        return None
+    found = column_names(rows.train)
+    form = form_of(recipe.task.forms, found, recipe.data.columns)
+    used = {*form.columns_in(found), SOURCE, recipe.data.source_column}
+    # A source of mfwrap's own has columns for several tasks.
+    used |= recipe.data.known_columns or set()
+    unused = ", ".join(sorted(set(found) - used))
+    said = "streamed rows"
+    if number is not None:
+        said = f"{number:,} row{'' if number == 1 else 's'}"
+    return f"{said} of {form.name}{f' (columns not used: {unused:.100})' if unused else ''}"
+
+
+def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
+    """Return how the rows of a recipe are trained on; ``None`` if its task has one form of rows.
+
+    Of conversations, only the assistant's turns count in the loss, unless the recipe says otherwise
+    by ``training.assistant_only_loss``.
+
+    Args:
+        recipe: The recipe.
+        rows: Its rows, checked.
+        number: Number of rows that were read; ``None`` for those of a stream.
+
+    Raises:
+        RecipeError: If the rows need a chat template and there is none, or if only the assistant's
+            turns shall count, but TRL cannot tell them in the text of the template.
+    """
+    line = rows_line(recipe, rows, number)
+    if line is None:
+        return None
+    form = form_of(recipe.task.forms, column_names(rows.train), recipe.data.columns)
+    arguments: Any = recipe.arguments
+    has_turns = any(isinstance(part, (dict, list)) for part in _parts(form, rows))
+    if has_turns:
+        tokenizer = _tokenizer(recipe)
+        if tokenizer.chat_template is None:
+            says = "expected a chat template, because the data are conversations and the tokenizer"
+            says = f"{says} has none; set it to {CHOICES}"
+            raise recipe.document.error(("model", "chat_template"), says)
+        if form.is_of_turns and hasattr(arguments, "assistant_only_loss"):
+            arguments = _with_answers_only(recipe, tokenizer)
+    key = "assistant_only_loss" if form.is_of_turns else "completion_only_loss"
+    is_all = getattr(arguments, key, None) is False
+    return Tuning(
+        arguments, f"{line}; {'all tokens' if is_all else form.learned} count in the loss"
+    )
+
+
+def _parts(form: Form, rows: Rows) -> list[Any]:
+    """Return the values of the form's columns in the first row."""
+    first: dict[str, Any] = next(iter(rows.train), {})
+    return [first.get(name) for name in form.columns]
+
+
+def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with the chat template that it will have in the training."""
+    with data_errors(RecipeObjects(recipe.document)):
+        tokenizer = recipe.model.make_tokenizer()
+    path = getattr(recipe.arguments, "chat_template_path", None)
+    if path is not None:
+        if recipe.model.chat_template is not None:
+            says = "must be left out, because model.chat_template is set"
+            raise recipe.document.error(("training", "chat_template_path"), says)
+        tokenizer.chat_template = template_text(tokenizer, path)  # as TRL will do
+    return tokenizer
+
+
+def _with_answers_only(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TrainingArguments:
+    """Return arguments with which only the assistant's turns count, unless the recipe refuses."""
+    from trl import get_training_chat_template  # noqa: PLC0415  (slow; part of an extra)
+
+    given = (recipe.document.data.get("training") or {}).get("assistant_only_loss")
+    if given is False:
+        return recipe.arguments
+    if not _MARK.search(tokenizer.get_chat_template()):
+        try:
+            get_training_chat_template(tokenizer)
+        except ValueError as error:
+            says = (
+                "expected false, to train on all turns, or another model.chat_template, because "
+                "neither the tokenizer's template marks the turns of the assistant ({% generation "
+                "%}), nor does TRL know which they are"
+            )
+            raise recipe.document.error(("training", "assistant_only_loss"), says) from error
+    arguments = copy.copy(recipe.arguments)
+    arguments.assistant_only_loss = True  # type: ignore[attr-defined]  # (SFTConfig has it)
+    return arguments
