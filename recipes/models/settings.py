@@ -206,14 +206,13 @@ class ModelSettings(RecipeSection):
         if self.path is not None:
             return self._loaded(resolve_package("path", self.path), auto_class, settings, implied)
         if isinstance(config := self._configuration(implied), PerceptronConfig):
-            network = Perceptron(config)
-            for layers in (network.layers, network.head):
+            perceptron = Perceptron(config)
+            for layers in (perceptron.layers, perceptron.head):
                 layers.to(settings["dtype"])  # mean and deviation of the data stay float32
-            return network
-        made: Any = auto_class.from_config(config, **settings)
-        if self.quantization is not None and made.device.type != "meta":
-            made = self._quantized(made, auto_class, settings)
-        network: nn.Module = made
+            return perceptron
+        network: nn.Module = auto_class.from_config(config, **settings)
+        if self.quantization is not None and next(network.parameters()).device.type != "meta":
+            network = self._quantized(network, auto_class, settings)
         return network
 
     def convert_parts(self, network: nn.Module) -> None:
@@ -238,7 +237,7 @@ class ModelSettings(RecipeSection):
         if self.embedding_dtype not in {None, self.dtype} and isinstance(head, nn.Linear):
             head.register_forward_pre_hook(_cast_input)
 
-    def _quantized(self, network: Any, auto_class: Any, settings: dict[str, Any]) -> Any:
+    def _quantized(self, network: Any, auto_class: Any, settings: dict[str, Any]) -> nn.Module:
         """Return a network with quantized weights; transformers quantizes only while it loads."""
         with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
             network.save_pretrained(folder)
