@@ -237,7 +237,7 @@ class ModelSettings(RecipeSection):
         if self.embedding_dtype not in {None, self.dtype} and isinstance(head, nn.Linear):
             head.register_forward_pre_hook(_cast_input)
 
-    def _quantized(self, network: Any, auto_class: Any, settings: dict[str, Any]) -> nn.Module:
+    def _quantized(self, network: Any, auto_class: Any, settings: dict[str, Any]) -> Any:
         """Return a network with quantized weights; transformers quantizes only while it loads."""
         with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
             network.save_pretrained(folder)
