@@ -99,6 +99,11 @@ def _completion(row: Row) -> Row:
     return row | turns
 
 
+def _messages(row: Row) -> Row:
+    """Return a row whose turns have a role and a content; they may have ShareGPT's keys."""
+    return row | {"messages": as_messages(row["messages"], "user")}
+
+
 def _sharegpt(row: Row) -> Row:
     turns = as_messages(row["conversations"], "user")
     if row.get("system") and turns[0]["role"] != "system":
@@ -147,6 +152,7 @@ TUNING: tuple[Form, ...] = (
         learned="the assistant's turns",
         columns={"messages": MESSAGES},
         optional={"tools": TOOLS},
+        convert=_messages,
         is_of_turns=True,
     ),
     Form(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import transformers
 from accelerate.state import AcceleratorState, GradientState
 
 from support.mistakes.table import Mistake
@@ -84,6 +85,7 @@ def act(mistake: Mistake, folder: Path) -> Answer:
 
 def _reset() -> None:
     torch.manual_seed(0)
+    transformers.logging.set_verbosity_warning()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import huggingface_hub.constants
 import pytest
@@ -363,9 +365,8 @@ def _train_chats(chats: Sequence[Any], **training: Any) -> None:
 
 
 def messages_with_other_keys() -> None:
-    _train_chats(
-        [[{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}] for _ in range(8)]
-    )
+    chat = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
+    _train_chats([chat] * 8, assistant_only_loss=False)
 
 
 def roles_do_not_alternate() -> None:
@@ -374,12 +375,13 @@ def roles_do_not_alternate() -> None:
 
 
 def role_unknown_to_template() -> None:
-    _train_chats([*_CHATS, [{"role": "system", "content": "Be brief."}, *_CHATS[0]]])
+    system = {"role": "system", "content": "Be brief."}
+    _train_chats([*_CHATS, [system, *_CHATS[0]]], assistant_only_loss=False)
 
 
 def turn_is_empty() -> None:
     empty = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": ""}]
-    _train_chats([*_CHATS, empty])
+    _train_chats([*_CHATS, empty], assistant_only_loss=False)
 
 
 def completion_cut_off() -> None:
@@ -560,8 +562,7 @@ def disk_full() -> None:
 
 
 def launcher_variables_missing() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "0")
-        patch.setenv("WORLD_SIZE", "4")
-        patch.delenv("MASTER_ADDR", raising=False)
+    # accelerate sets further variables of the environment.
+    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "4"}):
+        os.environ.pop("MASTER_ADDR", None)
         _train(_REGRESSION)
