@@ -63,6 +63,11 @@ WITH_ANSWERS = {"assistant_only_loss": True}
 
 TUNED = {
     "messages": (lambda n: {"messages": added(n)}, lambda n: {"messages": added(n)}, WITH_ANSWERS),
+    "messages with the keys of sharegpt": (
+        lambda n: {"messages": as_sharegpt(added(n))},
+        lambda n: {"messages": added(n)},
+        WITH_ANSWERS,
+    ),
     "sharegpt": (
         lambda n: {"id": n, "conversations": as_sharegpt(added(n))},
         lambda n: {"messages": added(n)},
