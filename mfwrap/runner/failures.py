@@ -23,15 +23,8 @@ class _Cause(NamedTuple):
 _CAUSES = (
     _Cause(
         r"chat_template is not set",
-        ("model",),
-        "the tokenizer has no chat template, which the column `messages` needs; name an instruct "
-        "model or its tokenizer (model.tokenizer), or use the columns prompt and completion",
-    ),
-    _Cause(
-        r"not training-compatible",
-        ("training", "assistant_only_loss"),
-        "the chat template of the tokenizer does not mark the assistant's words with "
-        "{% generation %}; set it to false, or change the template",
+        ("model", "chat_template"),
+        "the tokenizer has no chat template, which messages need; set it, or use texts",
     ),
     _Cause(
         r"`eos_token` .* is not found in the vocabulary",

@@ -28,7 +28,6 @@ from mfwrap.recipes.models.settings import (
     ModelError,
     ModelSettings,
     check_length,
-    num_positions,
 )
 from mfwrap.recipes.tasks.table import OWN_SECTIONS, SOURCES, TASKS, Task
 from mfwrap.runner.adapters import AdapterChoice, read_peft
@@ -54,6 +53,7 @@ from mfwrap.runner.sections import RunnerWrapperSection, Sections
 from mfwrap.runner.step import StepChoice, read_average, read_step
 from mfwrap.runner.training import read_training
 from mfwrap.schedules.batch_growth import RampUp, check_multiples
+from mfwrap.tensors.embedding_tables import num_positions
 from mfwrap.trainer.mixin import loop_settings
 from mfwrap.trainer.rollback import Rollback
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mfwrap.tensors.embedding_tables import num_embeddings, num_positions
 from mfwrap.tensors.wrappers import unwrapped_network
 
 _IGNORED = -100
@@ -55,7 +56,7 @@ def explain_error(
         return
     try:
         fault = batch_fault(network, _named(arguments, keywords), str(error))
-    except RuntimeError:  # after some errors, a device answers with the same error again
+    except Exception:  # noqa: BLE001  (a device repeats its error, and a network may raise any)
         return
     if fault is not None:
         error.add_note(fault)
@@ -121,9 +122,7 @@ def _input_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
 
 
 def _token_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
-    tokens = batch.get("input_ids")
-    find = getattr(network, "get_input_embeddings", None)
-    size = None if find is None else getattr(find(), "num_embeddings", None)
+    tokens, size = batch.get("input_ids"), num_embeddings(network)
     if tokens is None or size is None or tokens.numel() == 0 or int(tokens.max()) < size:
         return None
     return (
@@ -135,7 +134,8 @@ def _token_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
 
 def _label_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
     """Say that labels are no classes of a classifier of transformers."""
-    labels, number = batch.get("labels"), getattr(_config(network), "num_labels", None)
+    config: Any = getattr(network, "config", None)
+    labels, number = batch.get("labels"), getattr(config, "num_labels", None)
     is_of_rows = labels is not None and labels.dim() == 1
     is_of_tokens = "TokenClassification" in type(network).__name__
     if labels is None or number is None or number < 2 or not (is_of_rows or is_of_tokens):
@@ -156,16 +156,8 @@ def _label_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
 
 
 def _length_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
-    tokens, limit = (
-        batch.get("input_ids"),
-        getattr(_config(network), "max_position_embeddings", None),
-    )
-    if (
-        tokens is None
-        or not isinstance(limit, int)
-        or tokens.dim() == 0
-        or tokens.shape[-1] <= limit
-    ):
+    tokens, limit = batch.get("input_ids"), num_positions(network)
+    if tokens is None or limit is None or tokens.dim() == 0 or tokens.shape[-1] <= limit:
         return None
     return (
         f"rows of `input_ids` have {tokens.shape[-1]} tokens, and the model has {limit} positions; "
@@ -189,7 +181,3 @@ def _dtype_fault(network: nn.Module, batch: Mapping[str, Tensor], error: str) ->
         f"the batch has {given}; convert the targets to the dtype that the loss takes: class "
         "numbers to int64, other targets to the dtype of the outputs"
     )
-
-
-def _config(network: nn.Module) -> Any:
-    return getattr(network, "config", None)

@@ -32,6 +32,7 @@ from mfwrap.recipes.models.checkpoint import (
 )
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 from mfwrap.recipes.models.quantization import quantization_config
+from mfwrap.tensors.embedding_tables import num_embeddings, num_positions
 
 _BYTES = "bytes"
 _NEWEST = "main"
@@ -428,7 +429,7 @@ def make_text_model(
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     vocabulary = {"vocab_size": num_tokens} | {name: getattr(tokenizer, name) for name in names}
     network = model.make_model(auto_class, **implied, **vocabulary)
-    number = _num_embeddings(network)
+    number = num_embeddings(network)
     is_own = model.path is None and model.tokenizer is None
     if number is not None and number < num_tokens and not is_own:
         msg = (
@@ -439,15 +440,6 @@ def make_text_model(
             msg = f"`path` must be a model with {says}, got {number}; give it its own tokenizer"
         raise ModelError(msg)
     return network
-
-
-def _num_embeddings(network: Any) -> int | None:
-    """Return the number of tokens that a model has embeddings of; ``None`` if it does not say."""
-    try:
-        found = network.get_input_embeddings().num_embeddings
-    except (AttributeError, NotImplementedError):  # not every model has a table of embeddings
-        return None
-    return found if isinstance(found, int) else None
 
 
 _LIMITS = {"layer": 1_000, "depth": 1_000, "block": 1_000, "expert": 1_000, "num_labels": 100_000}
@@ -481,18 +473,6 @@ def config_keys(kind: str) -> set[str]:
 
 
 _DEFAULT_LENGTH = 512
-_TABLES = frozenset(
-    {
-        "embed_positions",
-        "pos_embed",
-        "pos_embeddings",
-        "position_embedding",
-        "position_embeddings",
-        "positions_embed",
-        "wpe",
-    }
-)
-"""Names that models of transformers give to their embedding of absolute positions."""
 
 
 def fitting_length(data: DataSource, network: nn.Module) -> int:
@@ -527,23 +507,3 @@ def check_length(length: int, network: nn.Module) -> None:
             f"(max_position_embeddings {said}), got {length}"
         )
         raise DataError(msg)
-
-
-def num_positions(network: nn.Module) -> int | None:
-    """Return the number of absolute positions of a model; ``None`` for a model without a limit."""
-    tables = [
-        module
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _TABLES
-    ]
-    if not tables:
-        return None
-    # In some models' table of positions, the first position has the row after the padding row. The
-    # rows up to and including the padding row are then unused. Other models have spare rows, so the
-    # configured number of positions takes precedence if it is smaller.
-    sizes = [
-        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
-        for table in tables
-    ]
-    said: Any = getattr(getattr(network, "config", None), "max_position_embeddings", None)
-    return min([*sizes, said]) if isinstance(said, int) else min(sizes)

@@ -91,6 +91,35 @@ def test_rows_longer_than_the_positions():
     assert found.startswith("rows of `input_ids` have 20 tokens, and the model has 16 positions")
 
 
+def test_rotary_positions_have_no_end():
+    """An error of something else is not blamed on the length of rows, which is no fault here."""
+    network = LlamaForCausalLM(LlamaConfig(**SIZES))
+    network.lm_head.register_forward_hook(lambda *_: 1 / 0)
+    rows = torch.zeros(2, 20, dtype=torch.long)
+
+    assert notes(network, input_ids=rows, labels=rows) == []
+
+
+def test_a_network_that_cannot_be_asked():
+    """The error of the network stays the one that is raised, whatever its attributes do."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def get_input_embeddings(self):
+            raise KeyError
+
+        def forward(self, input_ids):
+            raise ArithmeticError(str(input_ids.shape))
+
+    network = Odd()
+    cell = MFTrainOneStepCell(network, SGD(network.parameters(), lr=0.1))
+    with pytest.raises(ArithmeticError):
+        cell(input_ids=TOKENS)
+
+
 def test_a_batch_without_the_main_input():
     """A batch with labels alone is named."""
     found = note(classifier(), labels=torch.zeros(4, dtype=torch.long))
