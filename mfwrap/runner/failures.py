@@ -22,11 +22,6 @@ class _Cause(NamedTuple):
 
 _CAUSES = (
     _Cause(
-        r"chat_template is not set",
-        ("model", "chat_template"),
-        "the tokenizer has no chat template, which messages need; set it, or use texts",
-    ),
-    _Cause(
         r"`eos_token` .* is not found in the vocabulary",
         ("training", "eos_token"),
         "must be a token of the tokenizer; leave it out to use the tokenizer's own",

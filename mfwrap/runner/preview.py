@@ -22,6 +22,7 @@ from mfwrap.runner.recipe import Recipe
 from mfwrap.runner.rehearsal import failure, limited, quiet
 from mfwrap.runner.reward import WITHHELD
 from mfwrap.runner.run import build_trainer, checked_rows, task_keywords
+from mfwrap.runner.tuning import tuning_of
 
 _MAX_ROWS = 1_000
 """Number of rows to prepare, enough to fill packed sequences. All rows are checked."""
@@ -120,6 +121,7 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
     rows = found.evaluation if held_out else found.train
     if rows is None:
         raise recipe.document.error(("data",), _NO_ROWS)
+    tuning_of(recipe, found, None)  # raises an error if there is no chat template
     names = column_names(rows)
     needed = needed_columns(recipe.task.needs_of(recipe.data), names) or {}
     others = [name for name in names if name not in {*needed, *WITHHELD}]

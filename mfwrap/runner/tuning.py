@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from mfwrap.recipes.data.forms import Form, form_of
+from mfwrap.recipes.data.forms import form_of
 from mfwrap.recipes.data.source import SOURCE, Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.chat_templates import CHOICES, template_text
@@ -64,20 +64,16 @@ def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
         RecipeError: If the rows need a chat template and there is none, or if only the assistant's
             turns shall count, but TRL cannot tell them in the text of the template.
     """
+    if not recipe.task.takes_conversations or rows.are_inputs:
+        return None
+    tokenizer = _checked_tokenizer(recipe, rows)
     line = rows_line(recipe, rows, number)
     if line is None:
         return None
     form = form_of(recipe.task.forms, column_names(rows.train), recipe.data.columns)
     arguments: Any = recipe.arguments
-    has_turns = any(isinstance(part, (dict, list)) for part in _parts(form, rows))
-    if has_turns:
-        tokenizer = _tokenizer(recipe)
-        if tokenizer.chat_template is None:
-            says = "expected a chat template, because the data are conversations and the tokenizer"
-            says = f"{says} has none; set it to {CHOICES}"
-            raise recipe.document.error(("model", "chat_template"), says)
-        if form.is_of_turns and hasattr(arguments, "assistant_only_loss"):
-            arguments = _with_answers_only(recipe, tokenizer)
+    if tokenizer is not None and form.is_of_turns and hasattr(arguments, "assistant_only_loss"):
+        arguments = _with_answers_only(recipe, tokenizer)
     key = "assistant_only_loss" if form.is_of_turns else "completion_only_loss"
     is_all = getattr(arguments, key, None) is False
     return Tuning(
@@ -85,10 +81,24 @@ def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
     )
 
 
-def _parts(form: Form, rows: Rows) -> list[Any]:
-    """Return the values of the form's columns in the first row."""
+def _checked_tokenizer(recipe: Recipe, rows: Rows) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer if the rows are conversations; ``None`` if they are texts.
+
+    Raises:
+        RecipeError: If the rows are conversations, and the tokenizer has no chat template.
+    """
+    found = column_names(rows.train)
+    forms = recipe.task.forms
+    used = form_of(forms, found, recipe.data.columns).columns if forms else recipe.task.needs[0]
     first: dict[str, Any] = next(iter(rows.train), {})
-    return [first.get(name) for name in form.columns]
+    if not any(isinstance(first.get(name), (dict, list)) for name in used):
+        return None
+    tokenizer = _tokenizer(recipe)
+    if tokenizer.chat_template is None:
+        says = "expected a chat template, because the data are conversations and the tokenizer"
+        says = f"{says} has none; set it to {CHOICES}"
+        raise recipe.document.error(("model", "chat_template"), says)
+    return tokenizer
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

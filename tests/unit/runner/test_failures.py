@@ -35,10 +35,6 @@ def network():
         ("Target modules {'x'} not found", "r.yaml:5: peft.target_modules: match no module of "),
         ("size mismatch for base_model.model.q", "r.yaml:4: peft: the checkpoint has an adapter "),
         (
-            "tokenizer.chat_template is not set",
-            "r.yaml: model.chat_template: the tokenizer has ",
-        ),
-        (
             "The specified `eos_token` ('x') is not found in the vocabulary",
             "r.yaml:2: training.eos_token: must be a token of the tokenizer; leave it out",
         ),

@@ -194,6 +194,21 @@ def test_a_tokenizer_without_a_template(section, tmp_path, task, row):
         build_trainer(recipe_of(task, section([row] * 2), model=model))
 
 
+def test_prompts_without_a_template(section, tmp_path):
+    """So does that of a task whose model answers prompts itself; chatml is then their template."""
+    rows = section([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
+    model = LANGUAGE | {"tokenizer": save_tokenizer(tmp_path / "base")}
+    reward = "reward={type: get_repetition_penalty_reward, ngram_size: 2, max_penalty: -1}"
+
+    def shown(model):
+        recipe = recipe_of("reward_tuning", rows, reward, model=model, num_generations=2)
+        return "".join(preview(recipe, 1))
+
+    with pytest.raises(RecipeError, match=r"model\.chat_template: expected a chat template"):
+        shown(model)
+    assert "<|im_start|>user" in shown(model | {"chat_template": "chatml"})
+
+
 def test_the_template_path_of_trl(section, tmp_path):
     """TRL's own key for a template is understood, too."""
     model = LANGUAGE | {"tokenizer": save_tokenizer(tmp_path / "base")}
