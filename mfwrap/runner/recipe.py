@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -287,7 +287,11 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
 def _check_nesting(document: RecipeDocument) -> None:
     """Raise `RecipeError` if a key of the section ``training`` is beside the sections."""
     task = document.data.get("task")
-    kind = TASKS[task].arguments() if isinstance(task, str) and task in TASKS else TrainingArguments
+    kind: type[TrainingArguments] = TrainingArguments
+    if isinstance(task, str) and task in TASKS:
+        # Without the library of a task, the recipe is refused below.
+        with suppress(ImportError):
+            kind = TASKS[task].arguments()
     of_training = {field.name for field in fields(kind)} - {
         field.name for field in fields(Sections)
     }

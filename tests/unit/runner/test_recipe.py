@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 
@@ -19,6 +20,18 @@ def test_local_norms_need_gradients_that_are_reduced_together():
 
     text = recipe_text(training=training, runner_wrapper={"local_norm": True})
     assert "accelerator_config: `local_norm` must be False if `sync_each" in message(text=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [("supervised_tuning", "trl"), ("grpo", "trl"), ("embedding", "sentence_transformers")],
+)
+def test_a_task_without_its_library(monkeypatch, name, library):
+    """The line of the task says what to install."""
+    monkeypatch.setitem(sys.modules, library, None)
+
+    with pytest.raises(RecipeError, match=rf"^{name}:\d+: task: needs .* of {library}; install it"):
+        parse_recipe(shipped_recipes()[name].text, name)
 
 
 # TRL sets `gradient_checkpointing`, which newer releases of transformers deprecate.
