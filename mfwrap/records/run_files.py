@@ -226,15 +226,26 @@ class RunFiles:
             os.truncate(path, num_bytes)
 
 
-_RUN_FILES = RunFiles()
+_OF_LOOPS = RunFiles()
+"""Files of this process that no Trainer has opened."""
 
-open_records = _RUN_FILES.open
-begin_parts = _RUN_FILES.begin_parts
+_RUN_FILES: ContextVar[RunFiles] = ContextVar("run_files", default=_OF_LOOPS)
+"""Files of the present training; each thread may run a Trainer of its own."""
+
+
+def open_records(path: Path, global_step: int) -> JsonLines:
+    """Open a record file of the present training; see `RunFiles.open`."""
+    return _RUN_FILES.get().open(path, global_step)
+
+
+def begin_parts(folder: Path, global_step: int) -> bool:
+    """Begin a folder of records of the present training; see `RunFiles.begin_parts`."""
+    return _RUN_FILES.get().begin_parts(folder, global_step)
 
 
 def record_folders() -> list[Path]:
     """Return the folders in which this training has opened record files, in their order."""
-    return list(_RUN_FILES.folders)
+    return list(_RUN_FILES.get().folders)
 
 
 def save_records(checkpoint: Path, run_folder: Path | None = None) -> None:
@@ -270,7 +281,7 @@ def save_records(checkpoint: Path, run_folder: Path | None = None) -> None:
         >>> save_records(Path("run/step_2"))  # and save network, optimizer and cell there
         >>> recorder.on_train_end(None, state, control)
     """
-    _RUN_FILES.save(checkpoint, run_folder)
+    _RUN_FILES.get().save(checkpoint, run_folder)
 
 
 def resume_records(checkpoint: Path) -> None:
@@ -288,7 +299,7 @@ def resume_records(checkpoint: Path) -> None:
     Raises:
         ValueError: If a list of lengths is damaged.
     """
-    _RUN_FILES.resume(checkpoint)
+    _RUN_FILES.get().resume(checkpoint)
 
 
 @contextlib.contextmanager
@@ -303,21 +314,22 @@ def owning_record_folders(owned: OwnedFolders) -> Iterator[None]:
 
 @contextlib.contextmanager
 def records_of_training() -> Iterator[None]:
-    """Begin a training within the block; afterwards forget which checkpoint it resumed from.
+    """Begin a training within the block, with record files of its own.
 
-    Within the block, the training owns the folders in which it opens files.
+    Its checkpoints list no file that another loop of the process has open. Within the block, the
+    training owns the folders in which it opens files.
     """
-    _RUN_FILES.begin()
-    with contextlib.closing(OwnedFolders()) as owned, owning_record_folders(owned):
-        try:
+    before = _RUN_FILES.set(RunFiles())
+    try:
+        with contextlib.closing(OwnedFolders()) as owned, owning_record_folders(owned):
             yield
-        finally:
-            _RUN_FILES.begin()
+    finally:
+        _RUN_FILES.reset(before)
 
 
 def resume_run(checkpoint: Path, run_folder: Path, global_step: int) -> None:
     """Resume the records of a Trainer's run; see `RunFiles.resume`."""
-    _RUN_FILES.resume(checkpoint, run_folder=run_folder, global_step=global_step)
+    _RUN_FILES.get().resume(checkpoint, run_folder=run_folder, global_step=global_step)
 
 
 def _crc_of_end(path: Path, num_bytes: int) -> int:

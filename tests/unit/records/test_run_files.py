@@ -18,7 +18,15 @@ from mfwrap.checkpoints.ownership import OwnedFolders
 from mfwrap.checkpoints.written_files import LIST, listed_names
 from mfwrap.records import run_files
 from mfwrap.records.json_lines import JsonLines, read_json_lines
-from mfwrap.records.run_files import RunFiles, open_records, owning_record_folders
+from mfwrap.records.run_files import (
+    RunFiles,
+    open_records,
+    owning_record_folders,
+    records_of_training,
+    save_records,
+)
+
+RECORDS = "mfwrap_records_0.json"
 
 
 def steps_in(path):
@@ -232,8 +240,7 @@ def test_a_resume_into_another_folder(tmp_path):
 
     assert steps_in(lines.path) == [1, 2, 3]
     assert steps_in(other) == [3]
-    content = json.loads((tmp_path / "b" / "checkpoint-3" / "mfwrap_records_0.json").read_text())
-    assert list(content["files"]) == ["metrics.jsonl"]
+    assert listed(tmp_path / "b" / "checkpoint-3") == {"metrics.jsonl"}
 
 
 def test_a_run_folder_that_was_moved(tmp_path):
@@ -298,7 +305,7 @@ def test_two_monitors_that_open_one_file(tmp_path):
 )
 def test_a_damaged_list(tmp_path, content):
     """The error names the file."""
-    path = tmp_path / "checkpoint-1" / "mfwrap_records_0.json"
+    path = tmp_path / "checkpoint-1" / RECORDS
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}"):
@@ -333,6 +340,29 @@ def test_loops_in_threads(tmp_path):
     open_records(tmp_path / "c" / "metrics.jsonl", 0)  # by no loop
 
     assert not list(tmp_path.glob(f"*/{RUN_LOCK}"))
+
+
+def test_a_training_lists_its_own_files_alone(tmp_path):
+    """An open file of another loop of the process is in no checkpoint of a Trainer's training."""
+    other = open_records(tmp_path / "a" / "metrics.jsonl", 0)
+    append(other, [1])
+    with records_of_training():
+        save_records(tmp_path / "b" / "checkpoint-1")
+        append(own := open_records(tmp_path / "b" / "metrics.jsonl", 0), [1, 2])
+        save_records(tmp_path / "b" / "checkpoint-2")
+    save_records(tmp_path / "a" / "checkpoint-1")
+
+    own.append({"step": 3})
+    assert listed(tmp_path / "b" / "checkpoint-1") is None
+    assert listed(tmp_path / "b" / "checkpoint-2") == {"metrics.jsonl"}
+    assert "metrics.jsonl" in listed(tmp_path / "a" / "checkpoint-1")
+    assert "../b/metrics.jsonl" not in listed(tmp_path / "a" / "checkpoint-1")
+
+
+def listed(checkpoint):
+    """Return the files that a checkpoint lists; ``None`` if it has no list."""
+    path = checkpoint / RECORDS
+    return set(json.loads(path.read_text())["files"]) if path.exists() else None
 
 
 @contextlib.contextmanager

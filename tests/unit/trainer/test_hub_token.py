@@ -1,6 +1,5 @@
 """MFTrainer pushes what a stock Trainer does, and the access token of the hub is in no file."""
 
-import gc
 import pickle
 
 import pytest
@@ -15,12 +14,6 @@ from support.trainer_runs import new_trainer
 
 # The client of the hub uploads large files in a way that its HTTP library deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_open_files_of_other_tests():
-    """Free monitors of tests before, whose open files would be listed in a checkpoint."""
-    gc.collect()
 
 
 class FinishesPushes(TrainerCallback):
