@@ -106,7 +106,8 @@ def check_checkpoint(
     try:
         verified = verify(folder, required)
         if refusal is not None and (reason := refusal(folder)):
-            raise ValueError(reason)  # noqa: TRY301  (both errors get the same offer)
+            msg = f"{reason}; build the model as in the run of the checkpoint, or start a new run"
+            raise ValueError(msg)  # noqa: TRY301  (both errors get the same offer)
     except ValueError as error:
         other = newest_whole_checkpoint(folder.parent, folder, refusal, required)
         offer = (

@@ -266,13 +266,8 @@ def build_trainer(
         keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
     _check_held_out(recipe, keywords["eval_dataset"])
     _check_batches(recipe, keywords["train_dataset"])
-    callbacks = [make() for make in recipe.make_callbacks]
-    for callback in callbacks:
-        if isinstance(callback, EMACallback):
-            callback.loads_best = False  # a run saves the raw weights as `model`
     folder = Path(arguments.output_dir or "")
-    has_record = any(isinstance(one, MFLossMonitor) for one in callbacks)
-    recorder = MetricsRecorder(folder, says_evaluations=has_record)
+    recorder, *callbacks = _callbacks(recipe, folder)
     step = recipe.step
     kind = optimized(task.trainer(), recipe.optimizer, recipe.schedule, recipe.balance)
     if isinstance(recipe.model, OwnModel):
@@ -280,12 +275,7 @@ def build_trainer(
     with _naming_keys(recipe, keywords):
         trainer = kind(
             args=arguments,
-            callbacks=[
-                recorder,
-                *with_memory_monitor(callbacks, folder),
-                # Last, so that the time of the others at an evaluation is left out.
-                ThroughputRecorder(folder),
-            ],
+            callbacks=[recorder, *callbacks],
             step=step.config,
             scale_sense=None if step.make_scale is None else step.make_scale(),
             ema=recipe.make_average,
@@ -306,6 +296,21 @@ def build_trainer(
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
     _normalize_loss(recipe, trainer)
     return trainer, recorder
+
+
+def _callbacks(recipe: Recipe, folder: Path) -> tuple[MetricsRecorder, *tuple[Any, ...]]:
+    """Return the callback that records the metrics of a recipe's run, and the others."""
+    callbacks = [make() for make in recipe.make_callbacks]
+    for callback in callbacks:
+        if isinstance(callback, EMACallback):
+            callback.loads_best = False  # a run saves the raw weights as `model`
+    has_record = any(isinstance(one, MFLossMonitor) for one in callbacks)
+    return (
+        MetricsRecorder(folder, says_evaluations=has_record),
+        *with_memory_monitor(callbacks, folder),
+        # Last, so that the time of the others at an evaluation is left out.
+        ThroughputRecorder(folder),
+    )
 
 
 def _check_held_out(recipe: Recipe, rows: Any) -> None:

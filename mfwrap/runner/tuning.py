@@ -4,12 +4,14 @@ import copy
 import re
 from typing import Any, NamedTuple
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from mfwrap.recipes.data.forms import form_of
 from mfwrap.recipes.data.source import SOURCE, Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.chat_templates import CHOICES, template_text
+from mfwrap.runner.document import one_line
 from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.recipe import Recipe, data_errors
 
@@ -46,7 +48,9 @@ def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
     said = "streamed rows"
     if number is not None:
         said = f"{number:,} row{'' if number == 1 else 's'}"
-    return f"{said} of {form.name}{f' (columns not used: {unused:.100})' if unused else ''}"
+    said = f"{said} of {form.name}{f' (columns not used: {unused:.100})' if unused else ''}"
+    empty = form.num_unanswered(rows.train) if isinstance(rows.train, Dataset) else 0
+    return f"{said}, {empty:,} with an empty answer" if empty else said
 
 
 def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
@@ -110,7 +114,11 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         if recipe.model.chat_template is not None:
             says = "must be left out, because model.chat_template is set"
             raise recipe.document.error(("training", "chat_template_path"), says)
-        tokenizer.chat_template = template_text(tokenizer, path)  # as TRL will do
+        try:
+            tokenizer.chat_template = template_text(tokenizer, path)  # as TRL will do
+        except (OSError, ValueError) as error:
+            says = f"must name what can be loaded, got {path!r:.80}: {one_line(str(error))}"
+            raise recipe.document.error(("training", "chat_template_path"), says) from error
     return tokenizer
 
 

@@ -1,10 +1,15 @@
 """After an error of the Trainer about its data, say what the cause is likely to be."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transformers import EvalPrediction
+
 from mfwrap.tensors.wrappers import unwrapped_network
+from mfwrap.trainer.view import TrainerView
 
 _WITHOUT_LOSS = "did not return a loss"
 _UNEQUAL = re.compile(r"expected sequence of length \d+ at dim \d+|Unable to create tensor")
@@ -58,6 +63,53 @@ def explain_rows(error: BaseException) -> None:
     """Add a note to the error of a collator that cannot make one tensor of several rows."""
     if isinstance(error, ValueError) and _UNEQUAL.search(str(error)) is not None:
         error.add_note(_PADDING)
+
+
+@contextlib.contextmanager
+def explaining_evaluation(trainer: TrainerView) -> Iterator[None]:
+    """Add a note to an error of an evaluation within the block, if its cause can be told."""
+    try:
+        yield
+    except Exception as error:
+        note = _of_own_metric(error, trainer.compute_metrics) or _of_missing_loss(error, trainer)
+        if note is not None:
+            error.add_note(note)
+        raise
+
+
+def _of_own_metric(error: BaseException, compute_metrics: Any) -> str | None:
+    """Say what the user's function has got, if it has raised the error."""
+    code = getattr(compute_metrics, "__code__", None)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    frame = next((frame for frame in frames if frame.f_code is code), None)
+    got = frame and next(iter(frame.f_locals.values()), None)
+    if not isinstance(got, EvalPrediction):
+        return None
+    return (
+        f"`compute_metrics` got predictions of {_shape(got.predictions)} and labels of "
+        f"{_shape(got.label_ids)}; predictions are outputs of the model: of a classifier, they are "
+        "logits, and `predictions.argmax(-1)` are the classes"
+    )
+
+
+def _shape(arrays: Any) -> str:
+    if isinstance(arrays, tuple | list):
+        return f"shapes ({', '.join(_shape(array).partition(' ')[2] for array in arrays)})"
+    return f"shape {getattr(arrays, 'shape', None)}"
+
+
+def _of_missing_loss(error: BaseException, trainer: TrainerView) -> str | None:
+    """Say that an evaluation had no loss, by which the best model is chosen, without labels."""
+    is_missing = isinstance(error, KeyError) and "metric_for_best_model" in str(error)
+    rows = trainer.eval_dataset
+    first = _first(next(iter(rows.values()), None) if isinstance(rows, dict) else rows)
+    if not is_missing or not first or {"label", *trainer.label_names} & first.keys():
+        return None
+    return (
+        f"the rows of `eval_dataset` have none of the columns {list(trainer.label_names)}, only "
+        f"{sorted(map(str, first))}, so an evaluation has no loss; add the labels, or choose a "
+        "metric that your `compute_metrics` returns"
+    )
 
 
 def _first(rows: Any) -> Mapping[str, Any]:

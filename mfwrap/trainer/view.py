@@ -30,6 +30,7 @@ class TrainerView(Protocol):
     data_collator: Any
     processing_class: Any
     compute_loss_func: Any
+    compute_metrics: Any
     model_accepts_loss_kwargs: Any
     current_gradient_accumulation_steps: Any
     is_fsdp_enabled: bool

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from datasets import Dataset
+
 from mfwrap.recipes.data.columns import TEXT, Columns
 from mfwrap.recipes.data.conversations import (
     ANSWER,
@@ -52,6 +54,12 @@ class Form:
     is_of_turns: bool = False
     """Whether a row is a conversation of which each turn of the assistant is to be learned."""
 
+    def num_unanswered(self, rows: Dataset) -> int:
+        """Return the number of rows in which an answer to be learned has no text."""
+        names = [name for name in self.columns if name in _LEARNED]
+        table = rows.select_columns(names)
+        return sum(any(_is_unanswered(row[name]) for name in names) for row in table)
+
     def columns_in(self, found: Collection[str]) -> Columns:
         """Return the columns of this form that the data have."""
         optional = {name: kind for name, kind in self.optional.items() if name in found}
@@ -82,6 +90,16 @@ def form_of(forms: Sequence[Form], found: Collection[str], named: Collection[str
         msg = f"{msg} columns of the one to use, as in data.columns: {{{own}: {own}}}"
         raise DataError(msg)
     return best[0]
+
+
+def _is_unanswered(value: Any) -> bool:
+    """Return whether a text is blank, or the last turn of the assistant in a conversation."""
+    turns = as_messages(value, "assistant")
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    if not answers or answers[-1].get("tool_calls"):
+        return False
+    content = answers[-1]["content"]
+    return isinstance(content, str) and not content.strip()
 
 
 def _completion(row: Row) -> Row:
@@ -134,6 +152,9 @@ def _answers(row: Row) -> Row:
 
 _ANSWERS = {"completion": "output", "chosen": "chosen", "rejected": "rejected"}
 """Columns of answers that TRL knows, and what Alpaca's form calls them."""
+
+_LEARNED = frozenset({"messages", "conversations", *_ANSWERS, *_ANSWERS.values()})
+"""Columns of which a part is to be learned; a conversation before an answer may have no answer."""
 
 _PAIR = " with a chosen and a rejected answer"
 _BOTH = "both answers"

@@ -153,7 +153,8 @@ class ModelSettings(RecipeSection):
         """Build or load the tokenizer, with a padding token.
 
         Raises:
-            ModelError: If `chat_template` does not fit the tokenizer.
+            ModelError: If something cannot be loaded from the hub, or if `chat_template` does not
+                fit the tokenizer.
         """
         setting = "path" if self.tokenizer is None else "tokenizer"
         name = resolve_package(setting, getattr(self, setting) or _BYTES)
@@ -171,7 +172,8 @@ class ModelSettings(RecipeSection):
             tokenizer.pad_token = tokenizer.eos_token
         if self.chat_template is not None:
             try:
-                set_template(tokenizer, self.chat_template)
+                with _from_hub("chat_template", self.chat_template):
+                    set_template(tokenizer, self.chat_template)
             except ValueError as error:
                 raise ModelError(str(error)) from error
         return tokenizer

@@ -32,6 +32,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "causal_lm": (),
     "image_classification": (),
     "lora": ("trl", "peft"),
+    "qlora": ("trl", "peft", "bitsandbytes"),
 }
 """Names, and packages that only this recipe needs."""
 

@@ -114,6 +114,22 @@ def test_rows_that_are_held_out_or_left_out_are_counted(section):
     assert line_of(recipe_of("supervised_tuning", section(CHATS, **keys))).startswith("1,200 rows")
 
 
+@pytest.mark.parametrize(
+    ("task", "full", "empty"),
+    [
+        ("supervised_tuning", {"instruction": "a", "output": "b"}, {"output": " "}),
+        ("supervised_tuning", {"prompt": "a", "completion": "b"}, {"completion": ""}),
+        ("supervised_tuning", CHATS[0], {"conversations": [*TURNS[:3], TURNS[3] | {"value": ""}]}),
+        ("preference_tuning", {"prompt": "a", **PAIR}, {"rejected": ""}),
+    ],
+)
+def test_empty_answers_are_counted(section, task, full, empty):
+    """The line says how many answers have no text; of a conversation, the last one counts."""
+    recipe = recipe_of(task, section([full, full | empty, full, full | empty]), max_length=64)
+
+    assert ", 2 with an empty answer; " in line_of(recipe)
+
+
 def test_held_out_rows_of_another_form(section, tmp_path):
     """Held-out rows must have the form of the training rows."""
     held_out = tmp_path / "held_out.jsonl"

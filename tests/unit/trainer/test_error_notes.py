@@ -48,3 +48,42 @@ def test_rows_of_different_lengths(tmp_path):
     rows = [{"input_ids": list(range(length)), "labels": 0} for length in (2, 3)]
 
     assert "data_collator=DataCollatorWithPadding(tokenizer)" in note(tmp_path, rows)
+
+
+def accuracy_of_logits(prediction):
+    """Return an accuracy, but forget that predictions are logits."""
+    logits, labels = prediction
+    return {"accuracy": float(logits == labels)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "best", "says"),
+    [
+        ({"labels": 1}, None, "predictions of shape (4, 2) and labels of shape (4,); predictions"),
+        ({}, "loss", "none of the columns ['labels'], only ['input_ids'], so an evaluation has no"),
+    ],
+)
+def test_an_evaluation(tmp_path, columns, best, says):
+    """The note says what a metric has got, and why there is no loss."""
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        eval_strategy="steps",
+        metric_for_best_model=best,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    held_out = Dataset.from_list([{"input_ids": [1, 2]} | columns] * 4)
+    trainer = MFTrainer(
+        BertForSequenceClassification(BertConfig(**SIZES)),
+        args,
+        train_dataset=Dataset.from_list([{"input_ids": [1, 2], "labels": 1}] * 4),
+        eval_dataset=held_out,
+        compute_metrics=accuracy_of_logits,
+    )
+    with pytest.raises((TypeError, ValueError, KeyError)) as raised:
+        trainer.train()
+
+    assert len(raised.value.__notes__) == 1
+    assert says in raised.value.__notes__[0]

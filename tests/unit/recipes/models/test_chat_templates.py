@@ -1,5 +1,6 @@
 """A chat template is chosen by name, and is saved with the tokenizer."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from mfwrap.recipes.models.chat_templates import (
     set_template,
     template_names,
 )
-from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.models.settings import ModelError, ModelSettings
 from mfwrap.runner import RecipeError
+from mfwrap.runner.run import build_trainer
+from support.hub import client_of, serving
 from support.recipe_data import LANGUAGE, recipe_of, save_tokenizer, trainer_of
 
 # Ignore the warnings that TRL and datasets emit.
@@ -147,6 +150,23 @@ def test_names_on_the_hub():
     assert not is_on_hub("chatml")
     settings = ModelSettings(config=LANGUAGE["config"], chat_template="org/name")
     assert settings.obstacle == "`model.chat_template` names a tokenizer on the hub: org/name"
+
+
+def test_a_name_that_the_hub_does_not_have(tmp_path):
+    """The error names the key, as for a model, also with the Trainer's own key."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": TURNS}))
+    model = LANGUAGE | {"chat_template": "org/name"}
+    data = {"path": str(file), "eval_fraction": 0}
+    own_key = recipe_of(
+        "supervised_tuning", data, model=LANGUAGE, chat_template_path="org/name", max_length=64
+    )
+    with serving() as hub, client_of(hub.url):
+        with pytest.raises(ModelError, match=r"^`chat_template` must name what .* on the hub: "):
+            ModelSettings(config=model["config"], chat_template="org/name").make_tokenizer()
+        says = r"training\.chat_template_path: must name what can be loaded, got 'org/name': "
+        with pytest.raises(RecipeError, match=says):
+            build_trainer(own_key)
 
 
 def test_tasks_without_conversations():
