@@ -285,7 +285,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(change, error, message):
 
 @pytest.mark.parametrize(("policy", "operations"), [("skip", 66), ("clip", 78)])
 def test_the_cost_is_that_of_the_documentation(policy, operations):
-    """An update costs as many small operations as docs/scaling.md says."""
+    """An update costs fewer small operations than docs/scaling.md says."""
     judged = SpikePolicy(policy, 6.0, CPU)
     skips_of(judged, USUAL)
     norm, applied = torch.tensor(1.0), torch.tensor(1) > 0

@@ -280,7 +280,7 @@ def test_memory_of_one_process():
 
 @pytest.mark.parametrize(("way", "held"), [("replicated", 24), ("sharded", 12)])
 def test_memory_on_two_ranks(two_ranks, way, held):
-    """The bytes of each rank are those that docs/scaling.md states."""
+    """The bytes of each rank are those that `StepConfig` states."""
     for counts in two_ranks.run(bytes_of_gradients, way):
         assert counts == {
             False: {"weights": held, "between": 24, "in the optimizer": held},
