@@ -19,6 +19,7 @@ from mfwrap import ExponentialMovingAverage
 from mfwrap.arguments import callers_stacklevel, check_int
 from mfwrap.average.ema import part_of_state
 from mfwrap.average.profiles import combine
+from mfwrap.checkpoints import hashed_files
 from mfwrap.checkpoints.manifest import write_manifest
 from mfwrap.checkpoints.run_folders import (
     checkpoints_of_run,
@@ -35,8 +36,9 @@ from mfwrap.checkpoints.step_files import (
 from mfwrap.checkpoints.verification import checkpoints_in, verify
 from mfwrap.checkpoints.whole import clear_staging, move_into_place, staging_folder
 from mfwrap.checkpoints.written_files import note_written
-from mfwrap.collectives import gather_objects, raising_together, this_rank
+from mfwrap.collectives import gather_objects, num_ranks, raising_together, this_rank
 from mfwrap.records.own_names import AVERAGE_SNAPSHOTS, begin_folder, check_own
+from mfwrap.tensors.shards import is_distributed
 
 LARGEST_ERROR = 0.1
 """Largest relative error of the profile of an average that is built from snapshots."""
@@ -44,6 +46,9 @@ LARGEST_ERROR = 0.1
 _SIGMA = "counters/sigma_rel"
 _UPDATES = "counters/averaged_updates"
 _NETWORK = "network/"
+_WHOLE = "averages.safetensors"
+"""File of averages that one process has written."""
+
 _PIECE = 2**25
 """Numbers that are summed at a time, at least one tensor."""
 
@@ -137,11 +142,15 @@ def save_snapshot(
         name: tensor.to(dtype) if name.startswith("averages") else tensor
         for name, tensor in flat_tensors(state).items()
     }
-    save_tensors(staging / folder.name, tensors)
+    place, checksums = staging / folder.name, None
+    if num_ranks() == 1 and not any(map(is_distributed, tensors.values())):
+        checksums = hashed_files.save_tensors(tensors, place / _WHOLE)  # several times faster
+    else:
+        save_tensors(place, tensors)
     with raising_together():
         if this_rank() == 0:
-            write_manifest(staging / folder.name)
-            move_into_place(staging / folder.name, folder)
+            write_manifest(place, known=checksums)
+            move_into_place(place, folder)
 
 
 def build_average(

@@ -97,7 +97,8 @@ def save_tensors(
     """Write the safetensors file that ``safetensors.torch.save_file`` would write.
 
     Args:
-        tensors: Tensors by name, on the CPU. Two of them may share memory.
+        tensors: Tensors by name, none of them distributed. Two of them may share memory. One at a
+            time is copied to the host.
         path: The file.
         metadata: Metadata of the header.
 
@@ -132,7 +133,7 @@ def save_tensors(
         file.write(len(text).to_bytes(8, "little") + text)
         file.checksum()
         for name in names:
-            flat = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             start = file.num_bytes
             file.write(flat.numpy())
             found[Extent(path, start, len(flat))] = file.checksum()
