@@ -30,7 +30,6 @@ def write_data(folder: Path) -> None:
     """Write the data files that the pages name."""
     reviews = "".join(f"review {n},{['bad', 'good'][n % 2]}\n" for n in range(40))
     (folder / "reviews.csv").write_text(f"review,stars\n{reviews}")
-    (folder / "prices.csv").write_text("rooms,area,price\n1,30,2\n2,50,3\n")
     write_project(folder)
     (folder / "prompts.jsonl").write_text('{"question": "a?"}\n')
     rewards = snippets((ROOT / "docs" / "how-to" / "reward.md").read_text(encoding="utf-8"))
