@@ -90,7 +90,7 @@ SECTIONS = {
         usual=["long_run.py --steps 120 --block 10"],
         full=[
             "long_run.py",
-            "long_run.py --steps 160 --block 20 --ways memory sources saves averages rows twice",
+            "long_run.py --steps 160 --block 20 --ways rows twice",
         ],
         quick=[f"long_run.py {_LONG}"],
     ),

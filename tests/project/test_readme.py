@@ -52,7 +52,7 @@ def test_parts_of_the_readme_are_snippets():
     """The page on which the site begins runs the README's loop and Trainer."""
     codes = [one.code for one in snippets(shown(ROOT / "docs" / "index.md"))]
 
-    assert ["MFTrainOneStepCell(" in codes[0], "MFTrainer(" in codes[1]] == [True, True]
+    assert ["MFTrainer(" in codes[0], "MFTrainOneStepCell(" in codes[1]] == [True, True]
     assert len(codes) == 2
 
 
