@@ -126,7 +126,7 @@ def main() -> None:
         runs, pictures = folder / "runs", DOCS / "pictures"
         others = (EPISODES, "#learning_rate", "#loss_scale")
         last = "local-norms"
-        take(browser, runs / "causal_lm", DOCS / "run_page.png", last, (*others, *SHORTENED))
+        take(browser, runs / "causal_lm", DOCS / "run_page.png", "loss", (*others, *SHORTENED))
         take(browser, runs / "image_classification", pictures / "tutorial_run.png", last, others)
         take_samples(browser, runs / "supervised_tuning", pictures / "sample_monitor.png")
         take(browser, folder / RUN, pictures / "tutorial_nan.png", "loss", others)
