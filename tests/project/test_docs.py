@@ -30,6 +30,8 @@ def write_data(folder: Path) -> None:
     """Write the data files that the pages name."""
     reviews = "".join(f"review {n},{['bad', 'good'][n % 2]}\n" for n in range(40))
     (folder / "reviews.csv").write_text(f"review,stars\n{reviews}")
+    answers = "".join(f"what is {n}?,it is {n}\n" for n in range(40))
+    (folder / "questions.csv").write_text(f"question,answer\n{answers}")
     write_project(folder)
     (folder / "prompts.jsonl").write_text('{"question": "a?"}\n')
     rewards = snippets((ROOT / "docs" / "how-to" / "reward.md").read_text(encoding="utf-8"))
