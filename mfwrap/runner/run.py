@@ -358,7 +358,7 @@ def _naming_keys(recipe: Recipe, keywords: Mapping[str, Any] | None = None) -> I
             recipe.document,
             error,
             network=given.get("model"),
-            rows=given.get("train_dataset"),
+            source=recipe.data,
             tokenizer=given.get("processing_class"),
         )
         if named is None:
