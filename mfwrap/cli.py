@@ -447,7 +447,11 @@ def _advice(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     has_recipe = context is not None and any(p.name == "overrides" for p in context.command.params)
     if isinstance(error, click.NoSuchOption) and has_recipe and not error.possibilities:
+        from transformers import TrainingArguments  # noqa: PLC0415  (slow)
+
         key = error.option_name.lstrip("-").replace("-", "_")
+        if key in TrainingArguments.__dataclass_fields__:
+            return f"It is a key of the recipe: write --set training.{key}=VALUE."
         return f"A value of the recipe is set by --set SECTION.{key}=VALUE."
     return "See mfwrap --help."
 

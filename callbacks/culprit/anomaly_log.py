@@ -294,6 +294,8 @@ class Anomaly:
         detail = f": {', '.join(findings)}" if findings else ""
         if self.since is not None:
             detail += f"; it began in step {self.since} at the earliest"
+        if self.cause == "learning_rate" and self.suggestion is not None:
+            detail += f"; {self.suggestion}"  # short; those of other causes are on the run page
         if self.skipped is not None:
             detail += "; update skipped" if self.skipped else "; update applied"
         return f"step {self.step}: {KINDS[self.kind]}{place}{detail}"

@@ -175,6 +175,11 @@ def _failure(error: BaseException) -> ConnectionError:
     rank, number, address, port = (
         os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )
+    if "MASTER_ADDR" not in os.environ:
+        return ConnectionError(
+            f"rank {rank} of {number} could not join the other ranks: MASTER_ADDR is not set; "
+            "start with torchrun, or unset RANK and WORLD_SIZE"
+        )
     return ConnectionError(
         f"rank {rank} of {number} could not join the other ranks at {address}:{port} (MASTER_ADDR "
         f"and MASTER_PORT): {type(error).__name__}: {text}; check that all ranks were started, are "

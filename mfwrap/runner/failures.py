@@ -1,10 +1,14 @@
 """Name the key of a recipe that an error of another library is about."""
 
+import contextlib
 import re
+import textwrap
 from typing import Any, NamedTuple, final
 
 from torch import nn
 
+from mfwrap.recipes.data.conversations import as_messages
+from mfwrap.recipes.data.source import DataError, DataSource, Needs
 from mfwrap.runner.document import Path, RecipeDocument, RecipeError, one_line
 
 
@@ -38,7 +42,7 @@ _CAUSES = (
         "start a new run",
     ),
     _Cause(
-        r"Callback requires .* to be installed",
+        r"\w+Callback requires .* to be installed",
         ("training", "report_to"),
         "names a tracker whose package is not installed; install it, or leave the tracker out",
     ),
@@ -52,7 +56,7 @@ def named_failure(
     error: Exception,
     *,
     network: nn.Module | None = None,
-    rows: Any = None,
+    source: DataSource | None = None,
     tokenizer: Any = None,
 ) -> RecipeError | None:
     """Return an error of another library as one that names the key; ``None`` if it is not known.
@@ -61,37 +65,59 @@ def named_failure(
         document: Recipe that was to be run.
         error: Error of the construction of a trainer.
         network: Network that was to be trained; ``None`` if it is unknown.
-        rows: Training rows; ``None`` if they are unknown.
+        source: Source of the data; ``None`` if it is unknown.
         tokenizer: Tokenizer of the network; ``None`` without one.
     """
     text = one_line(str(error))
     for cause in _CAUSES:
-        if re.search(cause.text, text) is not None:
+        found = re.search(cause.text, text)
+        if found is not None:
             says = cause.says
             if cause.path[-1] == "target_modules" and network is not None:
                 says = f"{says}; its linear layers are {_linear_layers(network)}"
-            return document.error(cause.path, f"{says} ({type(error).__name__}: {text:.300})")
+            return document.error(cause.path, f"{says} ({_said(error, text[found.start() :])})")
     if type(error).__name__ == "TemplateError":
-        return _refused_chat(document, text, rows, tokenizer)
+        return _refused_chat(document, text, source, tokenizer)
     training: Any = document.data.get("training") or {}
     if training.get("push_to_hub") and type(error).__module__.startswith("huggingface_hub"):
         path = ("training", "push_to_hub")
-        return document.error(path, f"{_HUB} ({type(error).__name__}: {text:.300})")
+        return document.error(path, f"{_HUB} ({_said(error, text)})")
     return None
 
 
-def _refused_chat(document: RecipeDocument, text: str, rows: Any, tokenizer: Any) -> RecipeError:
-    """Return the error for a chat that the chat template refuses, with the number of its row."""
-    at = ""
-    for number, row in enumerate(rows if hasattr(rows, "__len__") else (), 1):
-        try:
-            tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        except Exception:  # noqa: BLE001  (templates raise errors of jinja2, and any other)
-            roles = [message.get("role") for message in row.get("messages") or ()]
-            at = f" in row {number} (counted from 1), whose roles are {roles}"
-            break
-    says = f"the chat template of the tokenizer refuses the messages{at}: {text:.300}; change them"
-    return document.error(("data",), f"{says}, or name another tokenizer")
+def _said(error: Exception, text: str) -> str:
+    """Return the first sentence of an error, at most 200 characters of whole words."""
+    sentence = textwrap.shorten(text.partition(". ")[0], 200, placeholder=" ...")
+    return f"{type(error).__name__}: {sentence}"
+
+
+def _refused_chat(
+    document: RecipeDocument, text: str, source: DataSource | None, tokenizer: Any
+) -> RecipeError:
+    """Return the error for a chat that the chat template refuses, with the place of its row."""
+    at, todo, tables = "", "change their roles", 0
+
+    def find(rows: Any) -> None:
+        nonlocal at, todo, tables
+        tables += 1
+        for number, row in enumerate(rows, 1):
+            chat = as_messages(row.get("messages") or row.get("conversations") or [], "user")
+            try:
+                _ = chat and tokenizer.apply_chat_template(chat, tokenize=False)
+            except Exception as error:  # templates raise errors of jinja2, and any other
+                place = source and source.place(number, held_out=tables > 1)
+                roles = [turn["role"] for turn in chat]
+                at = f" at {place or f'row {number} (counted from 1)'}, whose roles are {roles}"
+                if "system" in roles:
+                    todo = "if it lacks the role 'system', put that text into the next turn"
+                raise DataError(at, number) from error
+
+    if source is not None and not source.is_streamed:
+        # The rows of the training are in another order than those of the source.
+        with contextlib.suppress(OSError, ValueError):
+            source.rows(Needs(check=find))
+    says = f"the chat template of the tokenizer refuses the messages{at}: {text:.300}; {todo}"
+    return document.error(("data",), f"{says}, or set model.chat_template, for example to chatml")
 
 
 def _linear_layers(network: nn.Module) -> list[str]:

@@ -162,6 +162,7 @@ def load_recipe(
     Warns:
         RecipeWarning: If MindFormers keys of the recipe have no effect: one warning that lists all
             of these keys.
+        UserWarning: If the recipe trains in float16, and torch finds no GPU.
     """
     return parse_recipe(read_text(path), str(path), overrides, allow_code=allow_code)
 
@@ -181,12 +182,15 @@ def parse_recipe(
     document = RecipeDocument.parse(text, name).overridden(overrides)
     code = OwnCode(name, is_allowed=allow_code)
     recipe = read_document(without_replaced(document), code)
-    warn_of_ignored(recipe)
+    warn_of_settings(recipe)
     return recipe
 
 
-def warn_of_ignored(recipe: Recipe) -> None:
-    """Emit a `RecipeWarning` if MindFormers keys of a recipe have no effect."""
+def warn_of_settings(recipe: Recipe) -> None:
+    """Warn if MindFormers keys of a recipe have no effect, or if it is slow on this machine."""
+    if recipe.arguments.fp16 and not torch.accelerator.is_available():
+        says = "training.fp16: torch finds no GPU, and float16 is slow on a CPU; set it to false"
+        warnings.warn(says, stacklevel=callers_stacklevel())
     if recipe.without_meaning:
         keys = ", ".join(recipe.without_meaning)
         says = f"{recipe.document.name}: these settings have no effect in mfwrap: {keys}"
@@ -607,6 +611,10 @@ def _check_model(
     known = task.model_types()
     if kind not in known:
         says = f"expected a model type that this task can train, got {kind!r}{hint(kind, known)}"
+        # `AutoModel`, which builds the encoders of embeddings, builds models of images, too.
+        others = [name for name in TASKS if name != "embedding"]
+        able = [name for name in others if kind in TASKS[name].model_types()]
+        says = f"{says}; tasks that can train it: {', '.join(able)}" if able else says
         key = ("config", "model_type") if model.config is not None else ("path",)
         raise objects.document.error(("model", *key), says)
     if model.config is None:

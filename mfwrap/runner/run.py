@@ -61,7 +61,7 @@ from mfwrap.runner.recipe import (
     data_errors,
     load_recipe,
     read_document,
-    warn_of_ignored,
+    warn_of_settings,
 )
 from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.training import optimized, with_checked_loss
@@ -159,7 +159,7 @@ def _with_objects(recipe: Recipe | str | Path, given: GivenObjects) -> Recipe:
     given.check(document)
     checked = read_document(given.document(document), given.code(code, document))
     if not isinstance(recipe, Recipe):
-        warn_of_ignored(checked)
+        warn_of_settings(checked)
     if keys := given.without_effect(document):
         says = "run_recipe got the object `optimizer`, so these settings have no effect"
         warnings.warn(
@@ -249,7 +249,8 @@ def build_trainer(
         recipe: The recipe.
         skip_rows: Rows of the training data to leave out, as in `run_recipe`.
         say: Called in the main process with a line that says what the rows were recognized as, if
-            the task takes several forms of rows.
+            the task takes several forms of rows, and with a warning if a classifier of a checkpoint
+            gets a new head.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -262,6 +263,7 @@ def build_trainer(
         rows = checked_rows(recipe, numbers.append)
         arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
         keywords = _keywords(recipe, rows)
+        _say_new_head(recipe, keywords["model"], say)
     if recipe.add_metric is not None:
         keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
     _check_held_out(recipe, keywords["eval_dataset"])
@@ -317,13 +319,17 @@ def _check_held_out(recipe: Recipe, rows: Any) -> None:
     """Raise `RecipeError` if held-out rows are needed and there are none."""
     if rows is not None:
         return
-    for key, is_set in {
-        "training.eval_strategy": recipe.arguments.eval_strategy != "no",
-        "metric": recipe.add_metric is not None,
-    }.items():
+    for key, is_set, else_ in (
+        (
+            "training.eval_strategy",
+            recipe.arguments.eval_strategy != "no",
+            "set training.eval_strategy to no",
+        ),
+        ("metric", recipe.add_metric is not None, "leave the metric out"),
+    ):
         if is_set:
-            says = f"expected held-out rows because {key} is set, got none"
-            raise recipe.document.error(("data",), says)
+            says = f"expected held-out rows because {key} is set, got none; set data.eval_fraction"
+            raise recipe.document.error(("data",), f"{says} or data.eval_path, or {else_}")
 
 
 def _check_left(recipe: Recipe, rows: Any, prepared: Any) -> None:
@@ -352,7 +358,7 @@ def _naming_keys(recipe: Recipe, keywords: Mapping[str, Any] | None = None) -> I
             recipe.document,
             error,
             network=given.get("model"),
-            rows=given.get("train_dataset"),
+            source=recipe.data,
             tokenizer=given.get("processing_class"),
         )
         if named is None:
@@ -384,6 +390,14 @@ def _tuned(
     if recipe.arguments.process_index == 0:
         say(tuning.line)
     return tuning.arguments
+
+
+def _say_new_head(recipe: Recipe, network: Any, say: Callable[[str], None]) -> None:
+    """Warn if a classifier does not have the head of its checkpoint."""
+    inside_adapter = getattr(network, "get_base_model", lambda: network)()
+    found = recipe.model.new_head(inside_adapter)
+    if found is not None and recipe.arguments.process_index == 0:
+        say(f"warning: {found}")
 
 
 def task_keywords(recipe: Recipe, model: ModelSettings, rows: Rows) -> dict[str, Any]:

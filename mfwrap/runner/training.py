@@ -71,6 +71,9 @@ def read_training(
     for key, value in settings.items():
         objects.check_type(("training", key), kind, key, value)
         check_range(objects, ("training", key), key, value)
+    if settings.get("load_best_model_at_end") and settings.get("eval_strategy", "no") == "no":
+        says = "needs evaluations; set training.eval_strategy to steps or epoch, as save_strategy"
+        raise objects.document.error(("training", "load_best_model_at_end"), says)
     if settings.get("output_dir") is None:
         settings["output_dir"] = f"runs/{pathlib.Path(objects.document.name).stem}"
     objects.check_folder(("training", "output_dir"), settings["output_dir"])

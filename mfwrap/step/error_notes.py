@@ -32,6 +32,12 @@ _OF_GRAPHS = {
         "the network changes a tensor that backward needs; replace the operation in place: write "
         "`x = x + y` for `x += y`, and `relu(x)` for `relu_(x)` or `inplace=True`"
     ),
+    "Expected to have finished reduction in the prior iteration": (
+        "some weights had no gradient in the step before; use them in the loss, freeze them "
+        "(`requires_grad_(False)`), or let DistributedDataParallel find them: with accelerate by "
+        "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]),"
+        " with a Trainer by TrainingArguments(ddp_find_unused_parameters=True)"
+    ),
 }
 """Notes by a text of torch's error."""
 
@@ -41,8 +47,8 @@ def explain_error(
 ) -> None:
     """Add a note to an error of a forward or a backward whose cause can be told.
 
-    The cause may be a tensor of the micro-batch that does not fit the network, or a graph that was
-    freed or changed.
+    The cause may be a tensor of the micro-batch that does not fit the network, a graph that was
+    freed or changed, or weights without a gradient on several ranks.
 
     Args:
         error: Any error.
@@ -146,12 +152,17 @@ def _label_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
             "be integers; to predict a number, build the model with num_labels=1"
         )
     targets = labels[labels != _IGNORED]
-    if targets.numel() == 0 or (int(targets.min()) >= 0 and int(targets.max()) < number):
+    if targets.numel() == 0:
+        return None
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0:
+        return f"labels begin at 0 ({_IGNORED} is ignored), got {low}; number the classes from 0"
+    if high < number:
         return None
     return (
-        f"`labels` has values from {int(targets.min())} to {int(targets.max())}, and the model has "
-        f"{number} classes, 0 to {number - 1}; number the classes from 0, or build the model with "
-        "num_labels=NUMBER"
+        f"a batch has the label {high}, and the model has {number} classes, 0 to {number - 1}; "
+        f"build the model with num_labels={high + 1} or more (the largest label of all rows plus "
+        "1), or number the classes from 0"
     )
 
 

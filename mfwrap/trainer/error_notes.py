@@ -1,4 +1,4 @@
-"""After an error of the Trainer about its data, say what the cause is likely to be."""
+"""After an error of a Trainer's training, say what the cause is likely to be, and what to do."""
 
 import contextlib
 import re
@@ -15,6 +15,14 @@ _WITHOUT_LOSS = "did not return a loss"
 _UNEQUAL = re.compile(r"expected sequence of length \d+ at dim \d+|Unable to create tensor")
 """Texts of the errors of collators that do not pad."""
 
+_OF_LABELS = "`labels` in this case"
+"""Text of the error if only the labels were not padded."""
+
+_PADDING_OF_LABELS = (
+    "the labels of a batch have different lengths, and the collator pads only the tokens; pass "
+    "data_collator=DataCollatorForTokenClassification(tokenizer) or "
+    "DataCollatorForSeq2Seq(tokenizer), which pad the labels, too"
+)
 _PADDING = (
     "rows of a batch have different lengths, and the collator does not pad them all; pass "
     "`processing_class=tokenizer` or `data_collator=DataCollatorWithPadding(tokenizer)`, and if "
@@ -59,27 +67,54 @@ def explain_missing_loss(
     error.add_note(note)
 
 
-def explain_rows(error: BaseException) -> None:
-    """Add a note to the error of a collator that cannot make one tensor of several rows."""
-    if isinstance(error, ValueError) and _UNEQUAL.search(str(error)) is not None:
-        error.add_note(_PADDING)
-
-
 @contextlib.contextmanager
-def explaining_evaluation(trainer: TrainerView) -> Iterator[None]:
-    """Add a note to an error of an evaluation within the block, if its cause can be told."""
+def explaining_training(trainer: TrainerView) -> Iterator[None]:
+    """Add a note to an error of a training within the block, if its cause can be told."""
     try:
         yield
     except Exception as error:
-        note = _of_own_metric(error, trainer.compute_metrics) or _of_missing_loss(error, trainer)
+        causes = (_of_rows, _of_columns, _of_early_stopping, _of_own_metric, _of_missing_loss)
+        note = next(filter(None, (cause(error, trainer) for cause in causes)), None)
         if note is not None:
             error.add_note(note)
         raise
 
 
-def _of_own_metric(error: BaseException, compute_metrics: Any) -> str | None:
+def _of_rows(error: BaseException, _: TrainerView) -> str | None:
+    """Say that a collator cannot make one tensor of several rows."""
+    if not isinstance(error, ValueError) or _UNEQUAL.search(str(error)) is None:
+        return None
+    return _PADDING_OF_LABELS if _OF_LABELS in str(error) else _PADDING
+
+
+def _of_columns(error: BaseException, trainer: TrainerView) -> str | None:
+    """Say that the data are texts, and not the inputs of the model."""
+    if "No columns in the dataset match" not in str(error):
+        return None
+    first, model = _first(trainer.train_dataset), unwrapped_network(trainer.model)
+    text = next((name for name, value in first.items() if isinstance(value, str)), "text")
+    return (
+        f"the data have the columns {sorted(map(str, first))}, and {type(model).__name__} takes "
+        f"{getattr(model, 'main_input_name', 'other ones')}; tokenize the texts first, for example "
+        f'by `rows.map(lambda row: tokenizer(row["{text}"]))`'
+    )
+
+
+def _of_early_stopping(error: BaseException, _: TrainerView) -> str | None:
+    """Say which arguments transformers' `EarlyStoppingCallback` needs."""
+    text = str(error)
+    if not isinstance(error, AssertionError) or not text.startswith("EarlyStoppingCallback"):
+        return None
+    if "metric_for_best_model" not in text:
+        return "set eval_strategy='steps' or 'epoch' in TrainingArguments"
+    return (
+        "set load_best_model_at_end=True in TrainingArguments, or metric_for_best_model='eval_loss'"
+    )
+
+
+def _of_own_metric(error: BaseException, trainer: TrainerView) -> str | None:
     """Say what the user's function has got, if it has raised the error."""
-    code = getattr(compute_metrics, "__code__", None)
+    code = getattr(trainer.compute_metrics, "__code__", None)
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     frame = next((frame for frame in frames if frame.f_code is code), None)
     got = frame and next(iter(frame.f_locals.values()), None)

@@ -22,7 +22,6 @@ from mfwrap.records.checkpoint_requests import CheckpointRequests
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.schedules.deferred import DeferredSchedule, undefer_schedule
 from mfwrap.termination import RankTermination
-from mfwrap.trainer.error_notes import explain_rows
 from mfwrap.trainer.view import TrainerView
 
 StepLines = Literal["never", "without a bar", "always"]
@@ -518,7 +517,6 @@ def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]
         attached.flush()
     except BaseException as error:
         attached.explain_out_of_memory(error, Section.DATA)
-        explain_rows(error)
         # Flush after an error, too: the schedule's last step is still to be done. A second error
         # is suppressed, because it would hide the first.
         with contextlib.suppress(RuntimeError):

@@ -58,7 +58,7 @@ from mfwrap.trainer.data.position import TrainerPosition
 from mfwrap.trainer.data.skip import NO_CHECKPOINT, DataSkip, refuse_growth
 from mfwrap.trainer.data.stateful_loader import new_stateful_loader
 from mfwrap.trainer.display.console import closed_after_error, show_in_one_place
-from mfwrap.trainer.error_notes import explain_missing_loss, explaining_evaluation
+from mfwrap.trainer.error_notes import explain_missing_loss, explaining_training
 from mfwrap.trainer.evaluation import Evaluation
 from mfwrap.trainer.events import (
     RequestedSave,
@@ -413,7 +413,7 @@ class MFTrainerMixin(_Base):
             closed_after_error(self.callback_handler.callbacks),
             flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),
             self._termination,
-            explaining_evaluation(self),
+            explaining_training(self),
         ):
             yield
 

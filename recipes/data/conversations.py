@@ -65,7 +65,8 @@ def _fault_of_turns(turns: Any, begins: str | None, *, needs_answer: bool) -> st
             return fault
         if roles and role == roles[-1] and role in _ALTERNATING:
             where = f"turns {number - 1} and {number}"
-            return f"two turns of {named} in succession ({where}; user and assistant alternate)"
+            todo = "join them, or put the missing turn between them"
+            return f"two turns of {named} in succession ({where}; {todo})"
         if begins not in {None, role} and role not in _BEFORE and _BEFORE.issuperset(roles):
             return f"{named} in turn {number}, where a turn of the {begins} comes first"
         roles.append(role)
@@ -101,8 +102,9 @@ def _conversation(turns: str, *, needs_answer: bool) -> Kind:
     def fault(value: Any) -> str | None:
         return _fault_of_turns(value, "user", needs_answer=needs_answer)
 
+    wanted = f"{turns} (user and assistant in turn)"
     return Kind(
-        lambda _: (turns, lambda value: isinstance(value, list) and fault(value) is None),
+        lambda _: (wanted, lambda value: isinstance(value, list) and fault(value) is None),
         fault=fault,
     )
 

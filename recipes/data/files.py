@@ -21,7 +21,7 @@ from mfwrap.recipes.data.lines import (
     read_lines,
     table_rows,
 )
-from mfwrap.recipes.data.places import is_folder
+from mfwrap.recipes.data.places import is_folder, not_a_file
 from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataSource, Rows
 
 Files = str | list[str]
@@ -53,7 +53,7 @@ class FilesSource(DataSource):
                 raise ValueError(msg)
             for file in files:
                 if not Path(file).is_file():
-                    msg = f"`{name}` must name existing files, got {_described(file)}"
+                    msg = f"`{name}` must name existing files{_described(file)}"
                     raise ValueError(msg)
 
     def files(self) -> dict[str, Sequence[str]]:
@@ -344,8 +344,10 @@ def listed(files: Groups) -> Sequence[str]:
 
 
 def _described(file: str) -> str:
-    """Return a path that is no file, and what to write if it is a folder."""
-    return f"the folder {file!r}; name its files: '{file}/*'" if is_folder(file) else repr(file)
+    """Return the end of an error about a path that is no file, with what to write instead."""
+    if is_folder(file):
+        return f", got the folder {file!r}; name its files: '{file}/*'"
+    return f"; {not_a_file(file)}"
 
 
 def _matching(files: Groups) -> Sequence[str]:

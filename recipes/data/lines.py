@@ -65,7 +65,10 @@ def check_json_lines(setting: str, files: Collection[str]) -> None:
             msg = f"{wanted}, got {fault}{text[:60]!r} at {place}"
             raise ValueError(msg)
     if place is None:
-        msg = f"{wanted}, got no line in {', '.join(files)}"
+        msg = (
+            f"`{setting}` is empty ({', '.join(files)}); put one JSON object on each line, or name "
+            "another file"
+        )
         raise ValueError(msg)
 
 
@@ -220,7 +223,7 @@ def _all_lines(setting: str, file: str) -> Lines:
                 yield f"{file}:{number}", line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         got = f"the byte 0x{error.object[error.start]:02x} at {file}:{number}"
-        msg = f"`{setting}` must hold UTF-8 text, got {got}"
+        msg = f"`{setting}` must hold UTF-8 text, got {got}; save the file as UTF-8"
         raise ValueError(msg) from error
     except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error

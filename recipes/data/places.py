@@ -3,7 +3,7 @@
 import difflib
 import importlib.util
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
@@ -76,11 +76,20 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
 
 def not_a_folder(name: str) -> str:
     """Say that a name is no folder here, and which folder has a similar name."""
+    return _absent(name, "folder", Path.is_dir)
+
+
+def not_a_file(name: str) -> str:
+    """Say that a name is no file here, and which file has a similar name."""
+    return _absent(name, "file", Path.is_file)
+
+
+def _absent(name: str, kind: str, is_kind: Callable[[Path], bool]) -> str:
     parent = Path(name).parent
-    folders = [str(each) for each in parent.glob("*") if each.is_dir()] if is_folder(parent) else []
-    similar = difflib.get_close_matches(name, folders, n=1)
+    found = [str(each) for each in parent.glob("*") if is_kind(each)] if is_folder(parent) else []
+    similar = difflib.get_close_matches(name, found, n=1)
     meant = f"; did you mean {similar[0]!r}?" if similar else ""
-    return f"there is no folder {name!r} here{meant}"
+    return f"there is no {kind} {name!r} here{meant}"
 
 
 def is_folder(name: str | Path) -> bool:

@@ -300,6 +300,31 @@ class ModelSettings(RecipeSection):
             network = self.make_model(auto_class)
         return sum(parameter.numel() for parameter in network.parameters())
 
+    def saved_config(self) -> Any:
+        """Return the configuration of the checkpoint `path`; it must be set."""
+        return AutoConfig.from_pretrained(
+            resolve_package("path", str(self.path)),
+            trust_remote_code=self.trust_remote_code,
+            revision=self.revision or _NEWEST,
+        )
+
+    def new_head(self, network: Any) -> str | None:
+        """Say that a classifier does not have the head of its checkpoint; ``None`` if it has.
+
+        Args:
+            network: The model that `make_model` has made, for the classes of the data.
+        """
+        kind = type(network).__name__
+        if self.path is None or not kind.endswith("Classification"):
+            return None
+        saved, number = self.saved_config(), network.config.num_labels
+        if kind not in (saved.architectures or ()) or saved.num_labels == number:
+            return None
+        return (
+            f"model.path: {self.path!r} has a head for {saved.num_labels} classes, and the data "
+            f"have {number}, so the head starts from random numbers; that is right for new classes"
+        )
+
     def folder(self) -> Path | None:
         """Return the folder of the checkpoint; ``None`` if it is on the hub."""
         folder = None if self.path is None else resolve_package("path", self.path)
@@ -359,11 +384,7 @@ class WeightlessModel(ModelSettings):
         given = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         if model.path is None:
             return cls(**given)
-        found = AutoConfig.from_pretrained(
-            resolve_package("path", model.path),
-            trust_remote_code=model.trust_remote_code,
-            revision=model.revision or _NEWEST,
-        ).to_dict()
+        found = model.saved_config().to_dict()
         known = (config_keys(found["model_type"]) | {"model_type"}) - _OF_ALL
         given["config"] = {key: value for key, value in found.items() if key in known}
         given["tokenizer"] = model.path if model.tokenizer is None else model.tokenizer

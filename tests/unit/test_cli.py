@@ -520,7 +520,11 @@ def test_report_refuses(arguments, message, runs, capsys):
     [
         (
             ["--learning_rate", "1"],
-            "A value of the recipe is set by --set SECTION.learning_rate=VALUE.",
+            "It is a key of the recipe: write --set training.learning_rate=VALUE.",
+        ),
+        (
+            ["--sequence-length", "8"],
+            "A value of the recipe is set by --set SECTION.sequence_length=VALUE.",
         ),
         (
             ["--set", "training.max_steps", "3"],

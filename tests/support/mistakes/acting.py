@@ -73,7 +73,7 @@ def act(mistake: Mistake, folder: Path) -> Answer:
             if left.code:
                 ends, says = f"exit {left.code}", _last_sentence(printed.getvalue())
             else:
-                ends, says = _unless_warned([*warned, *_warnings_of(printed.getvalue())])
+                ends, says = _unless_warned([*_warnings_of(printed.getvalue()), *warned])
         except Exception as error:  # noqa: BLE001  (whatever the mistake leads to)
             notes = getattr(error, "__notes__", ())
             ends, says = type(error).__name__, "; ".join([str(error), *notes])

@@ -115,8 +115,9 @@ def unused_parameters() -> None:
         check=False,
         env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
     )
-    said = re.search(r"\[rank0\]: RuntimeError: (.*)", ended.stderr)
-    raise RuntimeError(said[1] if said else ended.stderr)
+    # The first sentence of torch's error, and the last line, which is a note.
+    said = re.search(r"\[rank0\]: RuntimeError: (.*?\.) (?s:.*)\[rank0\]: (.*)", ended.stderr)
+    raise RuntimeError(" ".join(said.groups()) if said else ended.stderr)
 
 
 def _cell(network: nn.Module, optimizer: Any = None, **settings: Any) -> MFTrainOneStepCell:

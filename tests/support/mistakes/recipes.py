@@ -464,10 +464,10 @@ def metric_unknown() -> None:
 
 def rate_too_high() -> None:
     _csv(_TEXTS)
-    recipe = _recipe(_CLASSIFICATION, training={"learning_rate": 1000, "max_steps": 30})
-    _train(
-        recipe | {"monitor_config": {"monitor_on": True}, "callbacks": [{"type": "MFLossMonitor"}]}
-    )
+    training = {"learning_rate": 1000, "max_steps": 30}
+    shipped = {"monitor_config": {"monitor_on": True}, "runner_wrapper": {"local_norm": True}}
+    recipe = _recipe(_CLASSIFICATION, training=training, **shipped)
+    _train(recipe | {"callbacks": [{"type": "MFLossMonitor"}]})
 
 
 def fp16_on_cpu() -> None:

@@ -136,11 +136,11 @@ def _row(mistake: Mistake, cell: Cell) -> str:
     return f"| {' | '.join(cells)} | [source]({mistake.source}) |"
 
 
-_SHOWN = 600
+_SHOWN = 800
 
 
 def _literal(text: str) -> str:
-    """Return a text as code in a cell of a table, shortened to 600 characters."""
+    """Return a text as code in a cell of a table, shortened to 800 characters."""
     text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
     text = text.replace("|", "\\|")
     return f"`` {text} ``" if "`" in text else f"`{text}`"

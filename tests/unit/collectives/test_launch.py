@@ -173,5 +173,5 @@ def test_a_shared_store_that_cannot_be_reached(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
 
-    with pytest.raises(ConnectionError, match=r"could not join the other ranks at .*MASTER_ADDR"):
+    with pytest.raises(ConnectionError, match="other ranks: MASTER_ADDR is not set; start with"):
         leave_shared_store()

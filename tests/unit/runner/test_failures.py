@@ -1,10 +1,13 @@
 """Errors of other libraries name the key of the recipe that they are about."""
 
+import json
+
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from jinja2.exceptions import TemplateError
 from torch import nn
 
+from mfwrap.recipes.data.files import JsonLinesSource
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.runner.document import RecipeDocument
 from mfwrap.runner.failures import named_failure
@@ -35,7 +38,7 @@ def network():
         ("Target modules {'x'} not found", "r.yaml:5: peft.target_modules: match no module of "),
         ("size mismatch for base_model.model.q", "r.yaml:4: peft: the checkpoint has an adapter "),
         (
-            "The specified `eos_token` ('x') is not found in the vocabulary",
+            "`eos_token` ('x') is not found in the vocabulary",
             "r.yaml:2: training.eos_token: must be a token of the tokenizer; leave it out",
         ),
         (
@@ -61,20 +64,35 @@ def test_layers_for_an_adapter():
     )
 
 
-def test_a_refused_chat():
-    """The row of the first chat that the template refuses is named with its roles."""
+def test_a_long_error_of_a_library():
+    """Only its first sentence is passed on, from what names the cause."""
+    text = "Error(s) in loading:\n size mismatch for base_model.q: [2] from the file. And so on."
+    found = str(named_failure(DOCUMENT, RuntimeError(text)))
+
+    assert found.endswith("(RuntimeError: size mismatch for base_model.q: [2] from the file)")
+
+
+def test_a_refused_chat(tmp_path):
+    """The line of the first chat that the template refuses is named with its roles."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'system' %}"
         "{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
     )
-    chats = [[{"role": role, "content": "a"}] for role in ("user", "system")]
-    rows = [{"messages": chat} for chat in chats]
-    found = named_failure(DOCUMENT, TemplateError("no system"), rows=rows, tokenizer=tokenizer)
+    chats = [[{"role": role, "content": "a"}] for role in ("user", "system", "user")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps({'turns': chat})}\n" for chat in chats))
+    found = named_failure(
+        DOCUMENT,
+        TemplateError("no system"),
+        source=JsonLinesSource(path=str(file), columns={"messages": "turns"}),
+        tokenizer=tokenizer,
+    )
 
     assert str(found) == (
-        "r.yaml:1: data: the chat template of the tokenizer refuses the messages in row 2 (counted "
-        "from 1), whose roles are ['system']: no system; change them, or name another tokenizer"
+        f"r.yaml:1: data: the chat template of the tokenizer refuses the messages at {file}:2, "
+        "whose roles are ['system']: no system; if it lacks the role 'system', put that text into "
+        "the next turn, or set model.chat_template, for example to chatml"
     )
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from mfwrap.runner import RecipeError, parse_recipe
 from mfwrap.runner.library import shipped_recipes
@@ -95,6 +96,10 @@ def test_shipped_recipes_are_valid(name, tmp_path, monkeypatch):
         (
             "model.config.model_type=llama",
             "model.config.model_type: expected a model type that this task can train, got 'llama'",
+        ),
+        (
+            "model.config.model_type=vit",
+            "; known: ['perceptron']; tasks that can train it: image_classification",
         ),
         ("model.tokenizer=bytes", "model.tokenizer: is not a setting of a task without text"),
         ("model.dtype=float8", "model.dtype: expected 'float32', 'bfloat16' or 'float16', got"),
@@ -189,6 +194,13 @@ def test_pairs_have_no_loss_by_row(tmp_path, monkeypatch, key, value):
     found = "loss_by" if key == "path" else key
 
     assert f"data.{found}: must be left out, because the rows of the task" in message(text=text)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without a GPU")
+def test_float16_without_a_gpu():
+    """A recipe that trains in float16 on a CPU is slow, which a warning says."""
+    with pytest.warns(UserWarning, match="training.fp16: torch finds no GPU, and float16 is slow"):
+        assert parsed(training={"fp16": True}).arguments.fp16
 
 
 def test_a_tab_is_named():

@@ -404,7 +404,7 @@ def test_a_clock_of_ranks(tmp_path):
     ("lines", "says"),
     [
         ([{"a": 1}] * 4, "data.type: expected data with the columns"),
-        ([{"features": [1.0], "target": 1.0, "x": 2}], "data: expected held-out rows"),
+        ([{"features": [1.0], "target": 1.0, "x": 2}], "data.eval_fraction or data.eval_path, or"),
     ],
 )
 def test_data_that_do_not_fit(tmp_path, lines, says):

@@ -64,3 +64,14 @@ def test_an_output_folder_that_cannot_be_made():
         "got '/proc/run': cannot write to the folder /proc: No such file or directory; choose a "
         "writable folder"
     )
+
+
+@pytest.mark.parametrize("saves", ["steps", "best"])
+def test_the_best_model_needs_evaluations(saves):
+    """Without evaluations, the error names the key to set."""
+    settings = {"load_best_model_at_end": True, "save_strategy": saves}
+
+    assert message(text=recipe_text(training=settings)).endswith(
+        ": training.load_best_model_at_end: needs evaluations; set training.eval_strategy to steps "
+        "or epoch, as save_strategy"
+    )

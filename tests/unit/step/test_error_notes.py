@@ -56,13 +56,17 @@ def test_tokens_beyond_the_embeddings():
     assert "tokens below 32; use the tokenizer of this model" in found
 
 
-@pytest.mark.parametrize("labels", [[0, 1, 2, 3], [-1, 1, 1, 1]])
-def test_labels_that_are_no_classes(labels):
-    """The range of the labels and the number of classes are named."""
-    found = note(classifier(), input_ids=TOKENS, labels=torch.tensor(labels))
-
-    low, high = min(labels), max(labels)
-    assert f"`labels` has values from {low} to {high}, and the model has 3 classes, 0 to 2" in found
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([0, 1, 2, 3], "a batch has the label 3, and the model has 3 classes, 0 to 2; build the "),
+        ([0, 1, 2, 4], "the model with num_labels=5 or more (the largest label of all rows plus 1"),
+        ([-1, 1, 1, 1], "labels begin at 0 (-100 is ignored), got -1; number the classes from 0"),
+    ],
+)
+def test_labels_that_are_no_classes(labels, says):
+    """The label and what to do about it are named."""
+    assert says in note(classifier(), input_ids=TOKENS, labels=torch.tensor(labels))
 
 
 def test_labels_of_tokens():
@@ -71,7 +75,9 @@ def test_labels_of_tokens():
     labels = torch.full_like(TOKENS, -100)
     labels[1, 2] = 5
 
-    assert "`labels` has values from 5 to 5, and" in note(network, input_ids=TOKENS, labels=labels)
+    assert "the label 5, and the model has 2 classes" in note(
+        network, input_ids=TOKENS, labels=labels
+    )
 
 
 def test_floats_for_classes():
@@ -162,6 +168,18 @@ def test_targets_of_another_dtype():
     found = note(network, torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long))
 
     assert found.startswith("the batch has `inputs[0]` torch.float32, `inputs[1]` torch.int64; ")
+
+
+def test_weights_without_a_gradient():
+    """On several ranks, the error of the next step is about weights that the loss leaves out."""
+
+    def fail(*_):
+        text = "Expected to have finished reduction in the prior iteration before starting a new"
+        raise RuntimeError(text)
+
+    found = note(Loss(fail), torch.zeros(2, 2), torch.zeros(2, 2))
+
+    assert found.startswith("some weights had no gradient in the step before; use them in the loss")
 
 
 def test_an_error_of_the_network_itself_has_no_note():

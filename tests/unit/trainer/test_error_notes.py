@@ -2,8 +2,16 @@
 
 import pytest
 from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification, BertModel, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    DataCollatorWithPadding,
+    EarlyStoppingCallback,
+    TrainingArguments,
+)
 
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.trainer import MFTrainer
 
 SIZES = {
@@ -15,15 +23,22 @@ SIZES = {
 }
 
 
-def note(tmp_path, rows, kind=BertForSequenceClassification):
-    """Return the note of the error of a training."""
+def note(tmp_path, rows, kind=BertForSequenceClassification, *, arguments=(), **keywords):
+    """Return the only note of the error of a training."""
     args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True
+        output_dir=str(tmp_path),
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **dict(arguments),
     )
-    trainer = MFTrainer(kind(BertConfig(**SIZES)), args, train_dataset=Dataset.from_list(rows))
-    with pytest.raises(ValueError, match=r"return a loss|expected sequence") as raised:
+    rows = Dataset.from_list(rows)
+    trainer = MFTrainer(kind(BertConfig(**SIZES)), args, train_dataset=rows, **keywords)
+    with pytest.raises((AssertionError, ValueError)) as raised:
         trainer.train()
-    return raised.value.__notes__[-1]
+    (found,) = raised.value.__notes__
+    return found
 
 
 @pytest.mark.parametrize(
@@ -48,6 +63,39 @@ def test_rows_of_different_lengths(tmp_path):
     rows = [{"input_ids": list(range(length)), "labels": 0} for length in (2, 3)]
 
     assert "data_collator=DataCollatorWithPadding(tokenizer)" in note(tmp_path, rows)
+
+
+def test_labels_of_different_lengths(tmp_path):
+    """If the collator pads all but the labels, the note names collators that pad labels."""
+    rows = [{"input_ids": [1] * length, "labels": [0] * length} for length in (2, 3)]
+    found = note(tmp_path, rows, data_collator=DataCollatorWithPadding(byte_tokenizer()))
+
+    assert found.startswith("the labels of a batch have different lengths")
+    assert "DataCollatorForTokenClassification(tokenizer)" in found
+
+
+def test_texts_in_place_of_tokens(tmp_path):
+    """The note names the columns, what the model takes, and how texts are tokenized."""
+    assert note(tmp_path, [{"title": "a", "number": 1}] * 2) == (
+        "the data have the columns ['number', 'title'], and BertForSequenceClassification takes "
+        "input_ids; tokenize the texts first, for example by "
+        '`rows.map(lambda row: tokenizer(row["title"]))`'
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"eval_strategy": "steps"}, "set load_best_model_at_end=True in TrainingArguments, or "),
+        ({"metric_for_best_model": "loss"}, "set eval_strategy='steps' or 'epoch'"),
+    ],
+)
+def test_early_stopping(tmp_path, arguments, says):
+    """The note says which arguments the callback needs."""
+    rows = [{"input_ids": [1, 2], "labels": 1}] * 2
+    keywords = {"eval_dataset": Dataset.from_list(rows), "callbacks": [EarlyStoppingCallback()]}
+
+    assert note(tmp_path, rows, arguments=arguments, **keywords).startswith(says)
 
 
 def accuracy_of_logits(prediction):

@@ -221,6 +221,21 @@ LINES = {
         },
         "step 7: update too large in layer a.0 on rank 1: a.0.bias changed between two steps",
     ),
+    "learning rate that is too high": (
+        {
+            "kind": "update_spike",
+            "layer": None,
+            "cause": "learning_rate",
+            "explanation": "the update of step 6 changed the weights by 30 times their size",
+            "suggestion": "lower the learning rate, or warm it up over more steps",
+            "skipped": False,
+        },
+        (
+            "step 7: update too large on rank 1: the update of step 6 changed the weights by 30 "
+            "times their size; lower the learning rate, or warm it up over more steps; update "
+            "applied"
+        ),
+    ),
     "weight that has changed before an overflow": (
         {
             "kind": "gradient_not_finite",

@@ -139,8 +139,8 @@ def refusal_of(folder, task, rows, held_out=None, config=None, **data):
             {"messages": ASKED + ANSWER},
             {"messages": None},
             (
-                "a list of messages with role and content in each row of column `messages`, "
-                "got an empty value (null)"
+                "a list of messages with role and content (user and assistant in turn) in each row "
+                "of column `messages`, got an empty value (null)"
             ),
         ),
         (
@@ -294,7 +294,8 @@ def test_bytes_that_are_no_text(tmp_path):
     text += f"data: {{type: json_lines, path: {file}}}\n"
 
     with pytest.raises(
-        RecipeError, match=r"data\.path: must hold UTF-8 text, got the byte 0xe9 at .*rows.jsonl:2$"
+        RecipeError,
+        match=r"data\.path: must hold UTF-8 text, got the byte 0xe9 at .*rows.jsonl:2; ",
     ):
         build_trainer(parse_recipe(text, "r.yaml"))
 

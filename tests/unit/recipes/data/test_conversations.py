@@ -99,12 +99,12 @@ CALLED = [
         (
             SHAREGPT,
             sharegpt("human: a", "human: c", "gpt: b"),
-            "two turns of 'human' in succession (turns 1 and 2; user and assistant alternate)",
+            "two turns of 'human' in succession (turns 1 and 2; join them, or put the",
         ),
         (
             MESSAGES,
             turns("user: a", "assistant: b", "assistant: c"),
-            "two turns of 'assistant' in succession (turns 2 and 3; user and assistant alternate)",
+            "two turns of 'assistant' in succession (turns 2 and 3; join them, or put the",
         ),
         (MESSAGES, turns("user: a"), "no turn of the assistant"),
         (TOOLS, None, None),
@@ -129,9 +129,9 @@ def test_the_error_names_column_row_and_line(json_lines):
     good = {"conversations": sharegpt("human: a", "gpt: b")}
     section = json_lines([good, good, {"conversations": sharegpt("gpt: b", "human: a")}])
     says = (
-        r"^r:\d+: data: must have a list of turns with from and value in each row of column "
-        r"`conversations`, got 'gpt' in turn 1, where a turn of the user comes first in row 3 "
-        r"\(counted from 1\), at rows\.jsonl:3$"
+        r"^r:\d+: data: must have a list of turns with from and value \(user and assistant in "
+        r"turn\) in each row of column `conversations`, got 'gpt' in turn 1, where a turn of the "
+        r"user comes first in row 3 \(counted from 1\), at rows\.jsonl:3$"
     )
     with pytest.raises(RecipeError, match=says):
         trainer_of("supervised_tuning", section)

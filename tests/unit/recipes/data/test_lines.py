@@ -28,8 +28,8 @@ def test_lines_are_counted_from_1(tmp_path):
         (b"[1]", "got '[1]'"),
         (b"null", "got 'null'"),
         (b'{"a": 1} {"a": 2}', "(Extra data)"),
+        (b'{"\xff": 1}', "must hold UTF-8 text, got the byte 0xff at FILE:3; save the file as"),
         (b'{"a": "\xff"}', "must hold UTF-8 text, got the byte 0xff"),
-        (b'{"\xff": 1}', "must hold UTF-8 text, got the byte 0xff"),
         (b'{"a": ' + 5_000 * b"[" + 5_000 * b"]" + b"}", "maximum recursion depth exceeded"),
         (b'{"a": "\\ud800"}', "half of a surrogate pair"),
         (b'{"a": ' + 5_000 * b"9" + b"}", "integer string conversion"),
@@ -43,17 +43,15 @@ def test_faulty_lines(tmp_path, bad, says):
     with pytest.raises(ValueError, match=r"^`path` must hold ") as error:
         check_json_lines("path", [str(file)])
 
-    assert says in str(error.value)
-    assert str(error.value).endswith(f" at {file}:3")
+    assert says.replace("FILE", str(file)) in str(error.value)
+    assert f" at {file}:3" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_files_without_rows(tmp_path):
     """An empty file, and a missing one, are errors that name the file."""
     (tmp_path / "a").write_bytes(b"\n\n")
-    with pytest.raises(
-        ValueError, match=r"must hold one JSON object per line, got no line in .*/a$"
-    ):
+    with pytest.raises(ValueError, match=r"`path` is empty \(.*/a\); put one JSON object on each"):
         check_json_lines("path", [str(tmp_path / "a")])
     with pytest.raises(ValueError, match=r"`path` must name readable files, got '.*none'"):
         list(read_lines("path", [str(tmp_path / "none")]))

@@ -2,7 +2,12 @@
 
 import pytest
 
-from mfwrap.recipes.data.places import check_place, not_a_folder, resolve_package
+from mfwrap.recipes.data.places import (
+    check_place,
+    not_a_file,
+    not_a_folder,
+    resolve_package,
+)
 
 
 @pytest.fixture
@@ -62,11 +67,16 @@ def test_a_folder_must_have_its_files(tmp_path):
     check_place("path", "org/name", ("a.json", "b.json"), "a test")
 
 
-def test_a_similar_folder(tmp_path, monkeypatch):
-    """A name that is no folder here may be a misspelt one."""
+def test_a_similar_name(tmp_path, monkeypatch):
+    """A name that is no folder here, or no file, may be a misspelt one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models/my_model").mkdir(parents=True)
 
     says = "there is no folder 'models/my_modl' here; did you mean 'models/my_model'?"
     assert not_a_folder("models/my_modl") == says
     assert not_a_folder("org/name") == "there is no folder 'org/name' here"
+
+    (tmp_path / "models/rows.csv").touch()
+    says = "there is no file 'models/row.csv' here; did you mean 'models/rows.csv'?"
+    assert not_a_file("models/row.csv") == says
+    assert not_a_file("models/my_modl") == "there is no file 'models/my_modl' here"

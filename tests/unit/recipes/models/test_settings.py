@@ -5,6 +5,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
     CanineConfig,
     CanineForSequenceClassification,
     LlamaConfig,
@@ -236,3 +239,29 @@ def test_a_checkpoint_without_a_table_of_embeddings(tmp_path):
     )
 
     assert isinstance(model, CanineForSequenceClassification)
+
+
+def test_a_head_for_other_classes(tmp_path):
+    """A classifier of a checkpoint has its own head, unless the data have other classes."""
+    config = BertConfig(
+        vocab_size=261,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_labels=3,
+    )
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "with_head")
+    BertModel(config).save_pretrained(tmp_path / "without")
+
+    def said(name, num_labels):
+        model = ModelSettings(path=str(tmp_path / name), tokenizer="bytes")
+        network = model.make_model(AutoModelForSequenceClassification, num_labels=num_labels)
+        return model.new_head(network)
+
+    assert said("with_head", 3) is None
+    assert said("without", 2) is None
+    assert said("with_head", 2) == (
+        f"model.path: {str(tmp_path / 'with_head')!r} has a head for 3 classes, and the data have "
+        "2, so the head starts from random numbers; that is right for new classes"
+    )
