@@ -269,7 +269,7 @@ def build_trainer(
     _check_held_out(recipe, keywords["eval_dataset"])
     _check_batches(recipe, keywords["train_dataset"])
     folder = Path(arguments.output_dir or "")
-    recorder, *callbacks = _callbacks(recipe, folder)
+    recorder, callbacks = _callbacks(recipe, folder)
     step = recipe.step
     kind = optimized(task.trainer(), recipe.optimizer, recipe.schedule, recipe.balance)
     if isinstance(recipe.model, OwnModel):
@@ -300,19 +300,16 @@ def build_trainer(
     return trainer, recorder
 
 
-def _callbacks(recipe: Recipe, folder: Path) -> tuple[MetricsRecorder, *tuple[Any, ...]]:
+def _callbacks(recipe: Recipe, folder: Path) -> tuple[MetricsRecorder, list[Any]]:
     """Return the callback that records the metrics of a recipe's run, and the others."""
     callbacks = [make() for make in recipe.make_callbacks]
     for callback in callbacks:
         if isinstance(callback, EMACallback):
             callback.loads_best = False  # a run saves the raw weights as `model`
     has_record = any(isinstance(one, MFLossMonitor) for one in callbacks)
-    return (
-        MetricsRecorder(folder, says_evaluations=has_record),
-        *with_memory_monitor(callbacks, folder),
-        # Last, so that the time of the others at an evaluation is left out.
-        ThroughputRecorder(folder),
-    )
+    recorder = MetricsRecorder(folder, says_evaluations=has_record)
+    # The last one is last so that the time of the others at an evaluation is left out.
+    return recorder, [*with_memory_monitor(callbacks, folder), ThroughputRecorder(folder)]
 
 
 def _check_held_out(recipe: Recipe, rows: Any) -> None:

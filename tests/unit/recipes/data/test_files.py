@@ -88,7 +88,7 @@ def test_a_text_file_that_cannot_be_read(tmp_path, rows_are):
     file = tmp_path / "a.txt"
     section = {"type": "text", "path": str(file), "rows_are": rows_are}
     file.write_bytes(b"one\n\n\xff\n")
-    with pytest.raises(RecipeError, match=rf"UTF-8 text, got the byte 0xff at {file}:3$"):
+    with pytest.raises(RecipeError, match=rf"UTF-8 text, got the byte 0xff at {file}:3; save"):
         build_trainer(recipe_of("causal_lm", section))
     file.with_suffix(".txt.gz").write_bytes(gzip.compress(b"one\ntwo\n")[:-4])
     with pytest.raises(RecipeError, match=rf"must name readable files, got '{file}.gz': "):

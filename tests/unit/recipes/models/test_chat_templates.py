@@ -18,7 +18,6 @@ from mfwrap.recipes.models.chat_templates import (
 from mfwrap.recipes.models.settings import ModelError, ModelSettings
 from mfwrap.runner import RecipeError
 from mfwrap.runner.run import build_trainer
-from support.hub import client_of, serving
 from support.recipe_data import LANGUAGE, recipe_of, save_tokenizer, trainer_of
 
 # Ignore the warnings that TRL and datasets emit.
@@ -152,21 +151,28 @@ def test_names_on_the_hub():
     assert settings.obstacle == "`model.chat_template` names a tokenizer on the hub: org/name"
 
 
-def test_a_name_that_the_hub_does_not_have(tmp_path):
+def test_a_name_that_the_hub_does_not_give(tmp_path, monkeypatch):
     """The error names the key, as for a model, also with the Trainer's own key."""
+
+    def unreachable(*_, **__):
+        msg = "couldn't connect"
+        raise OSError(msg)
+
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"messages": TURNS}))
-    model = LANGUAGE | {"chat_template": "org/name"}
-    data = {"path": str(file), "eval_fraction": 0}
     own_key = recipe_of(
-        "supervised_tuning", data, model=LANGUAGE, chat_template_path="org/name", max_length=64
+        "supervised_tuning",
+        {"path": str(file), "eval_fraction": 0},
+        model=LANGUAGE,
+        chat_template_path="org/name",
+        max_length=64,
     )
-    with serving() as hub, client_of(hub.url):
-        with pytest.raises(ModelError, match=r"^`chat_template` must name what .* on the hub: "):
-            ModelSettings(config=model["config"], chat_template="org/name").make_tokenizer()
-        says = r"training\.chat_template_path: must name what can be loaded, got 'org/name': "
-        with pytest.raises(RecipeError, match=says):
-            build_trainer(own_key)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    with pytest.raises(ModelError, match=r"^`chat_template` must name what .* on the hub: could"):
+        ModelSettings(config=LANGUAGE["config"], chat_template="org/name").make_tokenizer()
+    says = r"training\.chat_template_path: must name what can be loaded, got 'org/name': couldn"
+    with pytest.raises(RecipeError, match=says):
+        build_trainer(own_key)
 
 
 def test_tasks_without_conversations():
