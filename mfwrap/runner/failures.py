@@ -86,8 +86,8 @@ def named_failure(
 
 
 def _said(error: Exception, text: str) -> str:
-    """Return the first sentence of an error, at most 200 characters of whole words."""
-    sentence = textwrap.shorten(text.partition(". ")[0], 200, placeholder=" ...")
+    """Return the first sentence of an error, at most 250 characters of whole words."""
+    sentence = textwrap.shorten(text.partition(". ")[0], 250, placeholder=" ...")
     return f"{type(error).__name__}: {sentence}"
 
 

@@ -181,7 +181,10 @@ def test_the_newest_checkpoint_of_a_network(tmp_path):
     )
 
     assert reason.startswith("model.safetensors has weight with shape [1], but ")
-    assert offer == f"newest intact checkpoint before it: {tmp_path / 'checkpoint-1'}"
+    assert offer == (
+        "build the model as in the run of the checkpoint, or start a new run; newest intact "
+        f"checkpoint before it: {tmp_path / 'checkpoint-1'}"
+    )
 
 
 def test_a_search_reads_no_older_checkpoints(tmp_path, monkeypatch):
