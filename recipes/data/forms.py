@@ -57,7 +57,7 @@ class Form:
     def num_unanswered(self, rows: Dataset) -> int:
         """Return the number of rows in which an answer to be learned has no text."""
         names = [name for name in self.columns if name in _LEARNED]
-        table = rows.select_columns(names)
+        table = rows.select_columns(names) if names else ()
         return sum(any(_is_unanswered(row[name]) for name in names) for row in table)
 
     def columns_in(self, found: Collection[str]) -> Columns:
