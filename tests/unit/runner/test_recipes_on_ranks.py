@@ -16,7 +16,8 @@ TRAINING = {
     "max_steps": 2,
     "gradient_accumulation_steps": 1,
     "logging_steps": 1,
-    "eval_strategy": "no",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
     "save_strategy": "no",
     "load_best_model_at_end": False,
     "use_cpu": True,
@@ -63,4 +64,6 @@ def test_two_ranks(name, tmp_path, two_ranks):
         losses = {key for key in alone if key.endswith("loss")}
         assert losses
         for key in losses:
-            assert both[0][key] == pytest.approx(alone[key], rel=1e-4), key
+            # A mean over rows weighs a batch by its rows, and its rows by their targets.
+            rel = 1e-3 if key == "eval_loss" else 1e-4
+            assert both[0][key] == pytest.approx(alone[key], rel=rel), key
