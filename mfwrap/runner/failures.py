@@ -1,6 +1,6 @@
 """Name the key of a recipe that an error of another library is about."""
 
-import contextlib
+import functools
 import re
 import textwrap
 from typing import Any, NamedTuple, final
@@ -47,6 +47,8 @@ _CAUSES = (
         "names a tracker whose package is not installed; install it, or leave the tracker out",
     ),
 )
+
+_REFUSED = "the chat template of the tokenizer refuses messages"
 
 _HUB = "cannot create the repository on the hub; log in with `hf auth login`, or set it to false"
 
@@ -95,29 +97,27 @@ def _refused_chat(
     document: RecipeDocument, text: str, source: DataSource | None, tokenizer: Any
 ) -> RecipeError:
     """Return the error for a chat that the chat template refuses, with the place of its row."""
-    at, todo, tables = "", "change their roles", 0
-
-    def find(rows: Any) -> None:
-        nonlocal at, todo, tables
-        tables += 1
-        for number, row in enumerate(rows, 1):
-            chat = as_messages(row.get("messages") or row.get("conversations") or [], "user")
-            try:
-                _ = chat and tokenizer.apply_chat_template(chat, tokenize=False)
-            except Exception as error:  # templates raise errors of jinja2, and any other
-                place = source and source.place(number, held_out=tables > 1)
-                roles = [turn["role"] for turn in chat]
-                at = f" at {place or f'row {number} (counted from 1)'}, whose roles are {roles}"
-                if "system" in roles:
-                    todo = "if it lacks the role 'system', put that text into the next turn"
-                raise DataError(at, number) from error
-
+    says = _REFUSED
     if source is not None and not source.is_streamed:
-        # The rows of the training are in another order than those of the source.
-        with contextlib.suppress(OSError, ValueError):
-            source.rows(Needs(check=find))
-    says = f"the chat template of the tokenizer refuses the messages{at}: {text:.300}; {todo}"
-    return document.error(("data",), f"{says}, or set model.chat_template, for example to chatml")
+        try:
+            # The rows of the training are in another order than those of the source.
+            source.rows(Needs(check=functools.partial(_check_chats, tokenizer)))
+        except DataError as error:
+            says = str(error)
+    todo = "change the roles (some templates have no 'system'), or set model.chat_template, for"
+    return document.error(("data",), f"{says}: {text:.300}; {todo} example to chatml")
+
+
+def _check_chats(tokenizer: Any, rows: Any) -> None:
+    """Raise `DataError` for the first chat that the chat template of a tokenizer refuses."""
+    for number, row in enumerate(rows, 1):
+        chat = as_messages(row.get("messages") or row.get("conversations") or [], "user")
+        try:
+            _ = chat and tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception as error:  # templates raise errors of jinja2, and any other
+            roles = [turn["role"] for turn in chat]
+            msg = f"{_REFUSED} with the roles {roles}"
+            raise DataError(msg, number) from error
 
 
 def _linear_layers(network: nn.Module) -> list[str]:

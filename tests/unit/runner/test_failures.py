@@ -90,9 +90,9 @@ def test_a_refused_chat(tmp_path):
     )
 
     assert str(found) == (
-        f"r.yaml:1: data: the chat template of the tokenizer refuses the messages at {file}:2, "
-        "whose roles are ['system']: no system; if it lacks the role 'system', put that text into "
-        "the next turn, or set model.chat_template, for example to chatml"
+        "r.yaml:1: data: the chat template of the tokenizer refuses messages with the roles "
+        f"['system'], at {file}:2: no system; change the roles (some templates have no 'system'), "
+        "or set model.chat_template, for example to chatml"
     )
 
 
