@@ -11,6 +11,7 @@ from mfwrap.checkpoints import checksums, hashed_files
 from mfwrap.checkpoints.checksums import checksum
 from mfwrap.checkpoints.hashed_files import save_object, save_tensors
 from mfwrap.checkpoints.manifest import MANIFEST, write_manifest
+from support.device import needs_backends, run
 
 
 def many_tensors():
@@ -46,6 +47,12 @@ def test_tensors_that_are_not_contiguous(tmp_path):
     save_file({"a": weight.t().contiguous(), "b": weight}, tmp_path / "library.safetensors")
     own = (tmp_path / "own.safetensors").read_bytes()
     assert own == (tmp_path / "library.safetensors").read_bytes()
+
+
+@needs_backends
+def test_tensors_on_a_device():
+    """They are copied to the host, one at a time."""
+    assert run("support.device.saves:as_on_the_cpu")
 
 
 def test_no_tensors(tmp_path):
