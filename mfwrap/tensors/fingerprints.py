@@ -146,7 +146,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _hashes_of_rows(bits: Tensor, start: int) -> Tensor:
     column = start % _BLOCK
     factors = _odd_numbers(bits.device)[column : column + bits.shape[1]]
-    sums = (bits.long() * factors).sum(dim=1)
+    sums = (bits * factors).sum(dim=1)  # in int64, as the factors
     # Consecutive integers as factors would not do: their multiples cancel in sums of few terms.
     return sums * _signed(_mixed(start // _BLOCK) | 1)
 

@@ -32,6 +32,9 @@ WEIGHT = "gradient of weight"
 SHARD = "weight"
 """`Value.what` of this rank's part of a weight before the first call."""
 
+_PLACES = 4096
+"""Fingerprints whose memory is allocated at once."""
+
 
 class StepRuns(NamedTuple):
     """Fingerprints of all runs of a step."""
@@ -88,6 +91,8 @@ class StepRepetition(ModuleCalls):
         self._runs: list[list[dict[Value, Tensor]]] = [[]]
         self._values: dict[Value, Tensor] = {}
         """Fingerprints of the last call of the network that belongs to a run."""
+
+        self._places = _Places()
 
         self._is_on = self._is_inside = False
         """Whether modules belong to a run, and whether the network's own forward runs."""
@@ -163,7 +168,7 @@ class StepRepetition(ModuleCalls):
                 self._versions += [_Version(name, each, version_of(each)) for name, each in named]
             if len(self._runs[-1]) == 1:
                 for name, shard in self._shards.items():
-                    _add(self._values, SHARD, name, shard)
+                    self._add(self._values, SHARD, name, shard)
 
     def _follow_weights(self, call: ModuleCall) -> None:
         # A module may use the weights of one that it does not call, as nn.MultiheadAttention does.
@@ -174,7 +179,17 @@ class StepRepetition(ModuleCalls):
                 self.follow(weight, partial(self._add_weight, name))
 
     def _add_weight(self, name: str, gradient: Tensor) -> None:
-        _add(self._values, WEIGHT, name, gradient)
+        self._add(self._values, WEIGHT, name, gradient)
+
+    @torch.no_grad()
+    def _add(self, values: dict[Value, Tensor], what: str, name: str, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return  # such as the sparse gradient of an embedding
+        key = Value(what, name)
+        while key in values:
+            key = key._replace(number=key.number + 1)
+        local = local_tensor(tensor.detach()).reshape(1, -1)
+        values[key] = self._places.take(local.device).copy_(row_hashes(local))
 
     def _take(self, what: str, name: str, value: Any) -> None:
         for _, tensor in tensors_in(value):
@@ -183,10 +198,10 @@ class StepRepetition(ModuleCalls):
             if is_known and version == version_of(tensor):
                 continue
             self._known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
-            _add(self._values, what, name, tensor)
+            self._add(self._values, what, name, tensor)
             # The network's own inputs have no graph behind them in the repetition.
             if tensor.grad_fn is not None and (name or what == "output"):
-                tensor.register_hook(partial(_add, self._values, f"gradient of {what}", name))
+                tensor.register_hook(partial(self._add, self._values, f"gradient of {what}", name))
 
     def why_impossible(self) -> str:
         """Return why the step cannot be run again, as a clause; empty if it can be."""
@@ -302,14 +317,23 @@ class _Alias(torch.autograd.Function):
         return gradient, None
 
 
-@torch.no_grad()
-def _add(values: dict[Value, Tensor], what: str, name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        return  # such as the sparse gradient of an embedding
-    key = Value(what, name)
-    while key in values:
-        key = key._replace(number=key.number + 1)
-    values[key] = row_hashes(local_tensor(tensor.detach()).reshape(1, -1))
+@final
+class _Places:
+    """Memory for fingerprints.
+
+    A tensor for each of them would lie in memory that a gradient has just left, and keep the next
+    gradient out. The process would then grow by many times the gradients.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[torch.device, list[Tensor]] = {}
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return one that is free, shape ``(1,)``, int64, without a value."""
+        free = self._free.setdefault(device, [])
+        if not free:
+            free.extend(torch.empty(_PLACES, dtype=torch.int64, device=device).split(1))
+        return free.pop()
 
 
 @contextlib.contextmanager

@@ -7,8 +7,10 @@ from torch.distributed.fsdp import fully_shard
 
 from mfwrap.callbacks.culprit.replay.module_calls import Value
 from mfwrap.callbacks.culprit.replay.recompute import SHARD, WEIGHT, StepRepetition
+from mfwrap.memory import host_memory
 from mfwrap.tensors.fingerprints import bitwise_hashes
 from support.one_rank import one_rank
+from support.programs import Program
 
 
 class Pair(nn.Module):
@@ -99,6 +101,46 @@ def test_what_a_run_lacks_is_zero(network):
 
     assert runs.hashes[0, place] != 0
     assert runs.hashes[1, place] == 0
+
+
+GROWTH = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from mfwrap.callbacks.culprit.replay.recompute import StepRepetition
+from mfwrap.memory import host_memory
+
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+    )
+)
+tokens = torch.arange(128).view(4, 1, 32)
+
+def step():
+    for batch in tokens:
+        model(input_ids=batch, labels=batch).loss.backward()
+    return host_memory().resident
+
+before = step()
+repetition = StepRepetition(model)
+step()
+repetition.repeat(3)
+size = sum(weight.nbytes for weight in model.parameters())
+print((host_memory().resident - before) / size)
+"""
+
+
+@pytest.mark.skipif(host_memory() is None, reason="needs the memory of a process")
+def test_the_process_grows_by_one_more_set_of_gradients():
+    """Fingerprints do not keep gradients out of the memory that others have left."""
+    with Program(GROWTH) as program:
+        growth = float(program.stdout.read())
+
+    assert 0.5 < growth < 4, "in sets of gradients"
 
 
 def test_the_shards_of_weights_are_compared(network):
