@@ -3,39 +3,48 @@
     python benchmarks/background.py                    # states of 0.5 and 2 GB
     python benchmarks/background.py --gigabytes 8 --folder /scratch
 
-An `MFTrainer` trains a network of linear layers for 60 steps with Adam, whose state takes twice the
-memory of the weights. It saves after steps 10, 20, 30, 40 and 50. The cost of the saves is the time
-of these 60 steps less that of 60 steps without saves, so it includes steps that a thread slows
-down. The stall alone is the time between the end of a step with a save and the begin of the next
-one, less that of the other steps. Torch computes with one thread, so another core is free, as
-beside a GPU. Each round measures each way once, in random order.
+An `MFTrainer` trains a network of linear layers with Adam, whose state takes twice the memory of
+the weights: without saves, with saves at once, and with saves in the background, each in its own
+process. The processes take turns of 12 steps, in random order, so that a machine that slows down
+affects all of them. A turn saves after its first step, and ends when the checkpoint is written. The
+cost of a save is the time of the turn less that of the turn without a save, so it includes steps
+that a thread slows down. The stall alone is the time between the step with the save and the next
+one, less that between other steps. Torch computes with one thread, so another core is free, as
+beside a GPU. The first turn of each process is left out.
 """
 
 import argparse
-import contextlib
-import io
 import random
-import shutil
 import statistics
 import tempfile
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from mfwrap.trainer import MFTrainer
+from trainer import median_and_spread
+from turns import Turns
 
 WIDTH = 2048
 BYTES_A_WEIGHT = 12
 """The weight and Adam's two moments, in float32."""
 
-NUM_STEPS, ROWS = 60, 16
-SAVES = (10, 20, 30, 40, 50)
+STEPS, ROWS = 12, 16
+"""Steps of a turn, and rows of a step."""
+
+LEFT_OUT = 1
+"""First turns that are not measured."""
+
+LONGEST_WRITE = 600.0
+"""Seconds."""
+
 NO_SAVES, AT_ONCE, BACKGROUND = "no saves", "at once", "in the background"
 
 
@@ -59,60 +68,91 @@ class Layers(nn.Module):
         return {"loss": self.layers(inputs.repeat(self._repeats, 1)).square().mean()}
 
 
-class Clock(TrainerCallback):
-    """Take the time of a training, and of the gaps between its steps; ask for the saves."""
+@final
+class TurnsWithSaves(TrainerCallback):
+    """Ask for a save in each turn, and end the turn when the checkpoint is written.
 
-    def __init__(self, *, saves: bool) -> None:
-        self._saves = saves
-        self._ended = self._began = 0.0
-        self._gaps: dict[int, float] = {}
-        self.seconds = 0.0
+    Args:
+        turn: Connection to `Turns`, which gets the stall of each turn in seconds.
+        saves: Whether to save.
+        folder: The run folder.
+    """
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock."""
-        self._began = time.perf_counter()
+    def __init__(self, turn: Connection, folder: Path, *, saves: bool) -> None:
+        self._turn, self._folder, self._saves = turn, folder, saves
+        self._ended = 0.0
+        self._gaps: list[float] = []
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the gap since the last step."""
-        del args, control
-        self._gaps[state.global_step] = time.perf_counter() - self._ended
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note the time since the last step."""
+        self._gaps.append(time.perf_counter() - self._ended)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ask for a save if one is due, and begin to measure a gap."""
+        """Ask for the save after the first step of a turn, or end the turn after the last one."""
         del args
-        control.should_save = self._saves and state.global_step in SAVES
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        step = state.global_step
+        control.should_save = self._saves and step % STEPS == 1
+        if step % STEPS == 0:
+            if self._saves:
+                wait_for(self._folder / f"checkpoint-{step - STEPS + 1}")
+            _, gap_of_save, *others = self._gaps
+            self._gaps = []
+            self._turn.send(gap_of_save - statistics.median(others))
+            self._turn.recv()
         self._ended = time.perf_counter()
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Stop the clock; the last checkpoint is written by now."""
-        self.seconds = time.perf_counter() - self._began
 
-    @property
-    def stall(self) -> float:
-        """Seconds of the gaps with a save, beyond those of the other gaps."""
-        gaps = {step: gap for step, gap in self._gaps.items() if step > 0}
-        usual = statistics.median(gap for step, gap in gaps.items() if step not in SAVES)
-        return sum(gaps[step] - usual for step in SAVES)
+def wait_for(checkpoint: Path) -> None:
+    """Wait until a checkpoint is written, which then gets its name.
+
+    Raises:
+        TimeoutError: If it takes more than ten minutes.
+    """
+    start = time.perf_counter()
+    while not checkpoint.exists():
+        if time.perf_counter() - start > LONGEST_WRITE:
+            message = f"{checkpoint} was not written in {LONGEST_WRITE} seconds"
+            raise TimeoutError(message)
+        time.sleep(0.01)
 
 
 class Cost(NamedTuple):
-    """Seconds of one training."""
+    """Seconds that a save costs."""
 
     total: float
     stall: float
 
 
-def train(way: str, num_bytes: int, folder: Path, *, device: str, width: int, repeats: int) -> Cost:
-    """Train once in a way; return its seconds."""
-    clock = Clock(saves=way != NO_SAVES)
-    with contextlib.redirect_stdout(io.StringIO()):
+class Sizes(NamedTuple):
+    """What is trained, and how often it is saved."""
+
+    num_bytes: int
+    num_saves: int
+    folder: Path
+    device: str
+    width: int
+    repeats: int
+
+
+def train(way: str, turn: Connection, sizes: Sizes) -> None:
+    """Train in a way in its own process.
+
+    Args:
+        way: `NO_SAVES`, `AT_ONCE` or `BACKGROUND`.
+        turn: Connection to `Turns`.
+        sizes: Of model and run.
+    """
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory(dir=sizes.folder) as folder:
         trainer = MFTrainer(
-            Layers(num_bytes, width, repeats),
+            Layers(sizes.num_bytes, sizes.width, sizes.repeats),
             TrainingArguments(
-                str(folder),
-                max_steps=NUM_STEPS,
+                folder,
+                max_steps=STEPS * (LEFT_OUT + sizes.num_saves),
                 per_device_train_batch_size=ROWS,
                 learning_rate=1e-6,
                 logging_strategy="no",
@@ -120,39 +160,34 @@ def train(way: str, num_bytes: int, folder: Path, *, device: str, width: int, re
                 save_total_limit=1,
                 report_to="none",
                 disable_tqdm=True,
-                use_cpu=device == "cpu",
+                use_cpu=sizes.device == "cpu",
                 dataloader_pin_memory=False,
             ),
-            train_dataset=[{"inputs": torch.randn(width)} for _ in range(ROWS)],
-            callbacks=[clock],
+            train_dataset=[{"inputs": torch.randn(sizes.width)} for _ in range(ROWS)],
+            callbacks=[TurnsWithSaves(turn, Path(folder), saves=way != NO_SAVES)],
             async_save=way == BACKGROUND,
         )
+        trainer.remove_callback(PrinterCallback)
+        turn.send("ready")
+        turn.recv()
         trainer.train()
-    shutil.rmtree(folder, ignore_errors=True)
-    return Cost(clock.seconds, clock.stall)
 
 
-def costs(
-    num_bytes: int, folder: Path, *, rounds: int, device: str, width: int, repeats: int
-) -> dict[str, list[Cost]]:
-    """Return the costs of the saves by way, one of each round."""
+def costs(sizes: Sizes) -> dict[str, list[Cost]]:
+    """Return the costs of the saves by way, one of each turn."""
+    ways = [NO_SAVES, AT_ONCE, BACKGROUND]
+    turns = Turns(train, ways, sizes)
+    draw = random.Random(0)  # noqa: S311  (not cryptographic)
     found: dict[str, list[Cost]] = {AT_ONCE: [], BACKGROUND: []}
-    for number in range(rounds):
-        of_round = {
-            way: train(
-                way,
-                num_bytes,
-                folder / f"{number}{way}",
-                device=device,
-                width=width,
-                repeats=repeats,
-            )
-            for way in random.sample([NO_SAVES, AT_ONCE, BACKGROUND], 3)
-        }
+    for _ in range(LEFT_OUT + sizes.num_saves):
+        draw.shuffle(ways)
+        of_turn = {way: turns.take(way) for way in ways}
+        without, _ = of_turn[NO_SAVES]
         for way, measured in found.items():
-            total = of_round[way].total - of_round[NO_SAVES].total
-            measured.append(Cost(total, of_round[way].stall))
-    return found
+            seconds, stall = of_turn[way]
+            measured.append(Cost(seconds - without, stall))
+    turns.end()
+    return {way: measured[LEFT_OUT:] for way, measured in found.items()}
 
 
 def shares(found: dict[str, list[Cost]]) -> Cost:
@@ -171,31 +206,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 2.0])
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each way")
+    parser.add_argument("--saves", type=int, default=5, help="measured saves of each way")
     parser.add_argument("--width", type=int, default=WIDTH, help="size of the square layers")
     parser.add_argument("--repeats", type=int, default=4, help="how often a row is computed")
     parser.add_argument("--folder", help="where to write; by default that of temporary files")
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    transformers_logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    print(f"{arguments.rounds} rounds; seconds of five saves, median and range\n")
+    print(f"{arguments.saves} saves; seconds of a save, median (least to most)\n")
     print("| state | | total | stall alone |\n| --- | --- | --- | --- |")
     for size in arguments.gigabytes:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-            found = costs(
-                int(size * 1e9),
-                Path(name),
-                rounds=arguments.rounds,
+            sizes = Sizes(
+                num_bytes=int(size * 1e9),
+                num_saves=arguments.saves,
+                folder=Path(name),
                 device="cpu",
                 width=arguments.width,
                 repeats=arguments.repeats,
             )
+            found = costs(sizes)
         for way, measured in found.items():
-            columns = (
-                f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
-                for each in zip(*measured, strict=True)
-            )
+            columns = (median_and_spread(list(each), ".2f") for each in zip(*measured, strict=True))
             print(f"| {size:g} GB | {way} | {' | '.join(columns)} |")
         total, stall = shares(found)
         print(f"| | share | {total:.2f} | {stall:.2f} |")

@@ -14,10 +14,10 @@ is
 `--ways` measures one of these alone, or what a long run turns on only when it is asked for: the
 losses of rows in files, and a step in ten that is done twice. The processes take turns after each
 block of steps, in random order, so that a machine that slows down affects all of them. Without
-additions, one block is measured for each four blocks of a way, because all of them are alike. Saves
-and snapshots begin in the middle of a block, and a block is longer than the writing. A way's ratio
-is the median over blocks of its time divided by the time of the block without additions in the same
-turn; that of all blocks is the quotient of the means.
+additions, fewer blocks are measured (`--share`), because all of them are alike. Saves and snapshots
+begin in the middle of a block, and a block is longer than the writing. A way's ratio is the median
+over blocks of its time divided by the time of the block without additions in the same turn; that of
+all blocks is the quotient of the means.
 
 Memory is the resident memory of the process after a quarter of the blocks, when it has saved once,
 and at the end.
@@ -27,7 +27,6 @@ import argparse
 import random
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -35,7 +34,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch.multiprocessing import get_context
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
@@ -43,13 +41,11 @@ from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, MemoryMonitor, RecomputeCheck
 from mfwrap.memory import host_memory
 from mfwrap.trainer import MFTrainer
-from trainer import PRELOADED, argument_parser, build_setting, median_and_spread
+from trainer import argument_parser, build_setting, median_and_spread
+from turns import Turns
 
 WITHOUT, EVERYTHING = "without additions", "everything"
 SAVES, SNAPSHOTS, SOURCES = 4, 20, 4
-SHARE = 4
-"""Blocks of a way for each block without additions."""
-
 LEFT_OUT = 1
 """First blocks that are not measured."""
 
@@ -90,11 +86,11 @@ def settings_of(way: str, steps: int, folder: Path) -> dict[str, Any]:
 
 
 @final
-class Turns(TrainerCallback):
-    """Wait for the turn of this process after each block of steps.
+class EndsTurns(TrainerCallback):
+    """Wait for the next turn of this process after each block of steps.
 
     Args:
-        turn: Connection to the main process.
+        turn: Connection to `Turns`.
         block: Steps of a block.
     """
 
@@ -115,13 +111,13 @@ def train(way: str, turn: Connection, arguments: argparse.Namespace) -> None:
 
     Args:
         way: One of `WAYS`, or all or none of them.
-        turn: Connection to the main process, which lets this process start a block.
+        turn: Connection to `Turns`; a turn is a block.
         arguments: Sizes.
     """
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
-    steps = arguments.steps // (SHARE if way == WITHOUT else 1)
+    steps = arguments.steps // (arguments.share if way == WITHOUT else 1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         setting = build_setting(arguments, steps, name)
         rows = [
@@ -148,34 +144,19 @@ def train(way: str, turn: Connection, arguments: argparse.Namespace) -> None:
                 dataloader_pin_memory=False,
             ),
             train_dataset=rows,
-            **settings | {"callbacks": [Turns(turn, arguments.block), *settings["callbacks"]]},
+            **settings | {"callbacks": [EndsTurns(turn, arguments.block), *settings["callbacks"]]},
         )
         trainer.remove_callback(PrinterCallback)
         turn.send("ready")
         turn.recv()
         trainer.train()
-        turn.send("done")
 
 
 def measure(
     ways: list[str], arguments: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
     """Train in all ways; return the times of their blocks, and the memory after each block."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    turns = {}
-    processes = []
-    for way in ways:
-        turn, other_end = context.Pipe()
-        # If a process fails, `recv` below raises EOFError and ends this process. The others then
-        # end too, because they are daemons.
-        process = context.Process(target=train, args=(way, other_end, arguments), daemon=True)
-        process.start()
-        other_end.close()
-        processes.append(process)
-        turns[way] = turn
-    for turn in turns.values():
-        turn.recv()
+    turns = Turns(train, ways, arguments)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     memory: dict[str, list[int]] = {way: [] for way in ways}
     order, draw = list(ways), random.Random(0)  # noqa: S311  (not cryptographic)
@@ -183,16 +164,12 @@ def measure(
     for number in range(arguments.steps // arguments.block):
         draw.shuffle(order)
         for way in order:
-            if way == WITHOUT and number % SHARE:
+            if way == WITHOUT and number % arguments.share:
                 continue
-            start = time.perf_counter()
-            turns[way].send("go on")
-            memory[way].append(turns[way].recv())
-            seconds[way].append(time.perf_counter() - start)
-    for turn, process in zip(turns.values(), processes, strict=True):
-        turn.send("go on")
-        turn.recv()
-        process.join()
+            seconds_of_block, resident = turns.take(way)
+            seconds[way].append(seconds_of_block)
+            memory[way].append(resident)
+    turns.end()
     return seconds, memory
 
 
@@ -203,10 +180,13 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the vocabulary")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--block", type=int, default=20, help="steps between two turns")
+    parser.add_argument(
+        "--share", type=int, default=4, help="blocks of each way for one without additions"
+    )
     parser.add_argument("--ways", nargs="+", default=[EVERYTHING], choices=[*WAYS, EVERYTHING])
     parser.add_argument("--folder", help="where to write; by default that of temporary files")
     arguments = parser.parse_args()
-    turns = SHARE * arguments.block
+    turns = arguments.share * arguments.block
     if arguments.steps % turns or arguments.steps == turns:
         parser.error(f"--steps must be 2 or more times {turns}, got {arguments.steps}")
     ways = [WITHOUT, *arguments.ways]
@@ -225,7 +205,7 @@ def main() -> None:
     for way in ways:
         measured = seconds[way][LEFT_OUT:]
         time_of_step = median_and_spread([1e3 * each / arguments.block for each in measured], ".1f")
-        share = 1 if way == WITHOUT else SHARE
+        share = 1 if way == WITHOUT else arguments.share
         beside = seconds[way][LEFT_OUT * share :: share]
         ratio = statistics.median(a / b for a, b in zip(beside, without, strict=True))
         of_all = statistics.mean(measured) / statistics.mean(without)

@@ -82,15 +82,15 @@ SECTIONS = {
         usual=["verification.py"], quick=["verification.py --gigabytes 0.01 --rounds 2"]
     ),
     "background": Section(
-        usual=["background.py --gigabytes 0.5 --rounds 1"],
+        usual=["background.py --gigabytes 0.5"],
         full=["background.py"],
-        quick=["background.py --gigabytes 0.001 --rounds 1 --width 32"],
+        quick=["background.py --gigabytes 0.001 --saves 2 --width 32"],
     ),
     "long_run": Section(
         usual=["long_run.py --steps 120 --block 10"],
         full=[
             "long_run.py",
-            "long_run.py --steps 160 --block 20 --ways rows twice",
+            "long_run.py --steps 160 --block 20 --share 1 --ways rows twice",
         ],
         quick=[f"long_run.py {_LONG}"],
     ),

@@ -21,7 +21,6 @@ import argparse
 import random
 import statistics
 import tempfile
-import time
 import warnings
 from multiprocessing.connection import Connection
 
@@ -32,12 +31,11 @@ from transformers.utils import logging as transformers_logging
 
 from counting import transient_peak
 from trainer_contestants import CONTESTANTS, Setting
+from turns import Turns
 
 LEFT_OUT = 2
 STEPS_FOR_MEMORY = 2
 """The second step is the first one with the optimizer's whole state."""
-PRELOADED = ["transformers.trainer", "transformers.models.llama.modeling_llama"]
-"""Modules, slow to import, that are imported once for the processes of all contestants."""
 
 
 def build_model(
@@ -98,8 +96,7 @@ def train(index: int, turn: Connection, arguments: argparse.Namespace) -> None:
 
     Args:
         index: Index of the contestant in `CONTESTANTS`.
-        turn: Connection to the main process. A message from the main process lets this process
-            start a step. This process sends a message back when the step has ended.
+        turn: Connection to `Turns`; a turn is a step.
         arguments: Sizes.
     """
     torch.set_num_threads(arguments.threads)
@@ -166,31 +163,15 @@ def seconds_of_steps(
     contestants: list[int], arguments: argparse.Namespace, order: random.Random
 ) -> dict[int, list[float]]:
     """Train contestants once, and return the times of their steps, without the first steps."""
-    context = get_context("forkserver")
-    processes, turns = [], {}
-    for index in contestants:
-        turn, other_end = context.Pipe()
-        # If a contestant fails, `recv` below raises EOFError and ends this process. The other
-        # contestants then end too, because they are daemons.
-        process = context.Process(target=train, args=(index, other_end, arguments), daemon=True)
-        process.start()
-        other_end.close()
-        processes.append(process)
-        turns[index] = turn
-    for turn in turns.values():
-        turn.recv()
+    turns = Turns(train, contestants, arguments)
     times: dict[int, list[float]] = {index: [] for index in contestants}
     indices = list(contestants)
     for _ in range(arguments.steps):
         order.shuffle(indices)
         for index in indices:
-            start = time.perf_counter()
-            turns[index].send("go on")
-            turns[index].recv()
-            times[index].append(time.perf_counter() - start)
-    for turn, process in zip(turns.values(), processes, strict=True):
-        turn.send("finish")
-        process.join()
+            seconds, _ = turns.take(index)
+            times[index].append(seconds)
+    turns.end()
     return {index: each[LEFT_OUT:] for index, each in times.items()}
 
 
@@ -212,7 +193,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="parts of names of contestants")
     arguments = parser.parse_args()
     contestants = chosen(arguments.only)
-    get_context("forkserver").set_forkserver_preload(PRELOADED)
     order = random.Random(0)  # noqa: S311  (not cryptographic)
     milliseconds: dict[int, list[float]] = {index: [] for index in contestants}
     ratios: dict[int, list[float]] = {index: [] for index in contestants}

@@ -81,18 +81,20 @@ def _cost(recording: Recording, setup: Setup, gigabytes: float, folder: Path) ->
     forget_accelerators()
     width = setup.size(background.WIDTH, 32)
     found = background.costs(
-        int(gigabytes * 1e9),
-        folder / "cost",
-        rounds=1,
-        device=setup.kind,
-        width=width,
-        # Ten steps must take longer than it takes to write a checkpoint.
-        repeats=setup.size(1024 if setup.on_cuda else 4, 1),
+        background.Sizes(
+            num_bytes=int(gigabytes * 1e9),
+            num_saves=3,
+            folder=folder,
+            device=setup.kind,
+            width=width,
+            # The steps of a turn must take longer than it takes to write a checkpoint.
+            repeats=setup.size(1024 if setup.on_cuda else 4, 1),
+        )
     )
     for way, measured in found.items():
         totals, stalls = zip(*measured, strict=True)
         recording.row(
-            f"Seconds of five saves of {gigabytes:g} GB in 60 steps",
+            f"Seconds of a save of {gigabytes:g} GB",
             {"saves": way, "total": spread(totals), "stall alone": spread(stalls)},
         )
     total, stall = background.shares(found)
