@@ -9,6 +9,7 @@ which synchronizes once per step, and divides the gradients in place.
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import final
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from mfwrap.arguments import needed_arguments
+from mfwrap.arguments import callers_stacklevel, needed_arguments
 from mfwrap.compatibility.gradient_dtypes import replace_gradient
 from mfwrap.compatibility.torch import foreach_copy_, foreach_div_, step_hooks
 from mfwrap.optimizers.adam_weight_decay import AdamWeightDecay
@@ -28,6 +29,9 @@ from mfwrap.step.optimizer_shards import holds_distributed, on_local_shards
 from mfwrap.tensors.shards import is_distributed, local_tensors, placed_as
 
 _FUSED = (Adam, AdamW, SGD, Adagrad, AdamWeightDecay)
+
+_ZERO_IN_FLOAT16 = 2.0**-25
+"""Largest number that is 0 in float16, whose smallest one is ``2**-24``."""
 
 
 @final
@@ -49,6 +53,9 @@ class SkippableOptimizer:
         TypeError: If the optimizer's step needs a closure.
         ValueError: If the optimizer is fused SGD with half-precision weights on the CPU, which
             torch does not update.
+
+    Warns:
+        UserWarning: If an ``eps`` is 0 in the dtype that the optimizer computes in.
     """
 
     def __init__(self, optimizer: Optimizer, *, rounds: bool = False) -> None:
@@ -57,6 +64,7 @@ class SkippableOptimizer:
         self._parts = parts_of(optimizer)
         for part in self._parts:
             _refuse_closure(part)
+            _warn_of_vanishing_eps(part)
         has_sgd = any(isinstance(part, SGD) for part in self._parts)
         self._fused_sgd = FusedSGD(optimizer, self._parts) if has_sgd else None
         self._with_fused_kernels = tuple(part for part in self._parts if _keeps_step(part, _FUSED))
@@ -225,6 +233,30 @@ def _keeps_step(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...]) -> boo
     kind = next((kind for kind in kinds if isinstance(optimizer, kind)), None)
     # A subclass that overrides `step` may ignore `grad_scale` and `found_inf`.
     return kind is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
+
+
+def _warn_of_vanishing_eps(optimizer: Optimizer) -> None:
+    """Warn if an optimizer of torch divides by 0 where the gradients of float16 weights are small.
+
+    torch's unfused optimizers compute in the dtype of the weights. In float16 the square of a
+    gradient below 2e-4 is 0, and so is an ``eps`` below 3e-8.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        vanishes = isinstance(eps, float) and 0 < eps <= _ZERO_IN_FLOAT16
+        if group.get("fused") or not vanishes:
+            continue
+        if any(parameter.dtype == torch.float16 for parameter in group["params"]):
+            warnings.warn(
+                "`optimizer` makes float16 weights NaN where their gradients are small, because "
+                f"{type(optimizer).__name__}'s eps of {eps:g} is 0 in float16; load the weights in "
+                "float32 and compute in float16 by autocast, as accelerate's "
+                "mixed_precision='fp16' does",
+                stacklevel=callers_stacklevel(),
+            )
+            return
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:

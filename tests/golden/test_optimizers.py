@@ -30,7 +30,7 @@ def test_unscaling(case, fused):
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     # The unscaled gradients are in `grad`, whether the optimizer is fused or not.
-    optimizer = SkippableOptimizer(torch.optim.Adam(parameters, lr=1.0, fused=fused))
+    optimizer = SkippableOptimizer(torch.optim.Adam(parameters, lr=1.0, eps=1e-6, fused=fused))
 
     optimizer.step(floats(case["scale"]).float(), NO_SKIP)
 
@@ -53,7 +53,7 @@ def test_unscaling_by_more_than_float16_holds(fused):
     """A float16 gradient stays exact at a scale whose reciprocal is zero in float16."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float16))
     parameter.grad = torch.full((1,), 2.0**15, dtype=torch.float16)
-    optimizer = SkippableOptimizer(torch.optim.Adam([parameter], lr=1.0, fused=fused))
+    optimizer = SkippableOptimizer(torch.optim.Adam([parameter], lr=1.0, eps=1e-6, fused=fused))
     optimizer.step(torch.full((), 2.0**26), NO_SKIP)
     assert parameter.grad.item() == 2.0**-11
 

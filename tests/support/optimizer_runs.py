@@ -17,6 +17,8 @@ from mfwrap.step.skipping import SkippableOptimizer
 # and for a scalar. Test each.
 SHAPES = [(7, 9), (5,), ()]
 HALF = [torch.bfloat16, torch.float16]
+# torch's defaults are 0 in float16.
+EPS = 1e-6
 # The wrapper and the plain optimizer divide gradients in different ways, so gradients differ by two
 # roundings, 1.2e-7 relative. The weights' steps differ in the same proportion, and momentum adds up
 # a few steps. At learning rates of at most 0.1, an `atol` of 2e-6 is ample.
@@ -105,18 +107,18 @@ FOLDED = {
 # This optimizer reads the flag on the host until its first applied update, not afterwards.
 DAMPENED = {"fused SGD dampening": fused(SGD, lr=0.1, momentum=0.9, dampening=0.5)}
 IN_PLACE = {
-    "Adam": kind(Adam, lr=0.1),
-    "AdamW": kind(AdamW, lr=0.1, weight_decay=0.1, foreach=True),
+    "Adam": kind(Adam, lr=0.1, eps=EPS),
+    "AdamW": kind(AdamW, lr=0.1, eps=EPS, weight_decay=0.1, foreach=True),
     "SGD": kind(SGD, lr=0.1, momentum=0.9, dampening=0.5),
     "SGD foreach": kind(SGD, lr=0.1, foreach=True),
-    "Adagrad": kind(Adagrad, lr=0.1),
-    "RMSprop": kind(RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "Adagrad": kind(Adagrad, lr=0.1, eps=EPS),
+    "RMSprop": kind(RMSprop, lr=0.01, eps=EPS, momentum=0.9, centered=True),
     "Adafactor": kind(Adafactor, lr=0.01),
     "unfused AdamWeightDecay": kind(AdamWeightDecay, lr=0.1, fp32_state=True, fused=False),
     "torch's Muon with AdamW": Kind(
         functools.partial(muon_with_adamw, torch.optim.Muon), folds=False
     ),
-    "NAdam": kind(NAdam, lr=0.1),
+    "NAdam": kind(NAdam, lr=0.1, eps=EPS),
     "own step": kind(OwnStep, lr=0.1, fused=True),
 }
 ALL = FOLDED | DAMPENED | IN_PLACE

@@ -183,7 +183,7 @@ def test_a_float16_loss_does_not_overflow_before_its_backward():
     network = LinearProbe().half()
     with torch.no_grad():
         network.weight.fill_(8.0)
-    cell = MFTrainOneStepCell(network, AdamW(network.parameters()), scale_sense=2.0**13)
+    cell = MFTrainOneStepCell(network, AdamW(network.parameters(), eps=1e-6), scale_sense=2.0**13)
 
     # The loss is 16 and the scale 8192. Their product, 131,072, exceeds float16's maximum of
     # 65,504. The scaled gradients are 8192, which float16 can hold.
@@ -197,6 +197,6 @@ def test_a_float16_loss_does_not_overflow_before_its_backward():
 def test_a_scale_above_float16_overflows_with_a_float16_loss():
     """With a float16 loss, whose gradient is float16, a scale above 65504 overflows."""
     network = LinearProbe().half()
-    cell = MFTrainOneStepCell(network, AdamW(network.parameters()), scale_sense=2.0**17)
+    cell = MFTrainOneStepCell(network, AdamW(network.parameters(), eps=1e-6), scale_sense=2.0**17)
 
     assert cell(torch.ones(1, 2).half()).overflow.item()

@@ -374,7 +374,7 @@ class TestOneRank:
         network = Half()
         schedule = one_stage(network, loss_fn=loss_fn)
         schedule.scale_grads = scale_grads
-        optimizer = torch.optim.Adam(network.parameters(), fused=fused)
+        optimizer = torch.optim.Adam(network.parameters(), eps=1e-6, fused=fused)
         cell = MFTrainOneStepCell(
             schedule,
             optimizer,

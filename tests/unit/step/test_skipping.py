@@ -1,6 +1,8 @@
 """`SkippableOptimizer` divides gradients and skips steps, for every kind of optimizer."""
 
 import math
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, RMSprop
 
 from mfwrap.step.rates import learning_rates
 from mfwrap.step.skipping import SkippableOptimizer
@@ -337,6 +339,35 @@ def test_lbfgs_is_refused():
     """LBFGS raises an error, because it evaluates the loss more than once."""
     with pytest.raises(TypeError, match=r"`optimizer` must update from the gradients .* got LBFGS"):
         SkippableOptimizer(torch.optim.LBFGS(parameters_of()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "build",
+    [
+        Adam,
+        AdamW,
+        partial(AdamW, fused=True),
+        partial(AdamW, eps=1e-6),
+        RMSprop,
+        Adagrad,
+        Adadelta,
+        Adafactor,
+        partial(SGD, lr=0.1),
+    ],
+    ids=str,
+)
+def test_an_eps_that_makes_weights_nan_is_told(build, dtype):
+    """An optimizer warns exactly if torch's own step makes the weights NaN with zero gradients."""
+    weight = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        SkippableOptimizer(build([weight]))
+    weight.grad = torch.zeros_like(weight)
+    build([weight]).step()
+
+    is_told = any("is 0 in float16; load the weights" in str(one.message) for one in told)
+    assert is_told == weight.isnan().any()
 
 
 @pytest.mark.parametrize("build", [FOLDED["fused AdamW"], FOLDED["fused SGD momentum"]])

@@ -83,7 +83,7 @@ def test_norms_and_weights_are_those_of_float64(values, limit, fused):
     inputs = [torch.full((6,), value).bfloat16() for value in values]
     exact = torch.stack(inputs).double().mean(0)
     network = Products()
-    optimizer = Adam(network.parameters(), lr=1.0, betas=(0.0, 0.0), fused=fused)
+    optimizer = Adam(network.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-6, fused=fused)
     cell = MFTrainOneStepCell(
         network,
         optimizer,
@@ -148,7 +148,7 @@ def test_a_sum_that_float16_cannot_hold_is_divided_before_it_is_rounded(fused, n
     weights = []
     for in_float32 in (True, False):
         network = Products(torch.float16)
-        optimizer = Adam(network.parameters(), lr=1.0, fused=fused)
+        optimizer = Adam(network.parameters(), lr=1.0, eps=1e-6, fused=fused)
         cell = cell_of(network, optimizer, in_float32=in_float32, scale_sense=16.0, local_norm=True)
         batches = [(torch.full((6,), 3000.0), torch.full((6,), 2000.0 + i)) for i in range(number)]
         output = cell.step([(first.half(), second.half()) for first, second in batches])
@@ -174,7 +174,7 @@ class PerToken(Products):
 def test_a_sum_of_tokens_that_float16_cannot_hold_is_divided_before_it_is_rounded(fused):
     """Numerators whose gradients do not fit together are divided by the micro-batches first."""
     network = PerToken(torch.float16)
-    optimizer = Adam(network.parameters(), fused=fused)
+    optimizer = Adam(network.parameters(), eps=1e-6, fused=fused)
     cell = cell_of(network, optimizer, calculate_per_token_loss=True)
     large = torch.full((6,), 40000.0, dtype=torch.float16)
     output = cell.step([(large, torch.ones_like(large))] * 4)
@@ -187,7 +187,7 @@ def test_denominators_that_are_fractions_make_an_overflow(fused):
     """The optimizer never gets a gradient that is infinite after the division."""
     network = PerToken(torch.float16)
     network.denominator = 0.25
-    optimizer = Adam(network.parameters(), fused=fused)
+    optimizer = Adam(network.parameters(), eps=1e-6, fused=fused)
     cell = cell_of(network, optimizer, calculate_per_token_loss=True)
     large = torch.full((6,), 40000.0, dtype=torch.float16)
     assert cell.step([(large, torch.ones_like(large))] * 4).overflow
