@@ -304,7 +304,7 @@ class Episodes:
         episode = self.last
         goes_on = self.goes_on(anomaly.step, anomaly.kind, is_shared=is_shared)
         if episode is not None and goes_on:
-            episode.is_over = False
+            before = episode.as_record()
             episode.follow(anomaly, loss, self._reach(anomaly.kind))
             # What a fault in the steps before has as a consequence tells nothing of its cause.
             is_new = anomaly.kind == episode.kind or anomaly.kind not in _GROWING
@@ -312,6 +312,8 @@ class Episodes:
                 episode.cause = anomaly.cause
                 known = {name: getattr(anomaly, name) for name in _REFINED}
                 episode.refined = {name: v for name, v in known.items() if v is not None}
+            # An episode that has ended is told again only if there is more to tell.
+            episode.is_over = episode.is_over and episode.as_record() == before
             return False, None
         ended = self.end()
         self.last = OpenEpisode(

@@ -39,7 +39,8 @@ _QUIET = 3
 set them to zero in place."""
 
 _UPDATES = 10
-"""Number of updates after which each trained weight must have had a gradient."""
+"""Number of updates after which each trained weight must have had a gradient, and in a row without
+any gradient that are odd."""
 
 _RECENT = 3
 """Number of steps in which a change of weights may show."""
@@ -88,8 +89,8 @@ class RunNotes:
     Before the first step, sizes of weights of the same role and shape. In the first step, the mode
     of the network, and its loss beside that of guessing. After ten updates, weights without a
     gradient. In all steps, settings that change, weights that change between two steps, a
-    learning rate of zero, updates that change nothing, gradients that were not set to zero, and a
-    cross-entropy below zero.
+    learning rate of zero, updates that change nothing, gradients that were not set to zero or that
+    are all zero, and a cross-entropy below zero.
 
     Args:
         network: Network with or without wrappers; ``None`` if unknown.
@@ -109,6 +110,7 @@ class RunNotes:
         self._said: set[str] = set()
         self._changed: tuple[int, tuple[str, ...]] = (-_RECENT, ())
         self._num_without = self._num_zero_rates = self._num_still = self._num_updates = 0
+        self._num_dead = 0
         self._is_first = step == 0 and network is not None
         self._network = None if network is None else unwrapped_network(network)
         self._num_classes = 0 if self._network is None else _num_classes(self._network)
@@ -202,12 +204,20 @@ class RunNotes:
             said = f"{names[0]}{more} changed between two steps"
             look = "if no code of yours changes weights, suspect the memory"
             notes.append(Cause("weight_changed", said, look, tensors=names[:1]))
+        return notes + self._of_updates(numbers, judgement, scores)
+
+    def _of_updates(
+        self, numbers: StepNumbers, judgement: JudgedStep, scores: StepScores
+    ) -> list[Cause]:
+        """Count updates in a row that are odd."""
+        notes = []
         if not (numbers.overflow or numbers.skipped):
             is_zero = scores.learning_rate == 0
             self._num_zero_rates = self._num_zero_rates + 1 if is_zero else 0
             is_still = scores.update_ratio == 0 < scores.learning_rate
-            has_gradient = numbers.global_norm is None or numbers.global_norm > 0
-            self._num_still = self._num_still + 1 if is_still and has_gradient else 0
+            is_dead = numbers.global_norm == 0
+            self._num_dead = self._num_dead + 1 if is_dead else 0
+            self._num_still = self._num_still + 1 if is_still and not is_dead else 0
             self._num_updates += 1
             if self._num_updates == _UPDATES and self._network is not None:
                 notes += _unreached(self._network, judgement.optimizer)
@@ -217,6 +227,11 @@ class RunNotes:
             look = "look whether the optimizer has these weights, and whether their type is too "
             look += "coarse for such updates"
             notes.append(Cause("no_update", said, look))
+        if self._num_dead == _UPDATES:
+            said = f"all gradients of the last {_UPDATES} updates were zero, so nothing is learned"
+            look = "look for outputs or losses that no longer depend on the weights, such as units "
+            look += "that are always off; if the weights are ruined, go back to a checkpoint"
+            notes.append(Cause("no_gradient", said, look))
         if self._num_zero_rates == _ZERO_STEPS:
             said = f"the learning rate of the last {_ZERO_STEPS} updates was zero"
             look = "look at the schedule: it may have ended before the training"

@@ -229,14 +229,15 @@ def is_scale_alone(
 
     Args:
         evidence: Evidence of all ranks.
-        unscaled_norms: Norm of each rank's gradients without the loss scale, ``None`` if unknown.
+        unscaled_norms: Norm of each rank's gradients without the loss scale, infinite if the scale
+            is not at fault; ``None`` if unknown.
         is_explained: Whether the size of the loss scale explains the step, where no replay tells.
     """
     if any(not math.isfinite(each.loss) or each.weights or each.buffers for each in evidence):
         return False
     limit = _with_headroom(evidence[0].usual_global_norm)
     answers = [
-        is_explained if norm is None else norm <= limit
+        is_explained if norm is None else math.isfinite(norm) and norm <= limit
         for each, norm in zip(evidence, unscaled_norms, strict=True)
         if each.has_fault
     ]

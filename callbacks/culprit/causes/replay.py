@@ -11,6 +11,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
 )
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence
 from mfwrap.callbacks.culprit.replay.replay import Origin
+from mfwrap.callbacks.culprit.replay.verdict import TOO_LARGE
 
 _NOT_AGAIN = (
     "look at code that depends on anything else, such as a counter; if there is none, suspect the "
@@ -22,6 +23,9 @@ _NOT_AGAIN = (
 _SHARE, _SAME = 0.4, 0.05
 """Smallest share of the rise that earlier data must have if the program has changed, and the
 largest distance of outputs that are as before."""
+
+_LARGE_LOSS = 1e6
+"""Smallest loss that is no loss of an ordinary network."""
 
 _FAR = 3.0
 """Smallest distance of an output that no few updates explain, whatever the loss is."""
@@ -117,6 +121,15 @@ def verdict(evidence: CauseEvidence) -> Cause | None:
             f"the fault is outside of the network: {found.detail}",
             "look at the code between the network's output and the backward",
             micro_batch=outlier(evidence.blamed.factors),
+        )
+    if found is not None and found.detail == TOO_LARGE:
+        is_of_loss = evidence.blamed.loss > _LARGE_LOSS
+        return Cause(
+            "loss" if is_of_loss else "gradient",
+            f"the loss is {evidence.blamed.loss:.4g}"
+            if is_of_loss
+            else "a backward made gradients that are finite and far too large",
+            "look for a factor in the loss" if is_of_loss else "look at hooks and custom backwards",
         )
     is_transient = found is not None and found.detail == "transient"
     again = "the same inputs, weights and random numbers gave finite values three times"

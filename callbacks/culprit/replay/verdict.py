@@ -8,6 +8,12 @@ import torch
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.replay import Origin, replay_step, unscaled_norm
 
+TOO_LARGE = "finite gradients whose norm is too large for float32"
+"""`Verdict.detail` of a step without a non-finite value."""
+
+_LARGEST_NORM = 2.0**64
+"""Its square is infinite in float32."""
+
 
 class Verdict(NamedTuple):
     """Result of the replays of one step on one rank."""
@@ -18,10 +24,11 @@ class Verdict(NamedTuple):
     ``"failed"``: the replay raised an error."""
 
     detail: str = ""
-    """What differs between the replays, what is outside of the replay, or the error."""
+    """What differs between the replays, what is outside of the replay, or the error; or that all
+    values are finite, and the norm of the gradients is not."""
 
     origin: Origin | None = None
-    """Place of the first non-finite value, if the fault was reproduced."""
+    """Place of the first non-finite value, if the fault was reproduced and there is one."""
 
     num_clean: int = 0
     """Number of replays in which all values were finite."""
@@ -73,6 +80,9 @@ def verdict_of(
             return Verdict("not_covered", outside, num_clean=1)
         if not is_exact:
             return Verdict("not_reproduced", "later weights", num_clean=1)
+        if loss_is_finite and unscaled_norm(recorder, 1.0) >= _LARGEST_NORM:
+            norm = unscaled_norm(recorder, loss_scale) if loss_scale > 1 else None
+            return Verdict("reproduced", TOO_LARGE, unscaled_norm=norm)
         return _repeated(recorder, loss_scale)
     # A replay runs code of the network and of its hooks, which may raise any error. The error must
     # not end the training, nor leave the other ranks in a collective.

@@ -136,6 +136,20 @@ def test_the_end_tells_how_far_something_has_grown():
     assert str(end).endswith("; the logit grew to 2000")
 
 
+def test_an_episode_is_told_again_only_if_it_has_grown():
+    """A consequence that is seen after the end, and tells nothing new, is no other end."""
+    episodes = Episodes(10)
+    for step in (2, 3, 4):
+        episodes.add(anomaly(step, "spike"), 1.0, is_shared=True)
+    ended = [episodes.pass_over(numbers(step)) for step in range(5, 10)]
+    assert [one is not None for one in ended].count(True) == 1
+
+    episodes.add(anomaly(10, "state_spike"), 1.0, is_shared=True)
+    assert episodes.end() is None
+    episodes.add(anomaly(12, "attention_logits"), 1.0, is_shared=True)
+    assert episodes.end() is not None
+
+
 def test_an_episode_goes_on_after_a_resume():
     """The state goes through JSON."""
     first, later = Episodes(10, LossCourse()), Episodes(10, LossCourse())

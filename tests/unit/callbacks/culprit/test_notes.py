@@ -277,6 +277,20 @@ def test_updates_that_change_nothing(tmp_path):
     assert said in note["explanation"]
 
 
+def test_a_network_that_learns_nothing_any_more(tmp_path):
+    """Ten updates in a row whose gradients are all zero are noted once; nine are not."""
+
+    def cut(step, loop):
+        for weight in loop.network.parameters() if step == 5 else ():
+            weight.register_hook(torch.zeros_like)
+
+    for num_steps, expected in ((13, []), (14, [(14, "no_gradient")]), (26, [(14, "no_gradient")])):
+        notes = notes_of(
+            tmp_path / str(num_steps), language_model().train(), cut, num_steps=num_steps
+        )
+        assert [(one["step"], one["cause"]) for one in notes] == expected
+
+
 def test_weights_without_a_gradient_have_no_update(tmp_path):
     """That most gradients are zero is another thing, which is judged."""
 

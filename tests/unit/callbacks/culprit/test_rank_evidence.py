@@ -99,7 +99,13 @@ def test_a_network_that_computes_in_float16(in_float16):
 @pytest.mark.parametrize("is_explained", [False, True])
 @pytest.mark.parametrize(
     ("norms", "is_alone"),
-    [((2.0, None), True), ((63.0, 9e9), True), ((65.0, None), False), ((NAN, None), False)],
+    [
+        ((2.0, None), True),
+        ((63.0, 9e9), True),
+        ((65.0, None), False),
+        ((NAN, None), False),
+        ((math.inf, None), False),
+    ],
 )
 def test_a_replay_without_the_scale(norms, is_alone, is_explained):
     """The scale is at fault if the gradients of the rank at fault are ordinary without it.
@@ -112,6 +118,8 @@ def test_a_replay_without_the_scale(norms, is_alone, is_explained):
     ]
 
     assert is_scale_alone(ranks, norms, is_explained=is_explained) is is_alone
+    first = evidence(usual_global_norm=None)
+    assert not is_scale_alone([first], (math.inf,), is_explained=is_explained)
 
 
 @pytest.mark.parametrize("is_explained", [False, True])

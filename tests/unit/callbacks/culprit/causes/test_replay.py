@@ -6,7 +6,7 @@ from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.replay.difference import Difference
 from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.replay import Origin
-from mfwrap.callbacks.culprit.replay.verdict import Verdict
+from mfwrap.callbacks.culprit.replay.verdict import TOO_LARGE, Verdict
 from support.cause_evidence import NAMES, NAN, cause, trace
 
 
@@ -54,6 +54,19 @@ def test_verdicts_of_a_replay():
     assert "if there is none, suspect the hardware" in gradient.suggestion
     assert cause("loss_not_finite", **transient).name == "transient"
     assert cause("gradient_not_finite", layer="h.1").suggestion.endswith("of this layer")
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "todo"),
+    [(4e30, "loss", "look for a factor in the loss"), (2.0, "gradient", "custom backwards")],
+)
+def test_gradients_whose_norm_alone_is_too_large(loss, name, todo):
+    """A loss that is as large tells where it comes from."""
+    verdict = Verdict("reproduced", TOO_LARGE)
+    found = cause("gradient_not_finite", verdict=verdict, layer="h.1", rank={"loss": loss})
+
+    assert found.name == name
+    assert todo in found.suggestion
 
 
 @pytest.mark.parametrize(

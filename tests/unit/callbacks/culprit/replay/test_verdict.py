@@ -8,7 +8,7 @@ from torch import nn
 
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.replay import Origin
-from mfwrap.callbacks.culprit.replay.verdict import Verdict, verdict_of
+from mfwrap.callbacks.culprit.replay.verdict import TOO_LARGE, Verdict, verdict_of
 
 
 class Network(nn.Module):
@@ -97,6 +97,14 @@ def test_a_factor_that_only_spoils_the_gradient():
 
     assert found.result == "not_covered"
     assert "got a non-finite gradient" in found.detail
+
+
+def test_gradients_whose_norm_alone_is_too_large():
+    """The step overflows because of the square of the norm, and so it does again."""
+    found = verdict(Network(), 1e30)
+
+    assert found == Verdict("reproduced", TOO_LARGE, None, 0)
+    assert found.norm_without_scale(in_float16=False) == math.inf
 
 
 class Half(nn.Module):
