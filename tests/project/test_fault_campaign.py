@@ -44,7 +44,11 @@ from support.faults.twin import Class, Comparison, compare
 from support.faults.verdicts import Verdict, judge, table
 
 # peft uses `is_gradient_checkpointing`, which transformers has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    # A fault of `dtype float16` is found without the warning, too.
+    pytest.mark.filterwarnings("ignore:.optimizer. makes float16 weights NaN"),
+]
 
 RECORDED = {Class.NOT_FINITE: 1.0, Class.VISIBLE: 0.8}
 """Least share of the faults of a class that are recorded in time."""
