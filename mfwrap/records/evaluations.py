@@ -115,6 +115,8 @@ def _with_marks(log: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str,
 def results_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the metrics of a Trainer's evaluation without its timings.
 
+    A metric that is ``None`` is left out: TRL gives it to a reward that has judged no answer.
+
     Args:
         metrics: All metrics of the evaluation.
         prefix: Is put before each name.
@@ -122,5 +124,5 @@ def results_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {
         prefix + name: value
         for name, value in metrics.items()
-        if name.startswith("eval_") and not name.endswith(TIMINGS)
+        if name.startswith("eval_") and not name.endswith(TIMINGS) and value is not None
     }

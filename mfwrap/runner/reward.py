@@ -1,6 +1,7 @@
 """The section ``reward`` of a recipe: functions that say how good the answers of a model are."""
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -117,6 +118,11 @@ def _checked(name: str, reward: Reward, taken: Collection[str]) -> Reward:
             wanted = f"a list of {number} numbers, one for each completion (or None)"
             msg = f"{name} must return {wanted}, got {shown(numbers)}"
             raise TypeError(msg)
+        for one, answer in zip(found, passed["completions"], strict=True):
+            if one is not None and not math.isfinite(one):
+                # TRL takes NaN for None; infinity makes the advantages of all answers NaN.
+                msg = f"{name} must return finite numbers (or None), got {one} for {shown(answer)}"
+                raise ValueError(msg)
         return found
 
     compute.__name__ = name.rpartition(".")[2]  # the name in TRL's log

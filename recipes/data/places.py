@@ -64,7 +64,7 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         return
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         run = _MODEL_OF_A_RUN.fullmatch(name)
-        made = "" if run is None else f"; `mfwrap train {run[1]}` writes it"
+        made = "" if run is None else f"; the run of the recipe `{run[1]}` writes it"
         msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r}{made}"
         raise ValueError(msg)
     try:

@@ -39,6 +39,14 @@ def too_few(completions):
     return [1.0]
 
 
+def silent(completions):
+    return [None for _ in completions]
+
+
+def infinite(completions):
+    return [float("-inf") if number == 1 else 1.0 for number, _ in enumerate(completions)]
+
+
 def failing(completions):
     return [completions[len(completions)]]
 
@@ -185,6 +193,22 @@ def test_a_reference_needs_a_checkpoint(text):
     assert "training.beta: expected 0, because TRL loads the reference from `model.path`" in found
 
 
+@pytest.mark.slow
+def test_a_reward_that_judges_no_answer(text, tmp_path):
+    """The run ends as any other, and its result has no mean of this reward."""
+    rewards = [{"type": "my_rewards.capitals"}, {"type": "my_rewards.silent"}]
+    (tmp_path / "r.yaml").write_text(text(rewards))
+    with pytest.raises(SystemExit) as left:
+        main(["train", "r.yaml", "--allow-code"])
+    assert not left.value.code
+    (file,) = tmp_path.glob("**/result.json")
+    metrics = json.loads(file.read_text())["metrics"]
+
+    assert "eval_rewards/capitals/mean" in metrics
+    assert None not in metrics.values()
+    assert "eval_rewards/silent/mean" not in metrics
+
+
 @pytest.mark.parametrize(
     ("command", "name", "says"),
     [
@@ -194,8 +218,13 @@ def test_a_reference_needs_a_checkpoint(text):
             "TypeError: my_rewards.wrong must return a list of 4 numbers, one for each ",
         ),
         ("train", "too_few", "TypeError: my_rewards.too_few must return a list of 4 numbers, one "),
-        ("validate", "failing", "my_rewards.py:28: list index out of range"),
-        ("train", "failing", "my_rewards.py:28: list index out of range"),
+        (
+            "validate",
+            "infinite",
+            "ValueError: my_rewards.infinite must return finite numbers (or None), got -inf for ",
+        ),
+        ("validate", "failing", "my_rewards.py:36: list index out of range"),
+        ("train", "failing", "my_rewards.py:36: list index out of range"),
     ],
 )
 def test_errors_of_a_reward(text, tmp_path, capsys, command, name, says):

@@ -51,7 +51,7 @@ def test_what_is_no_place(tmp_path, name):
 
 def test_the_model_of_a_run():
     """Where a run would write its model, the error has the command."""
-    says = r"got 'runs/causal_lm/model'; `mfwrap train causal_lm` writes it$"
+    says = r"got 'runs/causal_lm/model'; the run of the recipe `causal_lm` writes it$"
     with pytest.raises(ValueError, match=says):
         check_place("path", "runs/causal_lm/model", ("a.json",), "a test")
 
