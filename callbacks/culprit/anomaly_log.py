@@ -340,7 +340,9 @@ class Anomaly:
             return []
         exact = "a replay" if self.is_replay_exact else "a replay with later weights"
         if self.replay == "not_covered":
-            said = f"{exact} was finite but does not cover the whole step: {self.replay_detail}"
+            said = f"{exact} was finite but does not cover the whole step"
+            if (self.replay_detail or "") not in (self.explanation or ""):
+                said = f"{said}: {self.replay_detail}"
         elif self.replay == "failed":
             said = f"the replay failed: {self.replay_detail}"
         elif self.replay_detail == "transient":

@@ -210,6 +210,8 @@ class CulpritFinder:
         found = self._completed(found, step, ranks, origin=shown, verdict=verdict)
         may_be_in_rows = where not in _NOT_IN_ROWS and found.replay in {None, "reproduced"}
         search = self._searched(found.kind, step) if may_be_in_rows else None
+        if found.replay == "not_covered":
+            search = RowSearch((), "not searched: the fault is outside of the network")
         # A rank may have had an anomaly of its own, so that this step is not its first.
         return with_samples(found, gather_objects(search))
 

@@ -74,7 +74,11 @@ from mfwrap.trainer.kept_attributes import restore_attributes, save_attributes
 from mfwrap.trainer.log import Losses, with_outputs
 from mfwrap.trainer.model_card import extended_card
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
-from mfwrap.trainer.preflight import check_construction, check_trainer_ranks
+from mfwrap.trainer.preflight import (
+    check_construction,
+    check_trainer_ranks,
+    warn_of_undivided_loss,
+)
 from mfwrap.trainer.rollback import Rollback, Rollbacks
 from mfwrap.trainer.row_losses import LossBy, LossByRow
 from mfwrap.trainer.run_facts import TrainerFacts
@@ -431,6 +435,7 @@ class MFTrainerMixin(_Base):
         # The loaded state has the batch size of the checkpoint; monitors need the present one.
         self.state.train_batch_size = batch_size_of(self)
         self.loss_by_row.prepare()
+        warn_of_undivided_loss(self)
         # Check before the model is wrapped: if the models of the ranks differ, wrapping them in
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(

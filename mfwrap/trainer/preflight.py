@@ -1,10 +1,14 @@
 """Check the optimizer of an `MFTrainer`, and before the first update that all ranks agree."""
 
+import dis
+import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
 
+from mfwrap.arguments import callers_stacklevel
 from mfwrap.checkpoints.host_copies import memory_problem
 from mfwrap.config import StepConfig
 from mfwrap.preflight import (
@@ -55,6 +59,14 @@ _AFTER_BACKWARD = {
 those whose weights change after backward."""
 
 
+_LIBRARIES = frozenset({"mfwrap", "sentence_transformers", "transformers", "trl"})
+_NUM_ITEMS = "num_items_in_batch"
+_NUM_MICRO_BATCHES = frozenset(
+    {"gradient_accumulation_steps", "current_gradient_accumulation_steps"}
+)
+"""Attributes by which a ``compute_loss`` of the user's own may divide its loss."""
+
+
 def check_optim(args: TrainingArguments) -> None:
     """Raise an error if ``args.optim`` names an optimizer that changes weights during backward.
 
@@ -87,6 +99,40 @@ def check_construction(trainer: TrainerView) -> None:
     trainer.loss_by_row.check_trainer()
     if trainer.optimizer is not None:
         refuse_update_in_backward(unwrapped_optimizer(trainer.optimizer))
+
+
+def warn_of_undivided_loss(trainer: TrainerView) -> None:
+    """Warn if an update adds up losses that a ``compute_loss`` of the user's own may have meant.
+
+    If the model takes ``num_items_in_batch``, a Trainer does not divide the losses of micro-batches
+    by their number, because the model divides by the number of all targets. A method that neither
+    reads that number nor divides otherwise returns means, whose sum is too large.
+
+    Call it at the begin of a training.
+    """
+    function = getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
+    code = getattr(function, "__code__", None)
+    if code is None or function.__module__.partition(".")[0] in _LIBRARIES:
+        return
+    is_divided = not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if is_divided or trainer.args.gradient_accumulation_steps == 1:
+        return
+    named = inspect.signature(function).parameters
+    given = {name for name, one in named.items() if one.kind is one.VAR_KEYWORD} | {_NUM_ITEMS}
+    read = {name for each in dis.get_instructions(code) for name in _names(each.argval)}
+    if not read & (given | _NUM_MICRO_BATCHES):
+        warnings.warn(
+            f"`compute_loss` of {type(trainer).__name__} ignores `num_items_in_batch`, so the "
+            f"Trainer adds up the losses of {trainer.args.gradient_accumulation_steps} "
+            "micro-batches; if they are means, set `trainer.model_accepts_loss_kwargs = False`, "
+            "and it divides them",
+            stacklevel=callers_stacklevel(),
+        )
+
+
+def _names(read: object) -> tuple[object, ...]:
+    """Return what an instruction reads: one name, or two."""
+    return read if isinstance(read, tuple) else (read,)
 
 
 def check_trainer_ranks(

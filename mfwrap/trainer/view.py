@@ -29,6 +29,7 @@ class TrainerView(Protocol):
     eval_dataset: Any
     data_collator: Any
     processing_class: Any
+    compute_loss: Any
     compute_loss_func: Any
     compute_metrics: Any
     model_accepts_loss_kwargs: Any

@@ -1,6 +1,7 @@
 """`MFTrainer` refuses optimizers that update in backward, full disks and ranks that disagree."""
 
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,67 @@ from mfwrap.callbacks import CheckpointMonitor
 from mfwrap.trainer import MFTrainer
 from support.ranks.trainers import APART, EPOCHS_APART, ROWS, Line, run_apart, run_dry
 from support.small_llama import needs_stages, small_llama, split_for_generation
+
+
+class _Taking(Line):
+    def forward(self, inputs, labels, num_items_in_batch=None):
+        loss = super().forward(inputs, labels)["loss"]
+        return {"loss": loss if num_items_in_batch is None else loss * 2 / num_items_in_batch}
+
+
+class _Ignoring(MFTrainer):
+    def compute_loss(self, model, inputs, return_outputs=None, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class _IgnoringKeywords(MFTrainer):
+    def compute_loss(self, model, inputs, return_outputs=None, **_kwargs):
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class _Dividing(MFTrainer):
+    def compute_loss(self, model, inputs, return_outputs=None, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs["loss"] / self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class _PassingOn(MFTrainer):
+    def compute_loss(self, model, inputs, return_outputs=None, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("accepts", [False, True])
+@pytest.mark.parametrize("kind", [MFTrainer, _Ignoring, _IgnoringKeywords, _Dividing, _PassingOn])
+def test_losses_that_are_added_up_are_told(kind, accepts, steps, tmp_path):
+    """A warning says so exactly if the loss of two like micro-batches is twice that of one."""
+    settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1}
+    settings |= {"logging_steps": 1, "save_strategy": "no", "learning_rate": 0.0}
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=steps,
+        **settings,
+    )
+    rows = [{"inputs": torch.tensor([1.0, 2.0]), "labels": torch.tensor(3.0)}] * 4
+    line = _Taking()
+    trainer = kind(line, arguments, train_dataset=rows)
+    trainer.model_accepts_loss_kwargs = accepts
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.train()
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    mean = line(**batch)["loss"].detach().item()
+    is_told = any("ignores `num_items_in_batch`" in str(one.message) for one in told)
+
+    if kind in {MFTrainer, _PassingOn, _Dividing}:
+        assert not is_told
+    else:
+        is_sum = trainer.state.log_history[0]["loss"] == pytest.approx(2 * mean, rel=1e-4)
+        assert is_told == is_sum == (accepts and steps == 2)
 
 
 def test_a_disk_without_room_for_a_checkpoint(tmp_path, monkeypatch):

@@ -116,6 +116,20 @@ LINES = {
             "step: the loss is computed outside of the network"
         ),
     ),
+    "not covered, and explained": (
+        {
+            "kind": "loss_not_finite",
+            "layer": None,
+            "explanation": "the fault is outside of the network: the loss is computed there",
+            "is_replay_exact": True,
+            "replay": "not_covered",
+            "replay_detail": "the loss is computed there",
+        },
+        (
+            "step 7: non-finite loss on rank 1: the fault is outside of the network: the loss is "
+            "computed there, a replay was finite but does not cover the whole step"
+        ),
+    ),
     "replay failed": (
         {
             "kind": "loss_not_finite",
