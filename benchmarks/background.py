@@ -97,7 +97,7 @@ class TurnsWithSaves(TrainerCallback):
         if step % STEPS == 0:
             if self._saves:
                 wait_for(self._folder / f"checkpoint-{step - STEPS + 1}")
-            _, gap_of_save, *others = self._gaps
+            gap_of_save, *others = self._gaps[1:]
             self._gaps = []
             self._turn.send(gap_of_save - statistics.median(others))
             self._turn.recv()

@@ -29,7 +29,6 @@ class TrainerView(Protocol):
     eval_dataset: Any
     data_collator: Any
     processing_class: Any
-    compute_loss: Any
     compute_loss_func: Any
     compute_metrics: Any
     model_accepts_loss_kwargs: Any
@@ -48,6 +47,10 @@ class TrainerView(Protocol):
     @property
     def ema(self) -> ExponentialMovingAverage | None:
         """Average of the weights; ``None`` without one."""
+
+    @property
+    def compute_loss(self) -> Any:
+        """The method, or a function in its place."""
 
     def create_optimizer(self) -> Any:
         """Create the optimizer, unless there is one."""
