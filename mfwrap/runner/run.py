@@ -49,6 +49,7 @@ from mfwrap.runner.folder import (
     set_aside_tracebacks,
 )
 from mfwrap.runner.given import GivenObjects
+from mfwrap.runner.lengths import check_lengths
 from mfwrap.runner.model_card import FinishedRun, write_recipe_card
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
@@ -249,8 +250,9 @@ def build_trainer(
         recipe: The recipe.
         skip_rows: Rows of the training data to leave out, as in `run_recipe`.
         say: Called in the main process with a line that says what the rows were recognized as, if
-            the task takes several forms of rows, and with a warning if a classifier of a checkpoint
-            gets a new head.
+            the task takes several forms of rows, with lines about those of them that
+            ``training.max_length`` leaves out or cuts, and with a warning if a classifier of a
+            checkpoint gets a new head.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -291,7 +293,7 @@ def build_trainer(
             async_save=recipe.async_save,
             **keywords,
         )
-    _check_left(recipe, keywords["train_dataset"], trainer.train_dataset)
+    check_lengths(recipe, keywords, trainer, say)
     trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StepProgressCallback):
@@ -327,14 +329,6 @@ def _check_held_out(recipe: Recipe, rows: Any) -> None:
         if is_set:
             says = f"expected held-out rows because {key} is set, got none; set data.eval_fraction"
             raise recipe.document.error(("data",), f"{says} or data.eval_path, or {else_}")
-
-
-def _check_left(recipe: Recipe, rows: Any, prepared: Any) -> None:
-    """Raise `RecipeError` if TRL has left out all rows, because no token of them has a target."""
-    if _length(prepared) == 0 and _length(rows) != 0:
-        path, got = ("training", "max_length"), getattr(recipe.arguments, "max_length", None)
-        says = "expected a length that leaves a token of an answer in some row, because no other"
-        raise recipe.document.error(path, f"{says} token counts in the loss, got {got}; raise it")
 
 
 @contextlib.contextmanager
