@@ -64,7 +64,7 @@ from mfwrap.runner.recipe import (
     read_document,
     warn_of_settings,
 )
-from mfwrap.runner.resumption import former_run, write_result
+from mfwrap.runner.resumption import ResumeLine, former_run, write_result
 from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.runner.tuning import tuning_of
 from mfwrap.trainer.display.console import StepProgressCallback
@@ -118,8 +118,9 @@ def run_recipe(
         skip_rows: Rows of the training data to leave out: pairs of an epoch and a position in its
             order, or the path of a file that `mfwrap.records.read_skipped_rows` reads. A run that
             is resumed without it leaves out the rows of its checkpoint.
-        say: Called in the main process with a line that says what the rows were recognized as, that
-            lists what `overwrite` has deleted, or that says that the run had finished before.
+        say: Called in the main process with lines about the rows, see `build_trainer`, and with a
+            line that names the checkpoint that the run resumes from, that lists what `overwrite`
+            has deleted, or that says that the run had finished before.
 
     Raises:
         RecipeError: If another program trains in the run folder, if the data lack something that
@@ -193,6 +194,7 @@ def _run(
         if this_rank() == 0 and (changed := recipe.code.changed_since(folder)):
             names = ", ".join(changed)
             say(f"warning: {names} changed since {folder} was started; the run continues with it")
+        trainer.add_callback(ResumeLine(trainer, say))
         claim(folder, recipe.arguments)
     else:
         # Delete only after the Trainer was built: a run that cannot start must not delete an
