@@ -237,6 +237,19 @@ def test_settings_for_others():
     assert shared_settings({"task": "regression"}) == {"task": "regression"}
 
 
+def test_only_models_have_cards(tmp_path):
+    """TRL writes no card into the run folder and its checkpoints, and a file of the user stays."""
+    (tmp_path / "README.md").write_text("# My run\n")
+    saves = {"save_strategy": "steps", "save_steps": 1, "max_length": 256}
+    run(tmp_path, task="supervised_tuning", model={"config": SMALL_LLAMA}, training=TEXTS | saves,
+        data={"type": "docstrings", "max_train_samples": 16})  # fmt: skip
+    cards = {str(file.parent.relative_to(tmp_path)) for file in tmp_path.rglob("README.md")}
+
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert cards == {".", "model"}
+    assert (tmp_path / "README.md").read_text() == "# My run\n"
+
+
 @pytest.fixture
 def base(tmp_path):
     """Return a folder with a small language model."""
