@@ -17,8 +17,8 @@ def check_lengths(
 ) -> None:
     """Say in the main process how many rows `training.max_length` leaves out or cuts.
 
-    Nothing is said about packed rows, which lose no token, about streams, and about tasks whose
-    Trainer does not prepare rows of several forms.
+    Nothing is said about packed rows, because a prepared sequence then has several of them, about
+    streams, and about tasks whose Trainer does not prepare rows of several forms.
 
     Args:
         recipe: The recipe.

@@ -81,8 +81,8 @@ def test_rows_that_are_only_cut(section):
         {"max_length": LENGTH, "packing": True, "packing_strategy": "wrapped"},
     ],
 )
-def test_nothing_is_cut(section, training):
-    """Nothing is said if all rows fit, and of packed rows, which lose no token."""
+def test_nothing_is_said(section, training):
+    """Nothing is said if all rows fit, and of packed rows."""
     recipe = recipe_of("supervised_tuning", section(ROWS, held_out=ROWS), **training)
 
     assert said_about(recipe) == []
