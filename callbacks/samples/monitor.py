@@ -361,20 +361,31 @@ def _checked_prompts(prompts: object) -> list[str | Messages]:
     if not isinstance(prompts, (list, tuple)):
         msg = f"`prompts` must be a list of texts or messages, got {described(prompts):.200}"
         raise TypeError(msg)
-    for prompt in prompts:
-        is_conversation = isinstance(prompt, (list, tuple)) and all(
-            isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in prompt
-        )
-        if not isinstance(prompt, str) and not is_conversation:
+    for number, prompt in enumerate(prompts, start=1):
+        if (fault := _fault_of(prompt)) is not None:
             msg = (
                 "`prompts` must hold texts, or lists of messages with `role` and `content`, got "
-                f"{described(prompt):.200}"
+                f"{fault} in prompt {number}"
             )
             raise TypeError(msg)
     if not all(prompts) or not prompts:
         msg = f"`prompts` must hold at least one prompt and no empty ones, got {prompts!r:.200}"
         raise ValueError(msg)
     return list(prompts)
+
+
+def _fault_of(prompt: object) -> str | None:
+    """Say what of a prompt is wrong; ``None`` if it is a text or a list of messages."""
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, (list, tuple)):
+        return f"{described(prompt):.200}"
+    for number, message in enumerate(prompt, start=1):
+        if not isinstance(message, Mapping):
+            return f"{described(message):.200} as message {number}"
+        if not {"role", "content"} <= message.keys():
+            return f"a message with the keys {sorted(map(str, message))!s:.200} (message {number})"
+    return None
 
 
 def _is_shared(network: nn.Module, args: TrainingArguments) -> bool:

@@ -90,8 +90,10 @@ def _answers(raw: Mapping[int, str], averaged: Mapping[int, str], step: int) -> 
 
 
 def _text(text: str) -> str:
-    """Return a text as HTML; the rest of a long one is folded."""
+    """Return a text as HTML: the rest of a long text is folded, and an empty one is called so."""
+    if not text.strip():
+        return f'<span class="note">{"only white space" if text else "empty"}</span>'
     if len(text) <= _SHORT:
-        return f"<span>{html.escape(text) or _NOTHING}</span>"
+        return f"<span>{html.escape(text)}</span>"
     start, rest = html.escape(text[:_SHORT]), html.escape(text[_SHORT:])
     return f"<details><summary>{start}</summary>{rest}</details>"

@@ -1,6 +1,7 @@
 """Write the cards of the models that a recipe has trained: what each is, and how to load it."""
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def write_recipe_card(run: FinishedRun, name: str, folder: Path) -> None:
     sections = [
         f"# {title}",
         f"{_network(run, facts['parameters'])} {_origin(run, name)}",
-        f"## Use\n\n{_usage(run, place)}",
+        f"## Use\n\n{_usage(run, name, place)}",
         _results(run.metrics),
         f"## Training\n\n{_training(run, facts['configuration'])}",
         f"## Versions\n\n{versions}",
@@ -181,14 +182,15 @@ def _library(run: FinishedRun) -> str:
     return recipe.task.library
 
 
-def _usage(run: FinishedRun, place: str) -> str:
+def _usage(run: FinishedRun, name: str, place: str) -> str:
     """Return code that loads a model, and runs it if a pipeline of transformers does.
 
     Args:
         run: The run.
+        name: Folder of the model in the run folder.
         place: Arguments of ``from_pretrained`` that say where the model is.
     """
-    recipe, task, tokenizer = run.recipe, run.recipe.task, run.trainer.processing_class
+    recipe = run.recipe
     if recipe.peft is not None and recipe.model.path is None:
         return (
             "The model that this adapter belongs to had random weights, which were not saved. So "
@@ -197,33 +199,75 @@ def _usage(run: FinishedRun, place: str) -> str:
         )
     if isinstance(recipe.model, OwnModel):
         return _own_usage(run, recipe.model, place)
-    if task.library == "sentence-transformers":
+    if recipe.task.library == "sentence-transformers":
         return _encoder_usage(place)
+    return _transformers_usage(run, name, place)
+
+
+def _transformers_usage(run: FinishedRun, name: str, place: str) -> str:
+    """Return code that loads a model, or an adapter, by a class of transformers or of mfwrap."""
+    recipe, task, tokenizer = run.recipe, run.recipe.task, run.trainer.processing_class
     install, module, kind, labels = "transformers torch", "transformers", "Perceptron", ""
     if task.auto_class is None:
         install, module = '"mfwrap[recipes]"', "mfwrap.recipes.models"
     else:
         kind = task.auto_class.__name__
+    base, note = None, ""
     if recipe.peft is not None:
-        install, module = "peft transformers torch", "peft"
-        kind = kind.replace("Auto", "AutoPeft") if task.peft_task_type else "AutoPeftModel"
+        install = "peft transformers torch"
         if task.classes:
             labels = f", num_labels={run.model.config.num_labels}"
-    lines = [f"from {module} import {kind}", "", f"model = {kind}.from_pretrained({place}{labels})"]
+        base, note = _local_base(run, name)
+        if base is None:
+            module = "peft"
+            kind = kind.replace("Auto", "AutoPeft") if task.peft_task_type else "AutoPeftModel"
+    imports = {module: [kind]}
+    lines = [f"model = {kind}.from_pretrained({place}{labels})"]
+    if base is not None:
+        imports["peft"] = ["PeftModel"]
+        lines = [f'base = {kind}.from_pretrained("{base}"{labels})']
+        lines.append(f"model = PeftModel.from_pretrained(base, {place})")
     if tokenizer is not None:
         asked = '"This is a text."'
         if task.hub_task == "text-generation":
             is_chat = recipe.model.path is not None and bool(tokenizer.chat_template)
             asked = _CHAT if is_chat else '"This is", max_new_tokens=32'
-        lines.insert(1, "from transformers import AutoTokenizer, pipeline")
+        imports.setdefault("transformers", []).extend(["AutoTokenizer", "pipeline"])
         lines += [
             f"tokenizer = AutoTokenizer.from_pretrained({place})",
             f'run = pipeline("{task.hub_task}", model=model, tokenizer=tokenizer)',
             f"print(run({asked}))",
         ]
     where = "" if run.recipe.arguments.push_to_hub else ", in the folder of the model"
-    code = "\n".join(lines)
-    return f"After `pip install {install}`{where}:\n\n```python\n{code}\n```"
+    named = (f"from {one} import {', '.join(names)}" for one, names in sorted(imports.items()))
+    code = "\n".join([*named, "", *lines])
+    return f"{note}After `pip install {install}`{where}:\n\n```python\n{code}\n```"
+
+
+def _local_base(run: FinishedRun, name: str) -> tuple[str | None, str]:
+    """Return the path of an adapter's base model for code, and a sentence about it.
+
+    The path is ``None`` if PEFT finds the base model itself: on the hub, or by an absolute path in
+    the files of the adapter, which holds on this machine.
+
+    Args:
+        run: The run.
+        name: Folder of the adapter in the run folder.
+    """
+    path, arguments = str(run.recipe.model.path), run.recipe.arguments
+    folder = Path(resolve_package("path", path))
+    is_pushed, is_absolute = arguments.push_to_hub, folder.is_absolute()
+    if not is_folder(folder) or (is_absolute and not is_pushed):
+        return None, ""
+    run_folder = Path(arguments.output_dir or "")
+    if is_pushed or run_folder.is_absolute():
+        said = (
+            f'The base model is not on the hub: replace `"{folder.name}"` by the path of its folder'
+        )
+        return folder.name, f"{said}. "
+    # PEFT has noted a path that is relative to the folder in which the training was started.
+    relative = Path(os.path.relpath(folder, run_folder / name)).as_posix()
+    return relative, f"The base model was in the folder `{path}`, where the training was started. "
 
 
 def _encoder_usage(place: str) -> str:
@@ -262,11 +306,26 @@ def _network(run: FinishedRun, parameters: Mapping[str, int]) -> str:
     model = run.model
     if run.recipe.peft is None:
         return f"A `{type(model).__name__}` with {parameters['total']:,} parameters."
-    kind = str(model.active_peft_config.peft_type.value).replace("_", " ")
+    value = str(model.active_peft_config.peft_type.value)
+    kind = _SPELLINGS.get(value, value.replace("_", " "))
+    article = "An" if kind[0] in "AIO" else "A"
     trained = f"{parameters['trainable']:,} of the {parameters['total']:,} parameters"
-    return (
-        f"A {kind} adapter of a `{type(model.get_base_model()).__name__}`: {trained} were trained."
-    )
+    network = type(model.get_base_model()).__name__
+    return f"{article} {kind} adapter of a `{network}`: {trained} were trained."
+
+
+_SPELLINGS = {
+    "ADALORA": "AdaLoRA",
+    "DELORA": "DeLoRA",
+    "GRALORA": "GraLoRA",
+    "LOHA": "LoHa",
+    "LOKR": "LoKr",
+    "LORA": "LoRA",
+    "RANDLORA": "RandLora",
+    "VERA": "VeRA",
+    "XLORA": "X-LoRA",
+}
+"""PEFT's types whose usual spelling is not in capitals."""
 
 
 def _base_model(recipe: Recipe) -> str | None:

@@ -40,8 +40,8 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
 
     Args:
         recipe: Checked recipe.
-        say: Called at the end with a line that says what the rows were recognized as, if the task
-            takes several forms of rows.
+        say: Called at the end with each line that the run would say about its rows: what they were
+            recognized as, and how many are left out or cut.
 
     Returns:
         ``None`` if a step was trained. Otherwise the reason why it was not tried: the data or the
@@ -61,20 +61,26 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
             rows = checked_rows(recipe, numbers.append)
             lines.append(rows_line(recipe, rows, next(iter(numbers), None)))
         else:
-            _try(recipe, lines.append)
-    for line in filter(None, lines[-1:]):
+            _try(recipe, lines)
+    for line in filter(None, lines):
         say(line)
     return reason
 
 
-def _try(recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Try the step; with all rows if the first rows are too few to fill one packed sequence."""
+def _try(recipe: Recipe, lines: list[str | None]) -> None:
+    """Try the step; with all rows if the first rows are too few to fill one packed sequence.
+
+    Args:
+        recipe: The recipe.
+        lines: Gets the lines of the last try.
+    """
     try:
-        _try_step(recipe, _MAX_ROWS, say)
+        _try_step(recipe, _MAX_ROWS, lines.append)
     except RecipeError:
         raise
     except Exception:  # noqa: BLE001  (any library may raise any error)
-        _try_with_all_rows(recipe, say)
+        lines.clear()
+        _try_with_all_rows(recipe, lines.append)
 
 
 def _try_with_all_rows(recipe: Recipe, say: Callable[[str], None]) -> None:

@@ -49,6 +49,7 @@ from mfwrap.runner.folder import (
     set_aside_tracebacks,
 )
 from mfwrap.runner.given import GivenObjects
+from mfwrap.runner.lengths import check_lengths
 from mfwrap.runner.model_card import FinishedRun, write_recipe_card
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
@@ -63,7 +64,7 @@ from mfwrap.runner.recipe import (
     read_document,
     warn_of_settings,
 )
-from mfwrap.runner.resumption import former_run, write_result
+from mfwrap.runner.resumption import ResumeLine, former_run, write_result
 from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.runner.tuning import tuning_of
 from mfwrap.trainer.display.console import StepProgressCallback
@@ -117,8 +118,9 @@ def run_recipe(
         skip_rows: Rows of the training data to leave out: pairs of an epoch and a position in its
             order, or the path of a file that `mfwrap.records.read_skipped_rows` reads. A run that
             is resumed without it leaves out the rows of its checkpoint.
-        say: Called in the main process with a line that says what the rows were recognized as, that
-            lists what `overwrite` has deleted, or that says that the run had finished before.
+        say: Called in the main process with lines about the rows, see `build_trainer`, and with a
+            line that names the checkpoint that the run resumes from, that lists what `overwrite`
+            has deleted, or that says that the run had finished before.
 
     Raises:
         RecipeError: If another program trains in the run folder, if the data lack something that
@@ -192,6 +194,7 @@ def _run(
         if this_rank() == 0 and (changed := recipe.code.changed_since(folder)):
             names = ", ".join(changed)
             say(f"warning: {names} changed since {folder} was started; the run continues with it")
+        trainer.add_callback(ResumeLine(trainer, say))
         claim(folder, recipe.arguments)
     else:
         # Delete only after the Trainer was built: a run that cannot start must not delete an
@@ -249,8 +252,9 @@ def build_trainer(
         recipe: The recipe.
         skip_rows: Rows of the training data to leave out, as in `run_recipe`.
         say: Called in the main process with a line that says what the rows were recognized as, if
-            the task takes several forms of rows, and with a warning if a classifier of a checkpoint
-            gets a new head.
+            the task takes several forms of rows, with lines about those of them that
+            ``training.max_length`` leaves out or cuts, and with a warning if a classifier of a
+            checkpoint gets a new head.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -291,7 +295,7 @@ def build_trainer(
             async_save=recipe.async_save,
             **keywords,
         )
-    _check_left(recipe, keywords["train_dataset"], trainer.train_dataset)
+    check_lengths(recipe, keywords, trainer, say)
     trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StepProgressCallback):
@@ -327,14 +331,6 @@ def _check_held_out(recipe: Recipe, rows: Any) -> None:
         if is_set:
             says = f"expected held-out rows because {key} is set, got none; set data.eval_fraction"
             raise recipe.document.error(("data",), f"{says} or data.eval_path, or {else_}")
-
-
-def _check_left(recipe: Recipe, rows: Any, prepared: Any) -> None:
-    """Raise `RecipeError` if TRL has left out all rows, because no token of them has a target."""
-    if _length(prepared) == 0 and _length(rows) != 0:
-        path, got = ("training", "max_length"), getattr(recipe.arguments, "max_length", None)
-        says = "expected a length that leaves a token of an answer in some row, because no other"
-        raise recipe.document.error(path, f"{says} token counts in the loss, got {got}; raise it")
 
 
 @contextlib.contextmanager

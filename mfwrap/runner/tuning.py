@@ -48,6 +48,11 @@ def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
     said = "streamed rows"
     if number is not None:
         said = f"{number:,} row{'' if number == 1 else 's'}"
+        held_out = 0 if rows.evaluation is None else len(rows.evaluation)
+        # Rows of a file of their own are not among those that are counted here, and neither
+        # `max_train_samples` nor `max_eval_samples` may have left out any.
+        if held_out and number == len(rows.train) + held_out:
+            said = f"{said} ({len(rows.train):,} to train on, {held_out:,} held out)"
     said = f"{said} of {form.name}{f' (columns not used: {unused:.100})' if unused else ''}"
     empty = form.num_unanswered(rows.train) if isinstance(rows.train, Dataset) else 0
     return f"{said}, {empty:,} with an empty answer" if empty else said

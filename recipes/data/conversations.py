@@ -68,7 +68,8 @@ def _fault_of_turns(turns: Any, begins: str | None, *, needs_answer: bool) -> st
             todo = "join them, or put the missing turn between them"
             return f"two turns of {named} in succession ({where}; {todo})"
         if begins not in {None, role} and role not in _BEFORE and _BEFORE.issuperset(roles):
-            return f"{named} in turn {number}, where a turn of the {begins} comes first"
+            todo = "put the missing turn before it, or leave it out"
+            return f"{named} in turn {number}, where a turn of the {begins} comes first ({todo})"
         roles.append(role)
     if not roles:
         return "a list without turns"

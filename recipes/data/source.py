@@ -277,13 +277,16 @@ class DataSource(RecipeSection, abc.ABC):
 def _check(
     source: DataSource, check: Callable[[Dataset], None], rows: Dataset, *, held_out: bool
 ) -> None:
-    """Call a check, and add the place of the row to its error."""
+    """Call a check, and add the place of the row, or else the file of the rows, to its error."""
     try:
         check(rows)
     except DataError as error:
-        place = None if error.row is None else source.place(error.row, held_out=held_out)
-        of = " of the held-out rows" if held_out else ""
-        msg = f"{error}{of}{'' if place is None else f', at {place}'}"
+        where, of = "", " of the held-out rows" if held_out else ""
+        if error.row is not None:
+            file = source.origin(held_out=held_out)
+            place = source.place(error.row, held_out=held_out)
+            where = f", at {place}" if place else f", in {file}" if file else ""
+        msg = f"{error}{of}{where}"
         raise DataError(msg, error.row) from error
 
 

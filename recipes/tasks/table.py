@@ -206,7 +206,13 @@ _encoder_class = functools.partial(_class_of, "sentence_transformers", "embeddin
 
 def _with_step(find: Callable[[str], type[Any]], name: str) -> Callable[[], type[Any]]:
     """Return a function that makes a subclass of a Trainer with MindFormers' step."""
-    return lambda: type(f"MF{name}", (MFTrainerMixin, find(name)), {})
+    methods = {"create_model_card": _write_no_card}
+    return lambda: type(f"MF{name}", (MFTrainerMixin, find(name)), methods)
+
+
+def _write_no_card(*args: Any, **kwargs: Any) -> None:
+    """Write no card of TRL into run folder and checkpoints: the run's models have their own."""
+    del args, kwargs
 
 
 _trl_trainer = functools.partial(_with_step, _trl_class)

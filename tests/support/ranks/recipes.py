@@ -7,7 +7,7 @@ __all__ = ["run_again", "run_with_hub", "train_recipe"]
 
 
 def run_again(rank: int, text: str) -> list[str]:
-    """Run a recipe whose run has finished, and return what this rank says."""
+    """Start, resume or find the run of a recipe, and return what this rank says."""
     del rank
     said: list[str] = []
     run_recipe(parse_recipe(text, "r.yaml"), resume="auto", say=said.append)

@@ -64,6 +64,20 @@ def test_raw_and_averaged(tmp_path):
     assert "averaged weights:</span> the same" in text
 
 
+def test_an_empty_answer(tmp_path):
+    """An answer without text is called empty; a dash is an input that was not asked at a step."""
+    asked, other = record(1, ""), record(2, " \n", input="another input")
+    text = page(tmp_path, asked, other)
+    cells = re.findall('<td data-column="Step .">(.*?)</td>', text)
+
+    assert cells == [
+        '<div><span class="note">empty</span></div>',
+        "\N{EN DASH}",
+        "\N{EN DASH}",
+        '<div><span class="note">only white space</span></div>',
+    ]
+
+
 def test_markup_is_text(tmp_path):
     """Nothing in a record becomes markup: texts, references, images."""
     bad = '"><script>alert(1)</script>'

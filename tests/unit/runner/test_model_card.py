@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -236,36 +237,76 @@ def test_settings_for_others():
     assert shared_settings({"task": "regression"}) == {"task": "regression"}
 
 
-@pytest.mark.slow
-def test_the_code_for_an_adapter_runs(tmp_path, printed_by):
-    """The card of an adapter names PEFT and loads the adapter with its base model."""
-    base = tmp_path / "base"
+def test_only_models_have_cards(tmp_path):
+    """TRL writes no card into the run folder and its checkpoints, and a file of the user stays."""
+    (tmp_path / "README.md").write_text("# My run\n")
+    saves = {"save_strategy": "steps", "save_steps": 1, "max_length": 256}
+    run(tmp_path, task="supervised_tuning", model={"config": SMALL_LLAMA}, training=TEXTS | saves,
+        data={"type": "docstrings", "max_train_samples": 16})  # fmt: skip
+    cards = {str(file.parent.relative_to(tmp_path)) for file in tmp_path.rglob("README.md")}
+
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert cards == {".", "model"}
+    assert (tmp_path / "README.md").read_text() == "# My run\n"
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Return a folder with a small language model."""
     run(tmp_path / "first", task="causal_lm", model={"config": SMALL_LLAMA}, training=TEXTS,
         data={"type": "docstrings", "max_train_samples": 16})  # fmt: skip
-    (tmp_path / "first" / "model").rename(base)
-    rows = [{"prompt": f"{n} and {n}", "completion": f" is {2 * n}"} for n in range(20)]
-    for row in rows:
-        row["text"] = row["prompt"] + row["completion"]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = {"type": "json_lines", "path": str(tmp_path / "rows.jsonl")}
-    for task in ("causal_lm", "supervised_tuning"):
-        folder = tmp_path / task
-        run(
-            folder,
-            f"model={json.dumps({'path': str(base)})}",
-            f"data={json.dumps(data)}",
-            task=task,
-            training=TEXTS | ({"max_length": 32} if task == "supervised_tuning" else {}),
-            peft={"type": "lora", "r": 2, "target_modules": ["q_proj"]},
-        )
-        card = card_of(folder / "model")
+    return (tmp_path / "first" / "model").rename(tmp_path / "base")
 
-        assert card.data.library_name == "peft"
-        assert card.data.base_model is None  # a folder of this machine
-        assert str(tmp_path) not in str(card)
-        assert {"lora", "mfwrap"} <= set(card.data.tags)
-        assert "generated_text" in printed_by(code_in(card), folder / "model")
-    assert {"sft", "trl"} <= set(card.data.tags)
+
+def train_adapter(folder, base, task="causal_lm"):
+    """Train an adapter of the model in a folder, and return the adapter's card."""
+    data = {"type": "docstrings", "max_train_samples": 16}
+    if task == "supervised_tuning":
+        data = {"type": "json_lines", "path": str(base.parent / "rows.jsonl")}
+        rows = [{"prompt": f"{n} and {n}", "completion": f" is {2 * n}"} for n in range(20)]
+        (base.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run(
+        folder,
+        f"model={json.dumps({'path': str(base)})}",
+        f"data={json.dumps(data)}",
+        task=task,
+        training=TEXTS | ({"max_length": 32} if task == "supervised_tuning" else {}),
+        peft={"type": "lora", "r": 2, "target_modules": ["q_proj"]},
+    )
+    return card_of(folder / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["causal_lm", "supervised_tuning"])
+def test_the_code_for_an_adapter_runs(tmp_path, printed_by, base, task):
+    """The card of an adapter names PEFT and loads the adapter with its base model."""
+    folder = tmp_path / task
+    card = train_adapter(folder, base, task)
+
+    assert card.data.library_name == "peft"
+    assert card.data.base_model is None  # a folder of this machine
+    assert str(tmp_path) not in str(card)
+    assert {"lora", "mfwrap"} <= set(card.data.tags)
+    assert ({"sft", "trl"} <= set(card.data.tags)) is (task == "supervised_tuning")
+    assert "\nA LoRA adapter of a `LlamaForCausalLM`: " in card.text
+    assert "generated_text" in printed_by(code_in(card), folder / "model")
+
+
+def test_an_adapter_of_a_relative_path(tmp_path, printed_by, base, monkeypatch):
+    """The code finds a base model whose path is relative to the folder of the training.
+
+    If no such path leads from the adapter to its base model, the card says what to replace.
+    """
+    monkeypatch.chdir(tmp_path)
+    relative = train_adapter(Path("runs", "chats"), Path(base.name))
+    elsewhere = train_adapter(tmp_path / "run", Path(base.name)).text
+
+    assert "base model was in the folder `base`, where the training was started" in relative.text
+    assert 'from_pretrained("../../../base")' in relative.text
+    assert "generated_text" in printed_by(code_in(relative), Path("runs", "chats", "model"))
+    assert 'replace `"base"` by the path of its folder' in elsewhere
+    assert 'from_pretrained("base")' in elsewhere
+    assert str(tmp_path) not in elsewhere
 
 
 @pytest.mark.slow

@@ -579,19 +579,21 @@ def test_a_module_with_the_name_of_another(tmp_path, name, of):
 
 
 def test_a_changed_file_is_said(tmp_path):
-    """A run that resumes with a changed module continues, and says so."""
+    """A run that resumes with a changed module continues, and says so once."""
     overrides = [f"training.output_dir={tmp_path / 'run'}", "callbacks=[]"]
     run_recipe(checked(tmp_path, *overrides))
     with (tmp_path / "my_helpers.py").open("a") as file:
         file.write("# changed\n")
     recipe = load_recipe(tmp_path / "my.yaml", overrides, allow_code=True)
-    said = []
+    checkpoint, said = tmp_path / "run" / "checkpoint-4", []
 
     for _ in range(2):
-        run_recipe(recipe, resume=str(tmp_path / "run" / "checkpoint-4"), say=said.append)
+        run_recipe(recipe, resume=str(checkpoint), say=said.append)
 
     since = f"since {tmp_path / 'run'} was started"
-    assert said == [f"warning: my_helpers changed {since}; the run continues with it"]
+    resumes = f"resuming from {checkpoint}, step 4 of 8"
+    warning = f"warning: my_helpers changed {since}; the run continues with it"
+    assert said == [warning, resumes, resumes]
 
 
 def test_the_learning_rate_of_a_schedule(tmp_path):

@@ -66,6 +66,17 @@ def test_one_rank_says_that_a_run_has_finished(tmp_path, two_ranks):
     assert (len(said), nothing) == (1, [])
 
 
+def test_one_rank_says_that_a_run_resumes(tmp_path, two_ranks):
+    """Only rank 0 says so."""
+    text = small_recipe(tmp_path)
+    assert two_ranks.run(run_again, text) == [[], []]
+    unfinish(tmp_path)
+
+    said = two_ranks.run(run_again, text)
+
+    assert said == [[f"resuming from {tmp_path / 'checkpoint-6'}, step 6 of 6"], []]
+
+
 def test_killed_before_the_first_checkpoint(tmp_path):
     """Records of a run without checkpoints are deleted, not continued."""
     run(tmp_path / "alone")
@@ -100,8 +111,9 @@ def test_killed_after_a_checkpoint(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1])
 
     with pytest.warns(UserWarning, match=r"checkpoint-6: .*; resuming from .*checkpoint-4$"):
-        result, _ = run(tmp_path)
+        result, said = run(tmp_path)
 
+    assert said == [f"resuming from {tmp_path / 'checkpoint-4'}, step 4 of 6"]
     assert result.metrics == first.metrics
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "_abandoned-checkpoint-6").is_dir()

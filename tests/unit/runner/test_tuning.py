@@ -107,11 +107,19 @@ def test_lines(section, task, row, training, line):
     assert rows_line(recipe, checked_rows(recipe), 3) == rows
 
 
-def test_rows_that_are_held_out_or_left_out_are_counted(section):
-    """The number is that of all rows that were read."""
-    keys = {"eval_fraction": 0.5, "max_train_samples": 10}
+def test_rows_that_are_held_out_or_left_out_are_counted(section, tmp_path):
+    """The number is that of all rows that were read; without a limit, their split is said."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(CHATS[0]))
+    path = {"eval_path": str(held_out)}
 
-    assert line_of(recipe_of("supervised_tuning", section(CHATS, **keys))).startswith("1,200 rows")
+    def said(**keys):
+        return line_of(recipe_of("supervised_tuning", section(CHATS, **keys))).partition(" of ")[0]
+
+    assert said(eval_fraction=0.1) == "1,200 rows (1,080 to train on, 120 held out)"
+    for limit in ({"max_train_samples": 10}, {"max_eval_samples": 10}):
+        assert said(eval_fraction=0.5, **limit) == "1,200 rows"
+    assert said(**path) == said(eval_fraction=0) == "1,200 rows"
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,13 @@ def test_an_error_is_raised_on_all_ranks(two_ranks, tmp_path):
     ("arguments", "error", "says"),
     [
         ({"prompts": "a"}, TypeError, "`prompts` must be a list of texts or messages, got 'a'"),
-        ({"prompts": [1]}, TypeError, "`prompts` must hold texts, or lists of messages"),
-        ({"prompts": [[{"role": "user"}]]}, TypeError, "`prompts` must hold texts, or lists"),
+        ({"prompts": [1]}, TypeError, "messages with `role` .*, got 1 of type int in prompt 1"),
+        ({"prompts": [["a"]]}, TypeError, "got 'a' of type str as message 1 in prompt 1"),
+        (
+            {"prompts": ["a", [{"from": "human", "value": "a"}]]},
+            TypeError,
+            r"got a message with the keys \['from', 'value'\] \(message 1\) in prompt 2",
+        ),
         ({"prompts": []}, ValueError, "`prompts` must hold at least one prompt"),
         ({"prompts": [""]}, ValueError, "and no empty ones"),
         ({"prompts": ["a"], "num_rows": 2}, ValueError, "`num_rows` must be left out"),

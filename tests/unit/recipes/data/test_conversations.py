@@ -84,7 +84,7 @@ CALLED = [
         (
             MESSAGES,
             turns("assistant: b", "user: a"),
-            "'assistant' in turn 1, where a turn of the user comes first",
+            "'assistant' in turn 1, where a turn of the user comes first (put the missing turn ",
         ),
         (
             SHAREGPT,
@@ -131,7 +131,8 @@ def test_the_error_names_column_row_and_line(json_lines):
     says = (
         r"^r:\d+: data: must have a list of turns with from and value \(user and assistant in "
         r"turn\) in each row of column `conversations`, got 'gpt' in turn 1, where a turn of the "
-        r"user comes first in row 3 \(counted from 1\), at rows\.jsonl:3$"
+        r"user comes first \(put the missing turn before it, or leave it out\) in row 3 \(counted "
+        r"from 1\), at rows\.jsonl:3$"
     )
     with pytest.raises(RecipeError, match=says):
         trainer_of("supervised_tuning", section)

@@ -281,7 +281,7 @@ def test_text_among_numbers_is_named(tmp_path, kind, column, value, key):
     assert "number" in message
     of = " of the held-out rows" if key == "eval_path" else ""
     line = {"csv": 6, "tsv": 6, "jsonl": 5}.get(kind)
-    at = "" if line is None else f", at {files[key]}:{line}"
+    at = f", in {files[key]}" if line is None else f", at {files[key]}:{line}"
     assert message.endswith(f"in row 5 (counted from 1){of}{at}")
 
 
@@ -391,7 +391,7 @@ def test_a_null_is_refused(tmp_path, monkeypatch, kind):
         checked_rows(recipe)
     assert str(caught.value).endswith(
         "data: must have a string in each row of column `review`, got an empty value (null) in "
-        f"row 6 (counted from 1){place.get(kind, '')}"
+        f"row 6 (counted from 1){place.get(kind, f', in {file}')}"
     )
     assert str(caught.value).startswith("r:")
 

@@ -1,0 +1,142 @@
+"""A run says how many rows `training.max_length` leaves out, and how many it cuts."""
+
+import json
+
+import pytest
+
+from mfwrap.runner import RecipeError
+from mfwrap.runner.preview import preview
+from mfwrap.runner.rehearsal import rehearse
+from mfwrap.runner.run import build_trainer
+from support.recipe_data import recipe_of
+
+# Ignore the warnings that TRL and datasets emit.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+COMPLETIONS = "of prompts and completions; the completions count in the loss"
+LENGTH = 16
+"""Each byte is a token, and the end of an answer is one more."""
+
+
+def completions(*sizes):
+    """Return rows with prompts and completions of these numbers of tokens."""
+    return [{"prompt": "p" * one, "completion": "c" * (other - 1)} for one, other in sizes]
+
+
+ROWS = completions((4, 4), (16, 4), (20, 9), (14, 4), (12, 4), (4, 40), (2, 3))
+"""Seven rows, of which two are left out, two are cut, and one fits exactly."""
+
+PAIRS = [
+    {"prompt": "p" * one, "chosen": "c" * (two - 1), "rejected": "r" * (three - 1)}
+    for one, two, three in ((4, 4, 4), (16, 4, 4), (12, 4, 2), (12, 2, 5), (12, 5, 2))
+]
+"""Five rows, of which one is left out, two are cut, and one fits exactly."""
+
+
+@pytest.fixture
+def section(tmp_path):
+    """Return a function that writes rows to files, and returns the section ``data``."""
+
+    def write(rows, held_out=None, **keys):
+        for name, lines in (("rows.jsonl", rows), ("held_out.jsonl", held_out)):
+            if lines is not None:
+                (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+        if held_out is not None:
+            keys["eval_path"] = str(tmp_path / "held_out.jsonl")
+        return {"path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0, **keys}
+
+    return write
+
+
+def said_about(recipe):
+    """Return what a run says about the lengths of its rows."""
+    said = []
+    build_trainer(recipe, say=said.append)
+    return [line for line in said if "max_length" in line]
+
+
+def test_rows_that_are_left_out_and_cut(section):
+    """The numbers are those of the training rows, and those of the held-out rows."""
+    recipe = recipe_of("supervised_tuning", section(ROWS, held_out=ROWS[:2]), max_length=LENGTH)
+
+    why = "because no token of an answer would be left"
+    assert said_about(recipe) == [
+        f"training.max_length=16 leaves out 2 of 7 training rows, {why}, and cuts up to 3 more",
+        f"training.max_length=16 leaves out 1 of 2 held-out rows, {why}",
+    ]
+
+
+def test_rows_that_are_only_cut(section):
+    """A row that fits exactly cannot be told from a row that was cut."""
+    recipe = recipe_of("supervised_tuning", section(ROWS[3:]), max_length=LENGTH)
+
+    assert said_about(recipe) == ["training.max_length=16 cuts up to 3 of 4 training rows"]
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"max_length": 45},
+        {"max_length": None},
+        {"max_length": LENGTH, "packing": True, "packing_strategy": "wrapped"},
+    ],
+)
+def test_nothing_is_said(section, training):
+    """Nothing is said if all rows fit, and of packed rows."""
+    recipe = recipe_of("supervised_tuning", section(ROWS, held_out=ROWS), **training)
+
+    assert said_about(recipe) == []
+
+
+def test_held_out_rows_that_are_not_packed(section):
+    """Held-out rows may be cut although training rows are packed."""
+    training = {"packing": True, "packing_strategy": "wrapped", "eval_packing": False}
+    data = section(ROWS, held_out=ROWS[3:])
+    recipe = recipe_of("supervised_tuning", data, max_length=LENGTH, **training)
+
+    assert said_about(recipe) == ["training.max_length=16 cuts up to 3 of 4 held-out rows"]
+
+
+def test_preferences(section):
+    """A pair is left out if its prompt leaves no room, and cut if an answer is too long."""
+    said = [
+        said_about(recipe_of("preference_tuning", section(rows), max_length=LENGTH))
+        for rows in (PAIRS, PAIRS[2:])
+    ]
+
+    why = "because the prompt alone fills it"
+    assert said == [
+        [f"training.max_length=16 leaves out 1 of 5 training rows, {why}, and cuts 2 more"],
+        ["training.max_length=16 cuts 2 of 3 training rows"],
+    ]
+
+
+def test_no_row_is_left(section):
+    """If no answer is left at all, the error names the key."""
+    recipe = recipe_of("supervised_tuning", section(ROWS[1:3]), max_length=LENGTH)
+
+    with pytest.raises(RecipeError, match=r"^r:\d+: training\.max_length: expected a length that"):
+        build_trainer(recipe)
+
+
+def test_a_stream(section):
+    """How many rows of a stream are cut is not known beforehand."""
+    file = section(ROWS)["path"]
+    data = {"type": "datasets", "path": "json", "data_files": file, "streaming": True}
+    recipe = recipe_of("supervised_tuning", data, max_length=LENGTH, max_steps=1)
+
+    assert said_about(recipe) == []
+
+
+def test_commands_that_prepare_only_the_first_rows(section):
+    """`mfwrap validate` and `mfwrap data` say which rows the line is about."""
+    recipe = recipe_of("supervised_tuning", section(ROWS[:2] * 600), max_length=LENGTH, max_steps=1)
+    line = (
+        "training.max_length=16 leaves out 500 of the first 1,000 training rows, because no token "
+        "of an answer would be left"
+    )
+    said = []
+    rehearse(recipe, said.append)
+
+    assert said == [f"1,200 rows {COMPLETIONS}", line]
+    assert preview(recipe, 1)[:2] == said
