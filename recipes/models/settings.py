@@ -27,6 +27,7 @@ from mfwrap.recipes.models.checkpoint import (
     TOKENIZER_FILES,
     check_code,
     check_no_adapter,
+    check_tokenizer,
     check_weights,
     model_type_of,
 )
@@ -340,6 +341,8 @@ class ModelSettings(RecipeSection):
             return
         if not self.trust_remote_code:
             check_code(setting, Path(name))
+        if setting == "tokenizer" or self.tokenizer is None:
+            check_tokenizer(setting, Path(name))
         if setting == "path":
             check_weights(setting, Path(name))
             _ = self.model_type
