@@ -46,7 +46,8 @@ def load_network(path: str, load: Callable[..., Any], **settings: Any) -> nn.Mod
         )
     is_classifier = not {"num_labels", "id2label"}.isdisjoint(settings)
     check_weights_fit(path, network, info, is_classifier=is_classifier)
-    return network  # type: ignore[no-any-return]
+    loaded: nn.Module = network
+    return loaded
 
 
 def check_weights_fit(
