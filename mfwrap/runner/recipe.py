@@ -22,10 +22,10 @@ from mfwrap.recipes.data.endings import type_of
 from mfwrap.recipes.data.own import OwnSource
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.checkpoint import has_tokenizer
+from mfwrap.recipes.models.loading import ModelError
 from mfwrap.recipes.models.own import IMPLIED, SHARED, OwnModel
 from mfwrap.recipes.models.quantization import why_no_kernels
 from mfwrap.recipes.models.settings import (
-    ModelError,
     ModelSettings,
     check_length,
 )

@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -40,8 +40,8 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
 
     Args:
         recipe: Checked recipe.
-        say: Called at the end with each line that the run would say about its rows: what they were
-            recognized as, and how many are left out or cut.
+        say: Called at the end with each line that the run would say about its rows and its model;
+            see `build_trainer`.
 
     Returns:
         ``None`` if a step was trained. Otherwise the reason why it was not tried: the data or the
@@ -53,39 +53,33 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
     """
     if recipe.data.why_unread is not None:
         return recipe.data.why_unread
-    lines: list[str | None] = []
+    lines: Sequence[str | None]
     with quiet(), recipe.code.importable():
         reason = _reason_to_skip(recipe)
         if reason is not None:
             numbers: list[int] = []
             rows = checked_rows(recipe, numbers.append)
-            lines.append(rows_line(recipe, rows, next(iter(numbers), None)))
+            lines = [rows_line(recipe, rows, next(iter(numbers), None))]
         else:
-            _try(recipe, lines)
+            lines = _try(recipe)
     for line in filter(None, lines):
         say(line)
     return reason
 
 
-def _try(recipe: Recipe, lines: list[str | None]) -> None:
-    """Try the step; with all rows if the first rows are too few to fill one packed sequence.
-
-    Args:
-        recipe: The recipe.
-        lines: Gets the lines of the last try.
-    """
+def _try(recipe: Recipe) -> list[str]:
+    """Try the step; with all rows if the first rows are too few to fill one packed sequence."""
     try:
-        _try_step(recipe, _MAX_ROWS, lines.append)
+        return _try_step(recipe, _MAX_ROWS)
     except RecipeError:
         raise
     except Exception:  # noqa: BLE001  (any library may raise any error)
-        lines.clear()
-        _try_with_all_rows(recipe, lines.append)
+        return _try_with_all_rows(recipe)
 
 
-def _try_with_all_rows(recipe: Recipe, say: Callable[[str], None]) -> None:
+def _try_with_all_rows(recipe: Recipe) -> list[str]:
     try:
-        _try_step(recipe, None, say)
+        return _try_step(recipe, None)
     except RecipeError:
         raise
     except Exception as error:
@@ -120,10 +114,12 @@ def _reason_to_skip(recipe: Recipe) -> str | None:
     return None
 
 
-def _try_step(recipe: Recipe, max_rows: int | None, say: Callable[[str], None]) -> None:
+def _try_step(recipe: Recipe, max_rows: int | None) -> list[str]:
+    """Try the step, and return what `build_trainer` has said."""
+    lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
         small = limited(recipe, folder, max_rows, _BATCH)
-        trainer, recorder = build_trainer(small, say=say)
+        trainer, recorder = build_trainer(small, say=lines.append)
         collate = trainer.data_collator
         # Keep the length of the training, which the schedule depends on. Answers to one prompt
         # must stay together, and losses of embeddings need the batch that they are made for.
@@ -132,6 +128,7 @@ def _try_step(recipe: Recipe, max_rows: int | None, say: Callable[[str], None]) 
         trainer.add_callback(_OneStep())
         trainer.train()
         finish(small, trainer, recorder)
+    return lines
 
 
 def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int | None) -> Recipe:

@@ -24,6 +24,7 @@ from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, ch
 from mfwrap.recipes.data.forms import form_of
 from mfwrap.recipes.data.source import SOURCE, ColumnUse, DataError, Needs, Rows
 from mfwrap.recipes.data.streams import column_names
+from mfwrap.recipes.models.loading import unused_weights
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.recipes.tasks.inputs import build_for_inputs
@@ -254,7 +255,7 @@ def build_trainer(
         say: Called in the main process with a line that says what the rows were recognized as, if
             the task takes several forms of rows, with lines about those of them that
             ``training.max_length`` leaves out or cuts, and with a warning if a classifier of a
-            checkpoint gets a new head.
+            checkpoint gets a new head, or if a checkpoint has weights that the model does not use.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -267,7 +268,7 @@ def build_trainer(
         rows = checked_rows(recipe, numbers.append)
         arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
         keywords = _keywords(recipe, rows)
-        _say_new_head(recipe, keywords["model"], say)
+        _say_of_weights(recipe, keywords, say)
     if recipe.add_metric is not None:
         keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
     _check_held_out(recipe, keywords["eval_dataset"])
@@ -385,12 +386,19 @@ def _tuned(
     return tuning.arguments
 
 
-def _say_new_head(recipe: Recipe, network: Any, say: Callable[[str], None]) -> None:
-    """Warn if a classifier does not have the head of its checkpoint."""
-    inside_adapter = getattr(network, "get_base_model", lambda: network)()
-    found = recipe.model.new_head(inside_adapter)
-    if found is not None and recipe.arguments.process_index == 0:
-        say(f"warning: {found}")
+def _say_of_weights(
+    recipe: Recipe, keywords: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Warn of checkpoints of which not all weights are used, and of a new head."""
+    if recipe.arguments.process_index != 0:
+        return
+    network = keywords["model"]
+    notes = [recipe.model.new_head(getattr(network, "get_base_model", lambda: network)())]
+    for section, key in (("model", "model"), ("teacher", "teacher_model")):
+        unused = unused_weights(keywords[key]) if key in keywords else None
+        notes.append(unused and f"{section}.path: {unused}")
+    for note in filter(None, notes):
+        say(f"warning: {note}")
 
 
 def task_keywords(recipe: Recipe, model: ModelSettings, rows: Rows) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Check the files of a model folder without loading the model or running code of the folder."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ _LFS = b"version https://git-lfs.github.com/"
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SAVED = "pytorch_model*.bin"
+"""Files in which transformers saved weights before safetensors; all shards match."""
+
+_CONVERT = (
+    'python -c "import glob, sys, torch; from safetensors.torch import save_file; '
+    "folder = sys.argv[1]; files = glob.glob(folder + '/pytorch_model*.bin'); "
+    "save_file({name: weight.contiguous().clone() for file in files for name, weight in "
+    "torch.load(file, 'cpu', weights_only=True).items()}, folder + '/model.safetensors', "
+    "{'format': 'pt'})\""
+)
+"""Converts pickled weights in their folder, beside the tokenizer. It needs no class of a model, so
+it keeps all weights. Tied weights are stored twice."""
+
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -95,6 +109,26 @@ def check_no_adapter(setting: str, folder: Path) -> None:
     raise ValueError(msg)
 
 
+def check_tokenizer(setting: str, folder: Path) -> None:
+    """Check that the files of a tokenizer are undamaged.
+
+    Args:
+        setting: Key that names the folder, for error messages.
+        folder: Folder of a model or a tokenizer.
+
+    Raises:
+        ValueError: If a file is empty or a pointer of Git LFS, or if a JSON file is damaged.
+    """
+    for file in (folder / name for name in TOKENIZER_FILES):
+        if not file.is_file():
+            continue
+        if file.suffix == ".json":
+            _object(setting, file)
+        elif what := _damage(file):
+            msg = f"`{setting}` must have an undamaged tokenizer, got {file}: {what}"
+            raise ValueError(msg)
+
+
 def check_weights(setting: str, folder: Path) -> None:
     """Check that a folder has its weights as undamaged safetensors files.
 
@@ -113,23 +147,37 @@ def check_weights(setting: str, folder: Path) -> None:
             with safe_open(file, "pt") as opened:
                 opened.keys()
         except (OSError, SafetensorError) as error:
-            what = _LFS_ADVICE if _is_lfs_pointer(file) else error
-            msg = f"`{setting}` must have undamaged weights, got {file}: {what}"
+            what = f"it is cut off or damaged ({error}); {_AGAIN}"
+            msg = f"`{setting}` must have undamaged weights, got {file}: {_damage(file) or what}"
             raise ValueError(msg) from error
 
 
-_LFS_ADVICE = (
-    "it is a pointer of Git LFS, not the weights; run `git lfs install` and `git lfs pull` in the "
-    "folder, or download the file again"
-)
+def file_of_weights(path: str) -> str:
+    """Return the file that names the weights of a model folder, for error messages.
+
+    Args:
+        path: Folder, or name on the hub, which is returned unchanged.
+    """
+    found = [Path(path, name) for name in (_WEIGHTS, _INDEX) if Path(path, name).is_file()]
+    return str(found[0]) if found else path
 
 
-def _is_lfs_pointer(file: Path) -> bool:
+_AGAIN = "download or copy the file again"
+
+
+def _damage(file: Path) -> str | None:
+    """Return what an unreadable file is, and what to do; ``None`` if it is something else."""
     try:
         with file.open("rb") as opened:
-            return opened.read(len(_LFS)) == _LFS
+            start = opened.read(len(_LFS))
     except OSError:
-        return False
+        return None
+    if start == _LFS:
+        return (
+            "it is a pointer of Git LFS, not the file itself; run `git lfs install` and "
+            "`git lfs pull` in the folder, or download the file again"
+        )
+    return None if start else f"it is empty; {_AGAIN}"
 
 
 def _weight_files(setting: str, folder: Path) -> list[Path]:
@@ -149,11 +197,12 @@ def _weight_files(setting: str, folder: Path) -> list[Path]:
         return [folder / name for name in sorted(names)]
     pickled = sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern))
     if pickled:
+        saved = sorted(file.name for file in folder.glob(_SAVED))
+        todo = f"convert them, which runs no code of them: {_CONVERT} {shlex.quote(str(folder))}"
         msg = (
-            f"`{setting}` must have weights as safetensors, got pickled weights ({pickled[0]}) in "
-            f"{str(folder)!r}, which can run code when they are loaded; if you trust the file, "
-            'convert it: python -c "from transformers import AutoModel; AutoModel.from_pretrained('
-            f"{str(folder)!r}).save_pretrained('converted')\""
+            f"`{setting}` must have weights as safetensors, got pickled weights "
+            f"({(saved or pickled)[0]}) in {str(folder)!r}, which can run code when they are "
+            f"loaded; {todo if saved else 'save the model with `save_pretrained` of transformers'}"
         )
         raise ValueError(msg)
     msg = f"`{setting}` must have weights ({_WEIGHTS} or {_INDEX}), got the folder {str(folder)!r}"
@@ -165,7 +214,8 @@ def _object(setting: str, file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        msg = f"`{setting}` must have a readable JSON object in {file}: {error}"
+        what = f"it is cut off or damaged ({error}); {_AGAIN}"
+        msg = f"`{setting}` must have a readable JSON object in {file}: {_damage(file) or what}"
         raise ValueError(msg) from error
     if not isinstance(found, dict):
         msg = f"`{setting}` must have a JSON object in {file}, got {found!r:.80}"

@@ -7,7 +7,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from mfwrap.recipes.models.settings import ModelError, ModelSettings
+from mfwrap.recipes.models.loading import ModelError
+from mfwrap.recipes.models.settings import ModelSettings
 
 IMPLIED = frozenset(
     {

@@ -1,17 +1,16 @@
 """The model of a recipe: a checkpoint, or a configuration with random weights."""
 
-import contextlib
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.names import hint
@@ -27,8 +26,15 @@ from mfwrap.recipes.models.checkpoint import (
     TOKENIZER_FILES,
     check_code,
     check_no_adapter,
+    check_tokenizer,
     check_weights,
     model_type_of,
+)
+from mfwrap.recipes.models.loading import (
+    ModelError,
+    from_hub,
+    load_network,
+    load_tokenizer,
 )
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 from mfwrap.recipes.models.quantization import quantization_config
@@ -36,10 +42,6 @@ from mfwrap.tensors.embedding_tables import num_embeddings, num_positions
 
 _BYTES = "bytes"
 _NEWEST = "main"
-
-
-class ModelError(ValueError):
-    """A model that does not fit its data; the message begins with the key of ``model``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,17 +164,17 @@ class ModelSettings(RecipeSection):
         if name == _BYTES:
             tokenizer = byte_tokenizer()
         else:
-            with _from_hub(setting, name):
-                tokenizer = AutoTokenizer.from_pretrained(
-                    name,
-                    trust_remote_code=self.trust_remote_code,
-                    revision=self.revision or _NEWEST,
-                )
+            tokenizer = load_tokenizer(
+                setting,
+                name,
+                trust_remote_code=self.trust_remote_code,
+                revision=self.revision or _NEWEST,
+            )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if self.chat_template is not None:
             try:
-                with _from_hub("chat_template", self.chat_template):
+                with from_hub("chat_template", self.chat_template):
                     set_template(tokenizer, self.chat_template)
             except ValueError as error:
                 raise ModelError(str(error)) from error
@@ -253,22 +255,17 @@ class ModelSettings(RecipeSection):
     ) -> nn.Module:
         # The checkpoint determines vocabulary and sizes, but the labels follow from the data.
         about_labels = {k: v for k, v in implied.items() if k in {"num_labels", "id2label"}}
-        if about_labels:
-            settings["ignore_mismatched_sizes"] = True
         if auto_class is not None:
             settings["trust_remote_code"] = self.trust_remote_code
         if self.quantization is not None:
             settings["quantization_config"] = quantization_config(self.quantization, self.dtype)
-        with _from_hub("path", path):
-            model: nn.Module = (auto_class or Perceptron).from_pretrained(
-                path,
-                revision=self.revision or _NEWEST,
-                # Without `use_safetensors`, transformers would fall back to pickled weights.
-                use_safetensors=True,
-                **settings,
-                **about_labels,
-            )
-        return model
+        return load_network(
+            path,
+            (auto_class or Perceptron).from_pretrained,
+            revision=self.revision or _NEWEST,
+            **settings,
+            **about_labels,
+        )
 
     def _configuration(self, implied: dict[str, Any]) -> PreTrainedConfig:
         given = dict(self.config or {})
@@ -340,6 +337,8 @@ class ModelSettings(RecipeSection):
             return
         if not self.trust_remote_code:
             check_code(setting, Path(name))
+        if setting == "tokenizer" or self.tokenizer is None:
+            check_tokenizer(setting, Path(name))
         if setting == "path":
             check_weights(setting, Path(name))
             _ = self.model_type
@@ -394,24 +393,6 @@ class WeightlessModel(ModelSettings):
         """Build the model; see `ModelSettings.make_model`."""
         with torch.device("meta"):
             return super().make_model(auto_class, **implied)
-
-
-@contextlib.contextmanager
-def _from_hub(setting: str, name: str) -> Iterator[None]:
-    """Convert an error of loading from the hub to a `ModelError` that names the key.
-
-    Args:
-        setting: Key that holds the name.
-        name: Folder, or name on the hub.
-    """
-    try:
-        yield
-    except OSError as error:
-        if is_folder(name):
-            raise
-        said = " ".join(str(error).split())
-        msg = f"`{setting}` must name what can be loaded; {not_a_folder(name)}; on the hub: {said}"
-        raise ModelError(msg) from error
 
 
 def _cast_result(

@@ -19,8 +19,8 @@ from transformers import (
 
 from mfwrap.recipes.data.source import SOURCE, DataError, DataSource, Rows, kept_columns
 from mfwrap.recipes.data.streams import column_names
+from mfwrap.recipes.models.loading import ModelError
 from mfwrap.recipes.models.settings import (
-    ModelError,
     ModelSettings,
     fitting_length,
     make_text_model,

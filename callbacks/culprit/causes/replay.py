@@ -20,6 +20,11 @@ _NOT_AGAIN = (
 """What to do about a fault that three exact replays do not have."""
 
 
+_NOT_BY_UPDATE = (
+    "look at the file that the weights were loaded from, or at the code that initializes them"
+)
+"""What to do about weights that were non-finite before the first update."""
+
 _SHARE, _SAME = 0.4, 0.05
 """Smallest share of the rise that earlier data must have if the program has changed, and the
 largest distance of outputs that are as before."""
@@ -36,7 +41,7 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
     origin = evidence.origin
     if origin is None:
         return None
-    name = origin.name
+    name, has_update = origin.name, evidence.now.step > 1
     causes = {
         "input": Cause(
             "data", f"input `{name}` is non-finite", "remove or repair the sample in the data"
@@ -54,12 +59,15 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
         "weights": Cause(
             UNKNOWN_CAUSE,
             "most weights were non-finite before the step",
-            "look at the update before, and at code that changes weights",
+            "look at the update before, and at code that changes weights"
+            if has_update
+            else _NOT_BY_UPDATE,
         ),
         "weight": Cause(
             "weight_changed",
-            f"{name} has non-finite elements",
-            "go back to an earlier checkpoint",
+            f"{name} has non-finite elements"
+            + ("" if has_update else ", and had them before the first update"),
+            "go back to an earlier checkpoint" if has_update else _NOT_BY_UPDATE,
             is_in_layer=True,
         ),
         "loss": Cause(

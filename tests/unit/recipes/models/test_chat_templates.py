@@ -15,7 +15,8 @@ from mfwrap.recipes.models.chat_templates import (
     set_template,
     template_names,
 )
-from mfwrap.recipes.models.settings import ModelError, ModelSettings
+from mfwrap.recipes.models.loading import ModelError
+from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.runner import RecipeError
 from mfwrap.runner.run import build_trainer
 from support.recipe_data import LANGUAGE, recipe_of, save_tokenizer, trainer_of

@@ -2,18 +2,25 @@
 
 import json
 import pickle
+import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.checkpoint import (
     check_code,
     check_no_adapter,
+    check_tokenizer,
     check_weights,
     model_type_of,
 )
-from support.recipe_texts import message, recipe_text
+from mfwrap.recipes.models.settings import ModelSettings
+from support.recipe_texts import SMALL_LLAMA, message, recipe_text
 
 
 @pytest.fixture
@@ -27,6 +34,7 @@ def folder(tmp_path):
 def check(folder) -> str:
     """Make all checks of a folder, and return its model type."""
     check_code("path", folder)
+    check_tokenizer("path", folder)
     check_weights("path", folder)
     return model_type_of("path", folder)
 
@@ -41,17 +49,63 @@ def test_a_whole_folder(folder):
 
 
 def test_pickled_weights_are_refused(folder):
-    """The error names the file, and the command that converts it; nothing is unpickled."""
+    """The error names the file; nothing is unpickled. Only known files have a command."""
     (folder / "model.safetensors").unlink()
+    (folder / "other.bin").write_bytes(pickle.dumps({}))
+    with pytest.raises(ValueError, match=r"\(other\.bin\) in .*; save the model with `save_pretr"):
+        check(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-
     with pytest.raises(
-        ValueError, match=r"as safetensors, got pickled weights \(pytorch_model\.bin"
+        ValueError, match=r"as safetensors, got pickled weights \(pytorch_model\.bin\) in "
     ):
         check(folder)
-    assert ".save_pretrained('converted')" in message(
-        text=recipe_text(task="causal_lm", model={"config": None, "path": str(folder)})
+
+
+@pytest.mark.parametrize("name", ["pickled", "my pickled model"])
+def test_the_command_that_converts_pickled_weights(tmp_path, name):
+    """As printed, it keeps every weight bit for bit, also those of an untied head and of shards."""
+    folder = tmp_path / name
+    network = LlamaForCausalLM(LlamaConfig(**SMALL_LLAMA, vocab_size=261))
+    network.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    head = {"lm_head.weight": network.lm_head.weight.detach()}
+    others = {key: each for key, each in network.state_dict().items() if key not in head}
+    torch.save(others, folder / "pytorch_model-00001-of-00002.bin")
+    torch.save(head, folder / "pytorch_model-00002-of-00002.bin")
+    text = recipe_text(
+        task="causal_lm", model={"config": None, "path": str(folder)}, data={"type": "docstrings"}
     )
+    command = message(text=text).partition("runs no code of them: ")[2]
+    program, *words = shlex.split(command)
+
+    assert program == "python"
+    subprocess.run([sys.executable, *words], check=True)
+    model = ModelSettings(path=str(folder))
+    found = model.make_model(AutoModelForCausalLM).state_dict()
+    assert not torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    assert found.keys() == network.state_dict().keys()
+    assert all(torch.equal(each, found[key]) for key, each in network.state_dict().items())
+    assert len(model.make_tokenizer()) == 261
+
+
+def test_the_command_runs_no_code(tmp_path, folder):
+    """A pickle that would run code is refused when it is converted."""
+
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "trapped"), "w"))
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"a": Trap()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="which runs no code of them") as error:
+        check(folder)
+    _, *words = shlex.split(str(error.value).partition("runs no code of them: ")[2])
+    done = subprocess.run([sys.executable, *words], check=False, capture_output=True)
+
+    assert done.returncode == 1
+    assert b"Weights only load failed" in done.stderr
+    assert not (tmp_path / "trapped").exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
@@ -77,7 +131,17 @@ def test_remote_code_is_refused(folder, name, monkeypatch):
         ("config.json", b"[]", "must have a JSON object in"),
         ("config.json", b'{"model_type": "brt"}', "got 'brt'; did you mean"),
         ("config.json", b'{"model_type": [1]}', "a model type of transformers in"),
-        ("model.safetensors", b"torn", "must have undamaged weights, got"),
+        (
+            "model.safetensors",
+            b"torn",
+            "it is cut off or damaged (Error while deserializing header",
+        ),
+        (
+            "model.safetensors",
+            b"",
+            "model.safetensors: it is empty; download or copy the file again",
+        ),
+        ("config.json", b"", "config.json: it is empty; download or copy the file again"),
         ("model.safetensors", None, "must have weights (model.safetensors or"),
     ],
 )
@@ -103,13 +167,39 @@ def test_a_damaged_index(folder, index):
         check_weights("path", folder)
 
 
-def test_a_pointer_of_git_lfs(folder):
-    """A clone without Git LFS is told so, and how to get the weights."""
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n"
-    (folder / "model.safetensors").write_text(pointer)
+def test_weights_that_are_cut_off(folder):
+    """A copy that was interrupted is found by its length."""
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
 
-    with pytest.raises(ValueError, match=r"is a pointer of Git LFS.*run `git lfs install` and"):
+    with pytest.raises(ValueError, match=r"it is cut off or damaged \(.*\); download or copy the "):
         check_weights("path", folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "vocab.txt"]
+)
+def test_a_pointer_of_git_lfs(folder, name):
+    """A clone without Git LFS is told so, and how to get the files."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n"
+    (folder / name).write_text(pointer)
+
+    with pytest.raises(ValueError, match=rf"{name}: it is a pointer of Git LFS.*run `git lfs inst"):
+        check(folder)
+
+
+def test_a_damaged_tokenizer(folder):
+    """Its file is named with the key, unless the recipe has another tokenizer."""
+    byte_tokenizer().save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:100])
+    model = {"config": None, "path": str(folder)}
+    says = f"model.path: must have a readable JSON object in {file}: it is cut off or damaged ("
+
+    assert says in message(text=recipe_text(task="causal_lm", model=model))
+    assert ModelSettings(path=str(folder), tokenizer="bytes")
+    with pytest.raises(ValueError, match=r"^`tokenizer` must have a readable JSON object in"):
+        ModelSettings(path=str(folder), tokenizer=str(folder))
 
 
 def test_an_adapter_is_no_model(folder):

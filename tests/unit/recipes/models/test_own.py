@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from mfwrap.recipes.models.loading import ModelError
 from mfwrap.recipes.models.own import OwnModel
-from mfwrap.recipes.models.settings import ModelError
 
 
 def test_values_that_follow_from_the_data():

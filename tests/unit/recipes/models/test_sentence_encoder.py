@@ -1,12 +1,16 @@
 """Sentence encoders of a configuration and of checkpoints."""
 
+import json
+
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, BertConfig, BertForMaskedLM
 
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
+from mfwrap.recipes.models.loading import ModelError, unused_weights
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.sentence_encoder import make_sentence_encoder
-from mfwrap.recipes.models.settings import ModelError, ModelSettings
+from mfwrap.recipes.models.settings import ModelSettings
 from support.recipe_texts import BERT
 
 pytest.importorskip("sentence_transformers")
@@ -59,3 +63,30 @@ def test_what_is_refused(tmp_path):
     model = ModelSettings(path=str(tmp_path), tokenizer="bytes")
     with pytest.raises(ModelError, match="`tokenizer` must be left out, as the encoder has"):
         make_sentence_encoder(model)
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    """Missing layers and other sizes are refused; layers that are left over are said."""
+    make_sentence_encoder(ModelSettings(**BERT)).save(str(tmp_path))
+    assert unused_weights(make_sentence_encoder(ModelSettings(path=str(tmp_path)))) is None
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+
+    def encoder(**changes):
+        file.write_text(json.dumps(config | changes))
+        return make_sentence_encoder(ModelSettings(path=str(tmp_path)))
+
+    with pytest.raises(ModelError, match=r"model\.safetensors without encoder\.layer\.1\."):
+        encoder(num_hidden_layers=2)
+    with pytest.raises(ModelError, match=r"of shape \[261, 16\] instead of \[261, 32\]"):
+        encoder(hidden_size=32)
+    assert "does not use 16 of the weights in" in unused_weights(encoder(num_hidden_layers=0))
+
+
+def test_the_pooler_of_a_checkpoint_may_be_missing(tmp_path):
+    """The mean of the tokens needs no pooler, which checkpoints of language models do not have."""
+    config = {key: each for key, each in BERT["config"].items() if key != "model_type"}
+    BertForMaskedLM(BertConfig(**config, vocab_size=261)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    assert unused_weights(make_sentence_encoder(ModelSettings(path=str(tmp_path)))) is None

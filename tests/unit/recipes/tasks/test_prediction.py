@@ -10,7 +10,8 @@ from transformers import AutoModel, EvalPrediction
 
 from mfwrap.recipes.data.built_in import DiabetesSource, DigitsSource, PythonTokensSource
 from mfwrap.recipes.data.source import Rows
-from mfwrap.recipes.models.settings import ModelError, ModelSettings
+from mfwrap.recipes.models.loading import ModelError
+from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.recipes.tasks.prediction import (
     accuracy,
     build_image_classification,

@@ -28,6 +28,20 @@ def test_the_place_of_the_first_non_finite_value(where, name):
     assert found.name == name
 
 
+@pytest.mark.parametrize("where", ["weight", "weights"])
+def test_weights_that_were_non_finite_before_the_first_update(where):
+    """At step 1 there is no earlier checkpoint or update: the weights were loaded or made so."""
+    steps = [step._replace(step=step.step - 11) for step in trace()[-2:]]
+    first, second = (
+        cause("loss_not_finite", steps=steps[:number], origin=Origin(where, "h.0", 1))
+        for number in (1, 2)
+    )
+
+    assert [step.step for step in steps] == [1, 2]
+    assert "the file that the weights were loaded from" in first.suggestion
+    assert "the file that the weights were loaded from" not in second.suggestion
+
+
 def test_gradients_of_weights_that_are_not_finite_by_themselves():
     """A weight's gradient goes nowhere, so those of others are not its consequence."""
     origin = Origin("gradient", NAMES[2], 0)
