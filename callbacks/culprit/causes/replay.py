@@ -131,13 +131,13 @@ def verdict(evidence: CauseEvidence) -> Cause | None:
             micro_batch=outlier(evidence.blamed.factors),
         )
     if found is not None and found.detail == TOO_LARGE:
-        is_of_loss = evidence.blamed.loss > _LARGE_LOSS
+        loss = evidence.blamed.loss
+        if loss > _LARGE_LOSS:
+            return Cause("loss", f"the loss is {loss:.4g}", "look for a factor in the loss")
         return Cause(
-            "loss" if is_of_loss else "gradient",
-            f"the loss is {evidence.blamed.loss:.4g}"
-            if is_of_loss
-            else "a backward made gradients that are finite and far too large",
-            "look for a factor in the loss" if is_of_loss else "look at hooks and custom backwards",
+            "gradient",
+            "a backward made gradients that are finite and far too large",
+            "look at hooks and custom backwards",
         )
     is_transient = found is not None and found.detail == "transient"
     again = "the same inputs, weights and random numbers gave finite values three times"
