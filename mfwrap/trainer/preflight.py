@@ -60,6 +60,8 @@ those whose weights change after backward."""
 
 
 _LIBRARIES = frozenset({"mfwrap", "sentence_transformers", "transformers", "trl"})
+"""Packages whose Trainers know how their losses are divided."""
+
 _NUM_ITEMS = "num_items_in_batch"
 _NUM_MICRO_BATCHES = frozenset(
     {"gradient_accumulation_steps", "current_gradient_accumulation_steps"}
@@ -102,7 +104,7 @@ def check_construction(trainer: TrainerView) -> None:
 
 
 def warn_of_undivided_loss(trainer: TrainerView) -> None:
-    """Warn if an update adds up losses that a ``compute_loss`` of the user's own may have meant.
+    """Warn if an update adds up the losses of a ``compute_loss`` of the user's own, unnoticed.
 
     If the model takes ``num_items_in_batch``, a Trainer does not divide the losses of micro-batches
     by their number, because the model divides by the number of all targets. A method that neither
@@ -112,7 +114,7 @@ def warn_of_undivided_loss(trainer: TrainerView) -> None:
     """
     function = getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
     code = getattr(function, "__code__", None)
-    if code is None or function.__module__.partition(".")[0] in _LIBRARIES:
+    if code is None or str(function.__module__).partition(".")[0] in _LIBRARIES:
         return
     is_divided = not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if is_divided or trainer.args.gradient_accumulation_steps == 1:
