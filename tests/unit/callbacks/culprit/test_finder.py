@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     TrainerCallback,
+    TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -24,7 +25,9 @@ from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.tensors.norm_groups import group_parameters
+from mfwrap.trainer import MFTrainer
 from support.planted_faults import KINDS, check_record, random_faults
+from support.ranks.trainers import ROWS, Line
 from support.spoilt.blocks import Fault, records_of, train_blocks
 
 
@@ -508,6 +511,30 @@ def test_a_weight_that_has_grown_is_named_instead_of_the_module_behind_it(tmp_pa
 
     assert (record["where"], record["name"]) == ("weight", "blocks.1.linear.weight")
     assert (record["layer"], record["replay"]) == ("blocks.1", "reproduced")
+
+
+class _Spoiling(MFTrainer):
+    def compute_loss(self, model, inputs, return_outputs=None, **kwargs):
+        loss = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        return loss * math.nan if self.state.global_step == 3 else loss
+
+
+def test_rows_are_not_searched_if_the_fault_is_outside_of_the_network(tmp_path):
+    """The record says so."""
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=5,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
+    _Spoiling(Line(), arguments, train_dataset=ROWS, callbacks=[monitor]).train()
+    (record,) = records_of(tmp_path)
+
+    assert (record["step"], record["replay"]) == (4, "not_covered")
+    assert record["samples_detail"] == "not searched: the fault is outside of the network"
 
 
 @pytest.mark.parametrize(("rate", "is_found"), [(0.3, True), (0.001, False)])
