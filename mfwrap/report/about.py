@@ -50,7 +50,6 @@ def _summary(runs: Sequence[RunRecord]) -> str:
 
 
 def _figures(run: RunRecord) -> dict[str, str]:
-    losses = run.curves.get("loss", Curve()).values
     # Some runs record the number of skipped updates so far, others a flag for each step.
     counts, flags = _finite(run, "skipped_updates"), _finite(run, "skipped")
     skipped = counts[-1:] or ([sum(flags)] if flags else [])
@@ -58,7 +57,8 @@ def _figures(run: RunRecord) -> dict[str, str]:
     parameters, hardware = facts.get("parameters") or {}, facts.get("hardware") or {}
     return {
         "Steps": str(run.last_step()),
-        "Last loss": _shown(losses[-1] if losses else None),
+        "Last reward": _shown(_last(run, "reward")),
+        "Last loss": _shown(_last(run, "loss")),
         "Best evaluation": _shown(min(_finite(run, "eval_loss"), default=None)),
         "Best with averaged weights": _shown(
             min(_finite(run, f"{AVERAGED}eval_loss"), default=None)
@@ -70,6 +70,11 @@ def _figures(run: RunRecord) -> dict[str, str]:
         "Parameters": _in_short(parameters.get("total")),
         "Hardware": html.escape(str(hardware.get("name") or _UNKNOWN)),
     }
+
+
+def _last(run: RunRecord, name: str) -> float | None:
+    values = run.curves.get(name, Curve()).values
+    return values[-1] if values else None
 
 
 def _finite(run: RunRecord, name: str) -> list[float]:

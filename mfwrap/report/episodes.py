@@ -468,7 +468,7 @@ def _end(run: RunRecord) -> str:
     if state == NOT_ENDED:
         end = f"The records end at step {last}"
     elif state == "finished":
-        end = f"The run finished at step {last}"
+        end = f"The training finished at step {last}"
     else:
         was = "was " if state.startswith("stopped") else ""
         end = f"The run {was}{html.escape(state)}"

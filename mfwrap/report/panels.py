@@ -19,6 +19,9 @@ _LOSSES = ("loss", "eval_loss", f"{AVERAGED}eval_loss")
 _OF_SOURCE = BY_SOURCE[0]
 """Prefix of the curves of the loss by source."""
 
+_REWARD = "reward"
+"""Mean reward of a model's answers in a step, as TRL's trainers that generate log it."""
+
 _THROUGHPUT = ("throughput", "_per_second", "flops", "mfu", "_runtime", "_preparation_time")
 """Words in curve names: a curve with one of them belongs to the panel of throughput."""
 
@@ -65,7 +68,9 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
         runs: At least one run. Each run has the same color in all panels.
     """
     of_layers = {name for run in runs for family in families_of(run).values() for name in family}
+    rewards = _rewards(runs)
     panels = [
+        rewards,
         _loss(runs),
         _sources(runs),
         _evaluations(runs),
@@ -103,6 +108,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
                     or _is_throughput(name)
                     or _is_evaluation(name)
                     or name in _MEMORY
+                    or name in rewards.content["choices"]
                 )
             ),
         ),
@@ -124,6 +130,18 @@ def spans_of(runs: Sequence[RunRecord]) -> list[list[int]]:
 
 def _curves(traces: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     return {"kind": "curves", "traces": traces, **settings}
+
+
+def _rewards(runs: Sequence[RunRecord]) -> Panel:
+    """Return a panel of the rewards of a training that generates; empty for any other training.
+
+    It comes first: the loss of such a training is about zero and says little about its progress.
+    """
+    generates = any(_REWARD in run.curves for run in runs)
+    names = {name for run in runs for name in run.curves} if generates else set()
+    found = sorted(name for name in names if name.startswith(f"{_REWARD}s/"))
+    of_all = [name for name in (_REWARD, f"{_REWARD}_std") if name in names]
+    return _menu(runs, "rewards", "Reward", [*of_all, *found])
 
 
 def _loss(runs: Sequence[RunRecord]) -> Panel:
@@ -281,13 +299,19 @@ def _choice(
             key,
         ),
     )
+    return _menu(runs, name, title, found)
+
+
+def _menu(runs: Sequence[RunRecord], name: str, title: str, found: Sequence[str]) -> Panel:
+    """Return a panel with a menu that chooses one of the curves; an empty one without curves."""
     traces = [
         line(number, label(run, kind, runs), curve, choice=choice, **_form(curve))
         for choice, kind in enumerate(found)
         for number, run in enumerate(runs)
         if (curve := run.curves.get(kind))
     ]
-    content = _curves(traces, choices=found, may_log=True, units=[_unit(each) for each in found])
+    units = [_unit(each) for each in found]
+    content = _curves(traces, choices=list(found), may_log=True, units=units)
     note = "" if len(found) > 1 else html.escape("".join(found))
     return Panel(name, title, note, content)
 

@@ -16,7 +16,7 @@ from mfwrap.recipes.data.columns import needed_columns
 from mfwrap.recipes.data.source import Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings
-from mfwrap.runner.document import RecipeError
+from mfwrap.runner.document import RecipeError, shown
 from mfwrap.runner.own_code import is_own
 from mfwrap.runner.recipe import Recipe
 from mfwrap.runner.rehearsal import failure, limited, quiet
@@ -128,7 +128,7 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
     tokenizer: Any = recipe.model.make_tokenizer()
     length = recipe.data.sequence_length
     for number, row in enumerate(itertools.islice(rows, num_rows), start=1):
-        shown: dict[str, list[int]] = {}
+        tokens: dict[str, list[int]] = {}
         for name in needed:
             if isinstance(text := row[name], str):
                 ids = tokenizer(text, truncation=length is not None, max_length=length)["input_ids"]
@@ -136,13 +136,14 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
                 ids = tokenizer.apply_chat_template(
                     text, add_generation_prompt=True, tokenize=True, return_dict=True
                 )["input_ids"]
-            shown[name] = ids
-        counts = ", ".join(f"{name} {len(ids)} tokens" for name, ids in shown.items())
+            tokens[name] = ids
+        counts = ", ".join(f"{name} {len(ids)} tokens" for name, ids in tokens.items())
         yield f"row {number}: {counts}"
-        for name, ids in shown.items():
+        for name, ids in tokens.items():
             yield from _field(name, str(tokenizer.decode(ids)))
-        if others and "reward" in recipe.task.sections:
-            yield from _field("for the reward", ", ".join(others))
+        if "reward" in recipe.task.sections:
+            for name in others:
+                yield from _field("for the reward", f"{name}: {shown(row[name])}")
         yield ""
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,9 @@ _BATCH = 2
 
 _ANSWER = 16
 """Largest number of tokens of each answer that the model writes in the step."""
+
+_REWARD_MEAN = re.compile(r"rewards/[^/]+/mean")
+"""Name in TRL's log of the mean of a reward."""
 
 
 def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str | None:
@@ -128,7 +132,23 @@ def _try_step(recipe: Recipe, max_rows: int | None) -> list[str]:
         trainer.add_callback(_OneStep())
         trainer.train()
         finish(small, trainer, recorder)
+        lines += _rewards(trainer)
     return lines
+
+
+def _rewards(trainer: Any) -> Iterator[str]:
+    """Yield a line with the rewards of the answers of the step, as TRL has logged them."""
+    for log in trainer.state.log_history:
+        means = {
+            name.split("/")[1]: value for name, value in log.items() if _REWARD_MEAN.match(name)
+        }
+        if means:
+            said = ", ".join(
+                f"{name} {mean:.4g} (standard deviation {log[f'rewards/{name}/std']:.4g})"
+                for name, mean in means.items()
+            )
+            most = trainer.args.max_completion_length
+            yield f"mean reward of the answers of the step, of up to {most} tokens: {said}"
 
 
 def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int | None) -> Recipe:

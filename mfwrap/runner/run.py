@@ -209,7 +209,8 @@ def _run(
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
     with _naming_keys(recipe):
         trainer.train(resume_from_checkpoint=resume or None)
-    metrics = finish(recipe, trainer, recorder)
+    with trainer.run_facts.after_training():
+        metrics = finish(recipe, trainer, recorder)
     if trainer.is_local_process_zero():
         set_aside_tracebacks(folder)
     if trainer.is_world_process_zero():

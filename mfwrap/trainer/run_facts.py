@@ -1,7 +1,8 @@
 """Say in the run folder what a Trainer's run was, beside the records of its monitors."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -30,6 +31,7 @@ class TrainerFacts:
         self._trainer = trainer
         self._termination = termination
         self._facts: RunFacts | None = None
+        self._ended: RunFacts | None = None
         self._given: Mapping[str, Any] | None = None
         self._code: Mapping[str, Any] | None = None
 
@@ -69,7 +71,17 @@ class TrainerFacts:
         if self._facts is not None:
             how = "stopped by a signal" if self._termination.is_stopping else "stopped early"
             self._facts.end(state.global_step, how)
-        self._facts = None
+        self._ended, self._facts = self._facts, None
+
+    @contextlib.contextmanager
+    def after_training(self) -> Iterator[None]:
+        """Write that what follows the training in the block has failed, if the block raises."""
+        try:
+            yield
+        except Exception as error:
+            if self._ended is not None:
+                self._ended.fail(error)
+            raise
 
     def _of_trainer(self, folders: Sequence[Path], state: TrainerState) -> RunFacts:
         trainer: Any = self._trainer

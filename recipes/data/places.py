@@ -79,17 +79,35 @@ def not_a_folder(name: str) -> str:
     return _absent(name, "folder", Path.is_dir)
 
 
+def similar_folder(name: str, files: Collection[str]) -> str | None:
+    """Return a folder whose name is similar to one that does not exist; ``None`` without one.
+
+    Args:
+        name: The name.
+        files: Names of files. The folder must have at least one of them.
+    """
+
+    def is_meant(folder: Path) -> bool:
+        return any((folder / file).is_file() for file in files)
+
+    return None if is_folder(name) else _similar(name, is_meant)
+
+
 def not_a_file(name: str) -> str:
     """Say that a name is no file here, and which file has a similar name."""
     return _absent(name, "file", Path.is_file)
 
 
 def _absent(name: str, kind: str, is_kind: Callable[[Path], bool]) -> str:
+    similar = _similar(name, is_kind)
+    meant = "" if similar is None else f"; did you mean {similar!r}?"
+    return f"there is no {kind} {name!r} here{meant}"
+
+
+def _similar(name: str, is_kind: Callable[[Path], bool]) -> str | None:
     parent = Path(name).parent
     found = [str(each) for each in parent.glob("*") if is_kind(each)] if is_folder(parent) else []
-    similar = difflib.get_close_matches(name, found, n=1)
-    meant = f"; did you mean {similar[0]!r}?" if similar else ""
-    return f"there is no {kind} {name!r} here{meant}"
+    return next(iter(difflib.get_close_matches(name, found, n=1)), None)
 
 
 def is_folder(name: str | Path) -> bool:

@@ -57,6 +57,15 @@ def test_what_is_unknown_has_no_column(tmp_path):
     assert "<details>" not in text
 
 
+def test_rewards(tmp_path):
+    """A training that generates has its reward before its loss."""
+    records = [{"step": 1, "loss": 0.5, "reward": 1.0}, {"step": 2, "loss": 0.0, "reward": 3.0}]
+    found = summary(about([run(tmp_path / "one", records=records)]))
+
+    assert list(found) == ["Run", "Steps", "Last reward", "Last loss", "Episodes"]
+    assert found["Last reward"] == "3"
+
+
 @pytest.mark.parametrize(
     ("records", "shown"),
     [

@@ -118,7 +118,11 @@ def test_a_run_without_anomalies(tmp_path):
 @pytest.mark.parametrize(
     ("state", "shown"),
     [
-        ("finished", "The run finished at step 10, with"),
+        ("finished", "The training finished at step 10, with"),
+        (
+            "failed after its last step (OSError)",
+            "The run failed after its last step (OSError), with loss",
+        ),
         ("not ended", "The records end at step 10, with"),
         (
             "stopped by a signal at step 8 of 90",

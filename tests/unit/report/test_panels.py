@@ -54,6 +54,24 @@ def test_memory(tmp_path):
     assert [trace["y"] for trace in shown["memory"].content["traces"]] == [[3], [2]]
 
 
+def test_rewards(tmp_path):
+    """They come first in a training that generates; in any other they are some of the rest."""
+    rewards = {"rewards/b/mean": 0.5, "rewards/a/mean": 0.25}
+    for run, more in (("grpo", {"reward": 0.75, "reward_std": 0.1}), ("dpo", {})):
+        write_lines(tmp_path / run / "metrics.jsonl", [{"step": 1, "loss": 0.0} | rewards | more])
+    shown = panels(tmp_path / "grpo")
+
+    assert list(shown) == ["rewards", "loss"]
+    names = ["reward", "reward_std", "rewards/a/mean", "rewards/b/mean"]
+    assert shown["rewards"].content["choices"] == names
+    assert [trace["y"] for trace in shown["rewards"].content["traces"]] == [
+        *([0.75], [0.1], [0.25], [0.5])
+    ]
+    shown = panels(tmp_path / "dpo")
+    assert list(shown) == ["loss", "others"]
+    assert shown["others"].content["choices"] == names[2:]
+
+
 def test_loss_by_source(tmp_path):
     """One run has its sources in one panel, each in a color; several runs have a menu of them."""
     names = ("web", "books", "code", "forum")

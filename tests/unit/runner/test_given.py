@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import TrainerCallback
 
 from mfwrap.cli import main
+from mfwrap.records.run_record import read_facts
 from mfwrap.runner import RecipeError, RecipeWarning, load_recipe, run_recipe
 
 # Ignore the warnings of the Trainer.
@@ -91,6 +92,24 @@ def test_objects_are_trained(tmp_path, is_built):
     assert network.layer.weight.tolist() == [[2.0, 4.0]]
     assert seen.steps == [1]
     assert result.metrics["eval_loss"] == (10.0 - 4.0) ** 2
+
+
+class Unevaluated(Net):
+    """A network that can only be trained."""
+
+    def forward(self, features, labels):
+        if not self.training:
+            msg = "no evaluation"
+            raise ArithmeticError(msg)
+        return super().forward(features, labels)
+
+
+def test_an_evaluation_after_the_last_step_fails(tmp_path):
+    """``run.json`` says so; the training alone was finished."""
+    with pytest.raises(ArithmeticError, match="no evaluation"):
+        run_recipe(write_recipe(tmp_path), model=Unevaluated(), data=Rows())
+
+    assert read_facts(tmp_path / "run")["state"] == "failed after its last step (ArithmeticError)"
 
 
 def test_a_function_gets_the_learning_rate(tmp_path):

@@ -203,6 +203,19 @@ def test_float16_without_a_gpu():
         assert parsed(training={"fp16": True}).arguments.fp16
 
 
+def test_a_misspelled_folder(tmp_path, monkeypatch):
+    """A folder with a similar name is named before the hub is asked."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_model").mkdir()
+    (tmp_path / "my_model/config.json").touch()
+    text = recipe_text(task="causal_lm", model=None, data=None, training={})
+    text += "model: {path: my_modl}\ndata: {type: python_topics}\n"
+
+    says = r"^model\.path: there is no folder 'my_modl' here; did you mean 'my_model'\? The hub is"
+    with pytest.warns(UserWarning, match=says):
+        parse_recipe(text, "r.yaml")
+
+
 def test_a_tab_is_named():
     """The error for a line that begins with a tab says that YAML wants spaces."""
     text = recipe_text().replace("  max_steps", "\tmax_steps")

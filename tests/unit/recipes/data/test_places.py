@@ -7,6 +7,7 @@ from mfwrap.recipes.data.places import (
     not_a_file,
     not_a_folder,
     resolve_package,
+    similar_folder,
 )
 
 
@@ -75,6 +76,10 @@ def test_a_similar_name(tmp_path, monkeypatch):
     says = "there is no folder 'models/my_modl' here; did you mean 'models/my_model'?"
     assert not_a_folder("models/my_modl") == says
     assert not_a_folder("org/name") == "there is no folder 'org/name' here"
+    assert similar_folder("models/my_modl", ["config.json"]) is None
+    (tmp_path / "models/my_model/config.json").touch()
+    assert similar_folder("models/my_modl", ["config.json"]) == "models/my_model"
+    assert similar_folder("models/my_model", ["config.json"]) is None
 
     (tmp_path / "models/rows.csv").touch()
     says = "there is no file 'models/row.csv' here; did you mean 'models/rows.csv'?"

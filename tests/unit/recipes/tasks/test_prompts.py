@@ -78,16 +78,28 @@ def test_a_teacher_on_the_hub(prompts):
 
 
 def test_prompts_are_shown(prompts, json_lines):
-    """The preview has the tokens of each prompt, and the columns that TRL passes to a reward."""
+    """The preview has the tokens of each prompt, and what TRL passes to a reward."""
     reward = "reward.type=think_format_reward"
     lines = preview(recipe_of("reward_tuning", prompts, reward, num_generations=2), 1)
 
     assert lines[0].startswith("row 1: prompt ")
-    assert lines[2:] == ["  for the reward   site", ""]
+    assert lines[2:] == ["  for the reward   site: 'web'", ""]
     turn = [{"role": "user", "content": "Is it?"}]
     data = json_lines([{"prompt": turn}] * 4, "chat.jsonl")
     lines = preview(recipe_of("distillation", data, f"teacher={json.dumps(TEACHER)}"), 1)
     assert lines == ["row 1: prompt 8 tokens", "  prompt           <|user|>Is it?<|reply|>", ""]
+
+
+def test_rewards_of_the_first_step(prompts):
+    """The rehearsal says what the answers of its step got, for example nothing at all."""
+    said = []
+    # No answer of four tokens has forty words.
+    reward = "reward={type: get_repetition_penalty_reward, ngram_size: 40}"
+    recipe = recipe_of("reward_tuning", prompts, reward, **SHORT, num_generations=2)
+    assert rehearse(recipe, said.append) is None
+
+    says = "mean reward of the answers of the step, of up to 4 tokens: "
+    assert said == [f"{says}repetition_penalty_reward 0 (standard deviation 0)"]
 
 
 def test_prompts_have_no_targets(prompts):
