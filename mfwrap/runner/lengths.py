@@ -1,12 +1,14 @@
-"""Say which rows of a recipe TRL leaves out, or cuts, because of ``training.max_length``."""
+"""Say which rows of a recipe are left out or cut by their length, or too long for the model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow.compute as pc
 from datasets import Dataset
+from transformers import PreTrainedConfig
 
 from mfwrap.runner.recipe import Recipe
+from mfwrap.tensors.embedding_tables import num_positions
 
 _BATCH = 10_000
 """Number of rows whose lengths are read at once."""
@@ -51,6 +53,41 @@ def check_lengths(
             line = _line(before, after, arguments.max_length, f"{first}{len(before):,} {kind} rows")
             if line is not None:
                 say(line)
+
+
+def untrained_positions(recipe: Recipe, network: Any) -> str | None:
+    """Say that sequences may reach positions of a checkpoint that were not trained.
+
+    Only rotary positions have no limit. `check_max_length` and the tasks refuse the others.
+
+    Args:
+        recipe: The recipe.
+        network: Its model.
+
+    Returns:
+        One sentence; ``None`` if there are enough positions, if the checkpoint scales them, or if
+        their number is unknown.
+    """
+    config: Any = getattr(network, "config", None)
+    if (
+        recipe.model.path is None
+        or not isinstance(config, PreTrainedConfig)
+        or num_positions(network) is not None
+    ):
+        return None
+    key, length = "training.max_length", getattr(recipe.arguments, "max_length", None)
+    if length is None:
+        key, length = "data.sequence_length", recipe.data.sequence_length
+    text = config.get_text_config()
+    known: Any = getattr(text, "max_position_embeddings", None)
+    rotary: Any = getattr(text, "rope_parameters", None) or {}
+    if None in {length, known} or length <= known or rotary.get("rope_type") != "default":
+        return None
+    return (
+        f"{key}={length} is more than the {known} positions with which {recipe.model.path!r} was "
+        "trained (max_position_embeddings); longer sequences are trained at positions that are new "
+        "to it"
+    )
 
 
 def _line(before: Dataset, after: Dataset, max_length: int, rows: str) -> str | None:

@@ -50,7 +50,7 @@ from mfwrap.runner.folder import (
     set_aside_tracebacks,
 )
 from mfwrap.runner.given import GivenObjects
-from mfwrap.runner.lengths import check_lengths
+from mfwrap.runner.lengths import check_lengths, untrained_positions
 from mfwrap.runner.model_card import FinishedRun, write_recipe_card
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
@@ -256,7 +256,8 @@ def build_trainer(
         say: Called in the main process with a line that says what the rows were recognized as, if
             the task takes several forms of rows, with lines about those of them that
             ``training.max_length`` leaves out or cuts, and with a warning if a classifier of a
-            checkpoint gets a new head, or if a checkpoint has weights that the model does not use.
+            checkpoint gets a new head, if a checkpoint has weights that the model does not use, or
+            if sequences may be longer than those that a checkpoint was trained with.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -269,7 +270,7 @@ def build_trainer(
         rows = checked_rows(recipe, numbers.append)
         arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
         keywords = _keywords(recipe, rows)
-        _say_of_weights(recipe, keywords, say)
+        _say_of_model(recipe, keywords, say)
     if recipe.add_metric is not None:
         keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
     _check_held_out(recipe, keywords["eval_dataset"])
@@ -387,14 +388,15 @@ def _tuned(
     return tuning.arguments
 
 
-def _say_of_weights(
-    recipe: Recipe, keywords: Mapping[str, Any], say: Callable[[str], None]
-) -> None:
-    """Warn of checkpoints of which not all weights are used, and of a new head."""
+def _say_of_model(recipe: Recipe, keywords: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Warn of weights that are not used, of a new head, and of positions that were not trained."""
     if recipe.arguments.process_index != 0:
         return
     network = keywords["model"]
-    notes = [recipe.model.new_head(getattr(network, "get_base_model", lambda: network)())]
+    notes = [
+        recipe.model.new_head(getattr(network, "get_base_model", lambda: network)()),
+        untrained_positions(recipe, network),
+    ]
     for section, key in (("model", "model"), ("teacher", "teacher_model")):
         unused = unused_weights(keywords[key]) if key in keywords else None
         notes.append(unused and f"{section}.path: {unused}")

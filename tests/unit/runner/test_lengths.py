@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from transformers import AutoConfig, LlamaForCausalLM
 
 from mfwrap.runner import RecipeError
 from mfwrap.runner.preview import preview
 from mfwrap.runner.rehearsal import rehearse
 from mfwrap.runner.run import build_trainer
 from support.recipe_data import recipe_of
+from support.recipe_texts import SMALL_LLAMA
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -140,3 +142,25 @@ def test_commands_that_prepare_only_the_first_rows(section):
 
     assert said == [f"1,200 rows {COMPLETIONS}", line]
     assert preview(recipe, 1)[:2] == said
+
+
+@pytest.mark.parametrize(
+    ("length", "rotary", "says"),
+    [
+        (64, {}, None),
+        (65, {}, "warning: training.max_length=65 is more than the 64 positions with which "),
+        (65, {"rope_type": "linear", "factor": 2.0}, None),
+    ],
+)
+def test_positions_that_were_not_trained(section, tmp_path, length, rotary, says):
+    """A checkpoint with rotary positions has no limit, but its training had one."""
+    config = AutoConfig.for_model(**SMALL_LLAMA, vocab_size=261)  # 64 positions
+    config.rope_parameters = config.rope_parameters | rotary
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = {"path": str(tmp_path / "model"), "tokenizer": "bytes"}
+    rows = section(ROWS[:4])
+    said = said_about(
+        recipe_of("supervised_tuning", rows, model=model, max_length=length, packing=False)
+    )
+
+    assert [line[: len(says or "")] for line in said] == ([] if says is None else [says])
