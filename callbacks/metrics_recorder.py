@@ -14,7 +14,7 @@ from mfwrap.callbacks.shared.progress import RunSettings, Samples
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
-from mfwrap.records.json_lines import JsonLines, last_value
+from mfwrap.records.json_lines import JsonLines, last_record, last_value
 from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
@@ -122,12 +122,22 @@ class MetricsRecorder(MonitorCallback):
         if self._lines is not None and self._is_training and metrics is not None:
             self.write_steps()
             results = results_of(metrics, prefix_of(state))
-            self.write({"step": state.global_step, **results})
+            self.write_evaluation(state.global_step, results)
             if self.evaluation_lines:
                 said = ", ".join(f"{name}: {value:.6g}" for name, value in results.items())
                 run_logger(EvalCallback.__module__).info(
                     "Eval result: step %d, %s", state.global_step, said
                 )
+
+    def write_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Write the results of an evaluation, unless the file has equal ones for this step."""
+        if self._lines is None:
+            return
+        for name, value in results.items():
+            before = last_record(self._path, name) or {}
+            if (before.get("step"), before.get(name)) != (step, value):
+                self.write({"step": step, **results})
+                return
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an additional record, on the main process only."""

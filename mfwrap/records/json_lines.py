@@ -81,8 +81,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def last_value(path: Path, key: str, kind: type[Any] = object) -> Any:
-    """Return the value of a key in the last record that has it; ``None`` if no record has it.
+def last_record(path: Path, key: str, kind: type[Any] = object) -> dict[str, Any] | None:
+    """Return the last record that has a key; ``None`` if no record has it.
 
     Parses only lines with the key's name, so a file of many megabytes takes milliseconds. A missing
     file counts as an empty file.
@@ -95,7 +95,13 @@ def last_value(path: Path, key: str, kind: type[Any] = object) -> Any:
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     name = json.dumps(key).encode()
     records = (_parsed(line) or {} for line in reversed(lines) if name in line)
-    return next((each[key] for each in records if key in each and fits(each[key], kind)), None)
+    return next((each for each in records if key in each and fits(each[key], kind)), None)
+
+
+def last_value(path: Path, key: str, kind: type[Any] = object) -> Any:
+    """Return the value of a key in the last record that has it; see `last_record`."""
+    record = last_record(path, key, kind)
+    return None if record is None else record[key]
 
 
 def rank_file(folder: Path, name: str, rank: int) -> Path:

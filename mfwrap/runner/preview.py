@@ -30,6 +30,9 @@ _MAX_ROWS = 1_000
 _MAX_PARTS = 8
 """Number of parts of a sequence to show: for a conversation, four turns."""
 
+_LAST_PARTS = 2
+"""Number of these parts that are the last ones, where a conversation may have an odd end."""
+
 _MAX_CHARACTERS = 400
 """Number of characters of a part to show."""
 
@@ -234,11 +237,15 @@ class _Sequence:
                 key=lambda pair: pair[1],
             )
         ]
-        for is_target, positions in parts[:_MAX_PARTS]:
+        left_out = max(0, len(parts) - _MAX_PARTS)
+        first = len(parts) - left_out - _LAST_PARTS
+        for number, (is_target, positions) in enumerate(parts):
+            if first <= number < first + left_out:
+                if number == first:
+                    lines.append(f"  ... {left_out} more part{'' if left_out == 1 else 's'}")
+                continue
             name = "in the loss" if is_target else "not in the loss"
             lines += _field(name, self._text(torch.tensor(positions)))
-        if len(parts) > _MAX_PARTS:
-            lines.append(f"  ... {len(parts) - _MAX_PARTS} more parts")
         return lines
 
     def words(self, title: str, labels: Tensor, names: Mapping[int, str]) -> list[str]:

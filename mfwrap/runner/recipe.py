@@ -479,7 +479,9 @@ def _data(objects: RecipeObjects, task: Task, sections: Sections) -> DataSource:
     section = sections.data
     if section.get("type") is None and _are_names(section.get("path")):
         try:
-            section = {**section, "type": type_of(section["path"])}
+            held_out = section.get("eval_path")
+            kind = type_of(section["path"], held_out if _are_names(held_out) else None)
+            section = {**section, "type": kind}
         except ValueError as error:
             raise objects.refusal(("data",), section, error) from error
     own = objects.own_type(("data",), section, _DATA)

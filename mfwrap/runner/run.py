@@ -617,7 +617,7 @@ def finish(recipe: Recipe, trainer: Any, recorder: MetricsRecorder) -> dict[str,
     # Saved last, because its card has the results of both evaluations.
     _save_model(run, MODEL)
     if metrics:
-        recorder.write({"step": trainer.state.global_step, **metrics})
+        recorder.write_evaluation(trainer.state.global_step, metrics)
     if recipe.arguments.push_to_hub:
         push_models(run)
     return metrics

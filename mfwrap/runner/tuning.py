@@ -45,7 +45,7 @@ def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
     # A source of mfwrap's own has columns for several tasks.
     used |= recipe.data.known_columns or set()
     unused = ", ".join(sorted(set(found) - used))
-    said = "streamed rows"
+    said, parts = "streamed rows", [rows.train]
     if number is not None:
         said = f"{number:,} row{'' if number == 1 else 's'}"
         held_out = 0 if rows.evaluation is None else len(rows.evaluation)
@@ -53,8 +53,9 @@ def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
         # `max_train_samples` nor `max_eval_samples` may have left out any.
         if held_out and number == len(rows.train) + held_out:
             said = f"{said} ({len(rows.train):,} to train on, {held_out:,} held out)"
+            parts.append(rows.evaluation)
     said = f"{said} of {form.name}{f' (columns not used: {unused:.100})' if unused else ''}"
-    empty = form.num_unanswered(rows.train) if isinstance(rows.train, Dataset) else 0
+    empty = sum(form.num_unanswered(part) for part in parts if isinstance(part, Dataset))
     return f"{said}, {empty:,} with an empty answer" if empty else said
 
 
@@ -139,9 +140,10 @@ def _with_answers_only(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Tr
             get_training_chat_template(tokenizer)
         except ValueError as error:
             says = (
-                "expected false, to train on all turns, or another model.chat_template, because "
-                "neither the tokenizer's template marks the turns of the assistant ({% generation "
-                "%}), nor does TRL know which they are"
+                "cannot be true, which is its default for conversations, because neither does the "
+                "tokenizer's template mark the turns of the assistant ({% generation %}), nor does "
+                "TRL know the template; set model.chat_template to chatml or to another template "
+                "that marks them, or this key to false to train on all turns"
             )
             raise recipe.document.error(("training", "assistant_only_loss"), says) from error
     arguments = copy.copy(recipe.arguments)

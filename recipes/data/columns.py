@@ -87,13 +87,11 @@ def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind, lik
         return
     first = next(_values(like, column), None)
     wanted, fits = kind.expect(first)
-    wrong = ((at, one) for at, one in enumerate(_values(rows, column), start=1) if not fits(one))
-    misfit = next(wrong, None)
+    misfit, others = _misfits(rows, column, fits)
     if misfit is not None:
-        if is_number(misfit[1]):
-            # One text makes a whole column text, so name a text that is not a number.
-            misfit = next((one for one in wrong if not is_number(one[1])), misfit)
-        raise _error(names, column, wanted, misfit[1], misfit[0], kind.fault(misfit[1]))
+        number, value = misfit
+        fault = kind.fault(value)
+        raise _error(names, column, wanted, value, number, fault=fault, others=others)
     if kind.as_long_as is not None:
         others = rows[kind.as_long_as]
         for number, (other, value) in enumerate(zip(others, rows[column], strict=True), 1):
@@ -104,20 +102,41 @@ def _check(rows: Dataset, names: Mapping[str, str], column: str, kind: Kind, lik
                 )
 
 
+def _misfits(
+    rows: Dataset, column: str, fits: Callable[[Any], bool]
+) -> tuple[tuple[int, Any] | None, list[int]]:
+    """Return the first value that does not fit with its row, and the rows of the others."""
+    misfit: tuple[int, Any] | None = None
+    others: list[int] = []
+    for number, value in enumerate(_values(rows, column), start=1):
+        if fits(value):
+            continue
+        if misfit is not None and is_number(misfit[1]) and not is_number(value):
+            # One text makes a whole column text, so name a text that is not a number.
+            misfit, others = None, []
+        if misfit is None:
+            misfit = number, value
+        elif is_number(misfit[1]) or not is_number(value):
+            others.append(number)
+    return misfit, others
+
+
 def _error(
     names: Mapping[str, str],
     column: str,
     wanted: str,
     value: Any,
     number: int,
+    *,
     fault: str | None = None,
+    others: Sequence[int] = (),
 ) -> DataError:
     name = names.get(column, column)
     if fault is None:
         fault = _form(value) if isinstance(value, PIL.Image.Image) else shown(value)
     got = f"{fault} in row {number} (counted from 1)"
     msg = f"`data` must have {wanted} in each row of column `{name}`, got {got}"
-    return DataError(msg, number)
+    return DataError(msg, number, others)
 
 
 def shown(value: Any) -> str:

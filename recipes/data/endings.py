@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mfwrap.recipes.data.files import Groups, listed
+from mfwrap.recipes.data.files import Files, Groups, listed
 from mfwrap.recipes.data.images import has_images
 from mfwrap.recipes.data.library import SAVED
 from mfwrap.recipes.data.lines import OPENERS
@@ -21,8 +21,8 @@ _TYPES = {
 """Type of a source, by the ending of its files."""
 
 
-def type_of(path: Groups) -> str:
-    """Return the type of the source that reads a path.
+def type_of(path: Groups, eval_path: Files | None = None) -> str:
+    """Return the type of the source that reads a path, and a path with held-out rows.
 
     A file's ending decides, before which ``.gz``, ``.bz2`` or ``.xz`` is left out. A folder with
     images is an ``image_folder``. Any other folder, and the name of a data set on the hub, are
@@ -30,19 +30,27 @@ def type_of(path: Groups) -> str:
 
     Args:
         path: The key ``path`` of the section ``data``.
+        eval_path: The key ``eval_path``; ``None`` without it.
 
     Raises:
         ValueError: If the path is a file of another ending, or files of different types. The
             message begins with the key in backticks.
     """
     types = {_type_of(one) for one in listed(path)}
+    held_out = {_type_of(one, "eval_path") for one in listed(eval_path or [])}
+    if types | held_out == {"json", "json_lines"}:
+        return "json"  # reads both
+    if len(types) == 1 and types <= {*_TYPES.values()} and not held_out <= types:
+        (known,), others = types, sorted(held_out - types)
+        msg = f"`eval_path` must name files of the type of `path` ({known}), got {others}"
+        raise ValueError(msg)
     if len(types) != 1:
         msg = f"`path` must name files of one type, got {sorted(types)}"
         raise ValueError(msg)
     return types.pop()
 
 
-def _type_of(path: str) -> str:
+def _type_of(path: str, key: str = "path") -> str:
     if is_folder(path):
         is_saved = any(Path(path, file).is_file() for file in SAVED)
         return "image_folder" if not is_saved and has_images(path) else "datasets"
@@ -53,6 +61,8 @@ def _type_of(path: str) -> str:
     if found is not None:
         return found
     if Path(path).is_file() or (endings and "/" not in path):
-        msg = f"`path` must end in {', '.join(sorted(_TYPES))}, or `type` must be set, got {path!r}"
+        msg = (
+            f"`{key}` must end in {', '.join(sorted(_TYPES))}, or `type` must be set, got {path!r}"
+        )
         raise ValueError(msg)
     return "datasets"

@@ -31,12 +31,17 @@ class DataError(ValueError):
     Args:
         message: The message.
         row: Number of the faulty row, counted from 1; ``None`` if the fault is not in one row.
+        others: Numbers of other rows that do not fit either.
     """
 
-    def __init__(self, message: str, row: int | None = None) -> None:
+    def __init__(self, message: str, row: int | None = None, others: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.row = row
+        self.others = others
 
+
+_NAMED = 10
+"""Number of rows that an error names in addition to the first one."""
 
 ColumnUse = Literal["text", "number", "class"]
 """What a task uses the values of a column as."""
@@ -286,8 +291,17 @@ def _check(
             file = source.origin(held_out=held_out)
             place = source.place(error.row, held_out=held_out)
             where = f", at {place}" if place else f", in {file}" if file else ""
-        msg = f"{error}{of}{where}"
+        msg = f"{error}{of}{where}{_also(error.others)}"
         raise DataError(msg, error.row) from error
+
+
+def _also(rows: Sequence[int]) -> str:
+    """Return the end of an error that names other rows with a fault, the first of them."""
+    if len(rows) < 2:
+        return "".join(f"; nor does row {row} fit" for row in rows)
+    listed, rest = ", ".join(map(str, rows[:_NAMED])), len(rows) - _NAMED
+    more = f" and {rest:,} more" if rest > 0 else ""
+    return f"; nor do {len(rows):,} other rows fit: {listed}{more}"
 
 
 def _check_columns(columns: Columns, known: Collection[str], origin: str | None = None) -> None:

@@ -73,6 +73,24 @@ def test_rewards_are_recorded(tmp_path):
     assert [one for one in records if "step" in one] == [{"step": 5, **rewards}]
 
 
+def test_an_evaluation_is_recorded_once(tmp_path):
+    """An evaluation that is repeated after the last step is left out if its results are equal."""
+    recorder = MetricsRecorder(tmp_path)
+    recorder.on_train_begin(arguments_of(tmp_path), TrainerState(), None)
+    raw, averaged = {"eval_loss": 1.0}, {"ema_eval_loss": 2.0}
+    for step in (1, 2):
+        recorder.write_evaluation(step, raw)
+        recorder.write_evaluation(step, averaged)
+    recorder.write_evaluation(2, raw | averaged)
+    recorder.write_evaluation(2, raw | {"ema_eval_loss": 3.0})
+
+    found = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [one for one in found if "step" in one] == [
+        *({"step": step, **one} for step in (1, 2) for one in (raw, averaged)),
+        {"step": 2, "eval_loss": 1.0, "ema_eval_loss": 3.0},
+    ]
+
+
 @pytest.mark.parametrize(("limit", "found"), [(0.5, 0.5), (0.0, None)])
 def test_the_limit_of_the_norm_is_recorded(tmp_path, limit, found):
     """The record of a run has `max_grad_norm` if gradients are clipped."""

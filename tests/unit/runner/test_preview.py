@@ -57,7 +57,7 @@ def test_prompts_are_masked(file):
 
 
 def test_the_turns_of_a_conversation(file):
-    """Only the words of the assistant count; many turns are cut."""
+    """Only the words of the assistant count; many turns are left out before the last ones."""
     turns = [
         {"role": role, "content": f"{role} {n}"} for n in range(6) for role in ("user", "assistant")
     ]
@@ -67,7 +67,11 @@ def test_the_turns_of_a_conversation(file):
         "  not in the loss  <|user|>user 0<|reply|>",
         "  in the loss      assistant 0<|end|>",
     ]
-    assert lines[11] == "  ... 4 more parts"
+    assert lines[9:12] == [
+        "  ... 4 more parts",
+        "  not in the loss  <|user|>user 5<|reply|>",
+        "  in the loss      assistant 5<|end|>",
+    ]
 
 
 def test_pairs_of_answers(file):

@@ -136,6 +136,9 @@ def test_empty_answers_are_counted(section, task, full, empty):
     recipe = recipe_of(task, section([full, full | empty, full, full | empty]), max_length=64)
 
     assert ", 2 with an empty answer; " in line_of(recipe)
+    recipe = recipe_of(task, section([full | empty] * 4, eval_fraction=0.5), max_length=64)
+    assert "4 rows (2 to train on, 2 held out) of " in line_of(recipe)
+    assert ", 4 with an empty answer; " in line_of(recipe)
 
 
 def test_held_out_rows_of_another_form(section, tmp_path):
@@ -183,8 +186,8 @@ def test_a_template_without_marks(section, tmp_path):
     """If TRL cannot tell the answers, the error says what to set; with that, the run starts."""
     model = LANGUAGE | {"tokenizer": save_tokenizer(tmp_path / "base", template=PLAIN)}
     says = (
-        r"^r:\d+: training\.assistant_only_loss: expected false, to train on all turns, or another "
-        r"model\.chat_template, because neither .* marks the turns of the assistant"
+        r"^r:\d+: training\.assistant_only_loss: cannot be true, .*, because neither .* mark "
+        r"the turns of the assistant .*; set model\.chat_template to chatml or "
     )
     with pytest.raises(RecipeError, match=says):
         line_of(recipe_of("supervised_tuning", section(CHATS[:2]), model=model))

@@ -197,6 +197,25 @@ def test_classes_that_a_model_cannot_have(tmp_path, task, config, rows, says):
     assert re.match(rf"r\.yaml:\d+: data: must have {says}", message), message
 
 
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ([3], ".jsonl:3"),
+        ([3, 5], ".jsonl:3; nor does row 5 fit"),
+        ([2, 4, 6], ".jsonl:2; nor do 2 other rows fit: 4, 6"),
+        (
+            range(1, 15),
+            ".jsonl:1; nor do 13 other rows fit: 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 3 more",
+        ),
+    ],
+)
+def test_all_wrong_rows_are_named(tmp_path, bad, says):
+    """One error names them, the first with its value, so that they can be mended at once."""
+    rows = [{"text": 5 if number in bad else "a"} for number in range(1, 15)]
+
+    assert refusal_of(tmp_path, "causal_lm", rows).endswith(says)
+
+
 def test_the_classes_of_held_out_rows_count(tmp_path):
     """Held-out rows and training rows together must not have more classes than the model."""
     rows = [{"text": "a", "label": n} for n in (0, 1)]

@@ -29,6 +29,18 @@ def test_names(path, found):
     assert type_of(path) == found
 
 
+def test_held_out_rows():
+    """They are of the same type; JSON may hold a list in one file and lines in another one."""
+    assert type_of("a.csv", "b.csv") == "csv"
+    assert type_of("a.jsonl", "b.jsonl") == "json_lines"
+    assert type_of("a.jsonl", "b.json") == type_of(["a.json", "b.jsonl"]) == "json"
+    says = r"^`eval_path` must name files of the type of `path` \(csv\), got \['json'\]$"
+    with pytest.raises(ValueError, match=says):
+        type_of("a.csv", "b.json")
+    with pytest.raises(ValueError, match=r"^`eval_path` must end in "):
+        type_of("a.csv", "b.xlsx")
+
+
 def test_folders(tmp_path):
     """A folder with images is a folder of images; any other is read by `datasets`."""
     (tmp_path / "photos" / "cat").mkdir(parents=True)
