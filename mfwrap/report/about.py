@@ -53,13 +53,17 @@ def _figures(run: RunRecord) -> dict[str, str]:
     # Some runs record the number of skipped updates so far, others a flag for each step.
     counts, flags = _finite(run, "skipped_updates"), _finite(run, "skipped")
     skipped = counts[-1:] or ([sum(flags)] if flags else [])
+    rewards = _finite(run, "eval_reward")
     facts = run.facts
     parameters, hardware = facts.get("parameters") or {}, facts.get("hardware") or {}
     return {
         "Steps": str(run.last_step()),
         "Last reward": _shown(_last(run, "reward")),
         "Last loss": _shown(_last(run, "loss")),
-        "Best evaluation": _shown(min(_finite(run, "eval_loss"), default=None)),
+        # The loss of a training by rewards says little.
+        "Best evaluation": _shown(
+            max(rewards) if rewards else min(_finite(run, "eval_loss"), default=None)
+        ),
         "Best with averaged weights": _shown(
             min(_finite(run, f"{AVERAGED}eval_loss"), default=None)
         ),

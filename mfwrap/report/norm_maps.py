@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mfwrap.records.row_losses import BY_SOURCE
@@ -52,8 +52,16 @@ def families_of(run: RunRecord) -> dict[str, dict[str, str]]:
     return {
         name: members
         for name, members in families.items()
-        if name in _FAMILIES or (name not in _NO_MAPS and len(members) >= _FEWEST_ROWS)
+        if name in _FAMILIES or (name not in _NO_MAPS and _are_layers(members.values()))
     }
+
+
+def _are_layers(members: Collection[str]) -> bool:
+    """Return whether names are those of layers or parameters, of which some are inside others.
+
+    TRL, for example, logs ``completions/mean_length`` and others like it, which are no layers.
+    """
+    return len(members) >= _FEWEST_ROWS and any("." in member for member in members)
 
 
 def norms_by_step(runs: Sequence[RunRecord]) -> Panel:

@@ -196,14 +196,15 @@ def _evaluations(runs: Sequence[RunRecord]) -> Panel:
         for name in run.curves
         if _is_evaluation(name) and name not in _LOSSES
     )
+    names = sorted(found, key=lambda name: name != f"eval_{_REWARD}")  # it is what is learned
     traces: list[dict[str, Any]] = []
-    for choice, name in enumerate(found):
+    for choice, name in enumerate(names):
         of_both = {"choice": choice, "marks": True}
         traces += lines(runs, name, name, weights="raw", **of_both)
         words = f"{name}, averaged weights"
         traces += lines(runs, AVERAGED + name, words, weights="averaged", **of_both)
     note = "Results of the evaluations."
-    return Panel("evaluations", "Evaluation", note, _curves(traces, choices=list(found)))
+    return Panel("evaluations", "Evaluation", note, _curves(traces, choices=names))
 
 
 def _is_evaluation(name: str) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import re
 import tempfile
 import warnings
@@ -31,7 +32,7 @@ _BATCH = 2
 _ANSWER = 16
 """Largest number of tokens of each answer that the model writes in the step."""
 
-_REWARD_MEAN = re.compile(r"rewards/[^/]+/mean")
+_REWARD_MEAN = re.compile(r"rewards/([^/]+)/mean")
 """Name in TRL's log of the mean of a reward."""
 
 
@@ -132,23 +133,28 @@ def _try_step(recipe: Recipe, max_rows: int | None) -> list[str]:
         trainer.add_callback(_OneStep())
         trainer.train()
         finish(small, trainer, recorder)
-        lines += _rewards(trainer)
+        if recipe.make_rewards:
+            lines += _rewards(trainer)
     return lines
 
 
 def _rewards(trainer: Any) -> Iterator[str]:
     """Yield a line with the rewards of the answers of the step, as TRL has logged them."""
+    most = trainer.args.max_completion_length
     for log in trainer.state.log_history:
-        means = {
-            name.split("/")[1]: value for name, value in log.items() if _REWARD_MEAN.match(name)
-        }
-        if means:
-            said = ", ".join(
-                f"{name} {mean:.4g} (standard deviation {log[f'rewards/{name}/std']:.4g})"
-                for name, mean in means.items()
-            )
-            most = trainer.args.max_completion_length
-            yield f"mean reward of the answers of the step, of up to {most} tokens: {said}"
+        said = []
+        for match in filter(None, map(_REWARD_MEAN.fullmatch, log)):
+            name, mean = match[1], log[match[0]]
+            # TRL takes a reward that has judged no answer for NaN, or for None.
+            if mean is None or math.isnan(mean):
+                said.append(f"{name} judged none of them")
+                continue
+            deviation = log[f"rewards/{name}/std"]
+            alike = ", the same for all, which teaches nothing" if deviation == 0 else ""
+            said.append(f"{name} {mean:.4g} (standard deviation {deviation:.4g}{alike})")
+        if said:
+            rewards = ", ".join(said)
+            yield f"mean reward of the answers of the step, of up to {most} tokens: {rewards}"
 
 
 def limited(recipe: Recipe, folder: str, max_train: int | None, max_eval: int | None) -> Recipe:

@@ -73,7 +73,12 @@ def _read_reward(
     else:
         objects.kept(path, settings, ())
         reward = known[kind]
-    return lambda _: reward
+
+    def make(columns: Collection[str]) -> Reward:
+        _check_columns(objects, path, kind, reward, {*_PASSED, *columns} - WITHHELD)
+        return reward
+
+    return make
 
 
 def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
@@ -88,15 +93,42 @@ def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
         given = {} if is_class else settings
         reward = objects.call(path, found, **settings) if is_class else found
         passed = {*_PASSED, *columns} - WITHHELD - given.keys()
-        arguments = keywords_of(reward)
-        for argument, is_required in arguments.items():
-            if is_required and argument not in passed | given.keys():
-                says = f"{name} has the argument {argument!r}, which is neither set here nor one of"
-                raise objects.document.error((*path, "type"), f"{says} {sorted(passed)}")
-        taken = passed if takes_any(reward) else passed & arguments.keys()
+        _check_columns(objects, path, name, reward, passed, given)
+        taken = passed if takes_any(reward) else passed & keywords_of(reward).keys()
         return _checked(name, functools.partial(reward, **given), taken)
 
     return make
+
+
+def _check_columns(
+    objects: RecipeObjects,
+    path: Path,
+    name: str,
+    reward: Reward,
+    passed: Collection[str],
+    given: Collection[str] = (),
+) -> None:
+    """Raise `RecipeError` if a reward function needs an argument that it does not get.
+
+    Args:
+        objects: Builder for the recipe.
+        path: Key of the reward.
+        name: Name in the recipe.
+        reward: The function.
+        passed: What TRL passes: columns of both training and held-out rows, and arguments of its
+            own.
+        given: Arguments that the recipe sets.
+    """
+    for argument, is_required in keywords_of(reward).items():
+        if is_required and argument not in {*passed, *given}:
+            says = f"{name} has the argument {argument!r}, which is neither set here nor one of"
+            found = f"{sorted(passed)} (columns must be in the training and the held-out rows)"
+            raise objects.document.error((*path, "type"), f"{says} {found}")
+
+
+def _listed(numbers: Any) -> Any:
+    """Return the numbers of a reward function; nothing for a mapping, whose keys they are not."""
+    return () if isinstance(numbers, Mapping) else numbers
 
 
 def _checked(name: str, reward: Reward, taken: Collection[str]) -> Reward:
@@ -111,7 +143,7 @@ def _checked(name: str, reward: Reward, taken: Collection[str]) -> Reward:
     def compute(**passed: Any) -> list[float | None]:
         numbers = reward(**{key: value for key, value in passed.items() if key in taken})
         try:
-            found = [None if one is None else float(one) for one in numbers]
+            found = [None if one is None else float(one) for one in _listed(numbers)]
         except (TypeError, ValueError):
             found = []
         if len(found) != (number := len(passed["completions"])):

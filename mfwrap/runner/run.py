@@ -465,7 +465,8 @@ def _keywords(recipe: Recipe, rows: Rows) -> dict[str, Any]:
         if beta and recipe.model.path is None and recipe.peft is None:
             says = "expected 0, because TRL loads the reference from `model.path`, which is not set"
             raise recipe.document.error(("training", "beta"), f"{says}, got {beta}")
-        columns = column_names(keywords["train_dataset"])
+        both = filter(None, map(keywords.get, ("train_dataset", "eval_dataset")))
+        columns = set.intersection(*(set(column_names(each)) for each in both))
         keywords["reward_funcs"] = [make(columns) for make in recipe.make_rewards]
     if recipe.make_loss is not None:
         keywords["loss"] = recipe.make_loss(keywords["model"])

@@ -65,6 +65,13 @@ def test_rewards(tmp_path):
     assert list(found) == ["Run", "Steps", "Last reward", "Last loss", "Episodes"]
     assert found["Last reward"] == "3"
 
+    evaluations = [
+        {"step": step, "eval_loss": -step, "eval_reward": reward}
+        for step, reward in ((1, 5.0), (2, 7.0), (3, 6.0))
+    ]
+    found = summary(about([run(tmp_path / "two", records=records + evaluations)]))
+    assert found["Best evaluation"] == "7"
+
 
 @pytest.mark.parametrize(
     ("records", "shown"),

@@ -72,6 +72,19 @@ def test_rewards(tmp_path):
     assert shown["others"].content["choices"] == names[2:]
 
 
+def test_evaluations_by_rewards(tmp_path):
+    """The reward is shown at first; statistics of answers are curves, not layers."""
+    names = ("num_tokens", "clip_ratio/low", "clip_ratio/high", "clip_ratio/max", "clip_ratio/min")
+    evaluation = {f"eval_{name}": 1.0 for name in (*names, "reward")}
+    lengths = {f"completions/{name}": 1.0 for name in ("mean", "min", "max", "clipped")}
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5} | evaluation | lengths])
+    shown = panels(tmp_path)
+
+    assert list(shown) == ["rewards", "evaluations", "others"]
+    assert shown["evaluations"].content["choices"][0] == "eval_reward"
+    assert shown["others"].content["choices"] == sorted(lengths)
+
+
 def test_loss_by_source(tmp_path):
     """One run has its sources in one panel, each in a color; several runs have a menu of them."""
     names = ("web", "books", "code", "forum")

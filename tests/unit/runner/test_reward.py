@@ -1,6 +1,7 @@
 """Rewards of TRL and of the user's own: what they get, what they return, and what is refused."""
 
 import json
+import re
 
 import pytest
 
@@ -43,12 +44,20 @@ def silent(completions):
     return [None for _ in completions]
 
 
+def ones(completions):
+    return [1.0 for _ in completions]
+
+
 def infinite(completions):
     return [float("-inf") if number == 1 else 1.0 for number, _ in enumerate(completions)]
 
 
 def failing(completions):
     return [completions[len(completions)]]
+
+
+def by_number(completions):
+    return {number: 1.0 for number, _ in enumerate(completions)}
 
 
 def of_answers(completions, answer):
@@ -172,11 +181,25 @@ def test_an_own_reward_is_maximized(text):
             {"type": "my_rewards.of_answers"},
             "reward.type: my_rewards.of_answers has the argument 'answer', which is neither set",
         ),
+        (
+            {"type": "accuracy_reward"},
+            "reward.type: accuracy_reward has the argument 'solution', which is neither set",
+        ),
     ],
 )
 def test_what_is_refused(text, reward, says):
     """An error is one sentence that names the key."""
     assert says in refusal(text(reward))
+
+
+def test_a_column_that_only_the_training_rows_have(text, tmp_path):
+    """A reward judges held-out answers, too, so their rows need its columns."""
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "a?"}\n{"prompt": "b?"}\n')
+    found = text({"type": "my_rewards.long_ones"})
+    found = found.replace('"rows.jsonl"', '"rows.jsonl", "eval_path": "held_out.jsonl"')
+
+    says = "has the argument 'site', .* \\(columns must be in the training and the held-out rows\\)"
+    assert re.search(says, refusal(found))
 
 
 def test_sections_belong_to_tasks(text):
@@ -223,8 +246,9 @@ def test_a_reward_that_judges_no_answer(text, tmp_path):
             "infinite",
             "ValueError: my_rewards.infinite must return finite numbers (or None), got -inf for ",
         ),
-        ("validate", "failing", "my_rewards.py:36: list index out of range"),
-        ("train", "failing", "my_rewards.py:36: list index out of range"),
+        ("validate", "by_number", "my_rewards.by_number must return a list of 4 numbers, one for "),
+        ("validate", "failing", "my_rewards.py:40: list index out of range"),
+        ("train", "failing", "my_rewards.py:40: list index out of range"),
     ],
 )
 def test_errors_of_a_reward(text, tmp_path, capsys, command, name, says):
@@ -236,6 +260,19 @@ def test_errors_of_a_reward(text, tmp_path, capsys, command, name, says):
 
     assert left.value.code == {"validate": 2, "train": 1}[command]
     assert says in lines[-1]
+
+
+def test_what_validate_says_of_rewards(text, tmp_path, capsys):
+    """It has the mean of each reward; one that judges no answer, and equal ones, are told."""
+    rewards = [{"type": "my_rewards.silent"}, {"type": "my_rewards.ones"}]
+    (tmp_path / "r.yaml").write_text(text(rewards))
+    with pytest.raises(SystemExit):
+        main(["validate", "r.yaml", "--allow-code"])
+
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "r.yaml: mean reward of the answers of the step, of up to 4 tokens: silent judged none of "
+        "them, ones 1 (standard deviation 0, the same for all, which teaches nothing)"
+    )
 
 
 def test_no_code_runs_without_the_flag(text):

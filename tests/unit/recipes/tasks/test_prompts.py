@@ -99,7 +99,8 @@ def test_rewards_of_the_first_step(prompts):
     assert rehearse(recipe, said.append) is None
 
     says = "mean reward of the answers of the step, of up to 4 tokens: "
-    assert said == [f"{says}repetition_penalty_reward 0 (standard deviation 0)"]
+    alike = ", the same for all, which teaches nothing"
+    assert said == [f"{says}repetition_penalty_reward 0 (standard deviation 0{alike})"]
 
 
 def test_prompts_have_no_targets(prompts):
