@@ -105,6 +105,10 @@ class MetricsRecorder(MonitorCallback):
         """Write the steps since the last call, so that the checkpoint has them."""
         self.write_steps()
 
+    def write_after_error(self) -> None:
+        """Write the steps before the error, whose numbers are still on the device."""
+        self.write_steps()
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write the last steps."""
         self._is_training = False

@@ -102,9 +102,15 @@ class RunFacts:
         is_whole = self._max_steps is None or step >= self._max_steps
         self._write("finished" if is_whole else f"{how} at step {step} of {self._max_steps}")
 
-    def fail(self, error: Exception) -> None:
-        """Write that what follows the last step of a training that has ended has failed."""
-        self._write(f"failed after its last step ({type(error).__name__})")
+    def fail(self, error: Exception, step: int | None = None) -> None:
+        """Write that the run has failed.
+
+        Args:
+            error: What has failed it; its class is written.
+            step: Last finished step; ``None`` after the end of the training.
+        """
+        when = "after its last step" if step is None else f"after step {step}"
+        self._write(f"failed {when} ({type(error).__name__})")
 
     def _write(self, state: str) -> None:
         facts = self._facts | {"state": state, "seconds": round(self._clock() - self._start, 3)}

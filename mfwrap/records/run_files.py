@@ -244,8 +244,12 @@ def begin_parts(folder: Path, global_step: int) -> bool:
 
 
 def record_folders() -> list[Path]:
-    """Return the folders in which this training has opened record files, in their order."""
-    return list(_RUN_FILES.get().folders)
+    """Return the folders in which this training has opened record files, in their order.
+
+    None of them is returned outside of `records_of_training`, where loops share their files.
+    """
+    files = _RUN_FILES.get()
+    return [] if files is _OF_LOOPS else list(files.folders)
 
 
 def save_records(checkpoint: Path, run_folder: Path | None = None) -> None:

@@ -191,6 +191,9 @@ class MonitorCallback(TrainerCallback):
     def put_weights_back(self) -> None:
         """Restore the raw weights if the model holds averaged weights; called after an error."""
 
+    def write_after_error(self) -> None:
+        """Write the numbers of the steps before an error of the training; by default, nothing."""
+
 
 def monitors(callbacks: Iterable[object]) -> list[MonitorCallback]:
     """Return the callbacks that are instances of `MonitorCallback`."""
@@ -505,12 +508,13 @@ def new_step_handler(kind: Any) -> StepCallbackHandler:
 def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]:
     """Train within the block; then flush the step, and stop deferring the steps of schedules.
 
-    After an error, the callbacks also put the raw weights back into the model. An error for lack of
-    memory outside of the updates is explained here.
+    After an error, the callbacks also put the raw weights back into the model, and write what they
+    hold. An error for lack of memory outside of the updates is explained here.
 
     Args:
         attached: Step of the training.
-        callbacks: Callbacks, whose `MonitorCallback.put_weights_back` is called after an error.
+        callbacks: Callbacks, whose `MonitorCallback.put_weights_back` and `write_after_error` are
+            called after an error.
     """
     try:
         yield
@@ -523,6 +527,9 @@ def flushed_at_end(attached: Attachment, callbacks: list[Any]) -> Iterator[None]
             attached.flush()
         for callback in monitors(callbacks):
             callback.put_weights_back()
+            # Numbers cannot be read from a device that has failed.
+            with contextlib.suppress(RuntimeError, OSError):
+                callback.write_after_error()
         raise
     finally:
         # After the training, a schedule must advance as soon as its `step` is called.

@@ -413,6 +413,7 @@ class MFTrainerMixin(_Base):
             self._position.of_training(resume_from_checkpoint, self.args),
             replaced(self._evaluation, is_due=False),
             records_of_training(),
+            self.run_facts.of_training(),
             self.loss_by_row.of_training(),
             closed_after_error(self.callback_handler.callbacks),
             flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),

@@ -74,6 +74,20 @@ class TrainerFacts:
         self._ended, self._facts = self._facts, None
 
     @contextlib.contextmanager
+    def of_training(self) -> Iterator[None]:
+        """Write that the training in the block has failed, if the block raises."""
+        self._facts = self._ended = None
+        try:
+            yield
+        except Exception as error:
+            facts, self._facts = self._facts, None
+            if facts is not None:
+                facts.fail(error, self._trainer.state.global_step)
+            elif self._ended is not None:
+                self._ended.fail(error)
+            raise
+
+    @contextlib.contextmanager
     def after_training(self) -> Iterator[None]:
         """Write that what follows the training in the block has failed, if the block raises."""
         try:

@@ -7,7 +7,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mfwrap import StepConfig
-from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.callbacks import MetricsRecorder, TrainingStateMonitor
 from mfwrap.records import read_json_lines
 from mfwrap.records.run_record import read_facts
 from mfwrap.trainer import MFTrainer
@@ -126,3 +126,22 @@ def test_a_folder_of_the_monitor(tmp_path):
 
     assert read_facts(tmp_path / "records")["state"] == "finished"
     assert read_facts(tmp_path / "run") == {}
+
+
+def test_an_error(tmp_path):
+    """The file says after which step, and the steps before the error are recorded."""
+
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                msg = "by a callback"
+                raise ArithmeticError(msg)
+
+    callbacks = [MetricsRecorder(tmp_path), Fail()]
+    trainer = new_trainer(MFTrainer, tmp_path, max_steps=9, callbacks=callbacks)
+    with pytest.raises(ArithmeticError, match="by a callback"):
+        trainer.train()
+
+    assert read_facts(tmp_path)["state"] == "failed after step 3 (ArithmeticError)"
+    records = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [one["step"] for one in records if "loss" in one] == [1, 2, 3]
