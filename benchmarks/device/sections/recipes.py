@@ -36,6 +36,9 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 """Names, and packages that only this recipe needs."""
 
+SETTINGS = {"lora": ("callbacks.1.step_interval=10",)}
+"""Settings of single recipes: without evaluations, a SampleMonitor needs an interval."""
+
 BAD_ROW = 23
 """Row of the data set for which a module returns NaN."""
 
@@ -70,6 +73,8 @@ class Case(NamedTuple):
         command = [sys.executable, "-m", "mfwrap", "train", self.recipe, *more]
         for name, value in settings.items():
             command += ["--set", f"training.{name}={value}"]
+        for setting in SETTINGS.get(self.recipe, ()):
+            command += ["--set", setting]
         return command
 
 
