@@ -48,12 +48,12 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
         ),
         "targets": Cause(
             "data",
-            f"a micro-batch has no targets, all of `{name}` is ignored",
+            f"the micro-batch has no targets, all of `{name}` is ignored",
             "leave such samples out, or take a loss that is a sum over targets",
         ),
         "mask": Cause(
             "data",
-            f"all of `{name}` is zero, so a micro-batch has no tokens",
+            f"the micro-batch has no tokens, all of `{name}` is zero",
             "leave such samples out",
         ),
         "weights": Cause(

@@ -13,10 +13,11 @@ from torch import nn
 
 from mfwrap.callbacks.culprit.anomaly_log import BadRow
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
+from mfwrap.callbacks.culprit.replay.micro_batches import losses_of
 from mfwrap.callbacks.culprit.replay.recorder import RandomState, StepRecorder, indices_of, loss_of
 from mfwrap.callbacks.culprit.replay.replay import backward, gradients_aside, undisturbed
 from mfwrap.callbacks.culprit.replay.verdict import outside_of_replay
-from mfwrap.collectives import this_rank
+from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.compatibility.torch import BatchNorm
 from mfwrap.tensors.norms import norms_of_each
 
@@ -48,6 +49,14 @@ _LEAST_DEVIATION = 0.1
 """Least deviation of the rows' losses, relative to their median."""
 
 _NUM_TARGETS = "num_items_in_batch"
+
+_SAME_LOSS = 0.1
+"""Largest relative difference of two losses of a step that count as the same."""
+
+_OTHER_LOSS = (
+    "not told: rows can be run only with the loss that the network returns, and the loss of the "
+    "step, {:.4g}, is another one, computed outside of the network"
+)
 """Argument by which a Trainer asks a network to divide its loss by the targets of all batches."""
 
 _TINY = 1e-30
@@ -83,7 +92,7 @@ def find_rows(
     recorder: StepRecorder,
     loss_scale: float,
     *,
-    loss_is_finite: bool,
+    loss: float | None,
     is_finite: bool,
     is_exact: bool,
 ) -> RowSearch:
@@ -99,12 +108,13 @@ def find_rows(
     Args:
         recorder: Recorder that holds the step.
         loss_scale: Loss scale of the step.
-        loss_is_finite: Whether the loss of the step was finite on this rank.
+        loss: Loss of the step on this rank; ``None`` if it is unknown, but finite.
         is_finite: Whether loss and gradients of the step were finite on all ranks. Otherwise only
             rows that are non-finite stand out.
         is_exact: Whether the weights are those of the step.
     """
     try:
+        loss_is_finite = loss is None or math.isfinite(loss)
         outside = outside_of_replay(recorder, loss_is_finite=loss_is_finite)
         if outside is not None:
             return RowSearch((), f"not searched: {outside}")
@@ -115,6 +125,8 @@ def find_rows(
                 found = _leave_out(passes, is_finite=is_finite)
             else:
                 found = _run_apart(passes, shares, is_finite=is_finite)
+            if not found.rows and loss is not None and not passes.explain(loss):
+                found = RowSearch((), _OTHER_LOSS.format(loss))
     # The search runs code of the network, which may raise any error, also because the network
     # cannot take a part of a batch. The error must not end the training, nor leave the other ranks
     # in a collective.
@@ -196,6 +208,24 @@ class _Passes:
         with torch.no_grad():
             loss = loss_of(call.run(self._recorder))
         return math.nan if loss is None else loss.item()
+
+    def explain(self, loss: float) -> bool:
+        """Return whether the loss of the step is that which the network has returned.
+
+        It is not if the loop adds something to it, such as the divergence from a teacher. An
+        unknown or non-finite loss counts as explained.
+
+        Args:
+            loss: Loss of the step.
+        """
+        own = losses_of(self.calls)
+        if not own or not all(map(math.isfinite, (loss, *own))):
+            return True
+        # The Trainer divides each loss by the targets of the whole step, perhaps of all ranks.
+        is_share = all(call.keywords.get(_NUM_TARGETS) is not None for call in self.calls)
+        whole = math.fsum(own) / (1 if is_share else len(own))
+        known = (whole, whole * num_ranks()) if is_share else (whole,)
+        return any(math.isclose(loss, each, rel_tol=_SAME_LOSS) for each in known)
 
     def own_loss(self, part: _Part, value: _Value) -> float:
         """Return the loss of a part alone, comparable with the loss of the step.

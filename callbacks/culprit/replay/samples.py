@@ -62,7 +62,7 @@ class SampleSearch:
         found = find_rows(
             self._recorder,
             1.0 if numbers.loss_scale is None else numbers.loss_scale,
-            loss_is_finite=math.isfinite(numbers.loss),
+            loss=numbers.loss,
             is_finite=is_finite,
             is_exact=(numbers.overflow or bool(numbers.skipped)) and not weights_have_moved,
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mfwrap.callbacks.culprit.replay.micro_batches import losses_of
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.rows import find_rows
 from support.small_llama import byte_batch, small_llama
@@ -22,8 +23,7 @@ FIFTY = [
 
 def search(recorder, **known):
     """Search the last step of a recorder."""
-    is_finite = known.get("loss_is_finite", True)
-    settings = {"loss_is_finite": True, "is_finite": is_finite, "is_exact": True}
+    settings = {"loss": None, "is_finite": known.get("loss") is None, "is_exact": True}
     return find_rows(recorder, 1.0, **settings | known)
 
 
@@ -39,7 +39,7 @@ def places(found):
 def test_a_spoilt_sample_is_named(network, kind, seed):
     """A wrong label, a large image or a NaN is named with its micro-batch, and nothing else is."""
     step = planted(network, kind, seed)
-    found = search(step.recorder, loss_is_finite=step.loss_is_finite)
+    found = search(step.recorder, loss=None if step.loss_is_finite else math.nan)
 
     assert places(found) == [(step.micro_batch, step.row)], found.detail
 
@@ -77,7 +77,7 @@ def test_many_rows_are_first_run_in_groups():
     step = planted("GroupNorm", "nan", 1, batch_size=300)
     calls = []
     step.recorder.network.register_forward_pre_hook(lambda *_: calls.append(1))
-    found = search(step.recorder, loss_is_finite=False)
+    found = search(step.recorder, loss=math.nan)
 
     assert places(found) == [(step.micro_batch, step.row)]
     assert "groups of rows were run first" in found.detail
@@ -122,7 +122,7 @@ def test_a_good_step_names_no_row():
         step.recorder.network.layers[1].weight.fill_(math.nan)
     step.recorder.network(**rows_of("tokens", 4))[0].backward()
     step.recorder.end_step()
-    assert search(step.recorder, loss_is_finite=False).detail.endswith(
+    assert search(step.recorder, loss=math.nan).detail.endswith(
         "all of a micro-batch are non-finite"
     )
 
@@ -201,3 +201,15 @@ def test_why_no_row_is_named(step, detail):
     recorder.end_step()
 
     assert (search(recorder).rows, search(recorder).detail) == ((), detail)
+
+
+@pytest.mark.parametrize(("added", "is_told"), [(0.0, False), (0.05, False), (1.0, True)])
+def test_a_loss_that_the_loop_adds(added, is_told):
+    """Rows are run with the network's loss; that they are alike says nothing of another loss."""
+    recorder = planted("tokens", None, 0).recorder
+    own = losses_of(recorder.last_step)
+    found = search(recorder, loss=sum(own) / len(own) * (1 + added), is_finite=True)
+
+    assert found.rows == ()
+    assert found.detail.startswith("not told: rows can be run only with the loss ") is is_told
+    assert bool(found.losses) is not is_told

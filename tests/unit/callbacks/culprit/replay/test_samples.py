@@ -3,10 +3,12 @@
 import itertools
 import math
 import re
+import statistics
 
 import torch
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.replay.micro_batches import losses_of
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch, with_samples
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow
@@ -26,10 +28,10 @@ def numbers_of(step, *, loss=math.nan, overflow=True, skipped=True):
     )
 
 
-def searched(search, number, *, kind="loss_not_finite", skipped=True, moved=False, **known):
+def searched(search, number, *, kind="loss_not_finite", loss=math.nan, skipped=True, **known):
     """Return an anomaly of a step with its samples."""
+    moved = known.pop("moved", False)
     anomaly = Anomaly(step=number, kind=kind, ranks=(0,), layer=None, **known)
-    loss = 1.0 if kind == "spike" else math.nan
     numbers = numbers_of(number, loss=loss, overflow=skipped and kind != "spike", skipped=skipped)
     found = search.search(numbers, is_finite=kind == "spike", weights_have_moved=moved)
     return with_samples(anomaly, [None, found])
@@ -115,7 +117,9 @@ def test_bad_data_without_a_row_that_stands_out_are_placed():
             return found if unknown is None else [[None, *found[0][1:]], *found[1:]]
 
         step = planted("tokens", None, 0)
-        found = searched(SampleSearch(step.recorder, row_places=places), 7, kind="spike", **known)
+        search = SampleSearch(step.recorder, row_places=places)
+        loss = statistics.fmean(losses_of(step.recorder.last_step))
+        found = searched(search, 7, kind="spike", loss=loss, **known)
         assert found.samples == ()
         return found.samples_detail
 
@@ -139,7 +143,7 @@ def test_texts_are_added_only_if_asked_for():
     step = planted("tokens", "labels", 0)
     tokens = step.recorder.last_step[step.micro_batch].keywords["tokens"][step.row].tolist()
     texts = [
-        searched(SampleSearch(step.recorder, **known), 7, kind="spike").samples[0].text
+        searched(SampleSearch(step.recorder, **known), 7, kind="spike", loss=1.0).samples[0].text
         for known in ({}, {"shows_texts": True}, {"shows_texts": True, "tokenizer": Letters()})
     ]
 
