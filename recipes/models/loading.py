@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -32,8 +33,8 @@ def load_network(path: str, load: Callable[..., Any], **settings: Any) -> nn.Mod
             head than the checkpoint.
 
     Raises:
-        ModelError: If the checkpoint cannot be found on the hub, or if weights are missing or have
-            another shape.
+        ModelError: If the checkpoint cannot be found on the hub, or if weights are missing, have
+            another shape or are not finite.
     """
     with from_hub("path", path):
         network, info = load(
@@ -46,6 +47,7 @@ def load_network(path: str, load: Callable[..., Any], **settings: Any) -> nn.Mod
         )
     is_classifier = not {"num_labels", "id2label"}.isdisjoint(settings)
     check_weights_fit(path, network, info, is_classifier=is_classifier)
+    _check_are_finite(path, network)
     loaded: nn.Module = network
     return loaded
 
@@ -114,6 +116,28 @@ def check_weights_fit(
             f"{kind} does not use {len(left)} of the weights in {file}, for example {left[0]}; "
             f"{_ONE_MODEL}"
         )
+
+
+def _check_are_finite(path: str, network: nn.Module) -> None:
+    """Raise `ModelError` if a weight has nan or infinite numbers: all losses would be nan."""
+    weights = {
+        name: weight
+        for name, weight in network.named_parameters()
+        if weight.is_floating_point() and not weight.is_meta
+    }
+    # The sum is many times faster than looking at each number, and finite sums have finite numbers.
+    bad = [
+        name
+        for name, weight in weights.items()
+        if not weight.sum(dtype=torch.float32).isfinite() and not weight.isfinite().all()
+    ]
+    if bad:
+        msg = (
+            f"`path` must have finite weights, got {file_of_weights(path)} with nan or infinite "
+            f"numbers in {bad[0]} ({len(bad)} of {len(weights)} weights have them); take another "
+            "copy or an earlier checkpoint"
+        )
+        raise ModelError(msg)
 
 
 _OPTIONAL = {"pooler", "mask_token"}

@@ -10,7 +10,13 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mfwrap.names import hint
@@ -419,7 +425,8 @@ def make_text_model(
         implied: Keys of the configuration that follow from the data.
 
     Raises:
-        ModelError: If the tokenizer has tokens that the model does not have.
+        ModelError: If the tokenizer has tokens that the model does not have, or if a language model
+            is an encoder.
     """
     num_tokens = len(tokenizer)
     given = model.config or {}
@@ -433,6 +440,8 @@ def make_text_model(
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     vocabulary = {"vocab_size": num_tokens} | {name: getattr(tokenizer, name) for name in names}
     network = model.make_model(auto_class, **implied, **vocabulary)
+    if auto_class is AutoModelForCausalLM:
+        _check_is_causal(model, network)
     number = num_embeddings(network)
     is_own = model.path is None and model.tokenizer is None
     if number is not None and number < num_tokens and not is_own:
@@ -444,6 +453,25 @@ def make_text_model(
             msg = f"`path` must be a model with {says}, got {number}; give it its own tokenizer"
         raise ModelError(msg)
     return network
+
+
+def _check_is_causal(model: ModelSettings, network: Any) -> None:
+    """Raise `ModelError` if a causal language model sees the tokens that it must predict.
+
+    transformers builds one of an encoder, too, such as BERT, and only logs that it should be a
+    decoder.
+    """
+    config = getattr(network, "config", None)
+    is_of_encoders = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    if not is_of_encoders or getattr(config, "is_decoder", True):
+        return
+    says = "must be a decoder, such as a Llama, whose tokens do not see those that follow"
+    kind = f"the encoder {type(network).__name__}"
+    if model.path is None:
+        msg = f"`config.model_type` {says}, got {kind}; or set config.is_decoder to true"
+    else:
+        msg = f"`path` {says}, got {kind} (is_decoder is false in its config.json)"
+    raise ModelError(msg)
 
 
 _LIMITS = {"layer": 1_000, "depth": 1_000, "block": 1_000, "expert": 1_000, "num_labels": 100_000}

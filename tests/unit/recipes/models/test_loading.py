@@ -1,6 +1,7 @@
 """A checkpoint whose weights do not fit its configuration is refused, or not used in silence."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -106,6 +107,29 @@ def test_layers_that_the_file_does_not_have(llama, tmp_path):
     with pytest.raises(RecipeError, match=says):
         run_recipe(recipe)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(llama, value):
+    """All losses would be nan; a large finite sum is no fault."""
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def spoil(weights):
+        weights[name][0, 1] = value
+        return weights
+
+    def enlarge(weights):
+        weights[name].fill_(3e38)
+        return weights
+
+    set_weights(llama, enlarge)
+    assert load(llama).get_parameter(name).isfinite().all()
+    set_weights(llama, spoil)
+    says = (
+        rf"^`path` must have finite weights, got .*model\.safetensors with nan .* in {name} \(1 of"
+    )
+    with pytest.raises(ModelError, match=says):
+        load(llama)
 
 
 def test_a_part_that_an_index_does_not_have(llama):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -18,7 +19,7 @@ from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.runner import RecipeError
 from support.recipe_data import recipe_of, trainer_of
-from support.recipe_texts import SMALL_LLAMA
+from support.recipe_texts import BERT, SMALL_LLAMA
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -104,6 +105,27 @@ def test_a_vocabulary_that_is_too_small(json_lines, config, says):
 
     with pytest.raises(RecipeError, match=rf"r:\d+: model\.{says}, got"):
         trainer_of("causal_lm", json_lines([{"text": "abc"}] * 4), model=model)
+
+
+def test_an_encoder_is_no_language_model(json_lines, tmp_path):
+    """Its tokens would see those that they must predict."""
+    rows = json_lines([{"text": "abc"}] * 4)
+    config = {"config": BERT["config"], "tokenizer": "bytes"}
+    says = (
+        r"model\.config\.model_type: must be a decoder, .*, got the encoder BertLMHeadModel; or set"
+    )
+    with pytest.raises(RecipeError, match=says):
+        trainer_of("causal_lm", rows, model=config)
+    assert trainer_of(
+        "causal_lm", rows, model=config | {"config": config["config"] | {"is_decoder": True}}
+    )
+
+    sizes = AutoConfig.for_model(**config["config"], vocab_size=261)
+    AutoModelForCausalLM.from_config(sizes).save_pretrained(tmp_path / "bert")
+    with pytest.raises(
+        RecipeError, match=r"model\.path: must be a decoder, .* BertLMHeadModel \(is_"
+    ):
+        trainer_of("causal_lm", rows, model={"path": str(tmp_path / "bert"), "tokenizer": "bytes"})
 
 
 def test_a_folder_without_tokenizer(json_lines, tmp_path):
