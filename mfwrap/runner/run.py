@@ -70,6 +70,11 @@ from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.runner.tuning import tuning_of
 from mfwrap.trainer.display.console import StepProgressCallback
 
+_STILL_COUNTED = (
+    "the rows that are left out still count in the mean and the deviation by which the model "
+    "standardizes; remove a row with a huge number from the file instead"
+)
+
 
 class RunResult(NamedTuple):
     """Result of a run."""
@@ -270,7 +275,7 @@ def build_trainer(
         rows = checked_rows(recipe, numbers.append)
         arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
         keywords = _keywords(recipe, rows)
-        _say_of_model(recipe, keywords, say)
+        _say_of_model(recipe, keywords, say, leaves_out_rows=skip_rows is not None)
     if recipe.add_metric is not None:
         keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
     _check_held_out(recipe, keywords["eval_dataset"])
@@ -388,14 +393,25 @@ def _tuned(
     return tuning.arguments
 
 
-def _say_of_model(recipe: Recipe, keywords: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Warn of weights that are not used, of a new head, and of positions that were not trained."""
+def _say_of_model(
+    recipe: Recipe,
+    keywords: Mapping[str, Any],
+    say: Callable[[str], None],
+    *,
+    leaves_out_rows: bool,
+) -> None:
+    """Warn of weights that are not used, of a new head, and of positions that were not trained.
+
+    If rows are left out, also warn that a model still has them in its mean and deviation.
+    """
     if recipe.arguments.process_index != 0:
         return
     network = keywords["model"]
+    has_scale = getattr(network, "target_scale", None) is not None
     notes = [
         recipe.model.new_head(getattr(network, "get_base_model", lambda: network)()),
         untrained_positions(recipe, network),
+        _STILL_COUNTED if leaves_out_rows and has_scale else None,
     ]
     for section, key in (("model", "model"), ("teacher", "teacher_model")):
         unused = unused_weights(keywords[key]) if key in keywords else None

@@ -349,6 +349,19 @@ def test_formats_of_the_monitor_are_what_a_run_writes(tmp_path, shown, adds):
     assert found & {"training_state.jsonl", "tensorboard", "anomalies.jsonl"} == adds
 
 
+@pytest.mark.parametrize(
+    ("rows", "standardizes"), [(None, True), ({(0, 1)}, True), ({(0, 1)}, False)]
+)
+def test_left_out_rows_still_count_in_the_scale(rows, standardizes):
+    """A warning says so: a row with a huge target spoils the unit of the loss."""
+    said = []
+    model = PERCEPTRON | {"config": PERCEPTRON["config"] | {"standardize": standardizes}}
+    build_trainer(parse_recipe(recipe_text(model=model), "r.yaml"), rows, said.append)
+
+    warned = [line for line in said if line.startswith("warning: the rows that are left out still")]
+    assert len(warned) == (rows is not None and standardizes)
+
+
 def test_spikes_are_skipped(tmp_path):
     """A threshold below every norm skips all updates."""
     wrapper = {"use_clip_grad": True, "use_skip_data_by_global_norm": True}
