@@ -68,6 +68,7 @@ def _read_reward(
         name: getattr(trl.rewards, name) for name in dir(trl.rewards) if name.endswith(endings)
     }
     kind, settings = objects.named_type(path, section, known)
+    reward: Reward
     if kind.startswith("get_"):  # TRL's name for a function that builds a reward
         reward = objects.build(path, known[kind], settings)
     else:
