@@ -59,12 +59,14 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
     if is_folder(name):
         if not any(Path(name, file).is_file() for file in files):
             listed = " or ".join(files)
-            msg = f"`{setting}` must be {content}, got the folder {name!r} without {listed}"
+            says = f"`{setting}` must be {content}, got the folder {name!r} without {listed}"
+            msg = f"{says}{_inside(Path(name), files)}"
             raise ValueError(msg)
         return
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         run = _MODEL_OF_A_RUN.fullmatch(name)
         made = "" if run is None else f"; the run of the recipe `{run[1]}` writes it"
+        made = made or ("; this is a file, name its folder" if is_file(name) else "")
         msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r}{made}"
         raise ValueError(msg)
     try:
@@ -72,6 +74,23 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
     except HFValidationError as error:
         msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r:.80}"
         raise ValueError(msg) from error
+
+
+def _inside(folder: Path, files: Collection[str]) -> str:
+    """Return which folder inside of a folder has the right content, such as its last checkpoint."""
+    # Not `rglob`: the folder may be a whole disk. A cache of the hub has the folder `snapshots`.
+    places = [f"{inner}/{file}" for inner in ("*", "snapshots/*") for file in files]
+    found = sorted({each.parent for at in places for each in folder.glob(at)}, key=_in_order)
+    if found:
+        return f"; did you mean {str(found[-1])!r}?"
+    is_other = any(folder.glob("*.gguf"))
+    return "; weights in GGUF are for inference: name the model that they were made of" * is_other
+
+
+def _in_order(folder: Path) -> list[tuple[int, str]]:
+    """Return a key that sorts ``checkpoint-10`` behind ``checkpoint-9``."""
+    parts = re.split(r"(\d+)", str(folder))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def not_a_folder(name: str) -> str:
@@ -115,4 +134,12 @@ def is_folder(name: str | Path) -> bool:
     try:
         return Path(name).is_dir()
     except OSError:  # for example a name that is longer than the file system allows
+        return False
+
+
+def is_file(name: str | Path) -> bool:
+    """Return whether a name is the path of an existing file."""
+    try:
+        return Path(name).is_file()
+    except OSError:  # see `is_folder`
         return False

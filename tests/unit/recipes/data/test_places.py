@@ -68,6 +68,26 @@ def test_a_folder_must_have_its_files(tmp_path):
     check_place("path", "org/name", ("a.json", "b.json"), "a test")
 
 
+def test_where_the_model_is(tmp_path):
+    """A folder of a run, of a cache or of GGUF is refused with what to name instead."""
+    for name in ("run/checkpoint-9", "run/checkpoint-10", "run/runs"):
+        (tmp_path / name).mkdir(parents=True)
+        if "checkpoint" in name:
+            (tmp_path / name / "config.json").touch()
+    says = (
+        rf"the folder '.*run' without config\.json; did you mean '{tmp_path}/run/checkpoint-10'\?$"
+    )
+    with pytest.raises(ValueError, match=says):
+        check_place("path", str(tmp_path / "run"), ("config.json",), "a model folder")
+
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/model.Q4.gguf").touch()
+    with pytest.raises(ValueError, match=r"without config\.json; weights in GGUF are for inf"):
+        check_place("path", str(tmp_path / "small"), ("config.json",), "a model folder")
+    with pytest.raises(ValueError, match=r"\.gguf'; this is a file, name its folder$"):
+        check_place("path", str(tmp_path / "small/model.Q4.gguf"), ("config.json",), "a model")
+
+
 def test_a_similar_name(tmp_path, monkeypatch):
     """A name that is no folder here, or no file, may be a misspelt one."""
     monkeypatch.chdir(tmp_path)
