@@ -46,7 +46,7 @@ class MetricsRecorder(MonitorCallback):
 
     Args:
         folder: Run folder, which gets ``metrics.jsonl``.
-        says_evaluations: Whether to log the results of evaluations, too.
+        says_evaluations: Whether to log the results of evaluations, and rewards, too.
     """
 
     def __init__(self, folder: str | Path, *, says_evaluations: bool = False) -> None:
@@ -100,6 +100,9 @@ class MetricsRecorder(MonitorCallback):
         kept = {name: one for name, one in (logs or {}).items() if name.startswith(_OF_LOGS)}
         if kept:
             self.write({"step": state.global_step, **kept})
+        if self.evaluation_lines and self._lines is not None and "reward" in kept:
+            said = "step %d, reward: %.6g"
+            run_logger(EvalCallback.__module__).info(said, state.global_step, kept["reward"])
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:
         """Write the steps since the last call, so that the checkpoint has them."""

@@ -156,6 +156,18 @@ def test_evaluations_are_recorded_and_said(tmp_path, caplog, says):
     assert said == ["Eval result: step 7, ema_eval_loss: 0.5"] * says
 
 
+@pytest.mark.parametrize("says", [False, True])
+def test_rewards_are_said(tmp_path, caplog, says):
+    """The loss of a training by rewards says little, so the log has the reward, too."""
+    recorder = MetricsRecorder(tmp_path, says_evaluations=says)
+    recorder.on_train_begin(None, TrainerState(), None)
+    with caplog.at_level("INFO", logger="mfwrap"):
+        for logs in ({"loss": 1.0}, {"loss": 0.0, "reward": 0.25, "reward_std": 0.5}):
+            recorder.on_log(None, TrainerState(global_step=7), None, logs=logs)
+
+    assert [record.message for record in caplog.records] == ["step 7, reward: 0.25"] * says
+
+
 def test_only_the_main_process_writes(tmp_path):
     """Only the main process writes files."""
     recorder = MetricsRecorder(tmp_path)
