@@ -463,7 +463,7 @@ def _action(run: RunRecord, episode: Episode) -> str:
 
 
 def _end(run: RunRecord) -> str:
-    """Say how a run ended, if it says so itself, at which step, and with which loss."""
+    """Say how a run ended, if it says so itself, at which step, and with which loss or reward."""
     state, last = str(run.facts.get("state") or NOT_ENDED), run.last_step()
     if state == NOT_ENDED:
         end = f"The records end at step {last}"
@@ -472,10 +472,12 @@ def _end(run: RunRecord) -> str:
     else:
         was = "was " if state.startswith("stopped") else ""
         end = f"The run {was}{html.escape(state)}"
-    losses = run.curves.get("loss", Curve())
-    if losses.steps:
-        end += f", with loss {losses.values[-1]:{NUMBER}} at step {losses.steps[-1]}"
-        end += _lowest(losses)
+    # The loss of a training by rewards says little.
+    name = "reward" if "reward" in run.curves else "loss"
+    curve = run.curves.get(name, Curve())
+    if curve.steps:
+        end += f", with {name} {curve.values[-1]:{NUMBER}} at step {curve.steps[-1]}"
+        end += _lowest(curve) if name == "loss" else ""
     ended = run.episodes[-1] if run.episodes else None
     if ended is not None and 1 < ended.num_steps == ended.num_skipped and ended.last_step == last:
         end += f". All updates from step {ended.step} on were skipped"

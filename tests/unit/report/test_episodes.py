@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mfwrap.records.run_record import read_run
+from mfwrap.records.run_record import Curve, read_run
 from mfwrap.report.episodes import episode_table, headline
 from support.run_folders import write_lines
 
@@ -136,6 +136,14 @@ def test_how_the_run_ended(tmp_path, state, shown):
     (tmp_path / "run.json").write_text(json.dumps({"state": state}))
 
     assert shown in headline([run_of(tmp_path, [])])
+
+
+def test_a_run_by_rewards(tmp_path):
+    """The headline has the last reward, because the loss of such a run says little."""
+    run = run_of(tmp_path, [])
+    run.curves["reward"] = Curve([5, 9], [0.25, 0.75])
+
+    assert "The records end at step 10, with reward 0.75 at step 9." in headline([run])
 
 
 @pytest.mark.parametrize(
