@@ -75,7 +75,8 @@ def test_images_of_different_sizes(tmp_path):
     section = {"path": folder, "eval_fraction": 0}
     says = (
         r"must have an image of 8 x 8 pixels, mode RGB \(as in row 1\) in each row of column "
-        r"`image`, got 9 x 8 pixels, mode RGB in row 2 \(counted from 1\), at .*/cat/1\.png$"
+        r"`image`, got 9 x 8 pixels, mode RGB in row 2 \(counted from 1\), at .*/cat/1\.png; "
+        r"nor do 3 other rows fit: 3, 5, 6$"
     )
     with pytest.raises(RecipeError, match=says):
         checked_rows(recipe_of("image_classification", section, model=VIT))
