@@ -81,10 +81,12 @@ class TrainerFacts:
             yield
         except Exception as error:
             facts, self._facts = self._facts, None
-            if facts is not None:
-                facts.fail(error, self._trainer.state.global_step)
-            elif self._ended is not None:
-                self._ended.fail(error)
+            # On a full disk, the first error is the one to tell.
+            with contextlib.suppress(OSError):
+                if facts is not None:
+                    facts.fail(error, self._trainer.state.global_step)
+                elif self._ended is not None:
+                    self._ended.fail(error)
             raise
 
     @contextlib.contextmanager
@@ -93,8 +95,9 @@ class TrainerFacts:
         try:
             yield
         except Exception as error:
-            if self._ended is not None:
-                self._ended.fail(error)
+            with contextlib.suppress(OSError):
+                if self._ended is not None:
+                    self._ended.fail(error)
             raise
 
     def _of_trainer(self, folders: Sequence[Path], state: TrainerState) -> RunFacts:
