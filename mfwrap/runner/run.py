@@ -214,7 +214,7 @@ def _run(
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
     with _naming_keys(recipe):
         trainer.train(resume_from_checkpoint=resume or None)
-    with trainer.run_facts.after_training():
+    with trainer.run_facts.writing_failure():
         metrics = finish(recipe, trainer, recorder)
     if trainer.is_local_process_zero():
         set_aside_tracebacks(folder)

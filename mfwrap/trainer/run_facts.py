@@ -75,8 +75,14 @@ class TrainerFacts:
 
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:
-        """Write that the training in the block has failed, if the block raises."""
+        """Train within the block; see `writing_failure`."""
         self._facts = self._ended = None
+        with self.writing_failure():
+            yield
+
+    @contextlib.contextmanager
+    def writing_failure(self) -> Iterator[None]:
+        """Write that the training, or what follows it, has failed if the block raises an error."""
         try:
             yield
         except Exception as error:
@@ -86,17 +92,6 @@ class TrainerFacts:
                 if facts is not None:
                     facts.fail(error, self._trainer.state.global_step)
                 elif self._ended is not None:
-                    self._ended.fail(error)
-            raise
-
-    @contextlib.contextmanager
-    def after_training(self) -> Iterator[None]:
-        """Write that what follows the training in the block has failed, if the block raises."""
-        try:
-            yield
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                if self._ended is not None:
                     self._ended.fail(error)
             raise
 

@@ -49,6 +49,7 @@ _LEAST_DEVIATION = 0.1
 """Least deviation of the rows' losses, relative to their median."""
 
 _NUM_TARGETS = "num_items_in_batch"
+"""Argument by which a Trainer asks a network to divide its loss by the targets of all batches."""
 
 _SAME_LOSS = 0.1
 """Largest relative difference of two losses of a step that count as the same."""
@@ -57,7 +58,6 @@ _OTHER_LOSS = (
     "not told: rows can be run only with the loss that the network returns, and the loss of the "
     "step, {:.4g}, is another one, computed outside of the network"
 )
-"""Argument by which a Trainer asks a network to divide its loss by the targets of all batches."""
 
 _TINY = 1e-30
 """Replaces 0 in logarithms and divisors."""
