@@ -127,7 +127,14 @@ class CulpritFinder:
         step = HostStep(numbers, judgement, scores, weights_have_moved)
         applied = not (numbers.overflow or numbers.skipped)
         self._kinds.follow(numbers, scores, applied=applied)
-        trace = StepTrace(numbers.step, applied, scores, self._kinds.rate_rise)
+        trace = StepTrace(
+            numbers.step,
+            applied,
+            scores,
+            self._kinds.rate_rise,
+            loss=numbers.loss,
+            global_norm=numbers.global_norm,
+        )
         self._trace.append(trace)
         if trace.rate_rise is not None:
             self._raised = trace

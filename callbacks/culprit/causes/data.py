@@ -12,6 +12,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     has_higher_loss,
     has_moved_far,
     has_ordinary_gradients,
+    has_spoilt,
     outlier,
     rises_of_loss,
 )
@@ -157,7 +158,8 @@ def shifted(evidence: CauseEvidence) -> Cause | None:
 def _has_risen(evidence: CauseEvidence) -> bool:
     """Tell whether the loss has risen, and no update before has spoilt the weights."""
     has_moved = any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before)
-    return has_higher_loss(evidence.blamed) and not has_moved
+    # What is computed again, is computed with the weights that the step has left.
+    return has_higher_loss(evidence.blamed) and not (has_moved or has_spoilt([evidence.now]))
 
 
 def _rise(blamed: RankEvidence) -> str:

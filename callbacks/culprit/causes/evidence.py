@@ -21,6 +21,9 @@ _FEW_STEPS = 3
 _SHARE_BEFORE = 0.4
 """Smallest share of the rise of a step's loss that the step before has if it began there."""
 
+_SPOILT = 0.3
+"""Smallest ratio of an update to its weights that explains any rise of the loss after it."""
+
 _CALM = 3.0
 """Largest score of the norms of ordinary gradients."""
 
@@ -63,6 +66,9 @@ class StepTrace(NamedTuple):
     scores: StepScores
     rate_rise: RateRise | None = None
     """Rise of the learning rate in the step; ``None`` if it is ordinary."""
+
+    loss: float = math.nan
+    global_norm: float | None = None
 
     def rate_lasts(self, rate: float) -> bool:
         """Tell whether a later rate is as high as the rise of this step made it."""
@@ -148,12 +154,16 @@ class CauseEvidence:
 
         It is the ratio to the largest of the steps before; 0 if fewer than three are known.
         """
-        earlier = [
-            update_per_rate(each) for each in self.trace if each.step < step.step and each.applied
-        ]
-        known = [update for update in earlier if update > 0]
-        update = update_per_rate(step)
-        return update / max(known) if len(known) >= _FEW_STEPS and update > 0 else 0.0
+        earlier = [update_per_rate(each) for each in self._applied_before(step)]
+        return _rise(update_per_rate(step), earlier)
+
+    def rise_of_norm(self, step: StepTrace) -> float:
+        """Return the ratio of a step's global norm to the usual one, as `rise_of_updates` does."""
+        earlier = [each.global_norm or 0.0 for each in self._applied_before(step)]
+        return _rise(step.global_norm or 0.0, earlier)
+
+    def _applied_before(self, step: StepTrace) -> list[StepTrace]:
+        return [each for each in self.trace if each.step < step.step and each.applied]
 
     @property
     def updates(self) -> list[StepTrace]:
@@ -168,9 +178,20 @@ class CauseEvidence:
         return list(dict.fromkeys([*self.blamed.buffers, *risen]))
 
 
+def _rise(now: float, earlier: Sequence[float]) -> float:
+    """Return the ratio of a value to the largest one before; 0 if it or most others are unknown."""
+    known = [value for value in earlier if value > 0]
+    return now / max(known) if len(known) >= _FEW_STEPS and now > 0 else 0.0
+
+
 def has_moved_far(steps: Sequence[StepTrace], limit: float = LIMITS["update"]) -> bool:
     """Tell whether the update of any of these steps was far larger than usual."""
     return any(each.scores.num_moved > 0 or each.scores.update > limit for each in steps)
+
+
+def has_spoilt(steps: Sequence[StepTrace]) -> bool:
+    """Tell whether any of these steps has changed the weights so far that any loss may follow."""
+    return any(each.scores.update_ratio > _SPOILT for each in steps)
 
 
 def update_per_rate(step: StepTrace) -> float:
@@ -225,6 +246,8 @@ def rises_of_loss(evidence: CauseEvidence) -> tuple[float, float] | None:
     """
     blamed, shift = evidence.blamed, evidence.shift
     usual, now = blamed.usual_loss, blamed.loss
+    if len(evidence.trace) > 1 and math.isfinite(evidence.trace[-2].loss):
+        usual = evidence.trace[-2].loss  # of the same rows as the earlier calls
     earlier, losses = [then for then, _ in blamed.earlier_losses], blamed.micro_losses
     if shift is not None and shift.of == "loss":
         usual, now = shift.before, shift.now

@@ -9,6 +9,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     CauseEvidence,
     began_before,
     has_ordinary_gradients,
+    has_spoilt,
     outlier,
     rises_of_loss,
 )
@@ -97,7 +98,8 @@ def scaled(evidence: CauseEvidence) -> Cause | None:
     rise = blamed.loss / blamed.usual_loss if blamed.usual_loss > 0 else math.nan
     # Of a loss that is less than at first, the gradients rise like the loss with any bad data.
     is_little = blamed.first_loss is not None and blamed.loss < blamed.first_loss
-    if not rises or not rise >= _SCALED or is_little or evidence.raised is not None:
+    is_explained = has_spoilt(evidence.before) or evidence.raised is not None
+    if not rises or not rise >= _SCALED or is_little or is_explained:
         return None
     middle, num_odd = rises[len(rises) // 2], int(_ODD * len(rises))
     low, high = rises[num_odd], rises[-1 - num_odd]

@@ -67,10 +67,11 @@ def _why_odd(evidence: CauseEvidence, each: StepTrace) -> Cause | None:
     scores, blamed = each.scores, evidence.blamed
     rise = evidence.rise_of_updates(each)
     moved = blamed.moved if each is evidence.now else ()
-    # After a spike of the gradients, a large update is what the gradients ask for.
+    # After a rise of the gradients, a large update is what the gradients ask for.
     if (
         (scores.num_moved < 1 and rise < _UPDATE_RISE)
         or scores.global_norm > LIMITS["global_norm"]
+        or evidence.rise_of_norm(each) > rise / _UPDATE_RISE > 0
         or any(map(blamed.has_higher_gradient, moved))
     ):
         return None

@@ -23,6 +23,9 @@ _FEW_LARGE = 3
 _JUMP = 10.0
 """Largest ratio of an update to the first one, at the same rate, that was too large as well."""
 
+_ORDINARY = 0.03
+"""Largest ratio of an update to its weights that is ordinary; 0.001 is usual."""
+
 
 def jump(evidence: CauseEvidence) -> Cause | None:
     """Find a jump of the learning rate, or a negative rate, in this step or shortly before."""
@@ -62,11 +65,7 @@ def large_from_the_start(evidence: CauseEvidence) -> Cause | None:
     steps = [each for each in evidence.trace if each.applied]
     if not steps or steps[0].step > _EARLY or steps[0].scores.num_moved > 0:
         return None
-    first = steps[:_FEW_LARGE]
-    known = [update for update in map(update_per_rate, first) if update > 0]
-    if known and max(known) > _JUMP * known[0]:
-        return None  # ordinary at first
-    return large_updates(evidence, first)
+    return large_updates(evidence, steps[:_FEW_LARGE])
 
 
 def large_updates(
@@ -74,20 +73,23 @@ def large_updates(
 ) -> Cause | None:
     """Find an update as large as the weights, in these steps or just before the anomaly."""
     known = evidence.updates if steps is None else steps
-    ratios = [each.scores.update_ratio for each in known]
-    finite = [ratio for ratio in ratios if math.isfinite(ratio)]
+    found = [each for each in known if LARGE_RATIO <= each.scores.update_ratio < math.inf]
     is_weak = evidence.kind in NON_FINITE and not evidence.blamed.has_moved
-    if is_weak or not finite or max(finite) < LARGE_RATIO:
+    if is_weak or not found:
         return None
-    largest = known[ratios.index(max(finite))]
-    earlier = [update_per_rate(each) for each in evidence.trace if each.step < largest.step]
-    if any(0 < update < update_per_rate(largest) / _JUMP for update in earlier):
+    first = min(found, key=lambda each: each.step)
+    ratio = first.scores.update_ratio
+    # Updates of SGD grow with the gradients, which such a rate makes grow: some of the first may
+    # be smaller, but they are not ordinary, either.
+    share = min(1 / _JUMP, _ORDINARY / ratio)
+    earlier = [update_per_rate(each) for each in evidence.trace if each.step < first.step]
+    if any(0 < update < update_per_rate(first) * share for update in earlier):
         return None  # ordinary at this rate before
-    rate = largest.scores.learning_rate
+    rate = first.scores.learning_rate
     at_rate = "" if math.isnan(rate) else f", at learning rate {rate:.3g},"
     return Cause(
         "learning_rate",
-        f"the update of step {largest.step}{at_rate} changed the weights by {max(finite):.3g} "
+        f"the update of step {first.step}{at_rate} changed the weights by {ratio:.3g} "
         "times their size (0.001 is ordinary)",
         "lower the learning rate, or warm it up over more steps",
     )

@@ -39,7 +39,7 @@ _FAR = 3.0
 def first_non_finite(evidence: CauseEvidence) -> Cause | None:
     """Find the cause of the first non-finite value in its place."""
     origin = evidence.origin
-    if origin is None:
+    if origin is None or (origin.where == "gradient" and _has_diverged(evidence)):
         return None
     name, has_update = origin.name, evidence.now.step > 1
     causes = {
@@ -89,6 +89,11 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
     return causes.get(origin.where)
 
 
+def _has_diverged(evidence: CauseEvidence) -> bool:
+    """Tell whether the steps before have made the loss so large that its gradients overflow."""
+    return not evidence.is_first and evidence.blamed.loss > _LARGE_LOSS
+
+
 def _non_finite_gradient(origin: Origin, blamed: RankEvidence) -> Cause:
     bad = [blamed.names[number] for number in blamed.bad_groups]
     if origin.name in bad and len(bad) > 1:
@@ -130,6 +135,8 @@ def verdict(evidence: CauseEvidence) -> Cause | None:
             "look at the code between the network's output and the backward",
             micro_batch=outlier(evidence.blamed.factors),
         )
+    if _has_diverged(evidence):
+        return None
     if found is not None and found.detail == TOO_LARGE:
         loss = evidence.blamed.loss
         if loss > _LARGE_LOSS:

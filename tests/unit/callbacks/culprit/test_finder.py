@@ -377,6 +377,32 @@ def test_a_jump_of_the_rate_comes_before_the_loss(tmp_path):
     assert (record["step"], record["kind"]) == (8, "learning_rate_spike")
 
 
+@pytest.mark.parametrize(("rate", "momentum"), [(0.8, 0.9), (0.3, 0.9), (0.1, 0.9), (2.0, 0.0)])
+def test_a_rate_that_is_too_high_for_sgd(tmp_path, rate, momentum):
+    """Its updates grow with the gradients: neither the optimizer nor a backward is at fault."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(8, 32),
+        torch.nn.ReLU(),
+        torch.nn.Linear(32, 32),
+        torch.nn.ReLU(),
+        torch.nn.Linear(32, 1),
+    )
+    inputs = torch.randn(40, 16, 8)
+    optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=momentum)
+    with LoopMonitor(optimizer, folder=tmp_path, model=network, replay=True) as monitor:
+        for batch in inputs:
+            loss = (network(batch) - batch.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.end_step(loss=loss)
+    causes = [record.get("cause") for record in records_of(tmp_path)]
+
+    assert causes[0] == "learning_rate"
+    assert not {"optimizer_state", "gradient", "loss"} & set(causes)
+
+
 class LogOffset(Offset):
     """Adds a logarithm to the loss."""
 

@@ -74,6 +74,30 @@ def test_a_rise_that_began_before_tells_nothing_of_the_code_behind():
     assert cause("loss_spike", trace(HIGH_LOSS), rank=known).name == "unknown"
 
 
+def test_losses_are_compared_with_those_of_the_same_rows():
+    """The step before was high already, and the network's loss has risen like the step's."""
+    known = {
+        "loss": 190.0,
+        "loss_score": 90.0,
+        "usual_loss": 10.0,
+        "micro_losses": (190.0,),
+        "earlier_losses": ((57.0, 57.0),),
+        "own_losses": ((190.0, 190.0),),
+    }
+    steps = trace({}, HIGH_LOSS)
+    assert cause("loss_spike", steps, rank=known).name == "loss"
+    before = (*steps[:-2], steps[-2]._replace(loss=57.0), steps[-1])
+    assert cause("loss_spike", before, rank=known).name != "loss"
+
+
+def test_a_rise_after_a_far_update_is_no_factor():
+    """Weights that have changed by a third of their size may raise loss and gradients alike."""
+    alike = {"loss": 30.0, "norms": (9.0, 10.0, 11.0)}
+    assert cause("spike", trace({}, HIGH_LOSS), rank=alike).name == "loss"
+    far = trace({"update_ratio": 0.8}, HIGH_LOSS)
+    assert cause("spike", far, rank=alike).name != "loss"
+
+
 def test_a_shift_of_a_loss_behind_the_network():
     """The network's loss is compared with that of the call of an earlier step."""
     shift = Shift("loss", 3.0, 30.0, 6)

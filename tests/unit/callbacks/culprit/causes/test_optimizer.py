@@ -72,6 +72,19 @@ def test_all_updates_that_are_far_above_the_usual_are_the_optimizers():
     assert cause("spike", by_rate).name == "data"
 
 
+def test_updates_that_have_risen_with_the_gradients_are_not_the_optimizers():
+    """Of SGD, for example, also where no norm counts as a spike, because norms vary as much."""
+    steps = trace({}, {}, {}, {"update_ratio": 0.02}, HIGH_LOSS)
+    norms = (1.0, 1.2, 0.9, 1.1, 15.0, 15.0)
+    followed = tuple(
+        each._replace(global_norm=norm)
+        for each, norm in zip(steps, norms[-len(steps) :], strict=True)
+    )
+    constant = tuple(each._replace(global_norm=1.0) for each in steps)
+    assert cause(steps=constant).name == "optimizer_state"
+    assert cause(steps=followed).name != "optimizer_state"
+
+
 def test_the_state_of_another_weight_explains_nothing():
     """A weight that has risen is not overruled by a moment elsewhere."""
     moment = state("exp_avg", "h.0.weight", 50.0)

@@ -61,7 +61,7 @@ def test_updates_as_large_as_the_weights():
     large = {"update_ratio": 1.9}
     found = cause("update_spike", trace(large, large, large, {"update_ratio": 1.8}))
     assert found.name == "learning_rate"
-    assert "the update of step 12, at learning rate 0.001, changed the weights by 1.9 times" in (
+    assert "the update of step 10, at learning rate 0.001, changed the weights by 1.9 times" in (
         found.explanation
     )
     later = trace(large, large, large, HIGH_LOSS)
@@ -74,6 +74,16 @@ def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
     large = trace({"update_ratio": 2.0})[-1]._replace(step=1)
     moved = trace({"num_moved": 3.0})[-1]._replace(step=2)
     assert cause("update_spike", (large, moved)).name == "learning_rate"
+
+
+def test_updates_that_grow_with_the_gradients_were_not_ordinary_before():
+    """Half of a weight's size is too much, also if a later update is twelve times as large."""
+    halves = trace(*({"update_ratio": ratio} for ratio in (0.5, 0.4, 0.5, 6.0)))
+    norms = (5.0, 4.0, 5.0, 60.0)
+    steps = tuple(each._replace(global_norm=n) for each, n in zip(halves, norms, strict=True))
+    found = cause("update_spike", steps)
+    assert found.name == "learning_rate"
+    assert "the update of step 13" in found.explanation
 
 
 def test_updates_that_were_ordinary_at_first_are_no_sign_of_a_high_rate():

@@ -84,6 +84,21 @@ def test_gradients_whose_norm_alone_is_too_large(loss, name, todo):
 
 
 @pytest.mark.parametrize(
+    "known",
+    [
+        {"verdict": Verdict("reproduced", TOO_LARGE)},
+        {"layer": "h.1"},
+        {"origin": Origin("gradient", "h.1", 0)},
+    ],
+)
+def test_gradients_that_overflow_in_a_run_that_has_diverged(known):
+    """No backward is at fault where the steps before have raised the loss so far."""
+    for is_first, name in ((True, {"loss", "gradient"}), (False, {"unknown"})):
+        found = cause("gradient_not_finite", rank={"loss": 4e30}, is_first=is_first, **known)
+        assert found.name in name
+
+
+@pytest.mark.parametrize(
     ("others", "what"), [((), "of h.0.weight by"), (NAMES[2:], "of h.0.weight and 1 other weights")]
 )
 def test_a_hook_that_changes_gradients(others, what):
