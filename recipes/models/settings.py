@@ -161,8 +161,8 @@ class ModelSettings(RecipeSection):
         """Build or load the tokenizer, with a padding token.
 
         Raises:
-            ModelError: If something cannot be loaded from the hub, or if `chat_template` does not
-                fit the tokenizer.
+            ModelError: If something cannot be loaded from the hub, if the tokenizer has neither a
+                padding token nor one that ends a text, or if `chat_template` does not fit it.
         """
         setting = "path" if self.tokenizer is None else "tokenizer"
         name = resolve_package(setting, getattr(self, setting) or _BYTES)
@@ -184,6 +184,12 @@ class ModelSettings(RecipeSection):
                     set_template(tokenizer, self.chat_template)
             except ValueError as error:
                 raise ModelError(str(error)) from error
+        if tokenizer.pad_token is None:
+            msg = (
+                f"`{setting}` must have a tokenizer with a padding or an end token, got one with "
+                "neither; set pad_token in its tokenizer_config.json"
+            )
+            raise ModelError(msg)
         return tokenizer
 
     def make_model(self, auto_class: Any, **implied: Any) -> nn.Module:

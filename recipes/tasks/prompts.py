@@ -5,6 +5,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from mfwrap.recipes.data.source import DataSource, Rows
+from mfwrap.recipes.models.loading import ModelError
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 
 
@@ -17,9 +18,19 @@ def build_prompts(model: ModelSettings, data: DataSource, rows: Rows) -> dict[st
         model: Section ``model``.
         data: Section ``data``.
         rows: Rows of the data.
+
+    Raises:
+        ModelError: If the tokenizer has no end token.
     """
     del data
     tokenizer = model.make_tokenizer()
+    if tokenizer.eos_token is None:
+        key = "path" if model.tokenizer is None else "tokenizer"
+        msg = (
+            f"`{key}` must have a tokenizer with an end token, which ends answers, got one without "
+            "it; set eos_token in its tokenizer_config.json"
+        )
+        raise ModelError(msg)
     return {
         "model": make_text_model(model, AutoModelForCausalLM, tokenizer),
         "train_dataset": rows.train,

@@ -18,7 +18,7 @@ from transformers import (
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.runner import RecipeError
-from support.recipe_data import recipe_of, trainer_of
+from support.recipe_data import LANGUAGE, recipe_of, trainer_of
 from support.recipe_texts import BERT, SMALL_LLAMA
 
 # Ignore the warnings that TRL and datasets emit.
@@ -152,6 +152,22 @@ def test_a_tokenizer_that_a_checkpoint_does_not_fit(json_lines, tmp_path):
         trainer_of(
             "causal_lm", json_lines([{"text": "abc"}] * 4), model=model | {"tokenizer": None}
         )
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "sequence_classification", "supervised_tuning"])
+def test_a_tokenizer_that_cannot_pad(json_lines, tmp_path, task):
+    """Batches of all tasks are padded: with the end token, if there is no other."""
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    model = LANGUAGE | {"tokenizer": str(tmp_path)}
+    rows = json_lines([{"text": "abc", "label": number % 2} for number in range(4)])
+    tokenizer.save_pretrained(tmp_path)
+    assert trainer_of(task, rows, model=model).processing_class.pad_token == tokenizer.eos_token
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+
+    with pytest.raises(RecipeError, match=r"tokenizer: must have .* a padding or an end token"):
+        trainer_of(task, rows, model=model)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.runner import RecipeError
 from mfwrap.runner.preview import preview
 from mfwrap.runner.rehearsal import rehearse
@@ -44,6 +45,17 @@ def test_a_model_learns_from_its_teacher(prompts):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert all(map(torch.equal, before, trainer.teacher_model.parameters()))
     assert not trainer.teacher_model.training
+
+
+def test_answers_need_an_end(prompts, tmp_path):
+    """A tokenizer without an end token cannot say when an answer is over."""
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    model = LANGUAGE | {"tokenizer": str(tmp_path)}
+    task, data, teacher, training = taught(prompts)
+    with pytest.raises(RecipeError, match=r"model\.tokenizer: must have .* an end token"):
+        trainer_of(task, data, teacher, model=model, **training)
 
 
 def test_a_teacher_has_the_same_tokens(prompts):
