@@ -490,11 +490,12 @@ def _lowest(losses: Curve) -> str:
         statistics.median(losses.values[place - _LEVEL : place])
         for place in range(_LEVEL, len(losses.values) + 1)
     ]
-    lowest = min(filter(math.isfinite, levels), default=math.inf)
-    if not levels or not 0 < lowest * _WELL_ABOVE < levels[-1]:
+    level = min(filter(math.isfinite, levels), default=math.inf)
+    if not levels or not 0 < level * _WELL_ABOVE < levels[-1]:
         return ""
-    step = losses.steps[levels.index(lowest) + _LEVEL - 1]
-    return f", above its lowest level of {lowest:{NUMBER}} at step {step}"
+    lowest = min(filter(math.isfinite, losses.values))
+    step = losses.steps[losses.values.index(lowest)]
+    return f"; it was lowest at step {step}, {lowest:{NUMBER}}"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -3,7 +3,7 @@
 import dis
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformers import TrainingArguments
@@ -112,17 +112,10 @@ def warn_of_undivided_loss(trainer: TrainerView) -> None:
 
     Call it at the begin of a training.
     """
-    function = getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
-    code = getattr(function, "__code__", None)
-    if code is None or str(function.__module__).partition(".")[0] in _LIBRARIES:
-        return
     is_divided = not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if is_divided or trainer.args.gradient_accumulation_steps == 1:
         return
-    named = inspect.signature(function).parameters
-    given = {name for name, one in named.items() if one.kind is one.VAR_KEYWORD} | {_NUM_ITEMS}
-    read = {name for each in dis.get_instructions(code) for name in _names(each.argval)}
-    if not read & (given | _NUM_MICRO_BATCHES):
+    if any(map(_ignores_num_items, _own_losses(trainer))):
         warnings.warn(
             f"`compute_loss` of {type(trainer).__name__} ignores `num_items_in_batch`, so the "
             f"Trainer adds up the losses of {trainer.args.gradient_accumulation_steps} "
@@ -130,6 +123,35 @@ def warn_of_undivided_loss(trainer: TrainerView) -> None:
             "and it divides them",
             stacklevel=callers_stacklevel(),
         )
+
+
+def _own_losses(trainer: TrainerView) -> Iterator[Callable[..., Any]]:
+    """Yield the user's own ``compute_loss``, and those of base classes that it passes on to."""
+    kinds = (vars(each) for each in type(trainer).__mro__)
+    for attributes in (vars(trainer), *kinds):
+        function = attributes.get("compute_loss")
+        function = getattr(function, "__func__", function)
+        library = str(getattr(function, "__module__", "mfwrap")).partition(".")[0]
+        if library in _LIBRARIES:
+            if library == "mfwrap":
+                continue
+            return
+        if not hasattr(function, "__code__"):
+            return
+        yield function
+        if "super" not in _read(function) or _read(function) & _NUM_MICRO_BATCHES:
+            return
+
+
+def _ignores_num_items(function: Callable[..., Any]) -> bool:
+    named = inspect.signature(function).parameters
+    given = {name for name, one in named.items() if one.kind is one.VAR_KEYWORD} | {_NUM_ITEMS}
+    return not _read(function) & (given | _NUM_MICRO_BATCHES)
+
+
+def _read(function: Callable[..., Any]) -> set[object]:
+    """Return the names that the code of a function reads."""
+    return {name for each in dis.get_instructions(function) for name in _names(each.argval)}
 
 
 def _names(read: object) -> tuple[object, ...]:

@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.training_args import OptimizerNames
 
 from mfwrap.callbacks import CheckpointMonitor
-from mfwrap.trainer import MFTrainer
+from mfwrap.trainer import MFTrainer, MFTrainerMixin
 from support.ranks.trainers import APART, EPOCHS_APART, ROWS, Line, run_apart, run_dry
 from support.small_llama import needs_stages, small_llama, split_for_generation
 
@@ -45,9 +45,25 @@ class _PassingOn(MFTrainer):
         return super().compute_loss(model, inputs, return_outputs, **kwargs)
 
 
+class _Stock(Trainer):
+    compute_loss = _Ignoring.compute_loss
+
+
+class _Below(MFTrainerMixin, _Stock):
+    pass
+
+
+class _PassingOnBelow(_Below):
+    def compute_loss(self, model, inputs, return_outputs=None, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("accepts", [False, True])
-@pytest.mark.parametrize("kind", [MFTrainer, _Ignoring, _IgnoringKeywords, _Dividing, _PassingOn])
+@pytest.mark.parametrize(
+    "kind",
+    [MFTrainer, _Ignoring, _IgnoringKeywords, _Dividing, _PassingOn, _Below, _PassingOnBelow],
+)
 def test_losses_that_are_added_up_are_told(kind, accepts, steps, tmp_path):
     """A warning says so exactly if the loss of two like micro-batches is twice that of one."""
     settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1}
