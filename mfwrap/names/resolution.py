@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Collection, Mapping
 from importlib.abc import InspectLoader, MetaPathFinder
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
@@ -119,7 +120,9 @@ def _advice(package: str, name: str) -> str | None:
     if found is not None:
         return f"{package} has no `{name}`{found.advice('; ', ', and ')}"
     home = home_of(name) if package == "mfwrap" else None
-    return None if home is None else f"{package} has no `{name}`; write `{home}.{name}`"
+    if home in {None, package}:  # pydoc asks for modules before names
+        return None
+    return f"{package} has no `{name}`; write `{home}.{name}`"
 
 
 @final
@@ -142,6 +145,13 @@ class _AbsentNames(MetaPathFinder):
     def find_spec(self, fullname: str, _path: Any = None, _target: Any = None) -> None:
         """Raise a ModuleNotFoundError if a replacement is known; otherwise, find nothing."""
         package, _, name = fullname.rpartition(".")
+        if fullname in PUBLIC_PACKAGES:
+            source = Path(sys.modules[package].__path__[0]).parent
+            msg = (
+                f"mfwrap is imported from its source folder {source}, which has no {fullname}; "
+                "start Python in another folder, or with the option -P"
+            )
+            raise ModuleNotFoundError(msg, name=fullname)
         if package in self._packages:
             advice = _advice(package, name)
             if advice is not None:

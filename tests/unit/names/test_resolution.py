@@ -2,9 +2,12 @@
 
 import importlib
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +101,32 @@ def test_a_submodule_is_found_as_before():
     found = importlib.util.find_spec("mfwrap.names.resolution")
     assert found.origin == resolution.__file__
     assert importlib.util.find_spec("mfwrap.no_such_module") is None
+
+
+@pytest.mark.parametrize("name", ["mfwrap.StepConfig", "mfwrap.MFTrainOneStepCell"])
+def test_pydoc_finds_names(name, tmp_path):
+    """It asks for a module of the name first."""
+    command = [sys.executable, "-m", "pydoc", name]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith(f"Help on class {name.rpartition('.')[2]} in mfwrap:")
+
+
+def test_a_source_folder_without_the_other_packages(tmp_path):
+    """Python that is started beside the sources imports a folder that lacks some packages."""
+    source = shutil.copytree(Path(mfwrap.__file__).parent / "names", tmp_path / "mfwrap" / "names")
+    shutil.copy(mfwrap.__file__, source.parent)
+    command = [sys.executable, "-c", "from mfwrap import MFTrainer"]
+    found = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = found.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: mfwrap is imported from its source folder ")
+    assert "has no mfwrap.callbacks; start Python in another folder" in last
 
 
 def test_a_module_that_does_not_exist():
