@@ -45,6 +45,9 @@ def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
     # A source of mfwrap's own has columns for several tasks.
     used |= recipe.data.known_columns or set()
     unused = ", ".join(sorted(set(found) - used))
+    unused = f"columns not used: {unused:.100}" if unused else ""
+    if isinstance(rows.train, Dataset) and (left := form.unused_in_turns(rows.train)):
+        unused = "; ".join(filter(None, [unused, f"not used: {', '.join(left)}"]))
     said, parts = "streamed rows", [rows.train]
     if number is not None:
         said = f"{number:,} row{'' if number == 1 else 's'}"
@@ -54,7 +57,7 @@ def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
         if held_out and number == len(rows.train) + held_out:
             said = f"{said} ({len(rows.train):,} to train on, {held_out:,} held out)"
             parts.append(rows.evaluation)
-    said = f"{said} of {form.name}{f' (columns not used: {unused:.100})' if unused else ''}"
+    said = f"{said} of {form.name}{f' ({unused})' if unused else ''}"
     empty = sum(form.num_unanswered(part) for part in parts if isinstance(part, Dataset))
     return f"{said}, {empty:,} with an empty answer" if empty else said
 

@@ -129,7 +129,7 @@ def _own_losses(trainer: TrainerView) -> Iterator[Callable[..., Any]]:
     """Yield the user's own ``compute_loss``, and those of base classes that it passes on to."""
     kinds = (vars(each) for each in type(trainer).__mro__)
     for attributes in (vars(trainer), *kinds):
-        function = attributes.get("compute_loss")
+        function: Any = attributes.get("compute_loss")
         function = getattr(function, "__func__", function)
         library = str(getattr(function, "__module__", "mfwrap")).partition(".")[0]
         if library in _LIBRARIES:

@@ -60,6 +60,21 @@ class Form:
         table = rows.select_columns(names) if names else ()
         return sum(any(_is_unanswered(row[name]) for name in names) for row in table)
 
+    def unused_in_turns(self, rows: Dataset) -> list[str]:
+        """Return what of the turns, or for them, is not used, such as a key that weights a turn."""
+        unused: set[str] = set()
+        for name in self.columns:
+            keys = _keys_of_turns(rows, name)
+            # Of ShareGPT's turns, only these are kept; others are passed to the chat template.
+            is_sharegpt = "from" in keys and "role" not in keys
+            unused |= keys - {"from", "value"} if is_sharegpt else keys & _WEIGHTS
+        said = [f"{key!r} of turns" for key in sorted(unused)]
+        if "conversations" in self.columns and "system" in rows.column_names:
+            table = rows.select_columns(["conversations", "system"])
+            if number := sum(map(_has_two_systems, table)):
+                said.append(f"system of {number:,} rows, whose turns begin with one")
+        return said
+
     def columns_in(self, found: Collection[str]) -> Columns:
         """Return the columns of this form that the data have."""
         optional = {name: kind for name, kind in self.optional.items() if name in found}
@@ -90,6 +105,26 @@ def form_of(forms: Sequence[Form], found: Collection[str], named: Collection[str
         msg = f"{msg} columns of the one to use, as in data.columns: {{{own}: {own}}}"
         raise DataError(msg)
     return best[0]
+
+
+_WEIGHTS = frozenset({"loss", "mask", "train", "training", "weight"})
+"""Keys by which data of other tools leave a turn out of the loss, or weight it."""
+
+
+def _keys_of_turns(rows: Dataset, name: str) -> set[str]:
+    """Return the keys of the turns in a column of conversations; none for another column."""
+    inner = getattr(rows.features[name], "feature", None)
+    if isinstance(inner, dict):
+        return set(inner)
+    if not len(rows) or not isinstance(rows[0][name], list):
+        return set()
+    # Turns with different keys may have no common type.
+    return {key for row in rows.select_columns(name) for turn in row[name] for key in turn}
+
+
+def _has_two_systems(row: Row) -> bool:
+    first = as_messages(row["conversations"], "user")[0]
+    return bool(row["system"]) and first["role"] == "system" and first["content"] != row["system"]
 
 
 def _is_unanswered(value: Any) -> bool:
@@ -125,7 +160,7 @@ def _messages(row: Row) -> Row:
 def _sharegpt(row: Row) -> Row:
     turns = as_messages(row["conversations"], "user")
     if row.get("system") and turns[0]["role"] != "system":
-        turns = [{"role": "system", "content": row["system"]}, *turns]
+        turns = [{"role": "system", "content": row["system"]}, *turns]  # as LLaMA-Factory
     if "chosen" not in row:
         return {"messages": turns}
     answers = {name: as_messages(row[name], "assistant") for name in ("chosen", "rejected")}

@@ -25,6 +25,7 @@ TURNS = [
 CHATS = [{"id": n, "conversations": TURNS} for n in range(1200)]
 MESSAGES = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 UNUSED = "(columns not used: id)"
+TWO_SYSTEMS = "not used: system of 3 rows, whose turns begin with one"
 PAIR = {"chosen": "a", "rejected": "b"}
 BOTH = " with a chosen and a rejected answer; both answers count in the loss"
 PLAIN = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
@@ -139,6 +140,40 @@ def test_empty_answers_are_counted(section, task, full, empty):
     recipe = recipe_of(task, section([full | empty] * 4, eval_fraction=0.5), max_length=64)
     assert "4 rows (2 to train on, 2 held out) of " in line_of(recipe)
     assert ", 4 with an empty answer; " in line_of(recipe)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"conversations": [TURNS[0] | {"weight": 1}, TURNS[1] | {"weight": 0}]},
+            "ShareGPT conversations (not used: 'weight' of turns)",
+        ),
+        (
+            {"messages": [MESSAGES[0]["messages"][0], MESSAGES[0]["messages"][1] | {"train": 0}]},
+            "chat messages (not used: 'train' of turns)",
+        ),
+        (
+            {
+                "conversations": [{"from": "system", "value": "Add."}, *TURNS],
+                "system": "Multiply.",
+                "id": 1,
+            },
+            f"ShareGPT conversations {UNUSED[:-1]}; {TWO_SYSTEMS})",
+        ),
+        (
+            {
+                "conversations": [{"from": "system", "value": "Add."}, *TURNS],
+                "system": "Add.",
+            },
+            "ShareGPT conversations",
+        ),
+    ],
+)
+def test_what_is_not_used_of_turns(section, row, said):
+    """Nothing of the data is dropped without a word."""
+    recipe = recipe_of("supervised_tuning", section([row] * 3), max_length=64)
+    assert line_of(recipe) == f"3 rows of {said}; the assistant's turns count in the loss"
 
 
 def test_held_out_rows_of_another_form(section, tmp_path):
