@@ -336,7 +336,8 @@ class Anomaly:
 
     def _replay_findings(self) -> list[str]:
         """Return phrases about the replay, except for an exact replay that found the fault."""
-        if self.replay is None or self.is_replay_exact is None:
+        is_of_data = self.replay == "not_covered" and self.where == "input"
+        if self.replay is None or self.is_replay_exact is None or is_of_data:
             return []
         exact = "a replay" if self.is_replay_exact else "a replay with later weights"
         if self.replay == "not_covered":
@@ -371,7 +372,7 @@ class Anomaly:
             "weights": "most weights were non-finite before the step",
             "targets": f"the micro-batch has no targets, all of `{self.name}` is ignored",
             "mask": f"the micro-batch has no tokens, all of `{self.name}` is zero",
-            "loss": "the outputs of all modules are finite, the loss is not",
+            "loss": "the outputs of all modules of the network are finite, the loss is not",
         }
         if self.explanation is not None and (
             self.where == "activation" or self.kind not in NON_FINITE

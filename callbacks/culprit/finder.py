@@ -27,7 +27,11 @@ from mfwrap.callbacks.culprit.rank_evidence import (
 )
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, indices_of
 from mfwrap.callbacks.culprit.replay.reference import References
-from mfwrap.callbacks.culprit.replay.replay import Origin, origin_of_loss
+from mfwrap.callbacks.culprit.replay.replay import (
+    Origin,
+    origin_of_loss,
+    origins_in_columns,
+)
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch, with_samples
 from mfwrap.callbacks.culprit.replay.verdict import Verdict, verdict_of
@@ -215,9 +219,10 @@ class CulpritFinder:
         if verdict is not None:
             found = _with_replay(found, verdict, is_exact=is_exact)
         found = self._completed(found, step, ranks, origin=shown, verdict=verdict)
-        may_be_in_rows = where not in _NOT_IN_ROWS and found.replay in {None, "reproduced"}
+        is_covered = found.replay in {None, "reproduced"} or origin is not None
+        may_be_in_rows = where not in _NOT_IN_ROWS and is_covered
         search = self._searched(found.kind, step) if may_be_in_rows else None
-        if found.replay == "not_covered":
+        if found.replay == "not_covered" and origin is None:
             search = RowSearch((), "not searched: the fault is outside of the network")
         # A rank may have had an anomaly of its own, so that this step is not its first.
         return with_samples(found, gather_objects(search))
@@ -290,6 +295,16 @@ class CulpritFinder:
             elif numbers.global_norm is None or not math.isfinite(numbers.global_norm):
                 # A module may have made the outputs non-finite, or the update the weights.
                 origin = self._origin_with_later_weights(own, numbers)
+        if recorder is not None and origin is None:
+            origin = next(iter(origins_in_columns(recorder)), None)
+            if origin is not None:
+                found = dataclasses.replace(
+                    found,
+                    where=origin.where,
+                    name=origin.name,
+                    micro_batch=origin.micro_batch,
+                    rows=origin.rows,
+                )
         if origin is not None and origin.where in {"activation", "gradient", "weight"}:
             layer = self._layer(own, origin, loss_is_finite=False)
             found = dataclasses.replace(found, where=origin.where, name=origin.name, layer=layer)

@@ -215,6 +215,11 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         """Receive the function that tells where the rows of a step are in the training data."""
         self._row_places = places
 
+    def take_batch(self, batch: Mapping[str, Any]) -> None:
+        """Receive a micro-batch, whose columns a loss outside of the network may use."""
+        if self._run is not None:
+            self._run.note_batch(batch)
+
     def take_samples(self, samples: Callable[[int], int] | None) -> None:
         """Receive the function that counts samples if the batch grows."""
         self._grown = samples

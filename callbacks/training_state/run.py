@@ -385,6 +385,11 @@ class TrainingStateRun:
     def _is_due(self, global_step: int) -> bool:
         return global_step % self._settings.step_interval == 0
 
+    def note_batch(self, batch: Mapping[str, Any]) -> None:
+        """Note a micro-batch of the step; see `StepRecorder.note_batch`."""
+        if self._recorder is not None:
+            self._recorder.note_batch(batch)
+
     def _forward_numbers(self) -> ForwardNumbers | None:
         watched, self._is_watched = self._is_watched, False
         return self._watches.end() if watched and self._watches is not None else None

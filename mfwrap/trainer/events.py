@@ -97,6 +97,12 @@ class MonitorCallback(TrainerCallback):
         must not be called later than at the end of the next step.
         """
 
+    def take_batch(self, batch: Mapping[str, Any]) -> None:
+        """Receive a micro-batch after its forward and backward, as the Trainer's step got it.
+
+        Called if the callback names rows. It must not synchronize with the device.
+        """
+
     def take_samples(self, samples: Callable[[int], int] | None) -> None:
         """Receive the function that counts samples if the batch grows.
 

@@ -5,6 +5,7 @@ with its reason. The other modules of this package have what the methods do.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -526,7 +527,7 @@ class MFTrainerMixin(_Base):
         share = self._losses.begin_micro_batch(inputs, num_items)
         stands_in = part is Part.STAND_IN
         weight = replaced(self.attached.attachment, is_weightless=True) if stands_in else _USUAL
-        rows = self.loss_by_row
+        rows, batch = self.loss_by_row, copy.copy(inputs)
         with weight, rows.watching(model, stands_in=stands_in) if rows.is_on else _UNWATCHED as end:
             try:
                 loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
@@ -534,6 +535,8 @@ class MFTrainerMixin(_Base):
                 explain_missing_loss(error, model, self.train_dataset, inputs)
                 raise
             end(loss, num_items)
+        if not stands_in:
+            self._skip.noted.end_micro_batch(batch)
         loss = self._losses.add(loss, share)
         return torch.zeros_like(loss) if stands_in else loss
 

@@ -46,6 +46,8 @@ _FACTOR = "look for a factor in the loss, such as a wrong reduction or weight"
 
 def scaled_outside(evidence: CauseEvidence) -> Cause | None:
     """Find a factor between the loss of the network and the backward, by the loss's gradient."""
+    if evidence.origin is not None:
+        return None  # a value that is not finite makes the factor so
     if any(factor < 0 for factor in evidence.blamed.factors):
         return Cause(
             "loss",

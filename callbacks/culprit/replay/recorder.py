@@ -119,6 +119,12 @@ class StepRecorder:
         """Calls of the last completed step, in their order."""
         self.earlier_step: list[RecordedCall] = []
         """Calls of the step before the last completed one."""
+        self._columns: list[dict[str, Tensor]] = []
+        self.last_columns: list[dict[str, Tensor]] = []
+        """Whether each row is finite, shape ``(B,)``, bool, in the columns that `note_batch` has
+        found in each micro-batch of the last completed step."""
+        self._num_noted: dict[str, int] = {}
+        self._num_bad: dict[str, Tensor] = {}
         self.is_on = True
         """Whether calls are recorded."""
         self._handles = (
@@ -132,13 +138,50 @@ class StepRecorder:
         self.earlier_step, self.last_step = self.last_step, self._this_step
         self.began_with_gradients = bool(self._this_step) and self._begins_with_gradients
         self._this_step = []
+        for name, are_finite in (pair for each in self.last_columns for pair in each.items()):
+            self._num_noted[name] = self._num_noted.get(name, 0) + 1
+            self._num_bad[name] = self._num_bad.get(name, 0) + ~are_finite.all()
+        self.last_columns, self._columns = self._columns, []
         self._num_steps += 1
+
+    def note_batch(self, batch: Mapping[str, Any]) -> None:
+        """Note which rows of a micro-batch are finite in columns that the network did not get.
+
+        A loss that is computed outside of the network may use them, such as the logits of a
+        teacher. Call it after the forward of each micro-batch. Reads each such column once, and
+        does not synchronize with the device.
+        """
+        if not (self.is_on and self._this_step):
+            return
+        call = self._this_step[-1]
+        got = {tensor.data_ptr() for _, tensor in tensors_in([call.positional, call.keywords])}
+        self._columns.append(
+            {
+                name: tensor.detach().flatten(1).sum(1, dtype=torch.float32).isfinite()
+                if tensor.dim() > 1
+                else tensor.detach().isfinite()
+                for name, tensor in tensors_in(batch)
+                if tensor.is_floating_point()
+                and tensor.dim() > 0
+                and tensor.data_ptr() not in got
+                and not is_distributed(tensor)
+            }
+        )
+
+    def is_often_bad(self, column: str) -> bool:
+        """Tell whether a column was not finite before in a quarter of all micro-batches, or more.
+
+        A mask, for example, is infinite on purpose. Synchronizes with the device.
+        """
+        number = self._num_noted.get(column, 0)
+        return number > 0 and 4 * int(self._num_bad[column]) >= number
 
     def close(self) -> None:
         """Stop recording and release all inputs."""
         for handle in self._handles:
             handle.remove()
         self.earlier_step, self.last_step, self._this_step = [], [], []
+        self.last_columns, self._columns = [], []
 
     def _record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]

@@ -84,6 +84,23 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
     return None
 
 
+def origins_in_columns(recorder: StepRecorder) -> list[Origin]:
+    """Return the non-finite rows of columns of the last step that the network did not get.
+
+    Columns that often have such rows are left out. Synchronizes with the device.
+
+    Args:
+        recorder: Recorder to which the micro-batches were given; see `StepRecorder.note_batch`.
+    """
+    return [
+        Origin("input", name, number, rows)
+        for number, columns in enumerate(recorder.last_columns)
+        for name, are_finite in columns.items()
+        if (rows := tuple((~are_finite).nonzero().flatten().tolist()))
+        and not recorder.is_often_bad(name)
+    ]
+
+
 def unscaled_norm(recorder: StepRecorder, loss_scale: float) -> float:
     """Run the last step again without its loss scale, and return a bound of its gradients' norm.
 

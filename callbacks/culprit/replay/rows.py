@@ -15,7 +15,12 @@ from mfwrap.callbacks.culprit.anomaly_log import BadRow
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.micro_batches import losses_of
 from mfwrap.callbacks.culprit.replay.recorder import RandomState, StepRecorder, indices_of, loss_of
-from mfwrap.callbacks.culprit.replay.replay import backward, gradients_aside, undisturbed
+from mfwrap.callbacks.culprit.replay.replay import (
+    backward,
+    gradients_aside,
+    origins_in_columns,
+    undisturbed,
+)
 from mfwrap.callbacks.culprit.replay.verdict import outside_of_replay
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.compatibility.torch import BatchNorm
@@ -117,6 +122,9 @@ def find_rows(
         loss_is_finite = loss is None or math.isfinite(loss)
         outside = outside_of_replay(recorder, loss_is_finite=loss_is_finite)
         if outside is not None:
+            rows = () if is_finite else _of_columns(recorder)
+            if rows:
+                return RowSearch(rows, "rows that are not finite in the data", is_exact=True)
             return RowSearch((), f"not searched: {outside}")
         with undisturbed(recorder):
             passes = _Passes(recorder, loss_scale)
@@ -135,6 +143,15 @@ def find_rows(
         return RowSearch((), f"the search failed: {type(error).__name__}: {text}")
     same_random_numbers = shares is None or not passes.draw_random_numbers
     return found._replace(is_exact=is_exact and same_random_numbers)
+
+
+def _of_columns(recorder: StepRecorder) -> tuple[BadRow, ...]:
+    """Return the rows that are not finite in columns that the network did not get."""
+    found = [(each.micro_batch, row) for each in origins_in_columns(recorder) for row in each.rows]
+    return tuple(
+        BadRow(rank=this_rank(), micro_batch=number, row=row)
+        for number, row in dict.fromkeys(found)
+    )
 
 
 class _Part(NamedTuple):

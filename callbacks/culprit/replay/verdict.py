@@ -6,7 +6,12 @@ from typing import Literal, NamedTuple
 import torch
 
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
-from mfwrap.callbacks.culprit.replay.replay import Origin, replay_step, unscaled_norm
+from mfwrap.callbacks.culprit.replay.replay import (
+    Origin,
+    origins_in_columns,
+    replay_step,
+    unscaled_norm,
+)
 
 TOO_LARGE = "finite gradients whose norm is too large for float32"
 """`Verdict.detail` of a step without a non-finite value."""
@@ -28,7 +33,8 @@ class Verdict(NamedTuple):
     values are finite, and the norm of the gradients is not."""
 
     origin: Origin | None = None
-    """Place of the first non-finite value, if the fault was reproduced and there is one."""
+    """Place of the first non-finite value, if there is one and the fault was reproduced, or if it
+    is in a column of the data that the network did not get."""
 
     num_clean: int = 0
     """Number of replays in which all values were finite."""
@@ -77,7 +83,8 @@ def verdict_of(
             return Verdict("reproduced", "", origin, unscaled_norm=norm)
         outside = outside_of_replay(recorder, loss_is_finite=loss_is_finite)
         if outside is not None:
-            return Verdict("not_covered", outside, num_clean=1)
+            origin = next(iter(origins_in_columns(recorder)), None)
+            return Verdict("not_covered", outside, origin, num_clean=1)
         if not is_exact:
             return Verdict("not_reproduced", "later weights", num_clean=1)
         if loss_is_finite and unscaled_norm(recorder, 1.0) >= _LARGEST_NORM:

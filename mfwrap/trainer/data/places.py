@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from mfwrap.compatibility.transformers import makes_batches_itself
@@ -57,6 +57,11 @@ class NotedRows:
         self._takers = [callback for callback in callbacks if callback.names_rows]
         for callback in self._takers:
             callback.take_row_places(self.places)
+
+    def end_micro_batch(self, batch: Mapping[str, Any]) -> None:
+        """Give a micro-batch to the monitors that name rows."""
+        for callback in self._takers:
+            callback.take_batch(batch)
 
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:

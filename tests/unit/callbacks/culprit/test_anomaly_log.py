@@ -18,6 +18,8 @@ from mfwrap.callbacks.culprit.anomaly_log import (
 from mfwrap.records.json_lines import read_json_lines
 from support.paths import ROOT
 
+FINITE = "the outputs of all modules of the network are finite, the loss is not"
+
 GROUP = GroupNorm(name="a.0.weight", rank=1, norm=math.inf, usual_norm=0.5)
 NEW_GROUP = GroupNorm(name="a.0.weight", rank=1, norm=math.inf, usual_norm=math.nan)
 WEIGHT = StateNorm(kind="weight", name="a.1.weight", norm=400.0, norm_before=2.5, rise=160.0)
@@ -193,7 +195,7 @@ LINES = {
     ),
     "loss": (
         {"kind": "loss_not_finite", "layer": None, "where": "loss", "name": ""},
-        "step 7: non-finite loss on rank 1: the outputs of all modules are finite, the loss is not",
+        f"step 7: non-finite loss on rank 1: {FINITE}",
     ),
     "weight": (
         {"kind": "loss_not_finite", "where": "weight", "name": "a.0.bias"},

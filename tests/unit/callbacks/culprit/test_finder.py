@@ -432,7 +432,7 @@ def test_a_loss_that_is_not_finite_alone_is_not_replayed(tmp_path, caplog, is_in
         assert "micro-batch 0: input `bad` is non-finite" in caplog.text
     else:
         assert not record.keys() & {"where", "name"}
-        assert "micro-batch 0: the outputs of all modules are finite" in caplog.text
+        assert "micro-batch 0: the outputs of all modules of the network are finite" in caplog.text
         assert "all gradients are finite, a replay is not possible after" in caplog.text
     assert not torch.equal(network.linear.weight, before)
 
@@ -478,7 +478,10 @@ def test_a_loss_that_is_infinite(tmp_path, spoilt, is_plain):
 
     assert record["kind"] == "loss_not_finite"
     assert (record["cause"], record["ranks"]) == ("loss", [0])
-    assert record["explanation"] == "the outputs of all modules are finite, the loss is not"
+    assert (
+        record["explanation"]
+        == "the outputs of all modules of the network are finite, the loss is not"
+    )
 
 
 def test_outputs_that_are_not_finite_in_a_loop_without_norms(tmp_path):

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import json
 
 import pytest
 import torch
@@ -108,6 +109,54 @@ def test_a_named_row_is_found_and_left_out(tmp_path, bad, arguments):
     assert first.model.seen == set(range(NUM_ROWS))
     assert second.model.seen == set(range(NUM_ROWS)) - {bad}
     assert not samples_of(tmp_path / "second")
+
+
+KEEP = {"remove_unused_columns": False}
+
+
+class WeighedRows(NumberedRows):
+    """Rows with a weight each, which is not finite for the bad row, and with a mask."""
+
+    def __init__(self, bad, value):
+        super().__init__(bad=-1)
+        self._weight = {bad: value}
+
+    def __getitem__(self, index):
+        """Return a row."""
+        extra = {
+            "weight": torch.tensor([self._weight.get(index, 1.0), 1.0]),
+            "mask": torch.tensor([0.0, -torch.inf]),
+        }
+        return super().__getitem__(index) | extra
+
+
+class Weighing(MFTrainer):
+    """Weighs the loss outside of the network, which does not get the weights."""
+
+    def compute_loss(self, model, inputs, return_outputs=None, num_items_in_batch=None):
+        """Return the loss of a micro-batch."""
+        weight, _ = inputs.pop("weight"), inputs.pop("mask")
+        output = model(**inputs)
+        loss = output["loss"] * weight.mean() + weight.log().sum()
+        return (loss, output) if return_outputs else loss
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0])
+def test_a_row_that_the_network_does_not_get(tmp_path, value):
+    """Columns that only the loss uses are looked at, too; zero is finite, its logarithm is not."""
+    trained(tmp_path, 17, kind=Weighing, data=WeighedRows(17, value), **KEEP)
+    first = json.loads((tmp_path / "anomalies.jsonl").read_text().splitlines()[0])
+
+    assert first["step"] == expected_places(17)[0][2] // 6 + 1
+    if value == 0:
+        assert not samples_of(tmp_path)
+        assert first["cause"] == "loss"
+        return
+    assert places(samples_of(tmp_path)) == expected_places(17)
+    assert (first["cause"], first["where"], first["name"]) == ("data", "input", "weight")
+    (sample,) = first["samples"]
+    assert first["micro_batch"] == sample["micro_batch"]
+    assert first["rows"] == [sample["row"]]
 
 
 def test_rows_of_a_batch_that_grows(tmp_path):
