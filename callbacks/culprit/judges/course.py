@@ -62,6 +62,10 @@ _SECOND = 0.55
 """Share of the second largest distance that is the least deviation: a run that has had a spike has
 another one."""
 
+_FAR_BEYOND, _MOST_SPIKES = math.log(1000.0), 0.1
+"""Smallest distance of a logarithm that is a spike, however far the spikes before were, and the
+largest share of values that may be spikes: more of them are the run's nature."""
+
 _FEWEST_FALLS = 11
 """Number of distances from which on it is known how far the losses usually fall."""
 
@@ -168,6 +172,7 @@ class LossCourse:
         if _FEWEST_LOSSES - 1 <= self._plain.num_distances < _EARLY:
             # Losses that fall from the start on look like noise.
             is_far |= 0 < _EARLY_RATIO * self._plain.highest < loss
+        is_far |= self._is_far_beyond(log)
         if is_far or (score > HIGHER and norm_score > HIGHER):
             found = "loss_spike"
         elif (
@@ -188,6 +193,13 @@ class LossCourse:
             self._since_shift = self._since_shift + 1 if self.shift is None else 0
             self._num_shifts += self._since_shift == _SHIFT_ENDS
         return "loss_shift" if found is None and self.shift is not None else found
+
+    def _is_far_beyond(self, log: float) -> bool:
+        """Tell whether a loss is a spike, however far the spikes before were; such is its score."""
+        is_far = self._log.is_far_beyond(log)
+        if is_far:
+            self.score = max(self.score, LOSS_LIMIT)
+        return is_far
 
     def _least_deviation(self) -> float:
         """Return the deviation of a loss that was never noisy: a loss of almost zero may double."""
@@ -239,6 +251,8 @@ class NormCourse:
     def __init__(self) -> None:
         self.score = math.nan
         """Deviations of the logarithm of the last norm from what was expected; NaN if unknown."""
+        self.is_far_beyond = False
+        """Whether the last norm is a spike, however far the spikes before were."""
         self._log = _Series(lambda _: _NORM_PRIOR)
 
     @property
@@ -256,10 +270,11 @@ class NormCourse:
         Returns:
             Its shift or growth; ``None`` if it has neither.
         """
-        self.score = math.nan
+        self.score, self.is_far_beyond = math.nan, False
         self._log.begin()
         if norm is None or not 0 < norm < math.inf:
             return None
+        self.is_far_beyond = self._log.is_far_beyond(math.log(norm))
         if self._log.num_distances >= _FEWEST_LOSSES - 1:
             self.score = self._log.score(math.log(norm)) / self._log.early_factor
         if not counts:
@@ -346,6 +361,14 @@ class _Series:
         prior = self._prior(expected)
         deviation = _deviation(self._distances, prior, rises=value > expected)
         return (value - expected) / math.hypot(deviation, self._least())
+
+    def is_far_beyond(self, value: float) -> bool:
+        """Tell whether a value is far above what is expected and above all but a few others."""
+        known = sorted(list(self._distances)[-_LENGTH:])
+        if len(known) < _EARLY:
+            return False
+        usual = known[int((len(known) - 1) * (1 - _MOST_SPIKES))]
+        return value - self.expected(0) > max(usual, 0.0) + _FAR_BEYOND
 
     def last(self, number: int, fewest: int) -> tuple[float, list[float], list[float]]:
         """Return what was expected before the last values, these values, and their scores.

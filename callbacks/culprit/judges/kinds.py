@@ -98,7 +98,7 @@ class StepKinds:
         if is_early:
             factor = max(factor, EARLY_FACTOR)
         is_high = norm is not None and norm > factor * usual
-        if is_high and score > LIMITS["global_norm"]:
+        if is_high and (score > LIMITS["global_norm"] or self._norms.is_far_beyond):
             return "spike"
         return None
 

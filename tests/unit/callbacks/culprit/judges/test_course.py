@@ -45,6 +45,31 @@ def test_a_single_loss(level):
     assert found(losses) == [(61, "loss_spike")]
 
 
+@pytest.mark.parametrize("every", [15, 25, 40])
+def test_a_row_that_ruins_the_loss_in_each_epoch(every):
+    """It is found each time, however far the times before were; the norm is, too."""
+    losses, course = noisy(3.0, 300), NormCourse()
+    bad = range(every, 300, every)
+    for number, step in enumerate(bad):
+        losses[step] = 1e9 * 1.5**number
+    beyond = []
+    for step, norm in enumerate(losses):
+        course.add(norm)
+        if course.is_far_beyond:
+            beyond.append(step)
+
+    assert [step - 1 for step, _ in found(losses)] == [*bad]
+    assert beyond == [*bad]
+
+
+def test_losses_that_are_often_far_away():
+    """They are the nature of a run whose norm is almost zero in most steps."""
+    course = NormCourse()
+    for step, norm in enumerate(noisy(3.0, 300)):
+        course.add(norm if step % 4 == 0 else 1e-9 * norm)
+        assert step < 64 or not course.is_far_beyond
+
+
 def test_a_small_loss_after_a_large_one():
     """The first losses of a run do not count for ever."""
     losses = [25 * math.exp(-step / 10) for step in range(100)] + noisy(0.01, 200)
