@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import json
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -198,7 +199,7 @@ class LoopMonitor:
         """Begin at the first forward pass; follow the checkpoints and the end of the loop."""
         model = self._source.model
         if model is not None:
-            hook = model.register_forward_pre_hook(lambda *_: self._begin())
+            hook = model.register_forward_pre_hook(self._begin_at_call, with_kwargs=True)
             keep_out_of_copies(model, hook)
             self._ends.append(hook.remove)
         if isinstance(self._source, AttachedSource):
@@ -206,13 +207,14 @@ class LoopMonitor:
             events = _AttachedEvents(self, self._monitor, self._requests, self._stop)
             observers.append(events)
             self._ends.append(lambda: observers.remove(events))
-        itself, process = weakref.WeakMethod(self.close), os.getpid()
+        itself, process = weakref.WeakMethod(self._close), os.getpid()
 
         def close_at_exit() -> None:
             close = itself()
             # What is pending is its parent's, if this is a forked process.
             if close is not None and os.getpid() == process:
-                close()
+                # Python keeps here what has ended the program.
+                close(getattr(sys, "last_value", None))
 
         self._at_exit = atexit.register(close_at_exit)
         self._ends.append(lambda: atexit.unregister(close_at_exit))
@@ -287,13 +289,17 @@ class LoopMonitor:
 
     def close(self) -> None:
         """Write the last step, close all files, and stop following the loop."""
+        self._close()
+
+    def _close(self, error: BaseException | None = None) -> None:
+        """Close, and note what has ended the loop; ``None`` if it has ended by itself."""
         self._end_waiting()
         ends, self._ends = self._ends, []
         for end in ends:
             with contextlib.suppress(ValueError):
                 end()
         try:
-            self._stop()
+            self._stop(error)
         finally:
             self._requests.close()
             self._owned.close()
@@ -303,10 +309,10 @@ class LoopMonitor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         # An error of the loop is more important than one of its last record.
         with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
-            self.close()
+            self._close(error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates and the states of the monitors, ready for JSON."""
@@ -366,6 +372,12 @@ class LoopMonitor:
             )
         self._send("on_step_begin")
 
+    def _begin_at_call(self, model: nn.Module, positional: Any, keywords: Any) -> None:
+        if not self._has_begun:
+            self._begin()
+            # The monitors have put hooks on the model just now, which this call does not run.
+            self._monitor.record_call(model, positional, keywords)
+
     def _own_folder(self) -> None:
         """Own the run folder, and check that the loop replaces nobody's files in it."""
         key = self._folder.resolve()
@@ -395,13 +407,15 @@ class LoopMonitor:
             self._is_updating = True
             self._send("on_pre_optimizer_step")
 
-    def _stop(self) -> None:
+    def _stop(self, error: BaseException | None = None) -> None:
         if self._has_begun:
             self._has_begun = False
             self._send("on_train_end")
-            if self._facts is not None:
+            if self._facts is not None and isinstance(error, Exception):
+                self._facts.fail(error, self._state.global_step)
+            elif self._facts is not None:
                 self._facts.end(self._state.global_step)
-                self._facts = None
+            self._facts = None
 
     def _send(self, event: str, **keywords: Any) -> None:
         known = {"model": self._source.model, "optimizer": self._source.optimizer, **keywords}

@@ -215,6 +215,13 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         """Receive the function that tells where the rows of a step are in the training data."""
         self._row_places = places
 
+    def record_call(
+        self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        """Record a call of a network that began before the monitor, for a replay."""
+        if self._run is not None:
+            self._run.record_call(network, positional, keywords)
+
     def take_batch(self, batch: Mapping[str, Any]) -> None:
         """Receive a micro-batch, whose columns a loss outside of the network may use."""
         if self._run is not None:

@@ -385,6 +385,13 @@ class TrainingStateRun:
     def _is_due(self, global_step: int) -> bool:
         return global_step % self._settings.step_interval == 0
 
+    def record_call(
+        self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        """Record a call of the network that has begun; see `StepRecorder`."""
+        if self._recorder is not None and self._recorder.network is network:
+            self._recorder.record(network, positional, keywords)
+
     def note_batch(self, batch: Mapping[str, Any]) -> None:
         """Note a micro-batch of the step; see `StepRecorder.note_batch`."""
         if self._recorder is not None:

@@ -128,7 +128,7 @@ class StepRecorder:
         self.is_on = True
         """Whether calls are recorded."""
         self._handles = (
-            network.register_forward_pre_hook(self._record, with_kwargs=True),
+            network.register_forward_pre_hook(self.record, with_kwargs=True),
             network.register_forward_hook(self._record_loss),
         )
         keep_out_of_copies(network, *self._handles)
@@ -183,9 +183,10 @@ class StepRecorder:
         self.earlier_step, self.last_step, self._this_step = [], [], []
         self.last_columns, self._columns = [], []
 
-    def _record(
+    def record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
+        """Record a call of the network that begins now."""
         if self.records(network):
             if not self._this_step:
                 self._begins_with_gradients = any(

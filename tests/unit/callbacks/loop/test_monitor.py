@@ -9,6 +9,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -147,6 +149,50 @@ def test_an_anomaly_is_recorded_with_its_layer(tmp_path):
     rows = rows_of(tmp_path / "run" / "metrics.csv")
     assert [row["skipped"] for row in rows] == [0, 0, 1, 0]
     assert math.isnan(rows[2]["loss"])
+
+
+def test_the_first_step_can_be_replayed(tmp_path):
+    """The monitor begins with the first call of the network, which it records, too."""
+    loop = Loop(tmp_path, replay=True)
+    inputs = torch.randn(1, 2, 4)
+    inputs[0, 1, 3] = NAN
+    loop.train([[inputs], [inputs.nan_to_num()]])
+    loop.monitor.close()
+    (anomaly,) = read_json_lines(tmp_path / "run" / "anomalies.jsonl")
+
+    assert (anomaly["step"], anomaly["cause"]) == (1, "data")
+    assert (anomaly["where"], anomaly["micro_batch"]) == ("input", 0)
+
+
+_FAILING = """
+import sys
+import torch
+from mfwrap.callbacks import LoopMonitor
+
+network = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+monitor = LoopMonitor(optimizer, "run", model=network)
+for step in range(3):
+    loss = network(torch.ones(2)).square().sum()
+    loss.backward()
+    optimizer.step()
+    monitor.end_step(loss)
+if sys.argv[1] == "error":
+    raise ZeroDivisionError
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "state"), [("error", "failed after step 3 (ZeroDivisionError)"), ("end", "finished")]
+)
+def test_an_error_that_ends_the_program(tmp_path, how, state):
+    """A monitor that nobody closes tells how its loop has ended."""
+    command = [sys.executable, "-c", _FAILING, how]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+
+    assert ended.returncode == (1 if how == "error" else 0)
+    assert facts["state"] == state
 
 
 def test_a_checkpoint_restores_records_and_states(tmp_path):
