@@ -6,6 +6,7 @@ from typing import NamedTuple, final
 from torch import nn
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
+from mfwrap.callbacks.culprit.causes.evidence import SPOILT
 from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.judges.judges import Judges
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepScores
@@ -21,6 +22,7 @@ from mfwrap.callbacks.culprit.replay.micro_batches import (
 from mfwrap.callbacks.culprit.replay.precision import computes_in_float16
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.reference import References
+from mfwrap.callbacks.culprit.replay.rows import RowSearch
 from mfwrap.callbacks.culprit.replay.samples import IN_ROWS, SampleSearch
 from mfwrap.callbacks.shared.non_finite import BufferWatch
 from mfwrap.callbacks.shared.step_values import StepNumbers
@@ -28,6 +30,8 @@ from mfwrap.collectives import this_rank
 
 _MOST_BUFFERS = 8
 """Largest number of buffers of a rank in a record."""
+
+_SPOILT_BY_UPDATE = "not searched: the update of the step has changed the weights too far"
 
 _DROPS = frozenset({"loss_drop", "local_norm_drop"})
 """Kinds for which the step is compared with the step before, although no row stands out."""
@@ -99,9 +103,7 @@ class EvidenceGatherer:
         if recorder is not None and compares:
             difference = first_difference(recorder)
         if self._samples is not None and is_first and is_in_rows:
-            search = self._samples.search(
-                numbers, is_finite=True, weights_have_moved=step.weights_have_moved
-            )
+            search = self._searched(step)
         program = None
         # Before a shift, the program was good.
         num_bad = 1 if shift is None else shift.num_steps
@@ -148,6 +150,15 @@ class EvidenceGatherer:
             buffers=()
             if self._buffers is None
             else tuple(self._buffers.newly_bad()[:_MOST_BUFFERS]),
+        )
+
+    def _searched(self, step: HostStep) -> RowSearch | None:
+        """Return the rows of a finite step that stand out, if its update leaves that to be told."""
+        numbers = step.numbers
+        if step.scores.update_ratio > SPOILT and not (numbers.overflow or numbers.skipped):
+            return RowSearch((), _SPOILT_BY_UPDATE)
+        return self._samples and self._samples.search(
+            numbers, is_finite=True, weights_have_moved=step.weights_have_moved
         )
 
     def _computes_in_float16(self, numbers: StepNumbers) -> bool:

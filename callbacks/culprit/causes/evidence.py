@@ -21,7 +21,7 @@ _FEW_STEPS = 3
 _SHARE_BEFORE = 0.4
 """Smallest share of the rise of a step's loss that the step before has if it began there."""
 
-_SPOILT = 0.3
+SPOILT = 0.3
 """Smallest ratio of an update to its weights that explains any rise of the loss after it."""
 
 _CALM = 3.0
@@ -191,7 +191,7 @@ def has_moved_far(steps: Sequence[StepTrace], limit: float = LIMITS["update"]) -
 
 def has_spoilt(steps: Sequence[StepTrace]) -> bool:
     """Tell whether any of these steps has changed the weights so far that any loss may follow."""
-    return any(each.scores.update_ratio > _SPOILT for each in steps)
+    return any(each.scores.update_ratio > SPOILT for each in steps)
 
 
 def update_per_rate(step: StepTrace) -> float:

@@ -73,8 +73,8 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
         "loss": Cause(
             "loss",
             "the outputs of all modules of the network are finite, the loss is not",
-            "look at the computation of the loss: a logarithm of zero, a division by a count, or "
-            "another model that it calls",
+            "look at the computation of the loss: a logarithm of zero, a division by a count, "
+            "outputs whose square overflows, or another model that it calls",
         ),
         "activation": Cause(
             "activation",

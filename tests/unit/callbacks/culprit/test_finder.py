@@ -397,8 +397,10 @@ def test_a_rate_that_is_too_high_for_sgd(tmp_path, rate, momentum):
             optimizer.step()
             optimizer.zero_grad()
             monitor.end_step(loss=loss)
-    causes = [record.get("cause") for record in records_of(tmp_path)]
+    records = records_of(tmp_path)
+    causes = [record.get("cause") for record in records]
 
+    assert not records[0].get("samples"), "the weights of the step are gone"
     assert causes[0] == "learning_rate"
     assert not {"optimizer_state", "gradient", "loss"} & set(causes)
 

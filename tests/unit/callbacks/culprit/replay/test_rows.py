@@ -65,6 +65,18 @@ def test_a_row_is_run_with_its_share_of_the_step():
         assert torch.equal(weight.grad, gradient)
 
 
+def test_rows_that_do_not_have_the_loss_of_the_step():
+    """With the weights that the step has left, they may be of another size; then none is named."""
+    step = planted("GroupNorm", "labels", 3)
+    found = search(step.recorder, loss=2.0, is_finite=True, is_exact=False)
+    (row,) = found.rows
+    later = search(step.recorder, loss=2 * row.loss, is_finite=True, is_exact=False)
+
+    assert row.loss > 2.0
+    assert later.rows == ()
+    assert "with the weights that the step has left, none has its loss" in later.detail
+
+
 def test_what_makes_a_search_inexact():
     """With later weights, or with dropout, the values of a row are not those of the step."""
     step = planted("GroupNorm", "labels", 0)
