@@ -196,8 +196,8 @@ def warn_of_settings(recipe: Recipe) -> None:
             says = f"{section}.path: {not_a_folder(path)} The hub is asked for {path!r}."
             warnings.warn(says, stacklevel=callers_stacklevel())
     if recipe.arguments.fp16 and not torch.accelerator.is_available():
-        says = "training.fp16: torch finds no GPU, and float16 is slow on a CPU; set it to false"
-        warnings.warn(says, stacklevel=callers_stacklevel())
+        says = "training.fp16: torch finds no GPU, and without one a Trainer computes in float32"
+        warnings.warn(f"{says}; set it to false", stacklevel=callers_stacklevel())
     if recipe.without_meaning:
         keys = ", ".join(recipe.without_meaning)
         says = f"{recipe.document.name}: these settings have no effect in mfwrap: {keys}"

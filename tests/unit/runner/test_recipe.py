@@ -198,8 +198,8 @@ def test_pairs_have_no_loss_by_row(tmp_path, monkeypatch, key, value):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without a GPU")
 def test_float16_without_a_gpu():
-    """A recipe that trains in float16 on a CPU is slow, which a warning says."""
-    with pytest.warns(UserWarning, match="training.fp16: torch finds no GPU, and float16 is slow"):
+    """On a CPU, a Trainer does not compute in float16, which a warning says."""
+    with pytest.warns(UserWarning, match="no GPU, and without one a Trainer computes in float32"):
         assert parsed(training={"fp16": True}).arguments.fp16
 
 
