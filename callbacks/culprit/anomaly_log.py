@@ -116,6 +116,9 @@ class BadRow:
     index: int | None = None
     """Index of the sample in the data set."""
 
+    source: str | None = None
+    """File and line that the sample comes from, or its file."""
+
     epoch: int | None = None
     """Number of the pass over the data, from 0, as in a file of ``skip_rows``."""
 
@@ -141,7 +144,9 @@ class BadRow:
     @property
     def place(self) -> str:
         """Where the row is in the step and, if that is known, in the data."""
-        in_data = [] if self.index is None else [f"data set index {self.index}"]
+        in_data = [] if self.source is None else [self.source]
+        if self.index is not None:
+            in_data.append(f"data set index {self.index}")
         if self.epoch is not None and self.position is not None:
             in_data.append(f"epoch {self.epoch}, position {self.position}")
         place = f"row {self.row} of micro-batch {self.micro_batch} on rank {self.rank}"

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,6 +29,14 @@ class RowPlace:
 
     row: SkippedRow
     """Place of the row in the order of the sampler."""
+
+    source_of: Callable[[int], str | None] = field(default=lambda _: None, compare=False)
+    """Returns file and line of the row with an index; ``None`` if they are unknown."""
+
+    @property
+    def source(self) -> str | None:
+        """File and line that the row comes from, or its file; reads the file."""
+        return self.source_of(self.index)
 
 
 RowPlaces: TypeAlias = Callable[[int, Sequence[int]], Sequence[Sequence[RowPlace | None]]]

@@ -62,7 +62,10 @@ def _sample(row: Mapping[str, Any]) -> str:
     where = f"{step}rank {row['rank']}, micro-batch {row['micro_batch']}, row {row['row']}"
     place = html.escape(where)
     if "index" in row:
-        place = f"<strong>data set index {html.escape(str(row['index']))}</strong> ({place})"
+        index = f"data set index {html.escape(str(row['index']))}"
+        source = html.escape(str(row["source"])) if row.get("source") else None
+        place = f"<strong>{index if source is None else f'{source}</strong>, <strong>{index}'}"
+        place = f"{place}</strong> ({where})"
     if _can_be_left_out(row):
         place += f", epoch {row['epoch']}, position {row['position']}"
     numbers = [

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -309,6 +310,11 @@ def build_trainer(
         if isinstance(callback, StepProgressCallback):
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
     _normalize_loss(recipe, trainer)
+    packs = recipe.data.packing or getattr(arguments, "packing", False)
+    # Trainers of TRL leave rows out by their length.
+    if numbers and not packs and len(trainer.train_dataset) == len(rows.train):
+        find = recipe.data.source_of_training_row
+        trainer.name_rows(functools.partial(find, number=numbers[0]))
     return trainer, recorder
 
 

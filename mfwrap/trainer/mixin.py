@@ -503,6 +503,15 @@ class MFTrainerMixin(_Base):
         if moved is not None:
             super()._run_epoch(**self.batch_growth.of_epoch(moved))  # type: ignore[no-untyped-call]  # (transformers)
 
+    def name_rows(self, source_of: Callable[[int], str | None]) -> None:
+        """Tell where the rows of the training data come from, for the anomalies that name rows.
+
+        Args:
+            source_of: Returns file and line, or any name, of the row of ``train_dataset`` with an
+                index; ``None`` if it is unknown. Called for rows that are named only.
+        """
+        self._skip.noted.source_of = source_of
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:

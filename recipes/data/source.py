@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from mfwrap.arguments import check_int
 
@@ -231,6 +231,27 @@ class DataSource(RecipeSection, abc.ABC):
         del row, held_out
         return None
 
+    def source_of_training_row(self, index: int, number: int) -> str | None:
+        """Return file and line of a training row; ``None`` if the rows are not lines of files.
+
+        Args:
+            index: Index among the training rows, after some were held out.
+            number: Number of all rows that were read.
+        """
+        row = index
+        if self._holds_out(number):
+            # The same numbers are drawn for any table of this length.
+            numbers = Dataset.from_dict({"row": range(number)})
+            row = self._split(numbers)["train"][index]["row"]
+        return self.place(row + 1, held_out=False)
+
+    def _holds_out(self, number: int) -> bool:
+        has_own = getattr(self, "eval_path", None) is not None
+        return bool(self.eval_fraction) and number > 1 and not has_own
+
+    def _split(self, rows: Dataset) -> DatasetDict:
+        return rows.train_test_split(self.eval_fraction, seed=self.split_seed)
+
     def rows(self, needs: Needs = NO_NEEDS) -> Rows:
         """Return training rows and held-out rows, with columns renamed as the task names them.
 
@@ -249,8 +270,8 @@ class DataSource(RecipeSection, abc.ABC):
         train, evaluation = self._prepared(needs, rows.train, held_out=False), rows.evaluation
         if evaluation is not None:
             evaluation = self._prepared(needs, evaluation, held_out=True)
-        elif self.eval_fraction and len(train) > 1:
-            parts = train.train_test_split(self.eval_fraction, seed=self.split_seed)
+        elif self._holds_out(len(train)):
+            parts = self._split(train)
             train, evaluation = parts["train"], parts["test"]
         if not len(train):
             msg = "`data` must have training rows, got none"

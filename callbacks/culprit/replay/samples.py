@@ -107,7 +107,13 @@ def _placed(row: BadRow, place: RowPlace | None) -> BadRow:
         return row
     # If the batch has indices, they are those that the data set itself gave.
     index = place.index if row.index is None else row.index
-    return dataclasses.replace(row, index=index, epoch=place.row.epoch, position=place.row.position)
+    return dataclasses.replace(
+        row,
+        index=index,
+        source=place.source,
+        epoch=place.row.epoch,
+        position=place.row.position,
+    )
 
 
 def with_samples(anomaly: Anomaly, searches: Sequence[RowSearch | None]) -> Anomaly:

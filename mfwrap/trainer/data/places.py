@@ -48,6 +48,8 @@ class NotedRows:
         self._takers: list[MonitorCallback] = []
         self.needed_by = ""
         """Argument of the trainer that needs the rows, in words; empty if only monitors do."""
+        self.source_of: Callable[[int], str | None] = lambda _: None
+        """Returns file and line of the row of the data set with an index, if they are known."""
         # A step is judged in the next step, which may belong to the next epoch.
         self._epochs: deque[_NotedEpoch] = deque(maxlen=2)
 
@@ -157,7 +159,8 @@ class NotedRows:
         # A network that is called twice per micro-batch has more calls than there are slots.
         if len(batches) != len(sizes):
             return ()
-        return [_places(batch, size) for batch, size in zip(batches, sizes, strict=True)]
+        pairs = zip(batches, sizes, strict=True)
+        return [_places(batch, size, self.source_of) for batch, size in pairs]
 
     def of_step(self, step: int) -> Sequence[DealtRows]:
         """Return this rank's rows in each micro-batch of a step; empty if they are unknown.
@@ -209,7 +212,9 @@ class _NotedEpoch:
         return [DealtRows(self._number, dealt[slot], positions) for slot, positions in kept.items()]
 
 
-def _places(batch: DealtRows, size: int) -> Sequence[RowPlace | None]:
+def _places(
+    batch: DealtRows, size: int, source_of: Callable[[int], str | None]
+) -> Sequence[RowPlace | None]:
     unknown = [None] * size
     if not len(batch.indices) == len(batch.positions) == size:
         return unknown
@@ -218,6 +223,6 @@ def _places(batch: DealtRows, size: int) -> Sequence[RowPlace | None]:
     except TypeError:
         return unknown  # the sampler yields keys
     return [
-        RowPlace(index, SkippedRow(batch.epoch, position))
+        RowPlace(index, SkippedRow(batch.epoch, position), source_of)
         for index, position in zip(numbers, batch.positions, strict=True)
     ]

@@ -37,6 +37,10 @@ def text_of(record):
                 ),
             ],
         ),
+        (
+            [{"index": 77, "source": "a<b>.csv:5"}],
+            ["a<b>.csv:5, data set index 77 (rank 1, micro-batch 2, row 3)"],
+        ),
         ([{"epoch": "<b>", "position": 1}], ["rank 1, micro-batch 2, row 3"]),
     ],
 )

@@ -14,6 +14,7 @@ from mfwrap.records.row_losses import read_row_losses
 from mfwrap.runner import RecipeError, parse_recipe
 from mfwrap.runner.library import shipped_recipes
 from mfwrap.runner.run import build_trainer, run_recipe
+from support.recipe_data import recipe_of
 from support.recipe_texts import BERT, PERCEPTRON, SMALL_LLAMA, VIT, recipe_text
 from support.shipped_recipes import provide
 
@@ -451,3 +452,24 @@ def test_a_batch_that_grows(tmp_path):
     assert logged[-1]["num_samples_seen"] == 64
     weights = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "resumed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_an_anomaly_names_the_line_of_a_file(tmp_path):
+    """The row that has an absurd target is named with the line of its file."""
+    rows = [f"{n % 7},{n % 5},{n % 3}" for n in range(200)]
+    rows[130] = "1,2,1e20"
+    file = tmp_path / "rows.csv"
+    file.write_text("\n".join(["a,b,target", *rows]))
+    settings = {"output_dir": str(tmp_path / "run"), "max_steps": 45}
+    recipe = recipe_of(
+        "regression",
+        {"path": str(file), "columns": {"features": ["a", "b"]}},
+        "monitor_config={monitor_on: true, replay: true}",
+        model=PERCEPTRON,
+        per_device_train_batch_size=4,
+        **settings,
+    )
+    run_recipe(recipe)
+    [first, *_] = read_json_lines(tmp_path / "run" / "anomalies.jsonl")
+
+    assert [sample["source"] for sample in first["samples"]] == [f"{file}:132"]

@@ -1,11 +1,13 @@
 """Every source of data holds out rows, limits their number, and renames columns."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
 from datasets import Dataset
 
+from mfwrap.recipes.data.files import TableSource
 from mfwrap.recipes.data.source import DataError, DataSource, Needs, Rows, kept_columns
 
 
@@ -118,3 +120,21 @@ def test_numbers_are_checked_before_they_are_joined():
     assert rows["number"][3] == 1.5
     with pytest.raises(ValueError, match="`columns` must have lists of columns of one type, got b"):
         Numbers(columns={"words": ["body", "number"]}).rows()
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"eval_fraction": 0}, {"eval_fraction": 0.5, "max_train_samples": 4}]
+)
+def test_the_line_of_a_training_row(tmp_path, keys):
+    """It is that of the file, whichever rows are held out."""
+    files = [tmp_path / name for name in ("a.csv", "b.csv")]
+    for number, file in enumerate(files):
+        file.write_text("\n".join(["text", *(f"text {number} {line}" for line in range(2, 32))]))
+    source = TableSource(type="csv", path=[str(file) for file in files], **keys)
+    rows = source.rows().train
+    found = [source.source_of_training_row(index, 60) for index in range(len(rows))]
+
+    assert len(rows) > 3
+    for place, row in zip(found, rows, strict=True):
+        file, _, line = place.rpartition(":")
+        assert Path(file).read_text().splitlines()[int(line) - 1] == row["text"]
