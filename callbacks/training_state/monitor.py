@@ -368,8 +368,8 @@ def _missing_values(
         )
     elif not hasattr(output, "local_norm"):
         missing.append(
-            "local norms and the layer of an anomaly: they need mfwrap's step with "
-            "StepConfig(local_norm=True)"
+            "the layer of an anomaly: it needs mfwrap's step with "
+            "StepConfig(local_norm=True), in a recipe runner_wrapper.local_norm"
         )
     has_norms = report is not None and report.reduction_norms is not None
     if settings.noise_scale_format and not has_norms:

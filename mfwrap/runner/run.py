@@ -310,12 +310,25 @@ def build_trainer(
         if isinstance(callback, StepProgressCallback):
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
     _normalize_loss(recipe, trainer)
-    packs = recipe.data.packing or getattr(arguments, "packing", False)
-    # Trainers of TRL leave rows out by their length.
-    if numbers and not packs and len(trainer.train_dataset) == len(rows.train):
-        find = recipe.data.source_of_training_row
-        trainer.name_rows(functools.partial(find, number=numbers[0]))
+    if numbers:
+        _name_rows(recipe, trainer, rows, numbers[0])
     return trainer, recorder
+
+
+def _name_rows(recipe: Recipe, trainer: Any, rows: Rows, number: int) -> None:
+    """Let anomalies name the lines of the files that the training rows come from.
+
+    Args:
+        recipe: The recipe.
+        trainer: Its Trainer.
+        rows: The rows that the Trainer got.
+        number: Number of rows that were read.
+    """
+    packs = recipe.data.packing or getattr(trainer.args, "packing", False)
+    # Trainers of TRL leave rows out by their length.
+    if not packs and len(trainer.train_dataset) == len(rows.train):
+        find = recipe.data.source_of_training_row
+        trainer.name_rows(functools.partial(find, number=number))
 
 
 def _callbacks(recipe: Recipe, folder: Path) -> tuple[MetricsRecorder, list[Any]]:

@@ -309,8 +309,8 @@ def test_without_local_norms(tmp_path, caplog):
     assert (record["step"], "layer" in record) == (25, False)
     assert said == [
         (
-            "TrainingStateMonitor cannot show local norms and the layer of an anomaly: they need "
-            "mfwrap's step with StepConfig(local_norm=True)"
+            "TrainingStateMonitor cannot show the layer of an anomaly: it needs "
+            "mfwrap's step with StepConfig(local_norm=True), in a recipe runner_wrapper.local_norm"
         )
     ]
 
