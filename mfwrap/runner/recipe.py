@@ -1,5 +1,6 @@
 """Read a recipe and check every value of it, without downloading or training anything."""
 
+import difflib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -544,12 +545,24 @@ def check_columns(
     columns = needed_columns(needs, found)
     if columns is None:
         wanted = " or ".join(str(sorted(needed)) for needed in needs)
-        example = min(needs[-1].keys() - set(found))
         of = "" if origin is None else f" in {origin}"
-        says = f"expected data with the columns {wanted}, got {sorted(found)}{of}"
-        says = f"{says}; if they have other names, set data.columns, as in {{{example}: NAME}}"
-        raise document.error(("data", "type"), says)
+        says = f"expected data with the columns {wanted}, got {sorted(found)}{of}; if they have"
+        says = f"{says} other names, set data.columns, as in {{{_renaming(needs, found)}}}"
+        is_typed = "type" in (document.data.get("data") or {})
+        raise document.error(("data", "type") if is_typed else ("data",), says)
     return columns
+
+
+def _renaming(needs: Sequence[Columns], found: Collection[str]) -> str:
+    """Return an example of ``data.columns``: of a column whose name is similar, if there is one."""
+    for name in (name for columns in needs for name in columns if name not in found):
+        if similar := difflib.get_close_matches(name, found, 1, _SIMILAR):
+            return f"{name}: {similar[0]}"
+    return f"{min(needs[-1].keys() - set(found))}: NAME"
+
+
+_SIMILAR = 0.8
+"""Smallest similarity of two names of columns of which one may stand for the other."""
 
 
 def check_max_length(

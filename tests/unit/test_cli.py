@@ -530,6 +530,7 @@ def test_report_refuses(arguments, message, runs, capsys):
             ["--set", "training.max_steps", "3"],
             "--set: expected section.key=value, got 'training.max_steps'",
         ),
+        (["--rows", "1"], "It is an option of mfwrap data."),
         (["--overwrit"], "Did you mean '--overwrite'? See mfwrap --help."),
     ],
 )

@@ -88,6 +88,15 @@ def test_the_error_of_a_recipe(json_lines):
         trainer_of("supervised_tuning", json_lines([{"question": "a", "answer": "b"}] * 2))
 
 
+@pytest.mark.parametrize("found", ["conversation", "Conversations"])
+def test_a_column_with_a_similar_name(json_lines, found):
+    """The error says how to name it."""
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    says = rf"set data\.columns, as in \{{conversations: {found}\}}$"
+    with pytest.raises(RecipeError, match=says):
+        trainer_of("supervised_tuning", json_lines([{found: turns}] * 2))
+
+
 def test_columns_of_a_form():
     """Optional columns belong to a form if the data have them."""
     form = form_of(TUNING, ["conversations"])
