@@ -17,7 +17,7 @@ from mfwrap.callbacks.shared.training_weights import monitors_training
 from mfwrap.callbacks.training_state.run import TrainingStateRun
 from mfwrap.callbacks.training_state.settings import TrainingStateSettings
 from mfwrap.collectives import num_ranks
-from mfwrap.records.evaluations import TIMINGS, prefix_of
+from mfwrap.records.evaluations import NO_RESULT, TIMINGS, prefix_of
 from mfwrap.records.skipped_rows import RowPlaces
 from mfwrap.tensors.wrappers import trainable
 from mfwrap.trainer import BadSteps, MonitorCallback
@@ -258,7 +258,9 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             results = {
                 prefix + name: float(value)
                 for name, value in (metrics or {}).items()
-                if isinstance(value, (int, float)) and not name.endswith((*TIMINGS, "epoch"))
+                if isinstance(value, (int, float))
+                and name != NO_RESULT
+                and not name.endswith((*TIMINGS, "epoch"))
             }
             self._run.writers.write_evaluation(state.global_step, results)
 

@@ -10,6 +10,9 @@ AVERAGED = "ema_"
 TIMINGS = ("_runtime", "_per_second", "_time")
 """Ends of the names of metrics that say how long an evaluation took."""
 
+NO_RESULT = "eval_num_tokens"
+"""TRL's count of the training's tokens so far, which it logs with an evaluation."""
+
 _MARK = "averaged_weights"
 
 _NOTES: dict[int, dict[str, Any]] = {}
@@ -113,7 +116,7 @@ def _with_marks(log: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str,
 
 
 def results_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the metrics of a Trainer's evaluation without its timings.
+    """Return the metrics of a Trainer's evaluation without its timings and `NO_RESULT`.
 
     A metric that is ``None`` is left out: TRL gives it to a reward that has judged no answer.
 
@@ -124,5 +127,8 @@ def results_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {
         prefix + name: value
         for name, value in metrics.items()
-        if name.startswith("eval_") and not name.endswith(TIMINGS) and value is not None
+        if name.startswith("eval_")
+        and name != NO_RESULT
+        and not name.endswith(TIMINGS)
+        and value is not None
     }

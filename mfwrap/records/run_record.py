@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from mfwrap.arguments import callers_stacklevel
 from mfwrap.records.episodes import Episode, episodes_of, notes_of
-from mfwrap.records.evaluations import AVERAGED, named
+from mfwrap.records.evaluations import AVERAGED, NO_RESULT, named
 from mfwrap.records.forms import Form, fitting, to_number
 from mfwrap.records.json_lines import RECORD_NAMES, parsed_json, rank_files, read_json_lines
 from mfwrap.records.model_samples import SAMPLES, ModelSamples, model_samples
@@ -35,7 +35,7 @@ _TRAINER_STATE = "trainer_state.json"
 _ALIASES = {"grad_norm": "global_norm", "local_loss": "loss"}
 """Name in `StepOutput` of each number that transformers or MindFormers name differently."""
 
-_NO_CURVES = {"step", "epoch", "size"}
+_NO_CURVES = {"step", "epoch", "size", NO_RESULT, AVERAGED + NO_RESULT}
 
 _Values: TypeAlias = dict[str, dict[int, float]]
 """Numbers by name, then by step."""

@@ -24,7 +24,7 @@ from mfwrap.trainer.preflight import WITHOUT_EFFECT
 _PREFIXES = {MODEL: "eval_", AVERAGED_MODEL: f"{AVERAGED}eval_"}
 """Prefix of the metrics of a model."""
 
-_NO_RESULTS = frozenset({"entropy", "num_tokens"})
+_NO_RESULTS = frozenset({"entropy"})
 """Metrics of TRL that do not say how good a model is."""
 
 _COLUMNS = {MODEL: "trained weights", AVERAGED_MODEL: "averaged weights"}

@@ -18,12 +18,13 @@ from mfwrap.records.evaluations import (
 
 
 def test_metrics_without_timings():
-    """`results_of` leaves out timings and the epoch, and what was not measured."""
+    """`results_of` leaves out timings, the epoch, a count of TRL, and what was not measured."""
     timings = {"eval_runtime": 1.0, "eval_samples_per_second": 2.0, "epoch": 1.0}
     preparation = {"eval_model_preparation_time": 1.0}
 
     unknown = {"eval_rewards/short/mean": None}
-    everything = {"eval_loss": 1.0} | timings | preparation | unknown
+    count = {"eval_num_tokens": 2253.0}
+    everything = {"eval_loss": 1.0} | timings | preparation | unknown | count
     assert results_of(everything) == {"eval_loss": 1.0}
 
 

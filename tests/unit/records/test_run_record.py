@@ -66,10 +66,11 @@ def test_the_trainers_log_fills_gaps(tmp_path):
     """The Trainer's log adds only steps, curves and groups that metrics.jsonl does not have."""
     records = [{"step": s, "loss": s, "local_norm": {"z": 1.0, "a": 2.0}} for s in (1, 2)]
     # The Trainer gives results of averaged weights the name of the raw weights.
-    records.append({"step": 6, "ema_eval_loss": 1.25})
+    records.append({"step": 6, "ema_eval_loss": 1.25, "ema_eval_num_tokens": 7.0})
     write_lines(tmp_path / "metrics.jsonl", records)
     log = [
-        {"step": 2, "loss": 9.0, "local_norm/a": 9.0, "eval_loss": 1.5},
+        # TRL's number of tokens is a count of the training, and no result.
+        {"step": 2, "loss": 9.0, "local_norm/a": 9.0, "eval_loss": 1.5, "eval_num_tokens": 7.0},
         # A Trainer that counts tokens logs the time with each step.
         {"step": 4, "loss": 4.0, "local_norm/a": 4.0, "local_norm/b": 5.0, "train_runtime": 1.0},
         {"step": 6, "eval_loss": 1.25},

@@ -180,7 +180,7 @@ def test_names_on_the_hub(tmp_path, card_with):
     text = "---\nlicense: mit\nbase_model: /home/me\ntags: [a, base_model:adapter:x]\n---\n"
     (tmp_path / "README.md").write_text(text)
     card = card_with(
-        {"eval_accuracy": 0.5, "eval_loss": math.nan, "eval_r2": -math.inf, "eval_num_tokens": 9.0},
+        {"eval_accuracy": 0.5, "eval_loss": math.nan, "eval_r2": -math.inf, "eval_entropy": 9.0},
         model=ModelSettings(path="org/base"),
         data=DatasetsSource(path="org/data", name="en"),
     )
