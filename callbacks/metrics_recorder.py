@@ -14,7 +14,7 @@ from mfwrap.callbacks.shared.progress import RunSettings, Samples
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
-from mfwrap.records.json_lines import JsonLines, last_record, last_value
+from mfwrap.records.json_lines import JsonLines, last_record, last_value, to_plain
 from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
@@ -141,8 +141,7 @@ class MetricsRecorder(MonitorCallback):
         if self._lines is None:
             return
         for name, value in results.items():
-            before = last_record(self._path, name) or {}
-            if (before.get("step"), before.get(name)) != (step, value):
+            if (last_record(self._path, name, step=step) or {}).get(name) != to_plain(value):
                 self.write({"step": step, **results})
                 return
 

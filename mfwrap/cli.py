@@ -171,7 +171,8 @@ def _train(
         _leave_process_group()
     if is_first_process():
         values = ", ".join(f"{name} {value:.6g}" for name, value in result.metrics.items())
-        echo(f"result: {values or 'not evaluated'}")
+        of = "" if result.checkpoint is None else f" ({result.checkpoint})"
+        echo(f"result: {values or 'not evaluated'}{of}")
         page = shlex.join(["mfwrap", "report", str(result.folder)])
         echo(f"run folder: {result.folder}\nrun page: {page}")
 

@@ -85,6 +85,30 @@ def ends_with_averages(state: Any) -> bool:
     return bool(_notes_of(state).get("are_loaded"))
 
 
+def note_results(state: Any, metrics: Mapping[str, Any], weights: str) -> None:
+    """Note what the training's own evaluation at the present step has found.
+
+    Args:
+        state: A ``TrainerState``.
+        metrics: Metrics of the evaluation.
+        weights: Hash of the weights that were evaluated.
+    """
+    noted = (state.global_step, prefix_of(state), weights)
+    _notes_of(state)["results"] = (noted, dict(metrics))
+
+
+def noted_results(state: Any, prefix: str, weights: str) -> dict[str, Any] | None:
+    """Return what `note_results` has noted; ``None`` if it was another step, or of other weights.
+
+    Args:
+        state: A ``TrainerState``.
+        prefix: ``"ema_"`` for averaged weights, ``""`` for raw ones.
+        weights: Hash of the weights.
+    """
+    noted, metrics = _notes_of(state).get("results", (None, None))
+    return metrics if noted == (state.global_step, prefix, weights) else None
+
+
 def named(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries of a Trainer's log; results of averaged weights begin with ``ema_``.
 

@@ -81,7 +81,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def last_record(path: Path, key: str, kind: type[Any] = object) -> dict[str, Any] | None:
+def last_record(
+    path: Path, key: str, kind: type[Any] = object, *, step: int | None = None
+) -> dict[str, Any] | None:
     """Return the last record that has a key; ``None`` if no record has it.
 
     Parses only lines with the key's name, so a file of many megabytes takes milliseconds. A missing
@@ -91,11 +93,13 @@ def last_record(path: Path, key: str, kind: type[Any] = object) -> dict[str, Any
         path: File that `JsonLines` wrote.
         key: Name of the value.
         kind: Form of the value, see `mfwrap.records.forms`. Records with another one are left out.
+        step: Step of the record; ``None`` for any step.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     name = json.dumps(key).encode()
     records = (_parsed(line) or {} for line in reversed(lines) if name in line)
-    return next((each for each in records if key in each and fits(each[key], kind)), None)
+    found = (each for each in records if key in each and fits(each[key], kind))
+    return next((each for each in found if step is None or each.get("step") == step), None)
 
 
 def last_value(path: Path, key: str, kind: type[Any] = object) -> Any:

@@ -11,11 +11,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 from transformers.modelcard import make_markdown_table
 
-from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.recipes.data.library import BUILDERS, DatasetsSource
 from mfwrap.recipes.data.places import is_folder, resolve_package
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.records.evaluations import AVERAGED
+from mfwrap.runner.averages import FinalAverage
 from mfwrap.runner.folder import AVERAGED_MODEL, MODEL
 from mfwrap.runner.own_code import OBJECT
 from mfwrap.runner.recipe import Recipe
@@ -35,6 +35,18 @@ _OF_THE_MACHINE = frozenset(
 """Further training arguments that a card leaves out: they follow from the machine."""
 
 
+class Best(NamedTuple):
+    """The best checkpoint of a run, whose weights the Trainer has loaded at the end."""
+
+    checkpoint: str
+    """Name of its folder."""
+
+    step: int
+    metric: str
+    """Metric by which it is the best: ``"eval_loss"``, or ``"ema_eval_loss"`` if the evaluations of
+    the training used averaged weights."""
+
+
 class FinishedRun(NamedTuple):
     """A recipe and what has come out of it."""
 
@@ -44,11 +56,14 @@ class FinishedRun(NamedTuple):
     trainer: Any
     """Its Trainer, after the training."""
 
-    average: ExponentialMovingAverage | None
+    average: FinalAverage | None
     """Average of the weights; ``None`` without one."""
 
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
     """Results of all evaluations; those of averaged weights begin with ``ema_``."""
+
+    best: Best | None = None
+    """Checkpoint whose weights are saved; ``None`` if those of the last step are."""
 
     @property
     def model(self) -> Any:
@@ -357,6 +372,7 @@ def _origin(run: FinishedRun, name: str) -> str:
     else:
         at = f"the checkpoint `{path}`" if path.startswith("package:") else "a checkpoint on disk"
         said = f"It was fine-tuned from {at}."
+    said += _best(run, name)
     if run.average is None:
         return said
     kind = "an exponential moving average over the training"
@@ -364,6 +380,16 @@ def _origin(run: FinishedRun, name: str) -> str:
         return f"{said} These are the averaged weights: {kind}."
     other = "in the folder" if run.recipe.arguments.push_to_hub else "beside this folder, in"
     return f"{said} The averaged weights, {kind}, are {other} `{AVERAGED_MODEL}`."
+
+
+def _best(run: FinishedRun, name: str) -> str:
+    """Return a sentence about the checkpoint that a model is of; nothing if it is the last step."""
+    if run.best is None or (
+        name == AVERAGED_MODEL and run.average is not None and run.average.step != run.best.step
+    ):
+        return ""
+    number = f"{run.best.step} of {run.trainer.state.global_step}"
+    return f" Its weights are those after {number} updates, the best by `{run.best.metric}`."
 
 
 def _training(run: FinishedRun, configuration: Mapping[str, Any]) -> str:

@@ -16,8 +16,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from mfwrap.runner.callbacks import FOLDER_KEYS
 from mfwrap.runner.document import RecipeError
+from mfwrap.runner.finishing import finish
 from mfwrap.runner.recipe import Recipe, read_document
-from mfwrap.runner.run import build_trainer, checked_rows, finish
+from mfwrap.runner.run import build_trainer, checked_rows
 from mfwrap.runner.tuning import rows_line
 
 _MAX_PARAMETERS = 30_000_000

@@ -55,8 +55,8 @@ class FormerRun(NamedTuple):
     has_checkpoints: bool
     """Whether there is a checkpoint to resume from. If not, the run begins anew."""
 
-    metrics: dict[str, float] | None
-    """Metrics of the run if it has finished; ``None`` if it has not."""
+    result: tuple[dict[str, float], str | None] | None
+    """Metrics of the run, and the best checkpoint that its model is of; see `read_result`."""
 
 
 def former_run(document: RecipeDocument, folder: Path) -> FormerRun:
@@ -87,7 +87,7 @@ def former_run(document: RecipeDocument, folder: Path) -> FormerRun:
 def _look(document: RecipeDocument, folder: Path) -> FormerRun:
     check_others_files(document, folder)
     found = FormerRun(newest_folder(folder) is not None, read_result(folder))
-    if not found.has_checkpoints and found.metrics is None:
+    if not found.has_checkpoints and found.result is None:
         return found
     file = folder / RECIPE_FILE
     if not file.is_file():
@@ -145,22 +145,34 @@ class ResumeLine(MonitorCallback):
             self._say(f"resuming from {folder}, step {state.global_step} of {state.max_steps}")
 
 
-def write_result(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Note in a run folder that the run has finished, with its metrics."""
+def write_result(folder: Path, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
+    """Note in a run folder that the run has finished.
+
+    Args:
+        folder: Run folder.
+        metrics: Its metrics.
+        checkpoint: Name of the best checkpoint that the model is of; ``None`` for the last step.
+    """
+    content = {"metrics": dict(metrics)} | (
+        {} if checkpoint is None else {"checkpoint": checkpoint}
+    )
     with whole_file(folder / RESULT) as partial:
-        partial.write_text(
-            json.dumps({"metrics": dict(metrics)}, indent=2) + "\n", encoding="utf-8"
-        )
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_result(folder: Path) -> dict[str, float] | None:
-    """Return the metrics of a run that has finished; ``None`` if it has not.
+def read_result(folder: Path) -> tuple[dict[str, float], str | None] | None:
+    """Return the metrics of a run that has finished, and the checkpoint of `write_result`.
+
+    Returns:
+        ``None`` if the run has not finished.
 
     Raises:
         OSError: If there is a result that cannot be read.
     """
     try:
         content = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        return {str(name): float(value) for name, value in content["metrics"].items()}
+        metrics = {str(name): float(value) for name, value in content["metrics"].items()}
+        checkpoint = content.get("checkpoint")
     except (AttributeError, FileNotFoundError, KeyError, TypeError, ValueError):
         return None
+    return metrics, None if checkpoint is None else str(checkpoint)

@@ -19,7 +19,7 @@ from mfwrap.callbacks.memory.monitor import with_memory_monitor
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder, ThroughputRecorder
 from mfwrap.checkpoints.ownership import owning_run
 from mfwrap.checkpoints.resumption import AUTO
-from mfwrap.checkpoints.whole import whole_file, whole_folder
+from mfwrap.checkpoints.whole import whole_file
 from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.recipes.data.columns import ANY_IMAGE, ClassCheck, check_numbers, check_rows
 from mfwrap.recipes.data.forms import form_of
@@ -29,9 +29,7 @@ from mfwrap.recipes.models.loading import unused_weights
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.recipes.tasks.inputs import build_for_inputs
-from mfwrap.records.evaluations import AVERAGED, results_of
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
-from mfwrap.runner.averages import average_of
 from mfwrap.runner.document import (
     RECIPE_FILE,
     RecipeDocument,
@@ -40,9 +38,8 @@ from mfwrap.runner.document import (
     yaml_text,
 )
 from mfwrap.runner.failures import named_failure
+from mfwrap.runner.finishing import finish
 from mfwrap.runner.folder import (
-    AVERAGED_MODEL,
-    MODEL,
     RESULT,
     begin_anew,
     check_former_run,
@@ -52,10 +49,8 @@ from mfwrap.runner.folder import (
 )
 from mfwrap.runner.given import GivenObjects
 from mfwrap.runner.lengths import check_lengths, untrained_positions
-from mfwrap.runner.model_card import FinishedRun, write_recipe_card
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
-from mfwrap.runner.pushing import push_models
 from mfwrap.runner.recipe import (
     Recipe,
     RecipeWarning,
@@ -86,6 +81,9 @@ class RunResult(NamedTuple):
 
     metrics: dict[str, float]
     """Metrics of the last evaluation; those of averaged weights begin with ``ema_``."""
+
+    checkpoint: str | None = None
+    """Name of the best checkpoint, if ``model`` is that of it; ``None`` for the last step."""
 
 
 def run_recipe(
@@ -190,10 +188,10 @@ def _run(
 ) -> RunResult:
     if resume == AUTO:
         former = former_run(recipe.document, folder)
-        if former.metrics is not None:
+        if former.result is not None:
             if this_rank() == 0:
                 say(f"{folder}: this run has finished before; --overwrite runs it again")
-            return RunResult(folder, former.metrics)
+            return RunResult(folder, *former.result)
         resume = AUTO if former.has_checkpoints else False
     _check_folder(recipe, folder, is_new=not resume, overwrite=overwrite)
     trainer, recorder = build_trainer(recipe, left_out, say)
@@ -216,12 +214,13 @@ def _run(
     with _naming_keys(recipe):
         trainer.train(resume_from_checkpoint=resume or None)
     with trainer.run_facts.writing_failure():
-        metrics = finish(recipe, trainer, recorder)
+        run = finish(recipe, trainer, recorder, say)
+    checkpoint = None if run.best is None else run.best.checkpoint
     if trainer.is_local_process_zero():
         set_aside_tracebacks(folder)
     if trainer.is_world_process_zero():
-        write_result(folder, metrics)
-    return RunResult(folder, metrics)
+        write_result(folder, run.metrics, checkpoint)
+    return RunResult(folder, run.metrics, checkpoint)
 
 
 def _check_folder(recipe: Recipe, folder: Path, *, is_new: bool, overwrite: bool) -> None:
@@ -629,46 +628,3 @@ def _normalize_loss(recipe: Recipe, trainer: Any) -> None:
         raise recipe.document.error(path, says)
     if per_token is False:
         trainer.model_accepts_loss_kwargs = False
-
-
-def finish(recipe: Recipe, trainer: Any, recorder: MetricsRecorder) -> dict[str, float]:
-    """Evaluate, save and push the raw weights, and the averaged weights if there is an average.
-
-    Args:
-        recipe: The recipe, whose run folder gets ``model`` and ``model_ema``.
-        trainer: Its Trainer after the training.
-        recorder: Callback that records the metrics.
-
-    Returns:
-        Metrics of the evaluation; those of averaged weights begin with ``ema_``.
-    """
-    average = average_of(trainer)
-    metrics = {} if trainer.eval_dataset is None else results_of(trainer.evaluate())
-    run = FinishedRun(recipe, trainer, average, metrics)
-    if average is not None:
-        with average.swap():
-            if trainer.eval_dataset is not None:
-                metrics |= results_of(trainer.evaluate(), AVERAGED)
-            _save_model(run, AVERAGED_MODEL)
-    # Saved last, because its card has the results of both evaluations.
-    _save_model(run, MODEL)
-    if metrics:
-        recorder.write_evaluation(trainer.state.global_step, metrics)
-    if recipe.arguments.push_to_hub:
-        push_models(run)
-    return metrics
-
-
-def _save_model(run: FinishedRun, name: str) -> None:
-    """Save a model on every rank; the folder is complete or absent, also after a crash.
-
-    The Trainer does not push it: it would push the run folder, and with each model again.
-    """
-    trainer, folder = run.trainer, Path(run.recipe.arguments.output_dir or "") / name
-    if trainer.args.should_save:
-        with whole_folder(folder) as written:
-            trainer.save_model(str(written), _internal_call=True)
-            write_recipe_card(run, name, written)
-    else:
-        # The other ranks write nothing, but they may have to send shards of the weights.
-        trainer.save_model(str(folder), _internal_call=True)

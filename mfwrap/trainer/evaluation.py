@@ -25,6 +25,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from mfwrap.accelerate.attributes import replaced
 from mfwrap.arguments import check_bool
 from mfwrap.compatibility.transformers import COUNT_ITEMS, method_of
+from mfwrap.records.evaluations import note_results
+from mfwrap.tensors.samples import sampled_hash, tensors_of
 from mfwrap.trainer.view import TrainerView
 
 Outputs = tuple[Tensor | None, Any, Any]
@@ -55,6 +57,16 @@ class Evaluation:
         """Begin anew, and end with what was before: a metric may evaluate other data."""
         with replaced(self, _sums=None):
             yield
+
+    def noted(self, metrics: Any) -> Any:
+        """Return the metrics of the training's own evaluation; note them if it was the last one.
+
+        Call it while the model has the weights that were evaluated.
+        """
+        trainer = self._trainer
+        if trainer.control.should_training_stop and isinstance(metrics, dict):
+            note_results(trainer.state, metrics, sampled_hash(tensors_of(trainer.model)))
+        return metrics
 
     def predicted(
         self,

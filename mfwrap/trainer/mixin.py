@@ -589,7 +589,7 @@ class MFTrainerMixin(_Base):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluating():
-            return super()._evaluate(*args, **kwargs)
+            return self._evaluation.noted(super()._evaluate(*args, **kwargs))
 
     def _make_evaluation_loader(self) -> Callable[[], Any] | None:
         """Return a function that returns the loader of the first held-out data; None without it."""
@@ -610,9 +610,10 @@ class MFTrainerMixin(_Base):
             The metrics by name.
         """
         # A subclass may call it in place of `_evaluate` when the training requests an evaluation.
-        is_requested = self._evaluation.is_due and not self._evaluation.is_of_training
-        with self._evaluating() if is_requested else _USUAL:
+        if not self._evaluation.is_due or self._evaluation.is_of_training:
             return super().evaluate(*args, **kwargs)
+        with self._evaluating():
+            return self._evaluation.noted(super().evaluate(*args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the loss is the mean over the rows of the data set, or over its targets.

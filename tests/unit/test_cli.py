@@ -92,6 +92,21 @@ def test_train_and_plot(recipe, capsys):
         assert picture.format == "PNG"
 
 
+def test_the_best_checkpoint_is_said(recipe, capsys):
+    """`train` says once which checkpoint the model and the result are of, also when it repeats."""
+    keys = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    keys |= {"greater_is_better": True}
+    settings = [word for key, one in keys.items() for word in ("--set", f"training.{key}={one}")]
+    code, out, err = call(capsys, "train", recipe, *settings)
+
+    assert code == 0
+    assert err.count("mfwrap: model is that of checkpoint-3, the best by eval_loss\n") == 1
+    result = next(line for line in out.splitlines() if line.startswith("result: "))
+    assert result.endswith(" (checkpoint-3)")
+    code, out, _ = call(capsys, "train", recipe, *settings, "--resume=auto")
+    assert (code, out.splitlines()[0]) == (0, result)
+
+
 def test_an_old_transformers_is_one_sentence():
     """A command that needs the Trainer says which release it needs; others work."""
     old = "import mfwrap.compatibility.foreign as f; f.version = lambda _: '4.57.6'"

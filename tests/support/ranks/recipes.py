@@ -1,9 +1,30 @@
 """Programs that each rank runs to train a recipe."""
 
+import torch
+from transformers import TrainerCallback
+
 from mfwrap.runner import parse_recipe, run_recipe
 from support.hub import client_of
 
-__all__ = ["run_again", "run_with_hub", "train_recipe"]
+__all__ = ["evaluations_on_each_rank", "run_again", "run_with_hub", "train_recipe"]
+
+
+def evaluations_on_each_rank(rank: int, text: str, factor: float) -> int:
+    """Multiply the weights of rank 0 at the end of a run, and count this rank's evaluations."""
+
+    class Changing(TrainerCallback):
+        count = 0
+
+        def on_evaluate(self, *_, **__):
+            self.count += 1
+
+        def on_train_end(self, *_, model=None, **__):
+            with torch.no_grad():
+                next(model.parameters()).mul_(factor if rank == 0 else 1.0)
+
+    changing = Changing()
+    run_recipe(parse_recipe(text, "r.yaml"), callbacks=[changing], overwrite=True)
+    return changing.count
 
 
 def run_again(rank: int, text: str) -> list[str]:

@@ -12,6 +12,8 @@ from mfwrap.records.evaluations import (
     named,
     note_averages,
     note_loaded_averages,
+    note_results,
+    noted_results,
     prefix_of,
     results_of,
 )
@@ -65,3 +67,17 @@ def test_notes_put_nothing_on_the_state():
     assert (prefix_of(copied), ends_with_averages(copied)) == ("", False)
     state.global_step = 8
     assert prefix_of(state) == ""
+
+
+def test_results_are_of_a_step_and_its_weights():
+    """Results that were noted are those of the same step, the same kind and the same weights."""
+    state = TrainerState(global_step=2)
+    assert noted_results(state, "", "a") is None
+    metrics = {"eval_loss": 1.0, "eval_runtime": 2.0}
+    note_results(state, metrics, "a")
+
+    assert noted_results(state, "", "a") == metrics
+    assert noted_results(state, "ema_", "a") is None
+    assert noted_results(state, "", "b") is None
+    state.global_step = 3
+    assert noted_results(state, "", "a") is None

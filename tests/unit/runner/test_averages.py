@@ -119,7 +119,7 @@ def test_where_the_average_comes_from(tmp_path, sections):
     trainer.train()
 
     assert trainer.state.best_global_step == 2
-    assert_same_state(averages[2], dict(average_of(trainer).named_averages()))
+    assert_same_state(averages[2], dict(average_of(trainer).weights.named_averages()))
     assert_same_state(weights_in(tmp_path / "checkpoint-2"), dict(trainer.model.state_dict()))
 
 
@@ -149,7 +149,7 @@ def test_weights_that_were_frozen_at_the_best_step(tmp_path):
     trainer.train()
 
     best = weights_in(tmp_path / "checkpoint-2")
-    averages = dict(average_of(trainer).named_averages())
+    averages = dict(average_of(trainer).weights.named_averages())
     assert torch.equal(averages[name], best[name])
     other = next(each for each in averages if each != name)
     assert not torch.equal(averages[other], best[other])
@@ -160,10 +160,10 @@ def test_a_best_checkpoint_without_an_average(tmp_path, sections):
     """The average is that of the last step, with a warning."""
     trainer, _ = build_trainer(recipe_of(tmp_path, **sections))
     trainer.train()
-    last = {name: value.clone() for name, value in average_of(trainer).named_averages()}
+    last = {name: value.clone() for name, value in average_of(trainer).weights.named_averages()}
     for file in (tmp_path / "checkpoint-2").glob("mfwrap_*"):
         file.unlink()
 
     with pytest.warns(UserWarning, match="checkpoint-2 has no average; .* of the last step"):
         average = average_of(trainer)
-    assert_same_state(last, dict(average.named_averages()))
+    assert_same_state(last, dict(average.weights.named_averages()))

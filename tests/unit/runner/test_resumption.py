@@ -172,7 +172,7 @@ def test_a_recipe_with_nan(tmp_path):
     rewrite_list(tmp_path, ["recipe.yaml", "result.json"])
     write_result(tmp_path, {"loss": 0.5})
 
-    assert former_run(document, tmp_path).metrics == {"loss": 0.5}
+    assert former_run(document, tmp_path).result == ({"loss": 0.5}, None)
 
 
 def test_a_result_that_cannot_be_read(tmp_path):
