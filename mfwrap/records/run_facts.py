@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -41,6 +42,7 @@ class RunFacts:
         max_steps: Steps of the whole run; ``None`` if unknown.
         code: ``folder``, relative to `folder`, and ``sha256``, the digests of files by the names of
             their modules: the user's own code that the run has imported; ``None`` for none.
+        inputs: Hashes of a sample of the data and of the base model, by name.
         clock: Returns seconds from an arbitrary start.
 
     Raises:
@@ -56,6 +58,7 @@ class RunFacts:
         first_step: int = 0,
         max_steps: int | None = None,
         code: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Any] = MappingProxyType({}),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder, self._clock, self._max_steps = folder, clock, max_steps
@@ -75,6 +78,7 @@ class RunFacts:
             "hardware": hardware(),
             **lasting_facts(configuration, model),
             **({} if code is None else {"code": code}),
+            **({"inputs": dict(inputs)} if inputs else {}),
         }
         self._write(NOT_ENDED)
 

@@ -20,7 +20,9 @@ FACTS = "run.json"
 """File of `mfwrap.records.run_facts.RunFacts`."""
 
 _FACTS: Mapping[str, Form] = {
-    **dict.fromkeys(("configuration", "hardware", "parameters", "versions", "code"), dict),
+    **dict.fromkeys(
+        ("configuration", "hardware", "inputs", "parameters", "versions", "code"), dict
+    ),
     "seconds": float,
 }
 """Forms of facts that are read in parts."""

@@ -48,6 +48,7 @@ from mfwrap.runner.folder import (
     set_aside_tracebacks,
 )
 from mfwrap.runner.given import GivenObjects
+from mfwrap.runner.inputs import changed_inputs, input_facts
 from mfwrap.runner.lengths import check_lengths, untrained_positions
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
@@ -196,9 +197,8 @@ def _run(
     _check_folder(recipe, folder, is_new=not resume, overwrite=overwrite)
     trainer, recorder = build_trainer(recipe, left_out, say)
     if resume:
-        if this_rank() == 0 and (changed := recipe.code.changed_since(folder)):
-            names = ", ".join(changed)
-            say(f"warning: {names} changed since {folder} was started; the run continues with it")
+        if this_rank() == 0:
+            _say_changes(recipe, folder, trainer.run_facts.inputs, say)
         trainer.add_callback(ResumeLine(trainer, say))
         claim(folder, recipe.arguments)
     else:
@@ -221,6 +221,16 @@ def _run(
     if trainer.is_world_process_zero():
         write_result(folder, run.metrics, checkpoint)
     return RunResult(folder, run.metrics, checkpoint)
+
+
+def _say_changes(
+    recipe: Recipe, folder: Path, inputs: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Warn if a run that is resumed gets other code, data or another base model than before."""
+    changed = [*recipe.code.changed_since(folder), *changed_inputs(recipe, folder, inputs)]
+    if changed:
+        names = ", ".join(changed)
+        say(f"warning: {names} changed since {folder} was started; the run continues with it")
 
 
 def _check_folder(recipe: Recipe, folder: Path, *, is_new: bool, overwrite: bool) -> None:
@@ -275,6 +285,8 @@ def build_trainer(
         rows = checked_rows(recipe, numbers.append)
         arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
         keywords = _keywords(recipe, rows)
+        inputs = input_facts(recipe, rows, keywords["model"])
+        keywords |= _adapter(recipe, keywords)
         _say_of_model(recipe, keywords, say, leaves_out_rows=skip_rows is not None)
     if recipe.add_metric is not None:
         keywords["compute_metrics"] = recipe.add_metric(keywords.get("compute_metrics"))
@@ -304,7 +316,7 @@ def build_trainer(
             **keywords,
         )
     check_lengths(recipe, keywords, trainer, say)
-    trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder))
+    trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder), inputs)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StepProgressCallback):
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
@@ -484,6 +496,7 @@ def _with_sources(recipe: Recipe, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keywords(recipe: Recipe, rows: Rows) -> dict[str, Any]:
+    """Return the keywords of the Trainer, with the model before it gets an adapter."""
     keywords = task_keywords(recipe, recipe.model, rows)
     if (
         recipe.task.arguments() is not TrainingArguments
@@ -511,12 +524,17 @@ def _keywords(recipe: Recipe, rows: Rows) -> dict[str, Any]:
         # uses the model itself, with the adapter turned off.) A model built from random weights is
         # in training mode, so `eval` turns off the dropout of the copy.
         return keywords | {"ref_model": copy.deepcopy(keywords["model"]).eval()}
+    return keywords
+
+
+def _adapter(recipe: Recipe, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of the Trainer that give the model the adapter of a recipe, if any."""
     if recipe.peft is None:
-        return keywords
+        return {}
     if recipe.task.takes_peft and recipe.peft.is_plain:
-        return keywords | {"peft_config": recipe.peft.config}
+        return {"peft_config": recipe.peft.config}
     try:
-        return keywords | {"model": recipe.peft.applied(keywords["model"])}
+        return {"model": recipe.peft.applied(keywords["model"])}
     except ValueError as error:
         section = recipe.document.data["peft"]
         raise RecipeObjects(recipe.document).refusal(("peft",), section, error) from error

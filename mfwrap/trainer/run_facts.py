@@ -34,17 +34,23 @@ class TrainerFacts:
         self._ended: RunFacts | None = None
         self._given: Mapping[str, Any] | None = None
         self._code: Mapping[str, Any] | None = None
+        self.inputs: Mapping[str, Any] = {}
+        """What the training gets from outside of its checkpoints; see `RunFacts`."""
 
     def describe(
-        self, configuration: Mapping[str, Any], code: Mapping[str, Any] | None = None
+        self,
+        configuration: Mapping[str, Any],
+        code: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Take other settings of the run than those of the trainer and its step.
 
         Args:
             configuration: The settings.
             code: The user's own modules that the run has imported; see `RunFacts`.
+            inputs: What the training gets from outside of its checkpoints; see `RunFacts`.
         """
-        self._given, self._code = configuration, code
+        self._given, self._code, self.inputs = configuration, code, inputs or {}
 
     def on_train_begin(self, _args: Any, state: TrainerState, _control: Any) -> None:
         """Begin to write in the main process, if a monitor writes."""
@@ -106,6 +112,7 @@ class TrainerFacts:
             first_step=state.global_step,
             max_steps=state.max_steps,
             code=self._code,
+            inputs=self.inputs,
         )
 
     def _configuration(self) -> Mapping[str, Any]:

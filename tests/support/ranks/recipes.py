@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 from mfwrap.runner import parse_recipe, run_recipe
 from support.hub import client_of
 
-__all__ = ["evaluations_on_each_rank", "run_again", "run_with_hub", "train_recipe"]
+__all__ = ["evaluations_on_each_rank", "resumed", "run_again", "run_with_hub", "train_recipe"]
 
 
 def evaluations_on_each_rank(rank: int, text: str, factor: float) -> int:
@@ -29,9 +29,14 @@ def evaluations_on_each_rank(rank: int, text: str, factor: float) -> int:
 
 def run_again(rank: int, text: str) -> list[str]:
     """Start, resume or find the run of a recipe, and return what this rank says."""
+    return resumed(rank, text, "auto")
+
+
+def resumed(rank: int, text: str, resume: str) -> list[str]:
+    """Start (with "") or resume the run of a recipe, and return what this rank says."""
     del rank
     said: list[str] = []
-    run_recipe(parse_recipe(text, "r.yaml"), resume="auto", say=said.append)
+    run_recipe(parse_recipe(text, "r.yaml"), resume=resume, say=said.append)
     return said
 
 
