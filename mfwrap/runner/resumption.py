@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 from mfwrap.checkpoints.resumption import AUTO, newest_folder
 from mfwrap.checkpoints.whole import whole_file
@@ -12,7 +12,6 @@ from mfwrap.collectives import gather_objects, raising_together, this_rank
 from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
 from mfwrap.runner.document import Path as KeyPath
 from mfwrap.runner.folder import RESULT, check_others_files, checkpoints
-from mfwrap.trainer import MonitorCallback
 from mfwrap.trainer.preflight import WITHOUT_EFFECT
 
 
@@ -123,26 +122,6 @@ def _differences(own: Any, other: Any, path: KeyPath = ()) -> Iterator[tuple[Key
 
 def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
-
-
-@final
-class ResumeLine(MonitorCallback):
-    """Say in the main process which checkpoint a run resumes from, once it is loaded.
-
-    Args:
-        trainer: The Trainer, which has the step of the checkpoint when it calls this callback.
-        say: Called with the line.
-    """
-
-    def __init__(self, trainer: Any, say: Callable[[str], None]) -> None:
-        self._trainer = trainer
-        self._say = say
-
-    def resume_from(self, folder: Path) -> None:
-        """Say it before any callback shows that the training begins."""
-        state = self._trainer.state
-        if state.is_world_process_zero:
-            self._say(f"resuming from {folder}, step {state.global_step} of {state.max_steps}")
 
 
 def write_result(folder: Path, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:

@@ -62,7 +62,7 @@ from mfwrap.runner.recipe import (
     read_document,
     warn_of_settings,
 )
-from mfwrap.runner.resumption import ResumeLine, former_run, write_result
+from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.runner.tuning import tuning_of
 from mfwrap.trainer.display.console import StepProgressCallback
@@ -199,7 +199,7 @@ def _run(
     if resume:
         if this_rank() == 0:
             _say_changes(recipe, folder, trainer.run_facts.inputs, say)
-        trainer.add_callback(ResumeLine(trainer, say))
+        trainer.say_resume = say
         claim(folder, recipe.arguments)
     else:
         # Delete only after the Trainer was built: a run that cannot start must not delete an

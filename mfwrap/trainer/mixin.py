@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -92,6 +93,8 @@ else:
     _Base = object
 
 
+_LOG = logging.getLogger(__name__)
+
 _EVALUATION_EVENTS = frozenset({"on_prediction_step", "on_log", "on_evaluate"})
 """Events that do not end the time in which a requested evaluation is run."""
 
@@ -132,7 +135,7 @@ class MFTrainerMixin(_Base):
       same step. The same signal again, after more than 5 seconds, ends the process at once.
     - The first Ctrl-C does the same, then raises ``KeyboardInterrupt``; the second raises at once.
     - ``train(resume_from_checkpoint="auto")`` starts a training, or resumes it from the newest
-      intact checkpoint in ``args.output_dir``.
+      intact checkpoint in ``args.output_dir``. The log names the checkpoint of a resume.
 
     Before its first training, the trainer can be pickled like a Trainer, for example for a
     hyperparameter search. The copy has a step of its own, with the same settings and state. A
@@ -249,6 +252,8 @@ class MFTrainerMixin(_Base):
         self._evaluation = Evaluation(self, per_token=eval_per_token_loss)
         self._termination = RankTermination()
         self.run_facts = TrainerFacts(self, self._termination)
+        self.say_resume: Callable[[str], None] = _LOG.info
+        """Called in the main process with the line that names the checkpoint of a resume."""
         self._watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
         if not hasattr(self, "attached"):
@@ -835,6 +840,9 @@ class MFTrainerMixin(_Base):
             self._checkpoints.check_unchanged(is_last=False)
         self._checkpoints.restore_records(self._position.resumed_from)
         if self._position.resumed_from is not None:
+            if self.state.is_world_process_zero:
+                step = f"step {self.state.global_step} of {self.state.max_steps}"
+                self.say_resume(f"resuming from {self._position.resumed_from}, {step}")
             for callback in monitors(self.callback_handler.callbacks):
                 callback.resume_from(self._position.resumed_from)
         self.rollbacks.begun()

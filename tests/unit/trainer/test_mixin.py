@@ -304,6 +304,21 @@ def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
     assert [each.folders for each in monitors] == [[], [tmp_path / "checkpoint-2"]]
 
 
+def test_a_resume_is_logged(tmp_path, caplog):
+    """The log names the checkpoint and its step, once, and says nothing of a start."""
+    caplog.set_level("INFO", "mfwrap.trainer")
+    lines = []
+    for max_steps in (2, 4):
+        trainer = new_trainer(
+            MFTrainer, tmp_path, max_steps=max_steps, save_strategy="steps", save_steps=2
+        )
+        trainer.train(resume_from_checkpoint="auto")
+        lines.append([one.getMessage() for one in caplog.records if "resuming" in one.getMessage()])
+
+    said = f"resuming from {tmp_path / 'checkpoint-2'}, step 2 of 4"
+    assert lines == [[], [said]]
+
+
 def test_an_error_after_a_resume(tmp_path):
     """An error of a resumed training does not blame the checkpoint, which may be gone by then."""
 
