@@ -43,6 +43,8 @@ class RunFacts:
         code: ``folder``, relative to `folder`, and ``sha256``, the digests of files by the names of
             their modules: the user's own code that the run has imported; ``None`` for none.
         inputs: Hashes of a sample of the data and of the base model, by name.
+        is_resume: Whether a training that does not begin at the start is a resume of the run, whose
+            step is noted, and not a part of the same training.
         clock: Returns seconds from an arbitrary start.
 
     Raises:
@@ -59,6 +61,7 @@ class RunFacts:
         max_steps: int | None = None,
         code: Mapping[str, Any] | None = None,
         inputs: Mapping[str, Any] = MappingProxyType({}),
+        is_resume: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder, self._clock, self._max_steps = folder, clock, max_steps
@@ -67,14 +70,19 @@ class RunFacts:
         self._start = clock() - before
         # Not `first_step`: a checkpoint may be older than the record of its own step.
         self._last_step = last_value(folder / PROGRESS, "step", int) or 0
-        started = read_facts(folder).get("started") if first_step else None
+        former = read_facts(folder) if first_step else {}
+        # A resume from an older checkpoint undoes those after it.
+        resumed = [one for one in former.get("resumed") or [] if one <= first_step]
+        if first_step and is_resume:
+            resumed = sorted({*resumed, first_step})
         if not first_step:
             set_aside(folder / FACTS)
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         self._facts = {
             "format_version": _FORMAT_VERSION,
             "command": command_without_secrets(_command()),
-            "started": started or now,
+            "started": former.get("started") or now,
+            **({"resumed": resumed} if resumed else {}),
             "hardware": hardware(),
             **lasting_facts(configuration, model),
             **({} if code is None else {"code": code}),

@@ -24,6 +24,7 @@ _FACTS: Mapping[str, Form] = {
         ("configuration", "hardware", "inputs", "parameters", "versions", "code"), dict
     ),
     "seconds": float,
+    "resumed": [int],
 }
 """Forms of facts that are read in parts."""
 

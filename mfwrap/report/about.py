@@ -69,6 +69,7 @@ def _figures(run: RunRecord) -> dict[str, str]:
         ),
         "Skipped updates": _shown(skipped[0] if skipped else None),
         "Episodes": str(len(run.episodes)),
+        "Resumed at": ", ".join(map(str, facts.get("resumed") or ())) or _UNKNOWN,
         "Ended": html.escape(str(facts.get("state") or _UNKNOWN)),
         "Time": duration(facts.get("seconds")),
         "Parameters": _in_short(parameters.get("total")),

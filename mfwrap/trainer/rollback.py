@@ -153,6 +153,8 @@ class Rollbacks:
         """Checkpoint to go back to, when the training has ended; ``None`` if it is complete."""
         self.is_stopping = False
         """Whether the training is about to end, to go back."""
+        self.has_gone_back = False
+        """Whether the training goes on after a rollback of the same call of ``train``."""
         self.may_slow = False
         """Whether a rollback that was done lowers the learning rates of some updates."""
         self.are_on = settings is not None
@@ -179,6 +181,7 @@ class Rollbacks:
             ValueError: If the file is damaged.
         """
         path = self._run_folder / ROLLBACKS_FILE
+        self.has_gone_back = self.target is not None
         self.is_stopping, self._request, self._own, self.target = False, None, [], None
         self._done, self._pending = [], None
         for callback in monitors(self._trainer.callback_handler.callbacks):

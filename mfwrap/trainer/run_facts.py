@@ -113,6 +113,7 @@ class TrainerFacts:
             max_steps=state.max_steps,
             code=self._code,
             inputs=self.inputs,
+            is_resume=not trainer.rollbacks.has_gone_back,
         )
 
     def _configuration(self) -> Mapping[str, Any]:

@@ -128,6 +128,21 @@ def test_a_resumed_run_counts_on(tmp_path, clock):
     assert (found["seconds"], found["started"]) == (12.0, started)
 
 
+def test_where_a_run_was_resumed(tmp_path, clock):
+    """Each resume is noted; one from an older checkpoint undoes those after it."""
+
+    def begun(first_step, **known):
+        RunFacts(tmp_path, {}, first_step=first_step, clock=clock, **known)
+        return read_facts(tmp_path).get("resumed")
+
+    assert begun(0) is None
+    # A training that goes back by itself is not resumed.
+    assert begun(2, is_resume=False) is None
+    assert [begun(step) for step in (4, 4, 8)] == [[4], [4], [4, 8]]
+    assert begun(6, is_resume=False) == [4]
+    assert [begun(step) for step in (6, 2)] == [[4, 6], [2]]
+
+
 def test_a_checkpoint_before_the_record_of_its_step(tmp_path, clock):
     """A run that was killed between its last checkpoint and its end records its last step."""
     facts = RunFacts(tmp_path, {}, clock=clock)

@@ -49,6 +49,13 @@ def test_a_run_in_one_line(tmp_path):
     assert found["Last loss"] == "2"
 
 
+def test_resumes(tmp_path):
+    """The summary has the steps at which a run was resumed, and no column without them."""
+    for resumed, shown in (([4, 8], "4, 8"), ([], None), ("x", None)):
+        found = summary(about([run(tmp_path / "one", FACTS | {"resumed": resumed})]))
+        assert found.get("Resumed at") == shown
+
+
 def test_what_is_unknown_has_no_column(tmp_path):
     """Without ``run.json`` there are no columns of its facts, and nothing is folded."""
     text = about([run(tmp_path / "one")])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from mfwrap.callbacks import TrainingStateMonitor
+from mfwrap.records.run_record import read_facts
 from mfwrap.trainer import BadSteps, MFTrainer, MonitorCallback, Rollback
 from support.ranks.rollbacks import NUM_ROWS as NUM_ROWS_OF_RANKS
 from support.ranks.rollbacks import going_back
@@ -128,6 +129,7 @@ def test_a_spike(tmp_path):
     fresh = trained(tmp_path / "fresh", {3: 1e3}, skip_rows=rows, **arguments)
 
     assert [done["kind"] for done in record] == ["spike"]
+    assert "resumed" not in read_facts(tmp_path / "run")
     assert len(record[0]["rows"]) == 12
     assert torch.equal(trainer.model.weight, fresh.model.weight)
 

@@ -28,6 +28,7 @@ def test_settings_time_and_tokens(tmp_path):
     assert facts["state"] == "finished"
     assert facts["configuration"]["training"]["gradient_accumulation_steps"] == 2
     assert facts["configuration"]["step"]["local_norm"] is True
+    assert "resumed" not in facts
     callbacks = [TrainingStateMonitor(**MONITOR)]
     trainer = new_trainer(MFTrainer, tmp_path, max_steps=6, callbacks=callbacks, **options)
     trainer.train(resume_from_checkpoint="auto")
@@ -42,6 +43,7 @@ def test_settings_time_and_tokens(tmp_path):
     assert list(counted) == [2, 4, 6]
     times = [line["seconds"] for line in lines]
     assert times == sorted(times)
+    assert read_facts(tmp_path)["resumed"] == [4]
 
 
 def test_a_resume_after_the_last_update(tmp_path):
