@@ -388,6 +388,18 @@ def test_a_run_that_fails(recipe, capsys):
     assert err.count("\n") == 1
     assert "the run failed: RuntimeError" in err
     assert "Traceback" in Path("runs/small/error_rank_0.txt").read_text()
+    assert "continues from" not in err
+
+
+def test_a_run_that_fails_after_a_checkpoint(recipe, capsys):
+    """The line says from where it continues."""
+    code, _, err = call(capsys, "train", recipe, "--set", "training.learning_rate=1e38",
+                        "--set", "training.save_steps=1",
+                        "--set", "runner_wrapper.max_consecutive_skips=1")  # fmt: skip
+    (saved,) = Path("runs/small").glob("checkpoint-*")
+
+    assert code == 1
+    assert f"; once it is mended, --resume=auto continues from {saved.name}; traceback in" in err
 
 
 def test_validate(recipe, capsys):
