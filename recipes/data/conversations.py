@@ -110,14 +110,53 @@ def _conversation(turns: str, *, needs_answer: bool) -> Kind:
     )
 
 
-def _part(begins: str | None, *, needs_answer: bool = False) -> Kind:
-    """Return the kind of a column of texts, or of parts of conversations, as in the first row."""
+def _fault_of_prompt(prompt: Any) -> str | None:
+    """Say what is wrong with turns that the model shall answer; ``None`` if nothing is."""
+    fault = _fault_of_turns(prompt, "user", needs_answer=False)
+    if fault is not None:
+        return fault
+    turns = [prompt] if isinstance(prompt, dict) else prompt
+    if _role(turns[-1]) == "user" and not _has_content(turns[-1]):
+        return f"a last turn without text, {shown(turns[-1])},"
+    return None if any(map(_has_content, turns)) else "only turns without text"
+
+
+def _has_content(turn: Mapping[str, Any]) -> bool:
+    """Return whether a turn says anything: text that is not blank, an image, a call of a tool."""
+    content = turn.get("value" if turn.get("role") is None else "content")
+    if isinstance(content, list):
+        return any(
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or bool(str(part.get("text") or "").strip())
+            for part in content
+        )
+    return bool(turn.get("tool_calls")) or _is_filled(content)
+
+
+def _is_filled(value: Any) -> bool:
+    """Return whether a value is a text that is not blank."""
+    return is_text(value) and bool(value.strip())
+
+
+def _part(begins: str | None, *, needs_answer: bool = False, is_asked: bool = False) -> Kind:
+    """Return the kind of a column of texts, or of parts of conversations, as in the first row.
+
+    Args:
+        begins: Role of the first turn, see `_fault_of_turns`.
+        needs_answer: Whether there must be a turn of the assistant.
+        is_asked: Whether the model shall answer the part, so that it must not be empty.
+    """
 
     def fault(value: Any) -> str | None:
+        if is_asked:
+            return _fault_of_prompt(value)
         return _fault_of_turns(value, begins, needs_answer=needs_answer)
 
     def expect(first: Any) -> tuple[str, Callable[[Any], bool]]:
         if is_text(first):
+            if is_asked:
+                return "a string (as in row 1) that is not blank", _is_filled
             return "a string (as in row 1)", is_text
         if isinstance(first, (dict, list)):
             kind = type(first)
@@ -128,7 +167,8 @@ def _part(begins: str | None, *, needs_answer: bool = False) -> Kind:
             )
         return f"a string or {_MESSAGES}", lambda _: False
 
-    return Kind(expect, STRINGS, use="text", fault=fault)
+    # Whether a text is blank is not known from its type.
+    return Kind(expect, Kind.dtypes if is_asked else STRINGS, use="text", fault=fault)
 
 
 def _expect_tools(_: Any) -> tuple[str, Callable[[Any], bool]]:
@@ -156,7 +196,7 @@ SHAREGPT_PROMPT = _conversation("a list of turns with from and value", needs_ans
 PROMPT = _part("user")
 """What precedes an answer: a text, or a list of messages."""
 
-PROMPTS: tuple[Columns, ...] = ({"prompt": PROMPT},)
+PROMPTS: tuple[Columns, ...] = ({"prompt": _part("user", is_asked=True)},)
 """Columns for tasks in which the model itself writes the answers."""
 
 ANSWER = _part("assistant", needs_answer=True)

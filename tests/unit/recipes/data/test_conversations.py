@@ -10,6 +10,7 @@ from mfwrap.recipes.data.conversations import (
     MESSAGES,
     OPTIONAL_TEXT,
     PROMPT,
+    PROMPTS,
     SHAREGPT,
     SHAREGPT_PROMPT,
     TOOLS,
@@ -17,10 +18,14 @@ from mfwrap.recipes.data.conversations import (
 )
 from mfwrap.recipes.data.source import DataError
 from mfwrap.runner import RecipeError
-from support.recipe_data import trainer_of
+from mfwrap.runner.run import checked_rows
+from support.recipe_data import recipe_of, trainer_of
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+ASKED = PROMPTS[0]["prompt"]
+"""What a model is to answer."""
 
 
 def turns(*words, keys=("role", "content")):
@@ -52,6 +57,12 @@ CALLED = [
         (SHAREGPT_PROMPT, sharegpt("human: a"), None),
         (PROMPT, turns("system: s", "user: a"), None),
         (PROMPT, "a", None),
+        (PROMPT, " ", None),
+        (ASKED, "a", None),
+        (ASKED, turns("user: a", "assistant: "), None),
+        (ASKED, turns("user: ", "assistant: b"), None),
+        (ASKED, turns("system: s"), None),
+        (ASKED, [{"role": "user", "content": [{"type": "image", "text": None}]}], None),
         (ANSWER, turns("assistant: b"), None),
         (ANSWER, turns("assistant: b")[0], None),
         (ANY_ANSWER, GOOD, None),
@@ -107,6 +118,17 @@ CALLED = [
             "two turns of 'assistant' in succession (turns 2 and 3; join them, or put the",
         ),
         (MESSAGES, turns("user: a"), "no turn of the assistant"),
+        (ASKED, turns("system: s", "user:  "), "a last turn without text, {'role': 'user', "),
+        (ASKED, turns("user: a", "assistant: b", "user: "), "a last turn without text, "),
+        (ASKED, turns("user: ")[0], "a last turn without text, "),
+        (
+            ASKED,
+            [{"role": "user", "content": [{"type": "text", "text": "\n"}]}],
+            "a last turn without text, ",
+        ),
+        (ASKED, [{"role": "user", "content": []}], "a last turn without text, "),
+        (ASKED, turns("system: "), "only turns without text"),
+        (ASKED, [], "a list without turns"),
         (TOOLS, None, None),
         (TOOLS, "[]", None),
         (TOOLS, "no JSON", "'no JSON'"),
@@ -136,6 +158,25 @@ def test_the_error_names_column_row_and_line(json_lines):
     )
     with pytest.raises(RecipeError, match=says):
         trainer_of("supervised_tuning", section)
+
+
+@pytest.mark.parametrize(
+    ("task", "section"),
+    [
+        ("reward_tuning", "reward={type: think_format_reward}"),
+        ("distillation", "teacher={config: {model_type: llama}}"),
+    ],
+)
+@pytest.mark.parametrize("prompt", ["", " \n"])
+def test_a_blank_prompt_is_refused(json_lines, task, section, prompt):
+    """A model that answers prompts itself gets no empty one; the error has its line."""
+    data = json_lines([{"prompt": "a"}, {"prompt": prompt}])
+    says = (
+        r"data: must have a string \(as in row 1\) that is not blank in each row of column "
+        r"`prompt`, got '.*' in row 2 \(counted from 1\), at rows\.jsonl:2$"
+    )
+    with pytest.raises(RecipeError, match=says):
+        checked_rows(recipe_of(task, data, section))
 
 
 def test_rows_differ_from_the_first():
