@@ -2,7 +2,23 @@
 
 import pytest
 
+from mfwrap.runner import RecipeError
+from support.recipe_data import recipe_of
 from support.recipe_texts import message
+
+
+@pytest.mark.filterwarnings("ignore")  # those that TRL emits
+@pytest.mark.parametrize(
+    ("task", "sections"),
+    [("reward_tuning", ["reward={type: think_format_reward}"]), ("preference_tuning", [])],
+)
+def test_beta(tmp_path, task, sections):
+    """A negative weight of the distance from the reference is refused."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
+    data = {"path": str(tmp_path / "rows.jsonl")}
+    recipe_of(task, data, *sections, beta=0.5)
+    with pytest.raises(RecipeError, match=r"training\.beta: expected a number >= 0, got -1"):
+        recipe_of(task, data, *sections, beta=-1)
 
 
 @pytest.mark.parametrize(
