@@ -120,7 +120,8 @@ def _prepare(recipe: Recipe, *, held_out: bool, say: Callable[[str], None]) -> _
 
 def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
     """Yield the lines of texts that the Trainer tokenizes itself in each step."""
-    found = checked_rows(recipe)
+    said: list[str] = []
+    found = checked_rows(recipe, say=said.append)
     rows = found.evaluation if held_out else found.train
     if rows is None:
         raise recipe.document.error(("data",), _NO_ROWS)
@@ -130,6 +131,7 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
     others = [name for name in names if name not in {*needed, *WITHHELD}]
     tokenizer: Any = recipe.model.make_tokenizer()
     length = recipe.data.sequence_length
+    yield from [*said, ""] if said else ()
     for number, row in enumerate(itertools.islice(rows, num_rows), start=1):
         tokens: dict[str, list[int]] = {}
         for name in needed:

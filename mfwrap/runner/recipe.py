@@ -287,7 +287,9 @@ def read_document(document: RecipeDocument, code: OwnCode | None = None) -> Reci
         async_save=sections.async_save,
         rollback=rollback,
         add_metric=read_metric(objects, sections.metric),
-        make_rewards=read_rewards(objects, sections.reward),
+        make_rewards=read_rewards(
+            objects, sections.reward, getattr(training.arguments, "reward_weights", None)
+        ),
         make_loss=read_loss(objects, sections.loss) if "loss" in task.sections else None,
         make_callbacks=(*read_callbacks(objects, sections.callbacks), *monitors),
         without_meaning=tuple(objects.without_meaning),

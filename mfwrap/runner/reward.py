@@ -1,10 +1,16 @@
 """The section ``reward`` of a recipe: functions that say how good the answers of a model are."""
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
+import pyarrow.compute as pc
+from datasets import Dataset
+
+from mfwrap.names import hint
 from mfwrap.runner.document import Path, shown
 from mfwrap.runner.objects import RecipeObjects, keywords_of, takes_any
 from mfwrap.runner.own_code import OwnKind, OwnType
@@ -12,8 +18,22 @@ from mfwrap.runner.own_code import OwnKind, OwnType
 Reward = Callable[..., Any]
 """A reward function of TRL: takes keywords, and returns a number or ``None`` for each answer."""
 
-MakeReward = Callable[[Collection[str]], Reward]
-"""Builds a reward function for data with these columns."""
+
+@final
+@dataclass(frozen=True)
+class MakeReward:
+    """Builds a reward function for data with some columns."""
+
+    make: Callable[[Collection[str]], Reward]
+    """Builds the function; takes the names of the columns."""
+
+    takes: frozenset[str]
+    """Names of the arguments of the function, which may be columns."""
+
+    def __call__(self, columns: Collection[str]) -> Reward:
+        """Return the reward function for data with these columns."""
+        return self.make(columns)
+
 
 _OWN = OwnKind(
     "a function of completions that returns one number for each, or a class of such functions",
@@ -25,9 +45,13 @@ _PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_ext
 WITHHELD = frozenset({"prompt", "completion"})
 """Columns that TRL does not pass."""
 
+_NO_ASYNC = "an async function is not supported; call what is to be awaited by asyncio.run"
+
 
 def read_rewards(
-    objects: RecipeObjects, section: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    objects: RecipeObjects,
+    section: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    weights: Sequence[float] | None = None,
 ) -> tuple[MakeReward, ...]:
     """Return functions that build the rewards of a recipe.
 
@@ -36,12 +60,14 @@ def read_rewards(
         section: Content of the section ``reward``: one reward or a list, each with ``type`` and its
             arguments. A ``type`` is a function of ``trl.rewards``, or a function or class of the
             user's own.
+        weights: ``training.reward_weights``; ``None`` if all rewards count the same.
 
     Returns:
         The functions; none for a reward whose code may not run.
 
     Raises:
-        RecipeError: If there is no such function or class, or an argument is wrong.
+        RecipeError: If there is no such function or class, an argument is wrong, or there are not
+            as many weights as rewards.
     """
     if section is None:
         return ()
@@ -51,6 +77,9 @@ def read_rewards(
         entries = [(("reward", number), each) for number, each in enumerate(section)]
     if not entries:
         raise objects.document.error(("reward",), "expected at least one reward, got an empty list")
+    if weights is not None and len(weights) != len(entries):
+        says = f"expected {len(entries)} weights, as many as rewards, got {len(weights)}"
+        raise objects.document.error(("training", "reward_weights"), says)
     found = [_read_reward(objects, path, entry) for path, entry in entries]
     return tuple(each for each in found if each is not None)
 
@@ -79,13 +108,16 @@ def _read_reward(
         _check_columns(objects, path, kind, reward, {*_PASSED, *columns} - WITHHELD)
         return reward
 
-    return make
+    return MakeReward(make, frozenset(keywords_of(reward)))
 
 
 def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
     """Return a function that builds a reward of the user's own."""
     name, found, settings = own
     is_class = isinstance(found, type)
+    called = found.__call__ if is_class else found
+    if inspect.iscoroutinefunction(called):
+        raise objects.document.error((*path, "type"), f"{name}: {_NO_ASYNC}")
     # Which arguments of a function are columns is known only when the data have been read.
     implied = () if is_class else keywords_of(found)
     settings = objects.checked_arguments(path, found, settings, implied=implied)
@@ -98,7 +130,7 @@ def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
         taken = passed if takes_any(reward) else passed & keywords_of(reward).keys()
         return _checked(name, functools.partial(reward, **given), taken)
 
-    return make
+    return MakeReward(make, frozenset(keywords_of(called)))
 
 
 def _check_columns(
@@ -122,14 +154,89 @@ def _check_columns(
     """
     for argument, is_required in keywords_of(reward).items():
         if is_required and argument not in {*passed, *given}:
-            says = f"{name} has the argument {argument!r}, which is neither set here nor one of"
-            found = f"{sorted(passed)} (columns must be in the training and the held-out rows)"
-            raise objects.document.error((*path, "type"), f"{says} {found}")
+            says = (
+                f"{name} has the argument {argument!r}, which is neither set here nor a column of "
+                f"both the training and the held-out rows{hint(argument, passed)}"
+            )
+            raise objects.document.error((*path, "type"), says)
 
 
-def _listed(numbers: Any) -> Any:
-    """Return the numbers of a reward function; nothing for a mapping, whose keys they are not."""
-    return () if isinstance(numbers, Mapping) else numbers
+def missing_values(
+    rewards: Sequence[MakeReward], rows: Dataset, kind: str, place: Callable[[int], str | None]
+) -> Iterator[str]:
+    """Yield a line for each column that a reward takes and that has no value in some rows.
+
+    Args:
+        rewards: The rewards.
+        rows: Rows whose columns have the task's names.
+        kind: What the rows are, such as ``"rows"``.
+        place: Returns file and line of a row by its number, counted from 1; ``None`` if unknown.
+    """
+    taken = frozenset[str]().union(*(reward.takes for reward in rewards)) - WITHHELD
+    for name in filter(taken.__contains__, rows.column_names):
+        values = rows.select_columns([name]).with_format("arrow")[:][name]
+        if values.null_count:
+            row = pc.index(pc.is_null(values), value=True).as_py() + 1
+            at = place(row)
+            first = f"in row {row} (counted from 1)" if at is None else f"at {at}"
+            yield (
+                f"`{name}`, which the reward takes, is missing in {values.null_count:,} of "
+                f"{len(rows):,} {kind}, first {first}"
+            )
+
+
+def _listed(name: str, numbers: Any, wanted: str) -> list[Any]:
+    """Return what a reward function has returned as a list.
+
+    Args:
+        name: Name in the recipe.
+        numbers: What the function has returned.
+        wanted: What it must return.
+
+    Raises:
+        TypeError: If it is no list, or cannot be read as one.
+    """
+    if inspect.iscoroutine(numbers):
+        numbers.close()  # otherwise Python warns that nobody has awaited it
+        msg = f"{name} must return {wanted}, got a coroutine; {_NO_ASYNC}"
+        raise TypeError(msg)
+    try:
+        # The keys of a mapping and the letters of a text are no rewards.
+        each = None if isinstance(numbers, (Mapping, str, bytes)) else iter(numbers)
+    except TypeError:
+        each = None
+    if each is None:
+        msg = f"{name} must return {wanted}, got {shown(numbers)}"
+        raise TypeError(msg)
+    return list(each)
+
+
+def _number(name: str, one: Any, answer: Any) -> float | None:
+    """Return what a reward function has returned for an answer as a float; ``None`` for nothing.
+
+    Args:
+        name: Name in the recipe.
+        one: What the function has returned for the answer.
+        answer: The answer.
+
+    Raises:
+        TypeError: If it is not a number. A text that looks like one is none.
+        ValueError: If it is not finite.
+    """
+    if one is None:
+        return None
+    try:
+        number = None if isinstance(one, (str, bytes)) else float(one)
+    except (RuntimeError, TypeError, ValueError):  # such as a tensor of several numbers
+        number = None
+    if number is None:
+        msg = f"{name} must return numbers (or None), got {shown(one)} for {shown(answer)}"
+        raise TypeError(msg)
+    if not math.isfinite(number):
+        # TRL takes NaN for None; infinity makes the advantages of all answers NaN.
+        msg = f"{name} must return finite numbers (or None), got {number} for {shown(answer)}"
+        raise ValueError(msg)
+    return number
 
 
 def _checked(name: str, reward: Reward, taken: Collection[str]) -> Reward:
@@ -142,21 +249,14 @@ def _checked(name: str, reward: Reward, taken: Collection[str]) -> Reward:
     """
 
     def compute(**passed: Any) -> list[float | None]:
+        answers = passed["completions"]
+        wanted = f"a list of {len(answers)} numbers, one for each completion (or None)"
         numbers = reward(**{key: value for key, value in passed.items() if key in taken})
-        try:
-            found = [None if one is None else float(one) for one in _listed(numbers)]
-        except (TypeError, ValueError):
-            found = []
-        if len(found) != (number := len(passed["completions"])):
-            wanted = f"a list of {number} numbers, one for each completion (or None)"
-            msg = f"{name} must return {wanted}, got {shown(numbers)}"
+        listed = _listed(name, numbers, wanted)
+        if len(listed) != len(answers):
+            msg = f"{name} must return {wanted}, got {len(listed)}: {shown(listed)}"
             raise TypeError(msg)
-        for one, answer in zip(found, passed["completions"], strict=True):
-            if one is not None and not math.isfinite(one):
-                # TRL takes NaN for None; infinity makes the advantages of all answers NaN.
-                msg = f"{name} must return finite numbers (or None), got {one} for {shown(answer)}"
-                raise ValueError(msg)
-        return found
+        return [_number(name, one, answer) for one, answer in zip(listed, answers, strict=True)]
 
     compute.__name__ = name.rpartition(".")[2]  # the name in TRL's log
     return compute

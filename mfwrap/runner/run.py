@@ -63,6 +63,7 @@ from mfwrap.runner.recipe import (
     warn_of_settings,
 )
 from mfwrap.runner.resumption import former_run, write_result
+from mfwrap.runner.reward import missing_values
 from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.runner.tuning import tuning_of
 from mfwrap.trainer.display.console import StepProgressCallback
@@ -269,10 +270,11 @@ def build_trainer(
         recipe: The recipe.
         skip_rows: Rows of the training data to leave out, as in `run_recipe`.
         say: Called in the main process with a line that says what the rows were recognized as, if
-            the task takes several forms of rows, with lines about those of them that
-            ``training.max_length`` leaves out or cuts, and with a warning if a classifier of a
-            checkpoint gets a new head, if a checkpoint has weights that the model does not use, or
-            if sequences may be longer than those that a checkpoint was trained with.
+            the task takes several forms of rows, with lines about those that lack what a reward
+            takes, or that ``training.max_length`` leaves out or cuts, and with a warning if a
+            classifier of a checkpoint gets a new head, if a checkpoint has weights that the model
+            does not use, or if sequences may be longer than those that a checkpoint was trained
+            with.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -282,7 +284,10 @@ def build_trainer(
     set_seed(arguments.seed)
     with arguments.main_process_first():
         numbers: list[int] = []
-        rows = checked_rows(recipe, numbers.append)
+        lacking: list[str] = []
+        rows = checked_rows(recipe, numbers.append, lacking.append)
+        for line in lacking if arguments.process_index == 0 else ():
+            say(line)
         arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
         keywords = _keywords(recipe, rows)
         inputs = input_facts(recipe, rows, keywords["model"])
@@ -563,13 +568,19 @@ def _teacher(recipe: Recipe, teacher: ModelSettings, keywords: Mapping[str, Any]
     return found.eval().requires_grad_(requires_grad=False)
 
 
-def checked_rows(recipe: Recipe, count: Callable[[int], None] = lambda _: None) -> Rows:
+def checked_rows(
+    recipe: Recipe,
+    count: Callable[[int], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Rows:
     """Read the data of a recipe, and check that all rows fit the task.
 
     Args:
         recipe: The recipe.
         count: Called with the number of rows, before some are held out or left out; not called for
             rows of a stream, and for rows that are inputs of the model.
+        say: Called with a line about each column that a reward takes and some rows lack; not called
+            for rows of a stream.
 
     Raises:
         RecipeError: If the data cannot be read, or a row does not fit.
@@ -595,6 +606,7 @@ def checked_rows(recipe: Recipe, count: Callable[[int], None] = lambda _: None) 
             columns = {**columns, "image": ANY_IMAGE}
         _check_assistant_only(recipe, columns)
         check_rows(table, columns, names, like=checked[0] if held_out else None)
+        _say_of_values(recipe, table, say, held_out=held_out)
         if not held_out:
             checked.append(table)
             if not recipe.data.is_streamed:
@@ -612,6 +624,18 @@ def checked_rows(recipe: Recipe, count: Callable[[int], None] = lambda _: None) 
         raise
     except REFUSALS as error:
         raise objects.refusal(("data",), recipe.document.data["data"], error) from error
+
+
+def _say_of_values(
+    recipe: Recipe, table: Dataset, say: Callable[[str], None], *, held_out: bool
+) -> None:
+    """Say which columns that a reward takes have no value in some rows; not of a stream."""
+    if recipe.data.is_streamed:
+        return
+    kind = "held-out rows" if held_out else "rows"
+    place = functools.partial(recipe.data.place, held_out=held_out)
+    for line in missing_values(recipe.make_rewards, table, kind, place):
+        say(line)
 
 
 def _uses(recipe: Recipe) -> dict[str, ColumnUse]:

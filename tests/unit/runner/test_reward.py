@@ -1,12 +1,13 @@
 """Rewards of TRL and of the user's own: what they get, what they return, and what is refused."""
 
 import json
-import re
 
 import pytest
 
 from mfwrap.cli import main
 from mfwrap.runner import RecipeError, parse_recipe
+from mfwrap.runner.preview import preview
+from mfwrap.runner.rehearsal import rehearse
 from mfwrap.runner.run import build_trainer
 from support.recipe_data import LANGUAGE
 from support.recipe_texts import recipe_text
@@ -62,6 +63,36 @@ def by_number(completions):
 
 def of_answers(completions, answer):
     return [1.0 for _ in completions]
+
+
+def of_sites(completions, site):
+    return [float(name == "web") for name in site]
+
+
+class OfSites:
+    def __call__(self, completions, site):
+        return of_sites(completions, site)
+
+
+def of_stie(completions, stie):
+    return [1.0 for _ in completions]
+
+
+def texts(completions):
+    return ["1.0" for _ in completions]
+
+
+async def awaited(completions):
+    return [1.0 for _ in completions]
+
+
+class Awaited:
+    async def __call__(self, completions):
+        return [1.0 for _ in completions]
+
+
+def hidden(completions):
+    return awaited(completions)
 """
 TRAINING = {
     "max_steps": 1,
@@ -179,8 +210,15 @@ def test_an_own_reward_is_maximized(text):
         ({"type": "my_rewards.Judge"}, "reward.limit: required, but missing"),
         (
             {"type": "my_rewards.of_answers"},
-            "reward.type: my_rewards.of_answers has the argument 'answer', which is neither set",
+            "has the argument 'answer', which is neither set here nor a column of both the ",
         ),
+        ({"type": "my_rewards.of_answers"}, "the held-out rows; known: ['completion_ids', "),
+        ({"type": "my_rewards.of_stie"}, "the held-out rows; did you mean 'site'?"),
+        (
+            [{"type": "my_rewards.ones"}, {"type": "my_rewards.awaited"}],
+            "reward.1.type: my_rewards.awaited: an async function is not supported; call what is ",
+        ),
+        ({"type": "my_rewards.Awaited"}, "reward.type: my_rewards.Awaited: an async function is "),
         (
             {"type": "accuracy_reward"},
             "reward.type: accuracy_reward has the argument 'solution', which is neither set",
@@ -198,8 +236,53 @@ def test_a_column_that_only_the_training_rows_have(text, tmp_path):
     found = text({"type": "my_rewards.long_ones"})
     found = found.replace('"rows.jsonl"', '"rows.jsonl", "eval_path": "held_out.jsonl"')
 
-    says = "has the argument 'site', .* \\(columns must be in the training and the held-out rows\\)"
-    assert re.search(says, refusal(found))
+    says = (
+        "has the argument 'site', which is neither set here nor a column of both the training and "
+    )
+    assert says in refusal(found)
+
+
+def test_values_that_rows_lack(text, tmp_path):
+    """A reward gets None for a value that a row lacks; the run and both commands say so once."""
+    rows = [{"prompt": f"{n}?", "site": "web", "other": "a"} for n in range(12)]
+    rows[4] = {"prompt": "4?"}
+    rows[7] = {"prompt": "7?", "site": None}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rewards = [{"type": "my_rewards.of_sites"}, {"type": "my_rewards.ones"}]
+    recipe = checked(text(rewards))
+    line = "`site`, which the reward takes, is missing in 2 of 12 rows, first at rows.jsonl:5"
+    said = []
+    build_trainer(recipe, say=said.append)
+    tried = []
+    rehearse(recipe, tried.append)
+
+    assert [one for one in said if "missing" in one] == [line]
+    assert [one for one in tried if "missing" in one] == [line]
+    assert preview(recipe, 1)[:2] == [line, ""]
+
+
+def test_a_column_that_a_class_takes(text, tmp_path):
+    """The arguments of its objects are known before there is one; held-out rows are told apart."""
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "a?"}\n{"prompt": "b?", "site": "web"}\n')
+    found = text({"type": "my_rewards.OfSites"})
+    found = found.replace('"rows.jsonl"', '"rows.jsonl", "eval_path": "held_out.jsonl"')
+    said = []
+    build_trainer(checked(found), say=said.append)
+
+    says = "`site`, which the reward takes, is missing in 1 of 2 held-out rows, first at held_out."
+    assert [one.startswith(says) for one in said if "missing" in one] == [True]
+
+
+@pytest.mark.parametrize("allow_code", [True, False])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
+def test_as_many_weights_as_rewards(text, weights, allow_code):
+    """The recipe is refused as it is read, also if the code of the rewards may not run."""
+    rewards = [{"type": "my_rewards.capitals"}, {"type": "think_format_reward"}]
+    says = f"expected 2 weights, as many as rewards, got {len(weights)}"
+
+    with pytest.raises(RecipeError, match=f"training.reward_weights: {says}"):
+        checked(text(rewards, reward_weights=weights), allow_code=allow_code)
+    checked(text(rewards, reward_weights=[1.0, 2.0]), allow_code=allow_code)
 
 
 def test_sections_belong_to_tasks(text):
@@ -240,7 +323,17 @@ def test_a_reward_that_judges_no_answer(text, tmp_path):
             "wrong",
             "TypeError: my_rewards.wrong must return a list of 4 numbers, one for each ",
         ),
-        ("train", "too_few", "TypeError: my_rewards.too_few must return a list of 4 numbers, one "),
+        (
+            "train",
+            "too_few",
+            "4 numbers, one for each completion (or None), got 1: [1.0]",
+        ),
+        ("validate", "texts", "my_rewards.texts must return numbers (or None), got '1.0' for "),
+        (
+            "validate",
+            "hidden",
+            "for each completion (or None), got a coroutine; an async function is not supported; ",
+        ),
         (
             "validate",
             "infinite",
