@@ -1,5 +1,6 @@
 """Record steps and evaluations in ``metrics.jsonl``, and throughput in ``throughput.jsonl``."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +16,12 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.records.json_lines import JsonLines, last_record, last_value, to_plain
+from mfwrap.records.rewards import ALIKE, FEW, REWARD, why_untaught
 from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
 
-_OF_LOGS = (*BY_SOURCE, "reward", "frac_reward_zero_std", "completions/mean_length")
+_OF_LOGS = (*BY_SOURCE, REWARD, ALIKE, "completions/mean_length")
 """Beginnings of names in the Trainer's log that are recorded: of sources and of TRL's rewards."""
 
 
@@ -33,7 +35,8 @@ class MetricsRecorder(MonitorCallback):
     the Trainer logs the loss by source, a record for each log has ``loss/<source>`` and
     ``tokens/<source>``, of all steps since the log before and of all ranks. In the same way, a
     training by rewards has ``reward``, ``rewards/<name>/mean``, ``frac_reward_zero_std`` and
-    ``completions/mean_length`` of TRL.
+    ``completions/mean_length`` of TRL. If the rewards have taught nothing in the first five logs,
+    or in all of a shorter training, the main process logs a warning.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
@@ -100,9 +103,24 @@ class MetricsRecorder(MonitorCallback):
         kept = {name: one for name, one in (logs or {}).items() if name.startswith(_OF_LOGS)}
         if kept:
             self.write({"step": state.global_step, **kept})
-        if self.evaluation_lines and self._lines is not None and "reward" in kept:
+        if self.evaluation_lines and self._lines is not None and kept.get(REWARD) is not None:
             said = "step %d, reward: %.6g"
-            run_logger(EvalCallback.__module__).info(said, state.global_step, kept["reward"])
+            run_logger(EvalCallback.__module__).info(said, state.global_step, kept[REWARD])
+        if ALIKE in kept:
+            self._warn_of_rewards(state, FEW)
+
+    def _warn_of_rewards(self, state: TrainerState, *numbers: int) -> None:
+        """Warn if the Trainer has logged rewards so many times, and they have taught nothing."""
+        logs = (entry for entry in state.log_history if ALIKE in entry)
+        found = [(one[ALIKE], one.get(REWARD)) for one in itertools.islice(logs, FEW + 1)]
+        why = why_untaught(found) if self._lines is not None and len(found) in numbers else None
+        if why is not None:
+            run_logger(__name__).warning(
+                "step %d: the rewards have taught nothing so far, because %s; change the reward, "
+                "the prompts or the temperature, so that answers to a prompt get different ones",
+                state.global_step,
+                why,
+            )
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:
         """Write the steps since the last call, so that the checkpoint has them."""
@@ -112,10 +130,18 @@ class MetricsRecorder(MonitorCallback):
         """Write the steps before the error, whose numbers are still on the device."""
         self.write_steps()
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments | None = None,  # noqa: ARG002  (the Trainer passes it by position)
+        state: TrainerState | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         """Write the last steps."""
         self._is_training = False
         self.write_steps()
+        if state is not None:
+            self._warn_of_rewards(state, *range(1, FEW))
 
     def on_evaluate(
         self,

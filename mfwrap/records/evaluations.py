@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mfwrap.records.rewards import REWARD
+
 AVERAGED = "ema_"
 """Beginning of the names of metrics that averaged weights have."""
 
@@ -142,17 +144,19 @@ def _with_marks(log: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str,
 def results_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the metrics of a Trainer's evaluation without its timings and `NO_RESULT`.
 
-    A metric that is ``None`` is left out: TRL gives it to a reward that has judged no answer.
+    A metric that is ``None`` is left out: TRL gives it to a reward that has judged no answer. The
+    mean reward is first, because it is what the model learns.
 
     Args:
         metrics: All metrics of the evaluation.
         prefix: Is put before each name.
     """
+    names = sorted(metrics, key=lambda name: name != f"eval_{REWARD}")
     return {
-        prefix + name: value
-        for name, value in metrics.items()
+        prefix + name: metrics[name]
+        for name in names
         if name.startswith("eval_")
         and name != NO_RESULT
         and not name.endswith(TIMINGS)
-        and value is not None
+        and metrics[name] is not None
     }

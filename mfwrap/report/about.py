@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mfwrap.records.evaluations import AVERAGED
+from mfwrap.records.rewards import REWARD
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import NUMBER
 
@@ -53,20 +54,14 @@ def _figures(run: RunRecord) -> dict[str, str]:
     # Some runs record the number of skipped updates so far, others a flag for each step.
     counts, flags = _finite(run, "skipped_updates"), _finite(run, "skipped")
     skipped = counts[-1:] or ([sum(flags)] if flags else [])
-    rewards = _finite(run, "eval_reward")
     facts = run.facts
     parameters, hardware = facts.get("parameters") or {}, facts.get("hardware") or {}
     return {
         "Steps": str(run.last_step()),
-        "Last reward": _shown(_last(run, "reward")),
+        "Last reward": _shown(_last(run, REWARD)),
         "Last loss": _shown(_last(run, "loss")),
-        # The loss of a training by rewards says little.
-        "Best evaluation": _shown(
-            max(rewards) if rewards else min(_finite(run, "eval_loss"), default=None)
-        ),
-        "Best with averaged weights": _shown(
-            min(_finite(run, f"{AVERAGED}eval_loss"), default=None)
-        ),
+        **_best(run, "Best eval_reward", "Best evaluation"),
+        **_best(run, "Best eval_reward, averaged weights", "Best with averaged weights", AVERAGED),
         "Skipped updates": _shown(skipped[0] if skipped else None),
         "Episodes": str(len(run.episodes)),
         "Resumed at": ", ".join(map(str, facts.get("resumed") or ())) or _UNKNOWN,
@@ -74,6 +69,23 @@ def _figures(run: RunRecord) -> dict[str, str]:
         "Time": duration(facts.get("seconds")),
         "Parameters": _in_short(parameters.get("total")),
         "Hardware": html.escape(str(hardware.get("name") or _UNKNOWN)),
+    }
+
+
+def _best(run: RunRecord, of_reward: str, of_loss: str, prefix: str = "") -> dict[str, str]:
+    """Return the best evaluation of a run under one of two names.
+
+    Args:
+        run: The run.
+        of_reward: Name of the highest reward.
+        of_loss: Name of the lowest loss, which says little if there are rewards.
+        prefix: Beginning of the names of the metrics.
+    """
+    rewards = _finite(run, f"{prefix}eval_{REWARD}")
+    losses = [] if rewards else _finite(run, f"{prefix}eval_loss")
+    return {
+        of_reward: _shown(max(rewards, default=None)),
+        of_loss: _shown(min(losses, default=None)),
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from mfwrap.callbacks.culprit.anomaly_log import KINDS
 from mfwrap.records.episodes import Episode
 from mfwrap.records.forms import to_number
+from mfwrap.records.rewards import ALIKE, FEW, REWARD, why_untaught
 from mfwrap.records.rollbacks import RollbackRecord
 from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord
 from mfwrap.report.about import breakable
@@ -118,6 +119,7 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     diverged = next((one for one in run.episodes if "diverged" in one.records[0]), None)
     if diverged is not None:
         name += _diverged(diverged)
+    name += _untaught(run)
     events = _events(run, number)
     if not events:
         noted = f", but {_counted(len(run.notes), 'note')} below" if run.notes else ""
@@ -144,6 +146,17 @@ def _diverged(episode: Episode) -> str:
     if episode.cause in _OF_LOSS:
         return f"The loss has stayed high since step {episode.step}. "
     return f"Diverged at step {episode.step}. "
+
+
+def _untaught(run: RunRecord) -> str:
+    """Say that rewards have taught nothing in a run that has ended, or has logged a few of them."""
+    shares, rewards = run.curves.get(ALIKE, Curve()), run.curves.get(REWARD, Curve())
+    if len(shares.steps) < FEW and run.facts.get("state", NOT_ENDED) == NOT_ENDED:
+        return ""
+    at = dict(zip(rewards.steps, rewards.values, strict=True))
+    logs = zip(shares.steps, shares.values, strict=True)
+    why = why_untaught((share, at.get(step)) for step, share in logs)
+    return "" if why is None else f"The rewards have taught nothing: {why}. "
 
 
 def _notes(run: RunRecord, number: int) -> str:
@@ -473,7 +486,7 @@ def _end(run: RunRecord) -> str:
         was = "was " if state.startswith("stopped") else ""
         end = f"The run {was}{html.escape(state)}"
     # The loss of a training by rewards says little.
-    name = "reward" if "reward" in run.curves else "loss"
+    name = REWARD if REWARD in run.curves else "loss"
     curve = run.curves.get(name, Curve())
     if curve.steps:
         end += f", with {name} {curve.values[-1]:{NUMBER}} at step {curve.steps[-1]}"

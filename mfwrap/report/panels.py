@@ -8,6 +8,7 @@ from typing import Any
 
 from mfwrap.memory import GIB
 from mfwrap.records.evaluations import AVERAGED
+from mfwrap.records.rewards import REWARD
 from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_record import Curve, RunRecord
 from mfwrap.report.curves import COLORS, overflow_steps
@@ -18,9 +19,6 @@ _LOSSES = ("loss", "eval_loss", f"{AVERAGED}eval_loss")
 
 _OF_SOURCE = BY_SOURCE[0]
 """Prefix of the curves of the loss by source."""
-
-_REWARD = "reward"
-"""Mean reward of a model's answers in a step, as TRL's trainers that generate log it."""
 
 _THROUGHPUT = ("throughput", "_per_second", "flops", "mfu", "_runtime", "_preparation_time")
 """Words in curve names: a curve with one of them belongs to the panel of throughput."""
@@ -137,10 +135,10 @@ def _rewards(runs: Sequence[RunRecord]) -> Panel:
 
     It comes first: the loss of such a training is about zero and says little about its progress.
     """
-    generates = any(_REWARD in run.curves for run in runs)
+    generates = any(REWARD in run.curves for run in runs)
     names = {name for run in runs for name in run.curves} if generates else set()
-    found = sorted(name for name in names if name.startswith(f"{_REWARD}s/"))
-    of_all = [name for name in (_REWARD, f"{_REWARD}_std") if name in names]
+    found = sorted(name for name in names if name.startswith(f"{REWARD}s/"))
+    of_all = [name for name in (REWARD, f"{REWARD}_std") if name in names]
     return _menu(runs, "rewards", "Reward", [*of_all, *found])
 
 
@@ -196,7 +194,7 @@ def _evaluations(runs: Sequence[RunRecord]) -> Panel:
         for name in run.curves
         if _is_evaluation(name) and name not in _LOSSES
     )
-    names = sorted(found, key=lambda name: name != f"eval_{_REWARD}")  # it is what is learned
+    names = sorted(found, key=lambda name: name != f"eval_{REWARD}")  # it is what is learned
     traces: list[dict[str, Any]] = []
     for choice, name in enumerate(names):
         of_both = {"choice": choice, "marks": True}

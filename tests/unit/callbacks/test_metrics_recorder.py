@@ -73,6 +73,37 @@ def test_rewards_are_recorded(tmp_path):
     assert [one for one in records if "step" in one] == [{"step": 5, **rewards}]
 
 
+@pytest.mark.parametrize(
+    ("logs", "before", "at"),
+    [
+        ([(1.0, 0.5)] * 8, 0, 5),
+        ([(1.0, 0.5)] * 8, 3, 5),
+        ([(1.0, 0.5)] * 2, 0, 2),
+        ([(0.0, None)] * 2, 0, 2),
+        ([(1.0, 0.5)] * 4 + [(0.5, 0.5)] + [(1.0, 0.5)] * 3, 0, None),
+        ([(0.5, 0.5)] + [(1.0, 1.0)] * 8, 0, None),
+        ([], 0, None),
+    ],
+)
+def test_rewards_that_teach_nothing_are_told_once(tmp_path, caplog, logs, before, at):
+    """The first five logs count, also those before a resume; or all of a shorter training."""
+    state, recorder = TrainerState(), MetricsRecorder(tmp_path)
+    entries = [{"reward": one, "frac_reward_zero_std": alike} for alike, one in logs]
+    for state.global_step, entry in enumerate(entries, start=1):
+        if state.global_step == before + 1:
+            recorder.on_train_begin(arguments_of(tmp_path), state, None)
+        state.log_history.append(entry | {"step": state.global_step})
+        if state.global_step > before:
+            recorder.on_log(arguments_of(tmp_path), state, None, logs=entry)
+        state.log_history.append({"eval_frac_reward_zero_std": 1.0, "eval_reward": 0.5})
+    recorder.on_train_end(arguments_of(tmp_path), state, None)
+
+    found = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert [text.partition(": the rewards have taught nothing")[0] for text in found] == [
+        f"step {at}" for _ in [at] if at is not None
+    ]
+
+
 def test_an_evaluation_is_recorded_once(tmp_path):
     """An evaluation that is repeated after the last step is left out if its results are equal."""
     recorder = MetricsRecorder(tmp_path)

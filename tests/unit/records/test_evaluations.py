@@ -30,6 +30,17 @@ def test_metrics_without_timings():
     assert results_of(everything) == {"eval_loss": 1.0}
 
 
+def test_the_mean_reward_is_first():
+    """Of the many metrics of a training by rewards, it is what the model learns."""
+    metrics = {"eval_loss": 0.0, "eval_rewards/short/mean": 0.5, "eval_reward": 0.5}
+
+    assert list(results_of(metrics, "ema_")) == [
+        "ema_eval_reward",
+        "ema_eval_loss",
+        "ema_eval_rewards/short/mean",
+    ]
+
+
 def test_evaluations_of_averaged_weights():
     """A mark in the log tells which results are of averages; transformers can read the log."""
     state = TrainerState(global_step=2)

@@ -77,7 +77,15 @@ def test_rewards(tmp_path):
         for step, reward in ((1, 5.0), (2, 7.0), (3, 6.0))
     ]
     found = summary(about([run(tmp_path / "two", records=records + evaluations)]))
-    assert found["Best evaluation"] == "7"
+    assert found["Best eval_reward"] == "7"
+    assert not [name for name in found if name.startswith("Best e") and "reward" not in name]
+
+    averaged = [
+        {"step": step, "ema_eval_loss": -step, "ema_eval_reward": reward}
+        for step, reward in ((1, 5.0), (2, 8.0), (3, 6.0))
+    ]
+    three = run(tmp_path / "three", records=records + evaluations + averaged)
+    assert summary(about([three]))["Best eval_reward, averaged weights"] == "8"
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,34 @@ def test_a_run_by_rewards(tmp_path):
     assert "The records end at step 10, with reward 0.75 at step 9." in headline([run])
 
 
+SAME = "The rewards have taught nothing: all answers to each prompt got the same reward. "
+
+
+@pytest.mark.parametrize(
+    ("state", "logs", "says"),
+    [
+        ("finished", [(1.0, 0.5)] * 2, SAME),
+        ("not ended", [(1.0, 0.5)] * 4, ""),
+        ("not ended", [(1.0, 0.5)] * 5, SAME),
+        ("finished", [(1.0, 0.5)] * 9 + [(0.5, 0.5)], ""),
+        ("finished", [(0.0, None)], "The rewards have taught nothing: no answer got a reward. "),
+        ("finished", [], ""),
+    ],
+)
+@pytest.mark.parametrize("anomalies", [[], [RATE]])
+def test_rewards_that_have_taught_nothing(tmp_path, state, logs, says, anomalies):
+    """The headline says so first, as soon as there are a few logs or the run has ended."""
+    run_of(tmp_path, anomalies, run={"state": state})
+    records = [
+        {"step": step, "reward": reward, "frac_reward_zero_std": alike}
+        for step, (alike, reward) in enumerate(logs, 1)
+    ]
+    write_lines(tmp_path / "rewards.jsonl", records)
+
+    start = "1 episode in " if anomalies else "No anomalies were recorded. "
+    assert words(headline([read_run(tmp_path)])).startswith(f"{says}{start}")
+
+
 @pytest.mark.parametrize(
     ("step", "last", "is_after"), [(9, 9, True), (12, 9, True), (20, 9, False), (40, 30, True)]
 )
