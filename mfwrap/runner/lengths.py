@@ -1,5 +1,6 @@
 """Say which rows of a recipe are left out or cut by their length, or too long for the model."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,6 +8,9 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedConfig
 
+from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.prompts import prompt_tokens
+from mfwrap.runner.document import shown
 from mfwrap.runner.recipe import Recipe
 from mfwrap.tensors.embedding_tables import num_positions
 
@@ -68,26 +72,99 @@ def untrained_positions(recipe: Recipe, network: Any) -> str | None:
         One sentence; ``None`` if there are enough positions, if the checkpoint scales them, or if
         their number is unknown.
     """
-    config: Any = getattr(network, "config", None)
-    if (
-        recipe.model.path is None
-        or not isinstance(config, PreTrainedConfig)
-        or num_positions(network) is not None
-    ):
-        return None
+    known = _trained_positions(recipe.model, network)
     key, length = "training.max_length", getattr(recipe.arguments, "max_length", None)
     if length is None:
         key, length = "data.sequence_length", recipe.data.sequence_length
+    if known is None or length is None or length <= known:
+        return None
+    return _too_long(f"{key}={length}", known, recipe.model)
+
+
+def _too_long(length: str, known: int, model: ModelSettings) -> str:
+    return (
+        f"{length} is more than the {known} positions with which {model.path!r} was trained "
+        "(max_position_embeddings); longer sequences are trained at positions that are new to it"
+    )
+
+
+def _trained_positions(model: ModelSettings, network: Any) -> int | None:
+    """Return the number of rotary positions with which a checkpoint was trained.
+
+    Args:
+        model: Section of the model.
+        network: The model.
+
+    Returns:
+        ``None`` if the model is no checkpoint, has a table of positions, or scales them, or if
+        their number is unknown.
+    """
+    config: Any = getattr(network, "config", None)
+    if model.path is None or not isinstance(config, PreTrainedConfig):
+        return None
     text = config.get_text_config()
     known: Any = getattr(text, "max_position_embeddings", None)
     rotary: Any = getattr(text, "rope_parameters", None) or {}
-    if None in {length, known} or length <= known or rotary.get("rope_type") != "default":
-        return None
-    return (
-        f"{key}={length} is more than the {known} positions with which {recipe.model.path!r} was "
-        "trained (max_position_embeddings); longer sequences are trained at positions that are new "
-        "to it"
+    is_known = rotary.get("rope_type") == "default" and num_positions(network) is None
+    return known if is_known else None
+
+
+def check_answers(recipe: Recipe, trainer: Any, say: Callable[[str], None]) -> None:
+    """Check that model and teacher have positions for a long prompt and the longest answer.
+
+    Of the training rows and of the held-out rows, the prompt with the most characters is counted in
+    tokens: to count those of all prompts would take another pass over the data. Nothing is known of
+    the prompts of a stream, and of models without a limit.
+
+    Args:
+        recipe: The recipe.
+        trainer: The Trainer.
+        say: Called in the main process with a warning if a checkpoint was trained with fewer
+            positions.
+
+    Raises:
+        RecipeError: If a model has a table with fewer positions.
+    """
+    arguments: Any = recipe.arguments
+    most: int | None = getattr(arguments, "max_completion_length", None)
+    models = [("model", recipe.model, trainer.model)]
+    if recipe.teacher is not None:
+        models.append(("teacher", recipe.teacher, trainer.teacher_model))
+    limits = [num_positions(network) for _, _, network in models]
+    known = [_trained_positions(section, network) for _, section, network in models]
+    parts = [
+        rows
+        for rows in (trainer.train_dataset, trainer.eval_dataset)
+        if isinstance(rows, Dataset) and "prompt" in rows.column_names
+    ]
+    if most is None or not parts or {*limits, *known} == {None}:
+        return
+    batches = (part for rows in parts for part in rows.select_columns(["prompt"]).iter(_BATCH))
+    prompt = max((one for batch in batches for one in batch["prompt"]), key=_num_characters)
+    tokenizer, settings = trainer.processing_class, getattr(arguments, "chat_template_kwargs", None)
+    tokens = len(prompt_tokens(tokenizer, prompt, **(settings or {})))
+    for (name, section, _), limit, trained in zip(models, limits, known, strict=True):
+        if limit is not None and tokens + most > limit:
+            _refuse_prompt(recipe, prompt, tokens, f"{limit} positions of the {name}", limit)
+        if trained is not None and tokens + most > trained and arguments.process_index == 0:
+            length = f"a prompt of {tokens} tokens with training.max_completion_length={most}"
+            say(f"warning: {_too_long(length, trained, section)}")
+
+
+def _refuse_prompt(recipe: Recipe, prompt: Any, tokens: int, positions: str, limit: int) -> None:
+    """Raise `RecipeError` for a prompt that leaves too few positions for an answer."""
+    if tokens >= limit:
+        says = f"must have prompts of fewer tokens than the {positions}, got {tokens} tokens in"
+        raise recipe.document.error(("data",), f"{says} {shown(prompt)}")
+    most = recipe.arguments.max_completion_length  # type: ignore[attr-defined]  # (TRL's has it)
+    says = f"expected an integer <= {limit - tokens}, because a prompt has {tokens} of the"
+    raise recipe.document.error(
+        ("training", "max_completion_length"), f"{says} {positions}, got {most}"
     )
+
+
+def _num_characters(prompt: Any) -> int:
+    return len(prompt if isinstance(prompt, str) else json.dumps(prompt, default=str))
 
 
 def _line(before: Dataset, after: Dataset, max_length: int, rows: str) -> str | None:

@@ -16,6 +16,7 @@ from mfwrap.recipes.data.columns import needed_columns
 from mfwrap.recipes.data.source import Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings
+from mfwrap.recipes.tasks.prompts import prompt_tokens
 from mfwrap.runner.document import RecipeError, shown
 from mfwrap.runner.own_code import is_own
 from mfwrap.runner.recipe import Recipe
@@ -138,9 +139,7 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
             if isinstance(text := row[name], str):
                 ids = tokenizer(text, truncation=length is not None, max_length=length)["input_ids"]
             else:
-                ids = tokenizer.apply_chat_template(
-                    text, add_generation_prompt=True, tokenize=True, return_dict=True
-                )["input_ids"]
+                ids = prompt_tokens(tokenizer, text)
             tokens[name] = ids
         counts = ", ".join(f"{name} {len(ids)} tokens" for name, ids in tokens.items())
         yield f"row {number}: {counts}"

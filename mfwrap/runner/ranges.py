@@ -31,6 +31,8 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = {
     "seed": (0, 2**32),
     "data_seed": (0, 2**32),
     "max_length": (2, 2**31),
+    "max_completion_length": (1, 2**31),
+    "num_iterations": (1, 2**31),
     "beta": (0, sys.float_info.max),
 }
 """Minimum and maximum of each field; ``None`` for no limit. ``TrainingArguments`` does not check

@@ -570,17 +570,22 @@ _SIMILAR = 0.8
 def check_max_length(
     document: RecipeDocument, arguments: TrainingArguments, network: nn.Module
 ) -> None:
-    """Raise `RecipeError` if sequences of ``training.max_length`` exceed the model's positions.
+    """Raise `RecipeError` if the longest sequences or answers exceed the model's positions.
 
     Args:
         document: Recipe; supplies the place for the error.
-        arguments: Arguments of the training. Only those of TRL have ``max_length``.
+        arguments: Arguments of the training. Only those of TRL have ``max_length``, or
+            ``max_completion_length``, beside which a prompt needs at least one position.
         network: The model.
     """
     limit = num_positions(network)
-    if limit is None or not hasattr(arguments, "max_length"):
+    if limit is None:
         return
-    length = arguments.max_length
+    answer = getattr(arguments, "max_completion_length", None)
+    if answer is not None and answer >= limit:
+        says = f"expected an integer < {limit}, the number of positions of this model"
+        raise document.error(("training", "max_completion_length"), f"{says}, got {answer}")
+    length = getattr(arguments, "max_length", limit)
     if length is None or length > limit:
         says = f"expected an integer <= {limit}, the number of positions of this model"
         raise document.error(("training", "max_length"), f"{says}, got {length}")

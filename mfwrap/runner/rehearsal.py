@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from mfwrap.runner.callbacks import FOLDER_KEYS
 from mfwrap.runner.document import RecipeError
 from mfwrap.runner.finishing import finish
+from mfwrap.runner.lengths import check_answers
 from mfwrap.runner.recipe import Recipe, read_document
 from mfwrap.runner.run import build_trainer, checked_rows
 from mfwrap.runner.tuning import rows_line
@@ -127,6 +128,7 @@ def _try_step(recipe: Recipe, max_rows: int | None) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="mfwrap-") as folder:
         small = limited(recipe, folder, max_rows, _BATCH)
         trainer, recorder = build_trainer(small, say=lines.append)
+        check_answers(recipe, trainer, lines.append)  # those of the run are longer
         collate = trainer.data_collator
         # Keep the length of the training, which the schedule depends on. Answers to one prompt
         # must stay together, and losses of embeddings need the batch that they are made for.

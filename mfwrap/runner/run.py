@@ -49,7 +49,7 @@ from mfwrap.runner.folder import (
 )
 from mfwrap.runner.given import GivenObjects
 from mfwrap.runner.inputs import changed_inputs, input_facts
-from mfwrap.runner.lengths import check_lengths, untrained_positions
+from mfwrap.runner.lengths import check_answers, check_lengths, untrained_positions
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
 from mfwrap.runner.recipe import (
@@ -197,6 +197,8 @@ def _run(
         resume = AUTO if former.has_checkpoints else False
     _check_folder(recipe, folder, is_new=not resume, overwrite=overwrite)
     trainer, recorder = build_trainer(recipe, left_out, say)
+    with _naming_keys(recipe):
+        check_answers(recipe, trainer, say)
     if resume:
         if this_rank() == 0:
             _say_changes(recipe, folder, trainer.run_facts.inputs, say)

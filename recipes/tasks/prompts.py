@@ -37,3 +37,20 @@ def build_prompts(model: ModelSettings, data: DataSource, rows: Rows) -> dict[st
         "eval_dataset": rows.evaluation,
         "processing_class": tokenizer,
     }
+
+
+def prompt_tokens(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:
+    """Return the tokens of a prompt, as trainers of TRL that generate answers make them.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompt: A text, or a list of messages.
+        template: Settings of the chat template.
+    """
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template
+        )["input_ids"]
+    return ids

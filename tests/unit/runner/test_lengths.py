@@ -1,11 +1,12 @@
 """A run says how many rows `training.max_length` leaves out, and how many it cuts."""
 
 import json
+import re
 
 import pytest
 from transformers import AutoConfig, LlamaForCausalLM
 
-from mfwrap.runner import RecipeError
+from mfwrap.runner import RecipeError, run_recipe
 from mfwrap.runner.preview import preview
 from mfwrap.runner.rehearsal import rehearse
 from mfwrap.runner.run import build_trainer
@@ -164,3 +165,82 @@ def test_positions_that_were_not_trained(section, tmp_path, length, rotary, says
     )
 
     assert [line[: len(says or "")] for line in said] == ([] if says is None else [says])
+
+
+TABLE = {
+    "model_type": "gpt2",
+    "n_positions": 32,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 1,
+}
+"""A model with a table of 32 positions."""
+PROMPTS = [{"prompt": "p" * size} for size in (3, 20, 7, 5)]
+
+
+def answering(task, data, most, model):
+    """Return a recipe whose model, or whose teacher, is given."""
+    training = {"max_completion_length": most, "max_steps": 1, "eval_strategy": "no"}
+    if task == "distillation":
+        teacher = f"teacher={json.dumps(model)}"
+        return recipe_of(task, data, teacher, per_device_train_batch_size=2, **training)
+    reward = "reward={type: get_repetition_penalty_reward, ngram_size: 3}"
+    sizes = {"num_generations": 2, "per_device_train_batch_size": 2}
+    return recipe_of(task, data, reward, model=model, **sizes, **training)
+
+
+def said_of_answers(recipe, how):
+    """Return what a run, or `mfwrap validate`, says about positions."""
+    said = []
+    (rehearse if how == "rehearse" else run_recipe)(recipe, say=said.append)
+    return [line for line in said if "positions" in line]
+
+
+@pytest.mark.parametrize("how", ["rehearse", "run"])
+@pytest.mark.parametrize(
+    ("task", "name"), [("reward_tuning", "model"), ("distillation", "teacher")]
+)
+def test_answers_beyond_a_table_of_positions(section, tmp_path, monkeypatch, how, task, name):
+    """A long prompt and the longest answer must fit, not only those that `validate` tries."""
+    monkeypatch.chdir(tmp_path)
+    model = {"config": TABLE, "tokenizer": "bytes"}
+    says = (
+        "training.max_completion_length: expected an integer <= 12, because a prompt has 20 of the "
+        f"32 positions of the {name}, got 20"
+    )
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        said_of_answers(answering(task, section(PROMPTS), 20, model), how)
+    assert said_of_answers(answering(task, section(PROMPTS), 12, model), how) == []
+
+
+def test_a_prompt_or_an_answer_beyond_a_table_of_positions(section, tmp_path, monkeypatch):
+    """An answer alone is refused as the recipe is read, a prompt alone with its text."""
+    monkeypatch.chdir(tmp_path)
+    model = {"config": TABLE, "tokenizer": "bytes"}
+    says = "training.max_completion_length: expected an integer < 32, the number of positions of "
+    with pytest.raises(RecipeError, match=says):
+        answering("reward_tuning", section(PROMPTS), 32, model)
+    says = (
+        "data: must have prompts of fewer tokens than the 32 positions of the teacher, got 32 "
+        "tokens in 'pppp"
+    )
+    long = section([{"prompt": "p"}, {"prompt": "p" * 32}])
+    with pytest.raises(RecipeError, match=says):
+        said_of_answers(answering("distillation", long, 4, model), "run")
+
+
+@pytest.mark.parametrize("how", ["rehearse", "run"])
+@pytest.mark.parametrize("task", ["reward_tuning", "distillation"])
+@pytest.mark.parametrize("most", [44, 45])
+def test_answers_at_positions_that_were_not_trained(
+    section, tmp_path, monkeypatch, how, task, most
+):
+    """A checkpoint with rotary positions has no limit, but its training had one."""
+    monkeypatch.chdir(tmp_path)
+    config = AutoConfig.for_model(**SMALL_LLAMA, vocab_size=261)  # 64 positions
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = {"path": str(tmp_path / "model"), "tokenizer": "bytes"}
+    said = said_of_answers(answering(task, section(PROMPTS), most, model), how)
+
+    says = f"a prompt of 20 tokens with training.max_completion_length={most} is more than the 64 "
+    assert [line.startswith(f"warning: {says}") for line in said] == [True] * (most == 45)

@@ -33,3 +33,13 @@ def test_beta(tmp_path, task, sections):
 def test_a_number_out_of_range(key, value, says):
     """The error names the key, its range and the number."""
     assert message(f"training.{key}={value}") == f"--set training.{key}: {says}"
+
+
+@pytest.mark.filterwarnings("ignore")  # those that TRL emits
+@pytest.mark.parametrize("key", ["max_completion_length", "num_iterations"])
+def test_answers_and_their_updates_are_positive(tmp_path, key):
+    """A training that samples answers is refused before its first step."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
+    data, reward = {"path": str(tmp_path / "rows.jsonl")}, "reward={type: think_format_reward}"
+    with pytest.raises(RecipeError, match=rf"training\.{key}: expected a number >= 1, got 0"):
+        recipe_of("reward_tuning", data, reward, **{key: 0})
