@@ -31,7 +31,13 @@ RECORD = re.compile(
 AVERAGE_SNAPSHOTS = "average_snapshots"
 """Folder of the averages that a training has stored at intervals."""
 
-OTHER_NAMES = (AVERAGE_SNAPSHOTS, "model", "model_ema", "recipe.yaml", "row_losses", "tensorboard")
+COMPLETIONS = "completions"
+"""Folder of the answers and rewards that TRL writes with ``log_completions``."""
+
+OTHER_NAMES = (
+    *(AVERAGE_SNAPSHOTS, COMPLETIONS, "model", "model_ema", "recipe.yaml", "row_losses"),
+    "tensorboard",
+)
 """Names of the further files and folders of a run."""
 
 

@@ -15,10 +15,11 @@ from mfwrap.checkpoints.run_folders import (
     step_of_checkpoint,
 )
 from mfwrap.checkpoints.whole import being_replaced, sync, whole_file
-from mfwrap.checkpoints.written_files import rewrite_list
+from mfwrap.checkpoints.written_files import list_own, rewrite_list
 from mfwrap.records.own_names import (
     AVERAGE_SNAPSHOTS,
     CHECKPOINT,
+    COMPLETIONS,
     EARLIER,
     RECORD,
     base_name,
@@ -60,7 +61,7 @@ def check_others_files(document: RecipeDocument, folder: Path) -> None:
     others = sorted(
         name
         for name in known_names(folder) - own_names(folder)
-        if name != _EVENTS
+        if name not in {_EVENTS, COMPLETIONS}
         and not _OF_OTHERS.fullmatch(name)
         and not (CHECKPOINT.search(name) and (folder / name).is_dir())
     )
@@ -146,6 +147,28 @@ def claim(folder: Path, arguments: TrainingArguments) -> None:
             begin_folder(folder)
 
 
+def is_free_of_completions(folder: Path) -> bool:
+    """Return whether a run folder has no files where TRL writes answers and their rewards.
+
+    Call it before the Trainer is built, which makes this folder.
+    """
+    return not any((folder / COMPLETIONS).glob("*"))
+
+
+def list_completions(folder: Path, *, was_free: bool) -> None:
+    """Note that the run has written the folder of answers and rewards, if TRL has made one.
+
+    Call it in the main process.
+
+    Args:
+        folder: Run folder.
+        was_free: What `is_free_of_completions` has returned. Files that were there may be somebody
+            else's, and are kept.
+    """
+    if was_free and (path := folder / COMPLETIONS).is_dir():
+        list_own(path)
+
+
 def _remove(folder: Path, *, overwrite: bool) -> list[str]:
     removed: list[str] = []
     own = own_names(folder)
@@ -172,6 +195,8 @@ def _remove(folder: Path, *, overwrite: bool) -> list[str]:
         files += (folder / _EVENTS).glob("events.out.tfevents.*")
     if ROW_LOSSES in own:
         files += (folder / ROW_LOSSES).glob("*.parquet")
+    if COMPLETIONS in own:
+        files += (folder / COMPLETIONS).glob("completions_[0-9]*.parquet")
     for path in files:
         path.unlink(missing_ok=True)
     removed += [path.relative_to(folder).as_posix() for path in files]

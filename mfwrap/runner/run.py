@@ -45,6 +45,8 @@ from mfwrap.runner.folder import (
     check_former_run,
     check_others_files,
     claim,
+    is_free_of_completions,
+    list_completions,
     set_aside_tracebacks,
 )
 from mfwrap.runner.given import GivenObjects
@@ -196,6 +198,7 @@ def _run(
             return RunResult(folder, *former.result)
         resume = AUTO if former.has_checkpoints else False
     _check_folder(recipe, folder, is_new=not resume, overwrite=overwrite)
+    is_free = is_free_of_completions(folder)
     trainer, recorder = build_trainer(recipe, left_out, say)
     with _naming_keys(recipe):
         check_answers(recipe, trainer, say)
@@ -211,6 +214,7 @@ def _run(
         if overwrite and removed:
             say(f"removed from {folder}: {', '.join(removed)}")
     if trainer.is_world_process_zero():
+        list_completions(folder, was_free=is_free)
         (folder / RESULT).unlink(missing_ok=True)
         with whole_file(folder / RECIPE_FILE) as partial:
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")

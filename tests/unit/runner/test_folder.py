@@ -12,6 +12,7 @@ from mfwrap.checkpoints.written_files import LIST, listed_names, note_written, r
 from mfwrap.runner import RecipeError, parse_recipe
 from mfwrap.runner.folder import write_traceback
 from mfwrap.runner.run import run_recipe
+from support.recipe_data import recipe_of
 from support.recipe_texts import recipe_text
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
@@ -332,3 +333,43 @@ class Killed(Exception):  # noqa: N818  (stands for a signal, not for an error)
 def raise_killed(*_, **__) -> None:
     """Simulate the end of the process."""
     raise Killed
+
+
+def answered(folder, prompts, **training):
+    """Run a training by rewards that writes its answers; return the names of their files."""
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "log_completions": True,
+        "num_generations": 2,
+        "per_device_train_batch_size": 2,
+        "max_completion_length": 2,
+    }
+    recipe = recipe_of(
+        "reward_tuning",
+        prompts,
+        "reward={type: get_repetition_penalty_reward, ngram_size: 3}",
+        **{**settings, **training},
+    )
+    run_recipe(recipe, overwrite=True)
+    return {path.name for path in (folder / "completions").iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore")  # those that TRL emits
+def test_answers_of_an_earlier_run(tmp_path):
+    """The answers of an earlier run are removed with its records; those of others stay."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    prompts = {"path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0}
+    folder = tmp_path / "run"
+    often, seldom = ([f"completions_{n:05}.parquet" for n in each] for each in ([1, 2, 3, 4], [3]))
+
+    assert answered(folder, prompts, logging_steps=1) == set(often)
+    (folder / "completions" / "notes.parquet").write_text("mine")
+    assert answered(folder, prompts, logging_steps=3, max_steps=3) == {*seldom, "notes.parquet"}
+
+    other = tmp_path / "other"
+    (other / "completions").mkdir(parents=True)
+    (other / "completions" / often[1]).write_text("not of mfwrap")
+    assert answered(other, prompts, logging_steps=3, max_steps=3) == {*seldom, often[1]}
+    assert answered(other, prompts, logging_steps=3, max_steps=3) == {*seldom, often[1]}
+    assert (other / "completions" / often[1]).read_text() == "not of mfwrap"
