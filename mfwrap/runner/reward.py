@@ -78,7 +78,7 @@ def read_rewards(
     if not entries:
         raise objects.document.error(("reward",), "expected at least one reward, got an empty list")
     if weights is not None and len(weights) != len(entries):
-        says = f"expected {len(entries)} weights, as many as rewards, got {len(weights)}"
+        says = f"expected as many weights as rewards ({len(entries)}), got {len(weights)}"
         raise objects.document.error(("training", "reward_weights"), says)
     found = [_read_reward(objects, path, entry) for path, entry in entries]
     return tuple(each for each in found if each is not None)

@@ -278,7 +278,7 @@ def test_a_column_that_a_class_takes(text, tmp_path):
 def test_as_many_weights_as_rewards(text, weights, allow_code):
     """The recipe is refused as it is read, also if the code of the rewards may not run."""
     rewards = [{"type": "my_rewards.capitals"}, {"type": "think_format_reward"}]
-    says = f"expected 2 weights, as many as rewards, got {len(weights)}"
+    says = rf"expected as many weights as rewards \(2\), got {len(weights)}"
 
     with pytest.raises(RecipeError, match=f"training.reward_weights: {says}"):
         checked(text(rewards, reward_weights=weights), allow_code=allow_code)
