@@ -394,6 +394,10 @@ _LEVEL = 5
 _WELL_ABOVE = 1.2
 """Smallest ratio of the last level of the loss to the lowest one that is worth telling."""
 
+_LITTLE, _ALMOST_ALL, _FEWEST_NORMS = 0.01, 0.9, 10
+"""Share of gradients that is left after clipping if that is almost nothing, share of the steps of a
+run in which it is so if the run is odd, and the smallest number of its steps."""
+
 _ORDINARY = 2.0
 """Largest factor between a group's norm and its usual norm that is not worth telling."""
 
@@ -494,7 +498,23 @@ def _end(run: RunRecord) -> str:
     ended = run.episodes[-1] if run.episodes else None
     if ended is not None and 1 < ended.num_steps == ended.num_skipped and ended.last_step == last:
         end += f". All updates from step {ended.step} on were skipped"
-    return f"{end}."
+    return f"{end}{_clipped(run)}."
+
+
+def _clipped(run: RunRecord) -> str:
+    """Say that clipping has left almost nothing of almost all gradients, if it has."""
+    curve, limit = run.curves.get("global_norm", Curve()), run.max_grad_norm
+    norms = [norm for norm in curve.values if math.isfinite(norm)]
+    if not limit or len(norms) < _FEWEST_NORMS:
+        return ""
+    number = sum(norm > limit / _LITTLE for norm in norms)
+    if number < _ALMOST_ALL * len(norms):
+        return ""
+    return (
+        f". In {number} of {len(norms)} steps, clipping has left less than a hundredth of the "
+        f"gradients, whose middle global norm was {statistics.median(norms):{NUMBER}}: look at the "
+        "size of the loss, and at the initialization"
+    )
 
 
 def _lowest(losses: Curve) -> str:

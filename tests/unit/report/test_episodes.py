@@ -1,5 +1,6 @@
 """Episodes are told in words, and what the run did about them."""
 
+import dataclasses
 import html
 import json
 import re
@@ -75,6 +76,18 @@ def test_a_loss_that_is_computed_otherwise_is_no_divergence(tmp_path):
     page = words(headline([run_of(tmp_path, [first, end], [2.0] * 20)]))
 
     assert page.startswith("The loss has stayed high since step 12. 1 episode in 20 steps.")
+
+
+@pytest.mark.parametrize(("norm", "is_told"), [(120.0, True), (30.0, False)])
+def test_gradients_that_are_always_clipped(tmp_path, norm, is_told):
+    """A run without anomalies may be odd from its first step on."""
+    run = run_of(tmp_path, [], [2.0] * 20)
+    steps = list(range(1, 21))
+    curves = {**run.curves, "global_norm": Curve(steps, [1.0, *[norm] * 19])}
+    page = words(headline([dataclasses.replace(run, curves=curves, max_grad_norm=1.0)]))
+
+    said = "In 19 of 20 steps, clipping has left less than a hundredth of the gradients, whose"
+    assert (f"{said} middle global norm was 120: look" in page) is is_told
 
 
 @pytest.mark.parametrize(("last_step", "is_told"), [(10, True), (9, False)])
