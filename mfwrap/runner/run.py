@@ -277,10 +277,10 @@ def build_trainer(
         skip_rows: Rows of the training data to leave out, as in `run_recipe`.
         say: Called in the main process with a line that says what the rows were recognized as, if
             the task takes several forms of rows, with lines about those that lack what a reward
-            takes, or that ``training.max_length`` leaves out or cuts, and with a warning if a
-            classifier of a checkpoint gets a new head, if a checkpoint has weights that the model
-            does not use, or if sequences may be longer than those that a checkpoint was trained
-            with.
+            takes, or that ``training.max_length`` leaves out or cuts, with the order of the classes
+            if it is that of a checkpoint, and with a warning if a classifier of a checkpoint gets a
+            new head or classes of other names, if a checkpoint has weights that the model does not
+            use, or if sequences may be longer than those that a checkpoint was trained with.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -441,16 +441,20 @@ def _say_of_model(
     *,
     leaves_out_rows: bool,
 ) -> None:
-    """Warn of weights that are not used, of a new head, and of positions that were not trained.
+    """Warn of weights that are not used, of another head, and of positions that were not trained.
 
-    If rows are left out, also warn that a model still has them in its mean and deviation.
+    Before, say the order of the classes if it follows from the checkpoint. If rows are left out,
+    also warn that a model still has them in its mean and deviation.
     """
     if recipe.arguments.process_index != 0:
         return
     network = keywords["model"]
     has_scale = getattr(network, "target_scale", None) is not None
+    inner = getattr(network, "get_base_model", lambda: network)()
+    if order := recipe.model.order_of_classes(inner):
+        say(order)
     notes = [
-        recipe.model.new_head(getattr(network, "get_base_model", lambda: network)()),
+        recipe.model.other_head(inner),
         untrained_positions(recipe, network),
         _STILL_COUNTED if leaves_out_rows and has_scale else None,
     ]

@@ -311,27 +311,62 @@ class ModelSettings(RecipeSection):
 
     def saved_config(self) -> Any:
         """Return the configuration of the checkpoint `path`; it must be set."""
-        return AutoConfig.from_pretrained(
-            resolve_package("path", str(self.path)),
-            trust_remote_code=self.trust_remote_code,
-            revision=self.revision or _NEWEST,
-        )
+        path = resolve_package("path", str(self.path))
+        with from_hub("path", path):
+            return AutoConfig.from_pretrained(
+                path,
+                trust_remote_code=self.trust_remote_code,
+                revision=self.revision or _NEWEST,
+            )
 
-    def new_head(self, network: Any) -> str | None:
-        """Say that a classifier does not have the head of its checkpoint; ``None`` if it has.
+    def class_names(self) -> list[str]:
+        """Return the names of the checkpoint's classes, in the order of the rows of its head.
+
+        The list is empty without a checkpoint, and for one with the names that transformers gives
+        to classes without a name.
+        """
+        return [] if self.path is None else _class_names(self.saved_config())
+
+    def order_of_classes(self, network: Any) -> str | None:
+        """Say the order of the classes; ``None`` if it does not follow from the checkpoint.
 
         Args:
             network: The model that `make_model` has made, for the classes of the data.
+        """
+        names = self.class_names() if type(network).__name__.endswith("Classification") else []
+        if names == sorted(names) or names != _class_names(network.config):
+            return None
+        return f"the classes have the order of the head of {self.path!r}: {', '.join(names):.200}"
+
+    def other_head(self, network: Any) -> str | None:
+        """Say that the head of a classifier is new, or was trained for classes of other names.
+
+        Args:
+            network: The model that `make_model` has made, for the classes of the data.
+
+        Returns:
+            One sentence; ``None`` if the network has the head of its checkpoint and its classes.
         """
         kind = type(network).__name__
         if self.path is None or not kind.endswith("Classification"):
             return None
         saved, number = self.saved_config(), network.config.num_labels
-        if kind not in (saved.architectures or ()) or saved.num_labels == number:
+        if kind not in (saved.architectures or ()):
+            return None
+        if saved.num_labels != number:
+            return (
+                f"model.path: {self.path!r} has a head for {saved.num_labels} classes, and the "
+                f"data have {number}, so the head starts from random numbers; that is right for "
+                "new classes"
+            )
+        before, now = _class_names(saved), _class_names(network.config)
+        if not before or list(map(str.casefold, before)) == list(map(str.casefold, now)):
             return None
         return (
-            f"model.path: {self.path!r} has a head for {saved.num_labels} classes, and the data "
-            f"have {number}, so the head starts from random numbers; that is right for new classes"
+            f"model.path: {self.path!r} has a head for the classes {', '.join(before):.200}, and "
+            f"the data have {', '.join(now):.200}, so the rows of the head go on as the classes of "
+            "the data, in this order; if they are the same classes, name them in the data as the "
+            "checkpoint does"
         )
 
     def folder(self) -> Path | None:
@@ -386,9 +421,12 @@ class ModelSettings(RecipeSection):
 class WeightlessModel(ModelSettings):
     """A model without memory for its weights, on the meta device."""
 
+    checkpoint: ModelSettings | None = None
+    """The model itself, which has a checkpoint; ``None`` for a model with random weights."""
+
     @classmethod
     def of(cls, model: ModelSettings) -> "WeightlessModel":
-        """Return a model with the same configuration and the same tokenizer.
+        """Return a model with the same configuration, the same tokenizer and the same classes.
 
         A checkpoint's configuration is read, its weights are not.
         """
@@ -399,7 +437,11 @@ class WeightlessModel(ModelSettings):
         known = (config_keys(found["model_type"]) | {"model_type"}) - _OF_ALL
         given["config"] = {key: value for key, value in found.items() if key in known}
         given["tokenizer"] = model.path if model.tokenizer is None else model.tokenizer
-        return cls(**given | {"path": None, "revision": None})
+        return cls(**given | {"path": None, "revision": None, "checkpoint": model})
+
+    def class_names(self) -> list[str]:
+        """Return the names of the checkpoint's classes; see `ModelSettings.class_names`."""
+        return [] if self.checkpoint is None else self.checkpoint.class_names()
 
     def make_model(self, auto_class: Any, **implied: Any) -> nn.Module:
         """Build the model; see `ModelSettings.make_model`."""
@@ -479,6 +521,13 @@ def _check_is_causal(model: ModelSettings, network: Any) -> None:
     else:
         msg = f"`path` {says}, got {kind} (is_decoder is false in its config.json)"
     raise ModelError(msg)
+
+
+def _class_names(config: Any) -> list[str]:
+    """Return the names of the classes of a configuration; an empty list if they have none."""
+    names = getattr(config, "id2label", None) or {}
+    found = [str(names[number]) for number in sorted(names)]
+    return [] if found == [f"LABEL_{number}" for number in range(len(found))] else found
 
 
 _LIMITS = {"layer": 1_000, "depth": 1_000, "block": 1_000, "expert": 1_000, "num_labels": 100_000}

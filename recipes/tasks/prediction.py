@@ -217,10 +217,26 @@ class _Labels:
 
 
 def _labels(rows: Rows, column: str, model: ModelSettings) -> _Labels:
+    """Return the classes of the data, numbered as in the checkpoint if it has the same ones.
+
+    As in transformers' script ``run_glue.py``, the case of the names does not count.
+    """
+    names, values = _classes(rows, column, model)
+    saved = model.class_names()
+    for form in (str, str.casefold):
+        places = {form(name): place for place, name in enumerate(saved)}
+        if len(places) == len(names) and places.keys() == set(map(form, names)):
+            order = sorted(range(len(names)), key=lambda at: places[form(names[at])])
+            return _Labels([names[at] for at in order], [values[at] for at in order])
+    return _Labels(names, values)
+
+
+def _classes(rows: Rows, column: str, model: ModelSettings) -> tuple[list[str], list[Any]]:
+    """Return the name of each class, and its value in the rows."""
     feature = (rows.train.features or {}).get(column)
     inner = feature.feature if isinstance(feature, List) else feature
     if isinstance(inner, ClassLabel):
-        return _Labels(list(inner.names), list(range(len(inner.names))))
+        return list(inner.names), list(range(len(inner.names)))
     if isinstance(rows.train, IterableDataset):
         if model.num_labels is None:
             msg = (
@@ -229,12 +245,12 @@ def _labels(rows: Rows, column: str, model: ModelSettings) -> _Labels:
             )
             raise DataError(msg)
         numbers = range(model.num_labels)
-        return _Labels([str(number) for number in numbers], list(numbers))
+        return [str(number) for number in numbers], list(numbers)
     values = [value for part in rows if part is not None for value in part[column]]
     if isinstance(feature, List):
         values = [value for row in values for value in row]
     found = sorted(set(values))
-    return _Labels([str(value) for value in found], found)
+    return [str(value) for value in found], found
 
 
 def _mapped(rows: Any, encode: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:

@@ -18,6 +18,7 @@ from transformers import (
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.runner import RecipeError
+from mfwrap.runner.run import build_trainer
 from support.recipe_data import LANGUAGE, recipe_of, trainer_of
 from support.recipe_texts import BERT, SMALL_LLAMA
 
@@ -295,7 +296,7 @@ def test_a_head_for_other_classes(tmp_path):
     def said(name, num_labels):
         model = ModelSettings(path=str(tmp_path / name), tokenizer="bytes")
         network = model.make_model(AutoModelForSequenceClassification, num_labels=num_labels)
-        return model.new_head(network)
+        return model.other_head(network)
 
     assert said("with_head", 3) is None
     assert said("without", 2) is None
@@ -303,3 +304,28 @@ def test_a_head_for_other_classes(tmp_path):
         f"model.path: {str(tmp_path / 'with_head')!r} has a head for 3 classes, and the data have "
         "2, so the head starts from random numbers; that is right for new classes"
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["z", "x", "y"], None),
+        (["Z", "X", "Y"], None),  # as the data have them, but for their case
+        (["LABEL_0", "LABEL_1", "LABEL_2"], None),  # names that transformers has made up
+        (["a", "z", "b"], "has a head for the classes a, z, b, and the data have x, y, z, so the"),
+    ],
+)
+def test_a_head_for_classes_of_other_names(json_lines, tmp_path, names, said):
+    """A head is said to go on with classes of other names, and no new head is said."""
+    config = BertConfig(**BERT["config"], vocab_size=261, id2label=dict(enumerate(names)))
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "base")
+    section = json_lines([{"text": "a", "label": "xyz"[n % 3]} for n in range(6)])
+    lines = []
+    model = {"path": str(tmp_path / "base"), "tokenizer": "bytes"}
+    build_trainer(recipe_of("sequence_classification", section, model=model), say=lines.append)
+
+    warned = [line for line in lines if line.startswith("warning: ")]
+    assert len(warned) == (said is not None)
+    assert all(said in line for line in warned)
+    order = f"the classes have the order of the head of {model['path']!r}: z, x, y"
+    assert (order in lines) == (names == ["z", "x", "y"])

@@ -3,13 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, List
 from safetensors.torch import load_file
 from sklearn.metrics import mean_squared_error, r2_score
-from transformers import AutoModel, EvalPrediction
+from transformers import (
+    AutoModel,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    EvalPrediction,
+    ViTForImageClassification,
+)
 
 from mfwrap.recipes.data.built_in import DiabetesSource, DigitsSource, PythonTokensSource
 from mfwrap.recipes.data.source import Rows
+from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.recipes.models.loading import ModelError
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.recipes.tasks.prediction import (
@@ -45,6 +52,45 @@ def test_labels_of_texts_are_numbered():
     assert keywords["train_dataset"]["labels"][:] == [0, 2, 1]
     assert keywords["model"].config.id2label == {0: "x", 1: "y", 2: "z"}
     assert keywords["eval_dataset"] is None
+
+
+@pytest.mark.parametrize(
+    ("build", "saved", "columns"),
+    [
+        (build_sequence_classification, BertForSequenceClassification, ("text", "label")),
+        (build_token_classification, BertForTokenClassification, ("tokens", "labels")),
+        (build_image_classification, ViTForImageClassification, ("image", "label")),
+    ],
+)
+@pytest.mark.parametrize("is_typed", [True, False])
+@pytest.mark.parametrize("case", [str, str.upper])
+def test_a_head_keeps_its_classes(tmp_path, build, saved, columns, is_typed, case):
+    """A class of the data has the row of the head that the checkpoint has for its name."""
+    sizes = {key: size for key, size in BERT.items() if key != "model_type"}
+    if saved is ViTForImageClassification:
+        sizes = sizes | {"image_size": 2, "patch_size": 1, "num_channels": 1}
+    names = {0: "z", 1: "x", 2: "y"}
+    config = saved.config_class(**sizes, vocab_size=261, id2label=names)
+    saved(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    inputs = {"text": "a", "tokens": ["a"], "image": [[0.0, 1.0], [0.5, 0.0]]}[columns[0]]
+    named = [case(one) for one in "yxz"]
+    found = Dataset.from_dict({columns[0]: [inputs] * 3, "label": named})
+    if is_typed:
+        found = found.cast_column("label", ClassLabel(names=sorted(named)))
+    values = found["label"][:]
+    if columns[1] == "labels":
+        feature = List(found.features["label"])
+        found = Dataset.from_dict({"tokens": [inputs] * 3, "labels": [[one] for one in values]})
+        found = found.cast_column("labels", feature)
+    keywords = build(ModelSettings(path=str(tmp_path)), PythonTokensSource(), Rows(found))
+
+    assert keywords["model"].config.id2label == {at: case(one) for at, one in names.items()}
+    batch = keywords["data_collator"](list(keywords["train_dataset"]))
+    targets = batch["labels"][batch["labels"] != -100]
+    assert [keywords["model"].config.id2label[int(one)] for one in targets] == named
+    weights = load_file(tmp_path / "model.safetensors")["classifier.weight"]
+    assert torch.equal(keywords["model"].classifier.weight, weights)
 
 
 def test_only_the_first_token_of_a_word_has_a_label():
