@@ -424,6 +424,9 @@ class WeightlessModel(ModelSettings):
     checkpoint: ModelSettings | None = None
     """The model itself, which has a checkpoint; ``None`` for a model with random weights."""
 
+    def __post_init__(self) -> None:
+        """Check nothing: the settings are those of a model that was checked."""
+
     @classmethod
     def of(cls, model: ModelSettings) -> "WeightlessModel":
         """Return a model with the same configuration, the same tokenizer and the same classes.
@@ -438,6 +441,14 @@ class WeightlessModel(ModelSettings):
         given["config"] = {key: value for key, value in found.items() if key in known}
         given["tokenizer"] = model.path if model.tokenizer is None else model.tokenizer
         return cls(**given | {"path": None, "revision": None, "checkpoint": model})
+
+    def make_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer; see `ModelSettings.make_tokenizer`."""
+        return (
+            super().make_tokenizer()
+            if self.checkpoint is None
+            else self.checkpoint.make_tokenizer()
+        )
 
     def class_names(self) -> list[str]:
         """Return the names of the checkpoint's classes; see `ModelSettings.class_names`."""

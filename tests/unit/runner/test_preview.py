@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import ViTConfig, ViTForImageClassification
 
 from mfwrap.runner import RecipeError
 from mfwrap.runner.preview import preview
@@ -13,6 +14,10 @@ from support.recipe_texts import BERT, PERCEPTRON, VIT
 
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES = {key: size for key, size in VIT["config"].items() if key != "model_type"} | {
+    "image_size": 8
+}
 
 
 @pytest.fixture
@@ -131,6 +136,20 @@ def test_images_and_tables(file):
         "",
         "as one batch: features (1, 2), labels (1,)",
     ]
+
+
+def test_images_for_a_checkpoint(tmp_path):
+    """A checkpoint for images has no tokenizer; other numbers of the classes show nothing else."""
+    config = ViTConfig(**SIZES, num_channels=1, id2label={n: str(9 - n) for n in range(10)})
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    models = ({"path": str(tmp_path)}, VIT)
+    shown = [
+        preview(recipe_of("image_classification", {"type": "digits"}, model=model), 5)
+        for model in models
+    ]
+
+    assert shown[0] == shown[1]
+    assert len({line for line in shown[0] if "  label  " in line}) > 1
 
 
 def test_held_out_rows(file):
