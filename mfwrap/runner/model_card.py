@@ -14,6 +14,7 @@ from transformers.modelcard import make_markdown_table
 from mfwrap.recipes.data.library import BUILDERS, DatasetsSource
 from mfwrap.recipes.data.places import is_folder, resolve_package
 from mfwrap.recipes.models.own import OwnModel
+from mfwrap.recipes.models.settings import num_channels_of
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.runner.averages import FinalAverage
 from mfwrap.runner.folder import AVERAGED_MODEL, MODEL
@@ -212,16 +213,19 @@ def _usage(run: FinishedRun, name: str, place: str) -> str:
             "the adapter cannot be used on its own: it shows the training. To get one that can, "
             "train an adapter of a checkpoint."
         )
+    processor = _image_processor(run)
+    prepared = "" if processor is None else f"\n\n{_preparation(processor)}"
     if isinstance(recipe.model, OwnModel):
-        return _own_usage(run, recipe.model, place)
+        return _own_usage(run, recipe.model, place) + prepared
     if recipe.task.library == "sentence-transformers":
         return _encoder_usage(place)
-    return _transformers_usage(run, name, place)
+    return _transformers_usage(run, name, place) + prepared
 
 
 def _transformers_usage(run: FinishedRun, name: str, place: str) -> str:
     """Return code that loads a model, or an adapter, by a class of transformers or of mfwrap."""
     recipe, task, tokenizer = run.recipe, run.recipe.task, run.trainer.processing_class
+    processor = _image_processor(run)
     install, module, kind, labels = "transformers torch", "transformers", "Perceptron", ""
     if task.auto_class is None:
         install, module = '"mfwrap[recipes]"', "mfwrap.recipes.models"
@@ -242,7 +246,12 @@ def _transformers_usage(run: FinishedRun, name: str, place: str) -> str:
         imports["peft"] = ["PeftModel"]
         lines = [f'base = {kind}.from_pretrained("{base}"{labels})']
         lines.append(f"model = PeftModel.from_pretrained(base, {place})")
-    if tokenizer is not None:
+    if processor is not None:
+        imports["PIL"] = ["Image"]
+        imports["transformers"].append("AutoImageProcessor")
+        lines += [f"processor = AutoImageProcessor.from_pretrained({place})"]
+        lines += _image_lines(processor, num_channels_of(run.model.config) or 3)
+    elif tokenizer is not None:
         asked = '"This is a text."'
         if task.hub_task == "text-generation":
             is_chat = recipe.model.path is not None and bool(tokenizer.chat_template)
@@ -257,6 +266,42 @@ def _transformers_usage(run: FinishedRun, name: str, place: str) -> str:
     named = (f"from {one} import {', '.join(names)}" for one, names in sorted(imports.items()))
     code = "\n".join([*named, "", *lines])
     return f"{note}After `pip install {install}`{where}:\n\n```python\n{code}\n```"
+
+
+def _image_processor(run: FinishedRun) -> Any:
+    """Return the image processor that mfwrap has made; ``None`` if it has made none."""
+    is_ours = run.recipe.document.data["task"] == "image_classification"
+    return run.trainer.processing_class if is_ours else None
+
+
+def _image_lines(processor: Any, num_channels: int) -> list[str]:
+    """Return code that classifies an image."""
+    size = processor.size["width"], processor.size["height"]
+    mode = {1: "L", 2: "LA", 4: "RGBA"}.get(num_channels, "RGB")
+    return [
+        f'image = Image.new("{mode}", {size})  # or Image.open("image.png")',
+        'logits = model(**processor(image, return_tensors="pt")).logits',
+        "print(model.config.id2label[logits.argmax().item()])",
+    ]
+
+
+def _preparation(processor: Any) -> str:
+    """Return sentences that say how an image becomes the input of a model."""
+    width, height = processor.size["width"], processor.size["height"]
+    size = f"An image must have {width} x {height} pixels."
+    if processor.do_resize:
+        size = f"Each image is converted to RGB and scaled to {width} x {height} pixels (bicubic)."
+    done = []
+    if processor.do_rescale:
+        done.append(f"multiplied by {processor.rescale_factor:.6g}")
+    if processor.do_normalize:
+        mean, std = (
+            ", ".join(f"{one:.6g}" for one in (numbers if len(set(numbers)) > 1 else numbers[:1]))
+            for numbers in (processor.image_mean, processor.image_std)
+        )
+        done.append(f"reduced by the mean {mean} and divided by the deviation {std}")
+    scaling = f" Its pixels, from 0 to 255, are {' and then '.join(done)}." if done else ""
+    return f"{size}{scaling} `preprocessor_config.json` says so, too."
 
 
 def _local_base(run: FinishedRun, name: str) -> tuple[str | None, str]:

@@ -13,6 +13,7 @@ from mfwrap.names import hint
 _CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+PROCESSOR_CONFIG = "preprocessor_config.json"
 _LFS = b"version https://git-lfs.github.com/"
 """Beginning of the text that Git leaves in place of a large file without Git LFS."""
 
@@ -67,16 +68,17 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def check_code(setting: str, folder: Path) -> None:
-    """Refuse a folder whose model or tokenizer needs Python code from the folder or the hub.
+    """Refuse a folder that needs Python code from the folder or the hub.
 
     Args:
         setting: Key that names the folder, for error messages.
         folder: Folder of a model or a tokenizer.
 
     Raises:
-        ValueError: If ``config.json`` or ``tokenizer_config.json`` has the key ``auto_map``.
+        ValueError: If the file of the model's, the tokenizer's or the image processor's settings
+            has the key ``auto_map``.
     """
-    for name in (_CONFIG, _TOKENIZER_CONFIG):
+    for name in (_CONFIG, _TOKENIZER_CONFIG, PROCESSOR_CONFIG):
         file = folder / name
         if file.is_file() and _object(setting, file).get("auto_map"):
             msg = (

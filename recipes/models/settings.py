@@ -36,6 +36,7 @@ from mfwrap.recipes.models.checkpoint import (
     check_weights,
     model_type_of,
 )
+from mfwrap.recipes.models.image_processor import load_numbers, make_image_processor
 from mfwrap.recipes.models.loading import (
     ModelError,
     from_hub,
@@ -191,6 +192,25 @@ class ModelSettings(RecipeSection):
             )
             raise ModelError(msg)
         return tokenizer
+
+    def make_image_processor(self, image: Any, size: int | None) -> Any:
+        """Return the image processor: with the checkpoint's numbers, or one that scales to [-1, 1].
+
+        Args:
+            image: One of the images; see `mfwrap.recipes.models.image_processor.pixel_values`.
+            size: Width and height to which images are scaled; ``None`` to leave them as they are.
+
+        Raises:
+            ModelError: If that of the checkpoint cannot be loaded, or does not fit the image.
+        """
+        numbers = None
+        if self.path is not None:
+            numbers = load_numbers(
+                resolve_package("path", self.path),
+                trust_remote_code=self.trust_remote_code,
+                revision=self.revision or _NEWEST,
+            )
+        return make_image_processor(numbers, image, size)
 
     def make_model(self, auto_class: Any, **implied: Any) -> nn.Module:
         """Build or load the model.
@@ -450,6 +470,12 @@ class WeightlessModel(ModelSettings):
             else self.checkpoint.make_tokenizer()
         )
 
+    def make_image_processor(self, image: Any, size: int | None) -> Any:
+        """Return the image processor; see `ModelSettings.make_image_processor`."""
+        if self.checkpoint is None:
+            return super().make_image_processor(image, size)
+        return self.checkpoint.make_image_processor(image, size)
+
     def class_names(self) -> list[str]:
         """Return the names of the checkpoint's classes; see `ModelSettings.class_names`."""
         return [] if self.checkpoint is None else self.checkpoint.class_names()
@@ -532,6 +558,15 @@ def _check_is_causal(model: ModelSettings, network: Any) -> None:
     else:
         msg = f"`path` {says}, got {kind} (is_decoder is false in its config.json)"
     raise ModelError(msg)
+
+
+def num_channels_of(config: Any) -> int | None:
+    """Return the number of channels of the images that a model takes; ``None`` if it is unknown."""
+    for part in (config, getattr(config, "vision_config", None)):
+        number = getattr(part, "num_channels", None)
+        if isinstance(number, int):
+            return number
+    return None
 
 
 def _class_names(config: Any) -> list[str]:

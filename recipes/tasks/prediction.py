@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import torch
 from datasets import ClassLabel, Dataset, IterableDataset, List
 from torch import Tensor
@@ -19,6 +18,7 @@ from transformers import (
 
 from mfwrap.recipes.data.source import SOURCE, DataError, DataSource, Rows, kept_columns
 from mfwrap.recipes.data.streams import column_names
+from mfwrap.recipes.models.image_processor import pixel_values
 from mfwrap.recipes.models.loading import ModelError
 from mfwrap.recipes.models.settings import (
     ModelSettings,
@@ -88,16 +88,17 @@ def build_image_classification(
     """Return the Trainer's keyword arguments for classifying images; the metric is ``accuracy``.
 
     An ``image`` is a PIL image, or values in [0, 1] of shape ``(H, W)`` or ``(H, W, C)``. All
-    images must have the same size, unless ``data.image_size`` is set. The model gets values in
-    [-1, 1].
+    images must have the same size, unless ``data.image_size`` is set. The pixels are scaled as the
+    checkpoint's image processor does; without one, the model gets values in [-1, 1].
     """
-    size = data.image_size
     labels = _labels(rows, "label", model)
-    num_channels, height, _ = _pixels(next(iter(rows.train))["image"], size).shape
+    first = next(iter(rows.train))["image"]
+    processor = model.make_image_processor(first, data.image_size)
+    _, num_channels, height, _ = pixel_values(processor, [first]).shape
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return {
-            "pixel_values": torch.stack([_pixels(one["pixel_values"], size) for one in examples]),
+            "pixel_values": pixel_values(processor, [one["pixel_values"] for one in examples]),
             "labels": torch.tensor([labels.index(one["labels"]) for one in examples]),
         }
 
@@ -115,6 +116,7 @@ def build_image_classification(
         ),
         **rows.prepared(renamed),
         "data_collator": collate,
+        "processing_class": processor,
         "compute_metrics": accuracy,
     }
 
@@ -265,15 +267,3 @@ def _first_tokens(words: list[int | None], labels: list[int]) -> list[int]:
         _IGNORED if word is None or word == last else labels[word]
         for last, word in zip(before, words, strict=False)
     ]
-
-
-def _pixels(image: Any, size: int | None) -> Tensor:
-    """Return an image as ``(C, H, W)``, float32, in [-1, 1], scaled to `size` if it is set."""
-    if size is not None:
-        image = image.convert("RGB").resize((size, size), PIL.Image.Resampling.BICUBIC)
-    values = np.asarray(image)
-    scale = 255 if values.dtype == np.uint8 else 1
-    if values.ndim == 2:
-        values = values[..., None]
-    pixels = torch.from_numpy(values.astype(np.float32) / scale).permute(2, 0, 1)
-    return pixels.mul(2).sub(1).contiguous()

@@ -153,6 +153,19 @@ def test_the_code_in_a_card_runs(tmp_path, printed_by, task):
         assert re.search(prints, printed_by(code_in(card), tmp_path / name))
 
 
+def test_how_an_image_is_prepared(tmp_path, printed_by):
+    """The card says how pixels are scaled, and its code gets the class of an image."""
+    data = {"type": "digits", "max_train_samples": 16, "max_eval_samples": 4}
+    run(tmp_path, task="image_classification", model=VIT, data=data, training=TEXTS)
+    card = card_of(tmp_path / "model")
+
+    assert (
+        "An image must have 8 x 8 pixels. Its pixels, from 0 to 255, are multiplied by 0.00392157 "
+        "and then reduced by the mean 0.5 and divided by the deviation 0.5."
+    ) in card.text
+    assert printed_by(code_in(card), tmp_path / "model").strip() in map(str, range(10))
+
+
 @pytest.fixture
 def card_with(tmp_path):
     """Return a function that writes the card of a language model after no update."""
