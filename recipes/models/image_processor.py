@@ -63,8 +63,8 @@ def make_image_processor(numbers: dict[str, Any] | None, image: Any, size: int |
     Raises:
         ModelError: If `numbers` do not fit the image.
     """
-    height, width, num_channels = (*np.shape(np.asarray(image)), 1)[:3]
-    half = [0.5] * (num_channels if size is None else 3)
+    height, width = np.shape(np.asarray(image))[:2]
+    half = [0.5] * num_channels_in(image, size)
     plain: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / _MAX, "do_normalize": True}
     plain |= {"image_mean": half, "image_std": half}
     # The class of a ViT is the plain one: others crop an image, or scale its shorter side only.
@@ -86,6 +86,16 @@ def make_image_processor(numbers: dict[str, Any] | None, image: Any, size: int |
         msg = f"`path` must have {says} in {PROCESSOR_CONFIG}: {fault}"
         raise ModelError(msg)
     return processor
+
+
+def num_channels_in(image: Any, size: int | None) -> int:
+    """Return the number of channels that the model gets of an image.
+
+    Args:
+        image: See `pixel_values`.
+        size: See `make_image_processor`.
+    """
+    return 3 if size is not None else (*np.shape(np.asarray(image)), 1)[2]
 
 
 def pixel_values(processor: Any, images: Sequence[Any]) -> torch.Tensor:

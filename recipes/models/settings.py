@@ -49,6 +49,8 @@ from mfwrap.tensors.embedding_tables import num_embeddings, num_positions
 
 _BYTES = "bytes"
 _NEWEST = "main"
+_ONE_CLASS = "single_label_classification"
+"""The ``problem_type`` of a model that gives each row one class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +195,27 @@ class ModelSettings(RecipeSection):
             raise ModelError(msg)
         return tokenizer
 
+    def check_channels(self, number: int) -> None:
+        """Check that images have as many channels as the model takes, if that is known.
+
+        Args:
+            number: Number of channels of an image.
+
+        Raises:
+            ModelError: If the model takes another number.
+        """
+        if self.path is not None:
+            key, wanted = "path", num_channels_of(self.saved_config())
+        else:
+            key, wanted = "config.num_channels", (self.config or {}).get("num_channels")
+        if wanted not in {None, number}:
+            of = "" if self.path is None else "a model with num_channels "
+            msg = (
+                f"`{key}` must be {of}{number}, as many channels as the images have, got {wanted}; "
+                "image files get three channels by data.image_size"
+            )
+            raise ModelError(msg)
+
     def make_image_processor(self, image: Any, size: int | None) -> Any:
         """Return the image processor: with the checkpoint's numbers, or one that scales to [-1, 1].
 
@@ -291,6 +314,8 @@ class ModelSettings(RecipeSection):
             settings["trust_remote_code"] = self.trust_remote_code
         if self.quantization is not None:
             settings["quantization_config"] = quantization_config(self.quantization, self.dtype)
+        if about_labels:
+            _check_problem(self.saved_config())
         return load_network(
             path,
             (auto_class or Perceptron).from_pretrained,
@@ -421,8 +446,8 @@ class ModelSettings(RecipeSection):
             if key == "num_labels" and not (isinstance(value, int) and value >= 2):
                 msg = f"`config.num_labels` must be >= 2, the number of classes, got {value!r:.80}"
                 raise ValueError(msg)
-            if key == "problem_type" and value not in {None, "single_label_classification"}:
-                says = "'single_label_classification' (the only kind in recipes) or left out"
+            if key == "problem_type" and value not in {None, _ONE_CLASS}:
+                says = f"{_ONE_CLASS!r} (the only kind in recipes) or left out"
                 msg = f"`config.problem_type` must be {says}, got {value!r:.80}"
                 raise ValueError(msg)
             if key not in known:
@@ -469,6 +494,13 @@ class WeightlessModel(ModelSettings):
             if self.checkpoint is None
             else self.checkpoint.make_tokenizer()
         )
+
+    def check_channels(self, number: int) -> None:
+        """Check the number of channels; see `ModelSettings.check_channels`."""
+        if self.checkpoint is None:
+            super().check_channels(number)
+        else:
+            self.checkpoint.check_channels(number)
 
     def make_image_processor(self, image: Any, size: int | None) -> Any:
         """Return the image processor; see `ModelSettings.make_image_processor`."""
@@ -567,6 +599,16 @@ def num_channels_of(config: Any) -> int | None:
         if isinstance(number, int):
             return number
     return None
+
+
+def _check_problem(config: Any) -> None:
+    """Refuse a classifier whose configuration has another loss than that of the task."""
+    kind = getattr(config, "problem_type", None)
+    if kind not in {None, _ONE_CLASS}:
+        says = f"a model that gives each row one class, got problem_type {kind!r:.80}"
+        todo = "to train it on one class per row, set problem_type to null there"
+        msg = f"`path` must be {says} in its config.json; {todo}"
+        raise ModelError(msg)
 
 
 def _class_names(config: Any) -> list[str]:

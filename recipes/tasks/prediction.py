@@ -18,7 +18,7 @@ from transformers import (
 
 from mfwrap.recipes.data.source import SOURCE, DataError, DataSource, Rows, kept_columns
 from mfwrap.recipes.data.streams import column_names
-from mfwrap.recipes.models.image_processor import pixel_values
+from mfwrap.recipes.models.image_processor import num_channels_in, pixel_values
 from mfwrap.recipes.models.loading import ModelError
 from mfwrap.recipes.models.settings import (
     ModelSettings,
@@ -93,6 +93,7 @@ def build_image_classification(
     """
     labels = _labels(rows, "label", model)
     first = next(iter(rows.train))["image"]
+    model.check_channels(num_channels_in(first, data.image_size))
     processor = model.make_image_processor(first, data.image_size)
     _, num_channels, height, _ = pixel_values(processor, [first]).shape
 

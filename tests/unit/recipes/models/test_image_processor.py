@@ -144,3 +144,16 @@ def test_code_of_an_image_processor(photos, checkpoint):
     model = checkpoint({"auto_map": {"AutoImageProcessor": "mine.Mine"}})
     with pytest.raises(RecipeError, match=r"without remote code \(auto_map in .*preprocessor_con"):
         recipe_of("image_classification", {"path": str(photos)}, model=model)
+
+
+@pytest.mark.parametrize("make", [trainer_of, lambda *args, **kw: preview(recipe_of(*args, **kw))])
+def test_a_model_for_images_with_other_channels(photos, checkpoint, make):
+    """Images with more channels than a model takes are refused before the training."""
+    data = {"path": str(photos)}
+    with pytest.raises(
+        RecipeError, match=r"model\.path: must be a model with num_channels 3, .* got 1;"
+    ):
+        make("image_classification", data, model=checkpoint(IMAGENET, num_channels=1))
+    model = {"config": VIT["config"] | {"num_channels": 1}}
+    with pytest.raises(RecipeError, match=r"model\.config\.num_channels: must be 3, .* got 1;"):
+        make("image_classification", data, model=model)

@@ -329,3 +329,17 @@ def test_a_head_for_classes_of_other_names(json_lines, tmp_path, names, said):
     assert all(said in line for line in warned)
     order = f"the classes have the order of the head of {model['path']!r}: z, x, y"
     assert (order in lines) == (names == ["z", "x", "y"])
+
+
+@pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
+def test_a_checkpoint_with_another_loss(json_lines, tmp_path, kind):
+    """A classifier whose loss takes no classes is refused, and its key is named."""
+    config = BertConfig(**BERT["config"], vocab_size=261, problem_type=kind)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    section = json_lines([{"text": "a", "label": n % 2} for n in range(4)])
+    says = rf"model\.path: must be a model that gives each row one class, got problem_type '{kind}'"
+
+    with pytest.raises(RecipeError, match=says):
+        trainer_of(
+            "sequence_classification", section, model={"path": str(tmp_path), "tokenizer": "bytes"}
+        )
