@@ -77,7 +77,12 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
 
 
 def _inside(folder: Path, files: Collection[str]) -> str:
-    """Return which folder inside of a folder has the right content, such as its last checkpoint."""
+    """Return which folder inside of a folder has the right content, such as its last checkpoint.
+
+    If the folder is empty, return that.
+    """
+    if not any(folder.iterdir()):
+        return "; the folder is empty"
     # Not `rglob`: the folder may be a whole disk. A cache of the hub has the folder `snapshots`.
     places = [f"{inner}/{file}" for inner in ("*", "snapshots/*") for file in files]
     found = sorted({each.parent for at in places for each in folder.glob(at)}, key=_in_order)

@@ -1,6 +1,7 @@
 """Check the files of a model folder without loading the model or running code of the folder."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,8 @@ def check_weights(setting: str, folder: Path) -> None:
         folder: Model folder.
 
     Raises:
-        ValueError: If a file is missing or damaged, or the weights are pickled. A pickle can run
-            any code when it is loaded.
+        ValueError: If a file is missing, damaged or may not be read, or the weights are pickled. A
+            pickle can run any code when it is loaded.
     """
     for file in _weight_files(setting, folder):
         try:
@@ -150,7 +151,8 @@ def check_weights(setting: str, folder: Path) -> None:
                 opened.keys()
         except (OSError, SafetensorError) as error:
             what = f"it is cut off or damaged ({error}); {_AGAIN}"
-            msg = f"`{setting}` must have undamaged weights, got {file}: {_damage(file) or what}"
+            wanted = "undamaged weights" if os.access(file, os.R_OK) else "weights that may be read"
+            msg = f"`{setting}` must have {wanted}, got {file}: {_damage(file) or what}"
             raise ValueError(msg) from error
 
 
@@ -172,6 +174,8 @@ def _damage(file: Path) -> str | None:
     try:
         with file.open("rb") as opened:
             start = opened.read(len(_LFS))
+    except PermissionError as error:
+        return f"it may not be read ({error.strerror}); change its permissions, or copy it"
     except OSError:
         return None
     if start == _LFS:

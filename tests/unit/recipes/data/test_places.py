@@ -68,6 +68,12 @@ def test_a_folder_must_have_its_files(tmp_path):
     check_place("path", "org/name", ("a.json", "b.json"), "a test")
 
 
+def test_an_empty_folder(tmp_path):
+    """An empty folder, such as that of a download which has failed, is called empty."""
+    with pytest.raises(ValueError, match=r"without config\.json; the folder is empty$"):
+        check_place("path", str(tmp_path), ("config.json",), "a model folder")
+
+
 def test_where_the_model_is(tmp_path):
     """A folder of a run, of a cache or of GGUF is refused with what to name instead."""
     for name in ("run/checkpoint-9", "run/checkpoint-10", "run/runs"):

@@ -1,6 +1,7 @@
 """A model folder with remote code, pickled weights or damaged files is refused in one line."""
 
 import json
+import os
 import pickle
 import shlex
 import subprocess
@@ -46,6 +47,25 @@ def test_a_whole_folder(folder):
     index = {"weight_map": {"a": "part.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert check(folder) == "bert"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("model.safetensors", "weights that may be read, got"),
+        ("config.json", "a readable JSON object in"),
+        ("vocab.txt", "an undamaged tokenizer, got"),
+    ],
+)
+def test_a_file_that_may_not_be_read(folder, name, wanted):
+    """A file without permission to read is not called damaged."""
+    (folder / "vocab.txt").write_text("a")
+    (folder / name).chmod(0)
+
+    with pytest.raises(ValueError, match=rf"must have {wanted} .*{name}: it may not be") as error:
+        check(folder)
+    assert str(error.value).endswith("read (Permission denied); change its permissions, or copy it")
 
 
 def test_pickled_weights_are_refused(folder):
