@@ -70,7 +70,8 @@ class _Prepared(NamedTuple):
 def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> list[str]:
     """Return lines that show the first rows of a recipe as the model will see them.
 
-    The first line says what the rows were recognized as, if the task takes several forms of rows.
+    The first lines warn of numbers far from the others, and say what the rows were recognized as,
+    if the task takes several forms of rows.
     The rows are prepared as for the training: tokenized, cut, packed and collated to a batch. For a
     text, the lines have its tokens as text again, and which of them count in the loss. The weights
     of the model are neither built nor loaded.
@@ -107,7 +108,7 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
 def _prepare(recipe: Recipe, *, held_out: bool, say: Callable[[str], None]) -> _Prepared:
     key = "eval_dataset" if held_out else "train_dataset"
     if recipe.task.arguments() is TrainingArguments:
-        keywords = task_keywords(recipe, recipe.model.weightless(), checked_rows(recipe))
+        keywords = task_keywords(recipe, recipe.model.weightless(), checked_rows(recipe, say=say))
         rows, collate = keywords[key], keywords.get("data_collator", default_data_collator)
         tokenizer = keywords.get("processing_class")
         names = getattr(getattr(keywords["model"], "config", None), "id2label", {})

@@ -65,9 +65,9 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
         reason = _reason_to_skip(recipe)
         if reason is not None:
             numbers: list[int] = []
-            lacking: list[str] = []
-            rows = checked_rows(recipe, numbers.append, lacking.append)
-            lines = [*lacking, rows_line(recipe, rows, next(iter(numbers), None))]
+            said: list[str] = []
+            rows = checked_rows(recipe, numbers.append, said.append)
+            lines = [*said, rows_line(recipe, rows, next(iter(numbers), None))]
         else:
             lines = _try(recipe)
     for line in filter(None, lines):

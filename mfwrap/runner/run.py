@@ -53,6 +53,7 @@ from mfwrap.runner.given import GivenObjects
 from mfwrap.runner.inputs import changed_inputs, input_facts
 from mfwrap.runner.lengths import check_answers, check_lengths, untrained_positions
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
+from mfwrap.runner.outliers import far_values
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
 from mfwrap.runner.recipe import (
     Recipe,
@@ -275,12 +276,13 @@ def build_trainer(
     Args:
         recipe: The recipe.
         skip_rows: Rows of the training data to leave out, as in `run_recipe`.
-        say: Called in the main process with a line that says what the rows were recognized as, if
-            the task takes several forms of rows, with lines about those that lack what a reward
-            takes, or that ``training.max_length`` leaves out or cuts, with the order of the classes
-            if it is that of a checkpoint, and with a warning if a classifier of a checkpoint gets a
-            new head or classes of other names, if a checkpoint has weights that the model does not
-            use, or if sequences may be longer than those that a checkpoint was trained with.
+        say: Called in the main process with lines about rows that lack what a reward takes, and
+            about numbers far from the others, with a line that says what the rows were recognized
+            as, if the task takes several forms of rows, with lines about those of them that
+            ``training.max_length`` leaves out or cuts, with the order of the classes if it is that
+            of a checkpoint, and with a warning if a classifier of a checkpoint gets a new head or
+            classes of other names, if a checkpoint has weights that the model does not use, or if
+            sequences may be longer than those that a checkpoint was trained with.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -290,10 +292,8 @@ def build_trainer(
     set_seed(arguments.seed)
     with arguments.main_process_first():
         numbers: list[int] = []
-        lacking: list[str] = []
-        rows = checked_rows(recipe, numbers.append, lacking.append)
-        for line in lacking if arguments.process_index == 0 else ():
-            say(line)
+        is_main = arguments.process_index == 0
+        rows = checked_rows(recipe, numbers.append, say if is_main else lambda _: None)
         arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
         keywords = _keywords(recipe, rows)
         inputs = input_facts(recipe, rows, keywords["model"])
@@ -589,8 +589,9 @@ def checked_rows(
         recipe: The recipe.
         count: Called with the number of rows, before some are held out or left out; not called for
             rows of a stream, and for rows that are inputs of the model.
-        say: Called with a line about each column that a reward takes and some rows lack; not called
-            for rows of a stream.
+        say: Called with a line about each column that a reward takes and some rows lack, and with a
+            warning about each column of numbers that a value far from the others spoils, see
+            `far_values`; not called for rows of a stream.
 
     Raises:
         RecipeError: If the data cannot be read, or a row does not fit.
@@ -621,6 +622,7 @@ def checked_rows(
             checked.append(table)
             if not recipe.data.is_streamed:
                 count(len(table))
+                far_values(recipe, table, say)
         if classes is not None:
             classes.check(table, names, is_closed=held_out and not recipe.data.is_streamed)
 
