@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mfwrap.checkpoints.resumption import AUTO, newest_folder
 from mfwrap.checkpoints.whole import whole_file
 from mfwrap.collectives import gather_objects, raising_together, this_rank
+from mfwrap.records.json_lines import to_plain
 from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, RecipeError, read_text, shown
 from mfwrap.runner.document import Path as KeyPath
 from mfwrap.runner.folder import RESULT, check_others_files, checkpoints
@@ -135,8 +136,10 @@ def write_result(folder: Path, metrics: Mapping[str, float], checkpoint: str | N
     content = {"metrics": dict(metrics)} | (
         {} if checkpoint is None else {"checkpoint": checkpoint}
     )
+    # As in the run's records, NaN and infinity are the strings "nan", "inf" and "-inf".
+    text = json.dumps(to_plain(content), indent=2, allow_nan=False)
     with whole_file(folder / RESULT) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(f"{text}\n", encoding="utf-8")
 
 
 def read_result(folder: Path) -> tuple[dict[str, float], str | None] | None:

@@ -130,7 +130,8 @@ def run_recipe(
             is resumed without it leaves out the rows of its checkpoint.
         say: Called in the main process with lines about the rows, see `build_trainer`, and with a
             line that names the checkpoint that the run resumes from, that lists what `overwrite`
-            has deleted, or that says that the run had finished before.
+            has deleted, that says that the run had finished before, or that warns at the end that
+            no update was applied.
 
     Raises:
         RecipeError: If another program trains in the run folder, if the data lack something that
@@ -228,6 +229,7 @@ def _run(
         set_aside_tracebacks(folder)
     if trainer.is_world_process_zero():
         write_result(folder, run.metrics, checkpoint)
+        _warn_of_skips(trainer, say)
     return RunResult(folder, run.metrics, checkpoint)
 
 
@@ -239,6 +241,16 @@ def _say_changes(
     if changed:
         names = ", ".join(changed)
         say(f"warning: {names} changed since {folder} was started; the run continues with it")
+
+
+def _warn_of_skips(trainer: Any, say: Callable[[str], None]) -> None:
+    """Warn if all updates of a training were skipped."""
+    windows = trainer.attached.attachment.step.windows.values()
+    applied = sum(int(window.update.counts.applied_updates) for window in windows)
+    skipped = sum(int(window.update.counts.skipped_updates) for window in windows)
+    if skipped and not applied:
+        what = f"none of the {skipped:,} updates was applied, because no gradient was finite"
+        say(f"warning: {what}; the weights are those of the start")
 
 
 def _check_folder(recipe: Recipe, folder: Path, *, is_new: bool, overwrite: bool) -> None:

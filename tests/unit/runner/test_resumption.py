@@ -1,6 +1,7 @@
 """With ``resume="auto"`` one call starts a run, resumes it, or returns its result."""
 
 import json
+import math
 
 import pytest
 
@@ -8,7 +9,7 @@ from mfwrap.checkpoints.written_files import note_written, rewrite_list
 from mfwrap.runner import RecipeError, parse_recipe, run_recipe
 from mfwrap.runner.document import RecipeDocument, yaml_text
 from mfwrap.runner.folder import RESULT
-from mfwrap.runner.resumption import former_run, write_result
+from mfwrap.runner.resumption import former_run, read_result, write_result
 from support.ranks.recipes import run_again
 from support.recipe_texts import recipe_text
 
@@ -55,6 +56,18 @@ def test_start_and_finish(tmp_path):
     assert again == first
     assert said == [f"{tmp_path}: this run has finished before; --overwrite runs it again"]
     assert times(tmp_path) == before
+
+
+def test_results_that_are_not_finite(tmp_path):
+    """The result is JSON for strict parsers, and is read back as it was."""
+    metrics = {"eval_loss": math.inf, "eval_r2": -math.inf, "eval_mse": math.nan, "eval_x": 0.5}
+    write_result(tmp_path, metrics)
+
+    def refuse(constant):
+        pytest.fail(f"{constant} is no JSON")
+
+    json.loads((tmp_path / RESULT).read_text(), parse_constant=refuse)
+    assert read_result(tmp_path) == pytest.approx(metrics, nan_ok=True)
 
 
 def test_one_rank_says_that_a_run_has_finished(tmp_path, two_ranks):

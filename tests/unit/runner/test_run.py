@@ -473,3 +473,34 @@ def test_an_anomaly_names_the_line_of_a_file(tmp_path):
     [first, *_] = read_json_lines(tmp_path / "run" / "anomalies.jsonl")
 
     assert [sample["source"] for sample in first["samples"]] == [f"{file}:132"]
+
+
+@pytest.mark.parametrize("mass", [1e30, 1.0])
+def test_a_run_whose_updates_are_all_skipped(tmp_path, mass):
+    """If no gradient is finite, the run says at its end that the weights are those of the start."""
+    rows = [{"features": [mass * (n + 1)], "target": float(n)} for n in range(16)]
+    said = []
+    text = recipe_text(training={"output_dir": str(tmp_path), "max_steps": 3})
+    model = Squared()
+    start = model.scale.detach().clone()
+    run_recipe(parse_recipe(text, "r.yaml"), model=model, data=rows, say=said.append)
+
+    warning = (
+        "warning: none of the 3 updates was applied, because no gradient was finite; the weights "
+        "are those of the start"
+    )
+    assert (said[-1:] == [warning]) == (mass > 1)
+    assert torch.equal(model.scale, start) == (mass > 1)
+
+
+class Squared(torch.nn.Module):
+    """Square features, which overflows in float32 for large ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, features, labels=None):
+        """Return the mean squared error."""
+        output = (self.scale * features**2).squeeze(-1)
+        return {"loss": torch.nn.functional.mse_loss(output, labels), "logits": output}
