@@ -549,8 +549,8 @@ class MFTrainerMixin(_Base):
                 explain_missing_loss(error, model, self.train_dataset, inputs)
                 raise
             end(loss, num_items)
-        if not stands_in:
-            self._skip.noted.end_micro_batch(batch)
+        for monitor in () if stands_in else self._skip.noted.takers:
+            monitor.take_batch(batch)
         loss = self._losses.add(loss, share)
         return torch.zeros_like(loss) if stands_in else loss
 

@@ -25,6 +25,7 @@ LONG = {
     "mfwrap/mindspore/run.py::__init__": "builds the parts of a run, in their order",
     "mfwrap/runner/mindformers/importer.py::_convert": "takes the sections of a file in turn",
     "mfwrap/runner/recipe.py::read_document": "takes the sections of a recipe in turn",
+    "mfwrap/runner/run.py::build_trainer": "builds the parts of a training, in their order",
     "mfwrap/step/cell.py::__init__": "takes the settings of a step, and gives them to its parts",
     "mfwrap/trainer/mixin.py::__init__": "builds the parts of a trainer, in their order",
     "mfwrap/trainer/trainer.py::__init__": "names the arguments of two classes for editors",

@@ -62,9 +62,9 @@ _SECOND = 0.55
 """Share of the second largest distance that is the least deviation: a run that has had a spike has
 another one."""
 
-_FAR_BEYOND, _MOST_SPIKES = math.log(1000.0), 0.1
+_FAR_BEYOND, _FEW_SPIKES, _MOST_SPIKES = math.log(1000.0), 4, 0.15
 """Smallest distance of a logarithm that is a spike, however far the spikes before were, and the
-largest share of values that may be spikes: more of them are the run's nature."""
+largest number and share of values that may be spikes: more of them are the run's nature."""
 
 _FEWEST_FALLS = 11
 """Number of distances from which on it is known how far the losses usually fall."""
@@ -367,7 +367,7 @@ class _Series:
         known = sorted(list(self._distances)[-_LENGTH:])
         if len(known) < _EARLY:
             return False
-        usual = known[int((len(known) - 1) * (1 - _MOST_SPIKES))]
+        usual = known[-1 - max(_FEW_SPIKES, int(_MOST_SPIKES * len(known)))]
         return value - self.expected(0) > max(usual, 0.0) + _FAR_BEYOND
 
     def last(self, number: int, fewest: int) -> tuple[float, list[float], list[float]]:

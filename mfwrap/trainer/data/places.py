@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 from mfwrap.compatibility.transformers import makes_batches_itself
@@ -45,7 +45,8 @@ class NotedRows:
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
-        self._takers: list[MonitorCallback] = []
+        self.takers: list[MonitorCallback] = []
+        """Monitors that name rows."""
         self.needed_by = ""
         """Argument of the trainer that needs the rows, in words; empty if only monitors do."""
         self.source_of: Callable[[int], str | None] = lambda _: None
@@ -56,14 +57,9 @@ class NotedRows:
     def begin(self) -> None:
         """Give `places` to the monitors that name rows; call it before ``on_train_begin``."""
         callbacks = monitors(self._trainer.callback_handler.callbacks)
-        self._takers = [callback for callback in callbacks if callback.names_rows]
-        for callback in self._takers:
+        self.takers = [callback for callback in callbacks if callback.names_rows]
+        for callback in self.takers:
             callback.take_row_places(self.places)
-
-    def end_micro_batch(self, batch: Mapping[str, Any]) -> None:
-        """Give a micro-batch to the monitors that name rows."""
-        for callback in self._takers:
-            callback.take_batch(batch)
 
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:
@@ -72,9 +68,9 @@ class NotedRows:
         try:
             yield
         finally:
-            for callback in self._takers:
+            for callback in self.takers:
                 callback.take_row_places(None)
-            self._takers = []
+            self.takers = []
 
     def begin_epoch(
         self,
@@ -145,7 +141,7 @@ class NotedRows:
 
     @property
     def _is_on(self) -> bool:
-        return bool(self._takers or self.needed_by)
+        return bool(self.takers or self.needed_by)
 
     def places(self, step: int, sizes: Sequence[int]) -> Sequence[Sequence[RowPlace | None]]:
         """Return the places of this rank's rows in a step; see `RowPlaces`.

@@ -177,7 +177,7 @@ def test_a_cross_entropy_below_zero(tmp_path):
     """It is noted once."""
     network = NegatedForCausalLM(language_model().config).train()
     (note,) = notes_of(tmp_path, network, replay=True)
-    assert (note["step"], note["cause"]) == (2, "loss")  # the first step is not recorded yet
+    assert (note["step"], note["cause"]) == (1, "loss")
     assert note["explanation"].endswith("and a cross-entropy is never below zero")
 
 

@@ -62,6 +62,16 @@ def test_a_row_that_ruins_the_loss_in_each_epoch(every):
     assert beyond == [*bad]
 
 
+@pytest.mark.parametrize("bad", [(4, 6, 13, 17, 30, 40), (4, 9, 12, 20, 35), (20, 22, 29, 33, 40)])
+def test_a_few_rows_that_ruin_the_loss_early(bad):
+    """Two of the first ten losses are no nature of a run."""
+    losses = noisy(2.0, 46)
+    for step in bad:
+        losses[step - 1] *= 1e5
+
+    assert [step for step, _ in found(losses)] == [*bad]
+
+
 def test_losses_that_are_often_far_away():
     """They are the nature of a run whose norm is almost zero in most steps."""
     course = NormCourse()
