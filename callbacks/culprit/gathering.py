@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple, final
 
 from torch import nn
+from torch.optim import SGD
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.causes.evidence import SPOILT
@@ -12,7 +13,7 @@ from mfwrap.callbacks.culprit.judges.judges import Judges
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepScores
 from mfwrap.callbacks.culprit.notes import RunNotes
 from mfwrap.callbacks.culprit.rank_evidence import RankEvidence, number_or_none
-from mfwrap.callbacks.culprit.replay.difference import first_difference
+from mfwrap.callbacks.culprit.replay.difference import Difference, first_difference
 from mfwrap.callbacks.culprit.replay.micro_batches import (
     factor_change,
     factors_of,
@@ -23,15 +24,14 @@ from mfwrap.callbacks.culprit.replay.precision import computes_in_float16
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.reference import References
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
-from mfwrap.callbacks.culprit.replay.samples import IN_ROWS, SampleSearch
+from mfwrap.callbacks.culprit.replay.samples import IN_ROWS, SPOILT_BY_UPDATE, SampleSearch
 from mfwrap.callbacks.shared.non_finite import BufferWatch
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
+from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 _MOST_BUFFERS = 8
 """Largest number of buffers of a rank in a record."""
-
-_SPOILT_BY_UPDATE = "not searched: the update of the step has changed the weights too far"
 
 _DROPS = frozenset({"loss_drop", "local_norm_drop"})
 """Kinds for which the step is compared with the step before, although no row stands out."""
@@ -103,7 +103,7 @@ class EvidenceGatherer:
         if recorder is not None and compares:
             difference = first_difference(recorder)
         if self._samples is not None and is_first and is_in_rows:
-            search = self._searched(step)
+            search = self._searched(step, difference)
         program = None
         # Before a shift, the program was good.
         num_bad = 1 if shift is None else shift.num_steps
@@ -134,6 +134,7 @@ class EvidenceGatherer:
             moved=moved,
             impossible=judgement.impossible(scores.learning_rate),
             undivided={} if states is None else states.undivided(judgement.optimizer, odd),
+            follows_gradients=isinstance(unwrapped_optimizer(judgement.optimizer), SGD),
             driven=() if states is None else states.driven(risen, judgement.travelled()),
             settings=self._settings.changes(numbers.step),
             changed=judgement.changed(),
@@ -152,14 +153,17 @@ class EvidenceGatherer:
             else tuple(self._buffers.newly_bad()[:_MOST_BUFFERS]),
         )
 
-    def _searched(self, step: HostStep) -> RowSearch | None:
-        """Return the rows of a finite step that stand out, if its update leaves that to be told."""
-        numbers = step.numbers
+    def _searched(self, step: HostStep, difference: Difference | None) -> RowSearch | None:
+        """Return the rows of a finite step that stand out; those of an input, by its size alone."""
+        numbers, samples = step.numbers, self._samples
+        if samples is None:
+            return None
         if step.scores.update_ratio > SPOILT and not (numbers.overflow or numbers.skipped):
-            return RowSearch((), _SPOILT_BY_UPDATE)
-        return self._samples and self._samples.search(
-            numbers, is_finite=True, weights_have_moved=step.weights_have_moved
-        )
+            # No row can be run again with the weights of the step.
+            if difference is not None and difference.where == "input":
+                return samples.of_input(difference.name, numbers.step)
+            return RowSearch((), SPOILT_BY_UPDATE)
+        return samples.search(numbers, is_finite=True, weights_have_moved=step.weights_have_moved)
 
     def _computes_in_float16(self, numbers: StepNumbers) -> bool:
         """Tell whether an overflow may be one of float16, which a first overflow looks for."""

@@ -66,6 +66,9 @@ class RankEvidence:
     impossible: Mapping[str, float] = field(default_factory=dict)
     """Updates, divided by the rate, that no moments of Adam give, by the weight's name."""
 
+    follows_gradients: bool = False
+    """Whether the updates are the gradients times the rate, perhaps added up: those of SGD."""
+
     driven: tuple[str, ...] = ()
     """Weights whose updates since the last sample explain that they have grown."""
 

@@ -1,5 +1,7 @@
 """Rules for what a replay has found: of the step, or of the step and the one before."""
 
+import math
+
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import (
     Cause,
@@ -67,7 +69,9 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
             "weight_changed",
             f"{name} has non-finite elements"
             + ("" if has_update else ", and had them before the first update"),
-            "go back to an earlier checkpoint" if has_update else _NOT_BY_UPDATE,
+            f"go back to a checkpoint in which it is finite; if there is none, {_NOT_BY_UPDATE}"
+            if has_update
+            else _NOT_BY_UPDATE,
             is_in_layer=True,
         ),
         "loss": Cause(
@@ -92,7 +96,17 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
 
 def _has_diverged(evidence: CauseEvidence) -> bool:
     """Tell whether the steps before have made the loss so large that its gradients overflow."""
-    return not evidence.is_first and evidence.blamed.loss > _LARGE_LOSS
+    return not evidence.is_first and abs(evidence.blamed.loss) > _LARGE_LOSS
+
+
+def _begins_inside(evidence: CauseEvidence) -> bool:
+    """Tell whether the gradients of layers that the backward meets first are finite."""
+    blamed = evidence.blamed
+    if evidence.layer is None or not blamed.bad_groups:
+        return False
+    first = range(blamed.bad_groups[-1] + 1, len(blamed.norms))
+    # A group that never has a gradient tells nothing of what has passed it.
+    return any(0 < max(blamed.norms[n], blamed.usual_norms[n]) < math.inf for n in first)
 
 
 def _non_finite_gradient(origin: Origin, blamed: RankEvidence) -> Cause:
@@ -129,15 +143,15 @@ def _of_gradient(origin: Origin) -> str:
 def verdict(evidence: CauseEvidence) -> Cause | None:
     """Find what a replay that was finite leaves as the cause."""
     found = evidence.verdict
-    if found is not None and found.result == "not_covered":
+    if _has_diverged(evidence):
+        return None
+    if found is not None and found.result == "not_covered" and not _begins_inside(evidence):
         return Cause(
             "loss",
             f"the fault is outside of the network: {found.detail}",
             "look at the code between the network's output and the backward",
             micro_batch=outlier(evidence.blamed.factors),
         )
-    if _has_diverged(evidence):
-        return None
     if found is not None and found.detail == TOO_LARGE:
         loss = evidence.blamed.loss
         if loss > _LARGE_LOSS:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from mfwrap.callbacks.culprit.anomaly_log import StateNorm
 from mfwrap.callbacks.culprit.causes.evidence import (
     Cause,
     CauseEvidence,
@@ -10,6 +11,9 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     has_moved_far,
 )
 from mfwrap.callbacks.culprit.judges.step import LIMITS
+
+_MOMENTUM = 10.0
+"""Largest ratio of an update to the rate times the gradient, for a momentum of 0.9."""
 
 _NO_UPDATE = "if no code of yours changes weights, suspect the memory"
 """What to do about a change that no update has made."""
@@ -44,7 +48,11 @@ def grown(evidence: CauseEvidence) -> Cause | None:
     """Find a weight whose norm has risen by more than its updates explain."""
     # Weights that grow by their updates are a consequence: of the rate, of the optimizer's state.
     blamed = evidence.blamed
-    risen = [one for one in blamed.weights if one.name not in blamed.driven]
+    risen = [
+        one
+        for one in blamed.weights
+        if one.name not in blamed.driven and not _is_asked_for(evidence, one)
+    ]
     if not risen:
         return None
     changed = [one for one in risen if one.name in blamed.changed]
@@ -60,6 +68,15 @@ def grown(evidence: CauseEvidence) -> Cause | None:
     if not math.isfinite(worst.norm):
         what = f"{worst.name} became non-finite, and no update of its sampled elements did it"
     return _changed(evidence.first_bad_step, what, [worst.name], "look at what writes this weight")
+
+
+def _is_asked_for(evidence: CauseEvidence, weight: StateNorm) -> bool:
+    """Tell whether the gradients explain that a weight has grown, by an optimizer such as SGD."""
+    if not evidence.blamed.follows_gradients:
+        return False
+    steps = [evidence.now, *evidence.before]
+    sizes = [each.scores.learning_rate * (each.global_norm or 0.0) for each in steps]
+    return weight.norm - weight.norm_before <= _MOMENTUM * sum(sizes)
 
 
 def _changed(step: int, what: str, names: Sequence[str], advice: str) -> Cause:

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow, Kind
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
-from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, arguments_of, tensors_in
 from mfwrap.callbacks.culprit.replay.rows import RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.collectives import this_rank
 from mfwrap.records.skipped_rows import RowPlace, RowPlaces
 
 IN_ROWS: frozenset[Kind] = frozenset({"spike", "loss_spike", "local_norm_spike"})
@@ -19,6 +21,11 @@ _CAUSES_IN_DATA = frozenset({"data", "rank_data"})
 
 _LONGEST_TEXT = 500
 """Largest number of characters of a text that is shown."""
+
+SPOILT_BY_UPDATE = "not searched: the update of the step has changed the weights too far"
+
+_LARGER = 10.0
+"""Smallest ratio of the size of a row's input to that of the middle row which is named by it."""
 
 _SIMILAR = 5.0
 """Rows of other ranks are named whose norm is within this factor of the worst norm."""
@@ -70,6 +77,33 @@ class SampleSearch:
             return found._replace(span=self._span(numbers.step))
         rows = self._with_places(found.rows, numbers.step)
         return found._replace(rows=tuple(map(self._with_text, rows)) if self._shows_texts else rows)
+
+    def of_input(self, name: str, step: int) -> RowSearch:
+        """Return the rows of this rank whose input is far larger than that of the others.
+
+        Nothing is run. Synchronizes with the device.
+
+        Args:
+            name: Dotted name of the input among the arguments of the network.
+            step: The step.
+        """
+        network, sizes = self._recorder.network, []
+        for number, call in enumerate(self._recorder.last_step):
+            arguments = arguments_of(network, call.positional, call.keywords)
+            tensor = dict(tensors_in(arguments)).get(name)
+            if tensor is not None and tensor.dim() > 0:
+                norms = tensor.detach().float().reshape(len(tensor), -1).norm(dim=1).tolist()
+                sizes += [(size, number, row) for row, size in enumerate(norms)]
+        usual = statistics.median(size for size, *_ in sizes) if sizes else math.inf
+        rows = tuple(
+            BadRow(rank=this_rank(), micro_batch=number, row=row)
+            for size, number, row in sorted(sizes, reverse=True)
+            if size > _LARGER * usual
+        )
+        if not rows:
+            return RowSearch((), SPOILT_BY_UPDATE, span=self._span(step))
+        detail = f"rows whose `{name}` is more than {_LARGER:.0f} times as large as that of others"
+        return RowSearch(self._with_places(rows, step), detail, is_exact=True)
 
     def _with_places(self, rows: tuple[BadRow, ...], step: int) -> tuple[BadRow, ...]:
         """Return rows of this rank with their places in the training data."""

@@ -39,7 +39,8 @@ def test_weights_that_were_non_finite_before_the_first_update(where):
 
     assert [step.step for step in steps] == [1, 2]
     assert "the file that the weights were loaded from" in first.suggestion
-    assert "the file that the weights were loaded from" not in second.suggestion
+    later = "in which it is finite; if there is none" if where == "weight" else "the update before"
+    assert later in second.suggestion
 
 
 def test_gradients_of_weights_that_are_not_finite_by_themselves():
@@ -68,6 +69,17 @@ def test_verdicts_of_a_replay():
     assert "if there is none, suspect the hardware" in gradient.suggestion
     assert cause("loss_not_finite", **transient).name == "transient"
     assert cause("gradient_not_finite", layer="h.1").suggestion.endswith("of this layer")
+
+
+@pytest.mark.parametrize(
+    ("norms", "name"),
+    [((NAN, NAN, 1.0), "gradient"), ((NAN, NAN, 0.0), "gradient"), ((NAN, NAN, NAN), "loss")],
+)
+def test_a_backward_that_fails_inside_of_the_network(norms, name):
+    """A loss outside of it is not at fault if layers behind have finite gradients."""
+    outside = Verdict("not_covered", "the loss is computed outside of the network")
+    found = cause("gradient_not_finite", verdict=outside, layer="h.0", rank={"norms": norms})
+    assert found.name == name
 
 
 @pytest.mark.parametrize(

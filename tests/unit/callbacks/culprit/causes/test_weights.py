@@ -1,5 +1,7 @@
 """Weights that have changed are blamed where no ordinary update explains it."""
 
+import pytest
+
 from support.cause_evidence import HIGH_LOSS, NAMES, NAN, cause, state, trace
 
 
@@ -58,3 +60,15 @@ def test_weights_that_no_update_has_ruined():
     assert cause("state_spike", rank={**known, "driven": NAMES[:1]}).name != "weight_changed"
     assert cause("state_spike", rank=known, is_first=False).name != "weight_changed"
     assert cause("loss_not_finite", rank=known).name != "weight_changed"
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_weight_that_grows_by_what_its_gradients_ask_for(follows):
+    """The update of SGD is the gradient times the rate, in elements that were sampled or not."""
+    steps = trace({"learning_rate": 0.01}, {**HIGH_LOSS, "learning_rate": 0.01})
+    last = (*steps[:-1], steps[-1]._replace(global_norm=4e4))
+    grown = {"states": (state("weight", "h.0.weight", 400.0),), "follows_gradients": follows}
+    large = {"states": (state("weight", "h.0.weight", 9e3),), "follows_gradients": follows}
+
+    assert (cause(steps=last, rank=grown).name == "weight_changed") is not follows
+    assert cause(steps=last, rank=large).name == "weight_changed"

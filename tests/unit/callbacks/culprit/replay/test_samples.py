@@ -5,14 +5,16 @@ import math
 import re
 import statistics
 
+import pytest
 import torch
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.replay.micro_batches import losses_of
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch, with_samples
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow
-from support.spoilt.rows import planted
+from support.spoilt.rows import Regression, planted
 
 
 def numbers_of(step, *, loss=math.nan, overflow=True, skipped=True):
@@ -148,3 +150,23 @@ def test_texts_are_added_only_if_asked_for():
     ]
 
     assert texts == [None, " ".join(map(str, tokens)), Letters().decode(tokens)]
+
+
+@pytest.mark.parametrize("name", ["images", "labels"])
+def test_rows_with_a_far_larger_input(name):
+    """They are named by their size alone; rows of one size name none."""
+    network = Regression()
+    recorder = StepRecorder(network)
+    for number in range(2):
+        batch = {"images": torch.ones(4, 3, 8, 8), "labels": torch.ones(4)}
+        if number == 1:
+            batch[name][2] = 1e4
+        network(**batch)["loss"].backward()
+    recorder.end_step()
+    search = SampleSearch(recorder)
+    (row,) = search.of_input(name, 1).rows
+    other = "labels" if name == "images" else "images"
+
+    assert (row.micro_batch, row.row) == (1, 2)
+    assert search.of_input(other, 1).rows == ()
+    assert search.of_input("absent", 1).rows == ()
