@@ -20,6 +20,12 @@ class SkippedRow(NamedTuple):
     """Number of the row in the order of this pass, from 0, counted over all ranks."""
 
 
+def unknown_source(index: int) -> str | None:
+    """Return ``None``: nothing is known about where the row with an index comes from."""
+    del index
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class RowPlace:
     """Where a row of a batch is in the training data."""
@@ -30,7 +36,7 @@ class RowPlace:
     row: SkippedRow
     """Place of the row in the order of the sampler."""
 
-    source_of: Callable[[int], str | None] = field(default=lambda _: None, compare=False)
+    source_of: Callable[[int], str | None] = field(default=unknown_source, compare=False)
     """Returns file and line of the row with an index; ``None`` if they are unknown."""
 
     @property

@@ -226,8 +226,11 @@ class JsonSource(FilesSource):
     """Key of the list, if each file is an object that holds the list."""
 
     def read(self) -> Rows:
+        return self.read_as({})
+
+    def read_as(self, uses: Mapping[str, ColumnUse]) -> Rows:
         for name, files in self.files().items():
-            check_json(name, files, self.field)
+            check_json(name, files, self.field, uses)
         return self.load("json", field=self.field)
 
 
@@ -239,8 +242,11 @@ class JsonLinesSource(FilesSource):
     type: Literal["json_lines"] = "json_lines"
 
     def read(self) -> Rows:
+        return self.read_as({})
+
+    def read_as(self, uses: Mapping[str, ColumnUse]) -> Rows:
         for name, files in self.files().items():
-            check_json_lines(name, files)
+            check_json_lines(name, files, uses)
         return self.load("json")
 
     def _places(self, name: str, file: str) -> Iterator[str]:

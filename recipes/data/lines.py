@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
 OPENERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {".bz2": bz2.open, ".gz": gzip.open, ".xz": lzma.open}
@@ -38,7 +38,7 @@ def read_lines(setting: str, files: Iterable[str]) -> Lines:
         yield from ((place, line) for place, line in _all_lines(setting, file) if line.strip())
 
 
-def check_json_lines(setting: str, files: Collection[str]) -> None:
+def check_json_lines(setting: str, files: Collection[str], checked: Collection[str] = ()) -> None:
     """Check that each line of JSON Lines files is a JSON object, and that there is one.
 
     The library cannot be asked first, because a line ``null`` crashes it.
@@ -46,13 +46,14 @@ def check_json_lines(setting: str, files: Collection[str]) -> None:
     Args:
         setting: Key that names the files, for error messages.
         files: Paths of the files.
+        checked: Columns whose values the task checks.
 
     Raises:
-        ValueError: If a line is not a JSON object, or there are only blank lines. The message names
-            the line.
+        ValueError: If a line is not a JSON object, there are only blank lines, or another column
+            has strings and numbers. The message names the line.
     """
     wanted = f"`{setting}` must hold one JSON object per line"
-    place = None
+    place, kinds = None, {file: _Kinds(setting, checked) for file in files}
     for place, line in read_lines(setting, files):
         text = line.strip()
         try:
@@ -64,6 +65,7 @@ def check_json_lines(setting: str, files: Collection[str]) -> None:
         if fault is not None:
             msg = f"{wanted}, got {fault}{text[:60]!r} at {place}"
             raise ValueError(msg)
+        kinds[place.rpartition(":")[0]].add(row, f"at {place}")
     if place is None:
         msg = (
             f"`{setting}` is empty ({', '.join(files)}); put one JSON object on each line, or name "
@@ -72,7 +74,9 @@ def check_json_lines(setting: str, files: Collection[str]) -> None:
         raise ValueError(msg)
 
 
-def check_json(setting: str, files: Iterable[str], key: str | None) -> None:
+def check_json(
+    setting: str, files: Iterable[str], key: str | None, checked: Collection[str] = ()
+) -> None:
     """Check that JSON files hold a list of objects, or one JSON object per line.
 
     The library reads other values as a row, and half of a surrogate pair as an empty text.
@@ -81,19 +85,22 @@ def check_json(setting: str, files: Iterable[str], key: str | None) -> None:
         setting: Key that names the files, for error messages.
         files: Paths of the files.
         key: Key of the list in each file; ``None`` if the file is the list.
+        checked: Columns whose values the task checks.
 
     Raises:
-        ValueError: If a file does not hold such a list. The message names the line or the row.
+        ValueError: If a file does not hold such a list, or another column has strings and numbers.
+            The message names the line or the row.
     """
     wanted = f"`{setting}` must hold a list of objects"
     wanted = wanted if key is None else f"{wanted} under the key {key!r}"
     for file in files:
+        kinds = _Kinds(setting, checked)
         text = "".join(line for _, line in _all_lines(setting, file))
         try:
             content = json.loads(text)
         except (RecursionError, ValueError) as error:
             if key is None and text.lstrip().startswith("{"):
-                check_json_lines(setting, [file])
+                check_json_lines(setting, [file], checked)
                 continue
             at = f"{file}:{getattr(error, 'lineno', 1)}"
             msg = f"`{setting}` must hold JSON, got a fault ({_reason(error)}) at {at}"
@@ -113,6 +120,7 @@ def check_json(setting: str, files: Iterable[str], key: str | None) -> None:
             if fault is not None:
                 msg = f"{wanted}, got {fault}{row!r:.60} in row {number} of {file}"
                 raise ValueError(msg)
+            kinds.add(row, f"in row {number} of {file}")
 
 
 def checked_table(
@@ -229,6 +237,46 @@ def _all_lines(setting: str, file: str) -> Lines:
         reason = getattr(error, "strerror", None) or error
         msg = f"`{setting}` must name readable files, got {file!r}: {reason}"
         raise ValueError(msg) from error
+
+
+@final
+class _Kinds:
+    """Refuse a column of JSON with strings and numbers.
+
+    The library reads such a column as JSON once more, so that the string ``"007"`` becomes 7.
+
+    Args:
+        setting: Key that names the files, for error messages.
+        left_out: Columns that are not looked at.
+    """
+
+    def __init__(self, setting: str, left_out: Collection[str]) -> None:
+        self._setting, self._left_out = setting, left_out
+        self._first: dict[str, tuple[bool, str]] = {}
+
+    def add(self, row: Mapping[str, Any], where: str) -> None:
+        """Include a row, or raise an error that names it and an earlier one.
+
+        Args:
+            row: The row.
+            where: Says where it is.
+
+        Raises:
+            ValueError: If a column has strings and numbers.
+        """
+        for name, value in row.items():
+            is_other = not isinstance(value, (str, int, float)) or isinstance(value, bool)
+            if is_other or name in self._left_out:
+                continue
+            is_text = isinstance(value, str)
+            before = self._first.setdefault(name, (is_text, f"{value!r:.40} {where}"))
+            if before[0] is not is_text:
+                msg = (
+                    f"`{self._setting}` must have strings or numbers in a column, not both; "
+                    f"{name!r} is {before[1]}, and {value!r:.40} {where}: write all of them as "
+                    "strings, or all as numbers"
+                )
+                raise ValueError(msg)
 
 
 def _reason(error: Exception) -> str:

@@ -242,14 +242,14 @@ class DataSource(RecipeSection, abc.ABC):
         if self._holds_out(number):
             # The same numbers are drawn for any table of this length.
             numbers = Dataset.from_dict({"row": range(number)})
-            row = self._split(numbers)["train"][index]["row"]
+            row = self._held_apart(numbers)["train"][index]["row"]
         return self.place(row + 1, held_out=False)
 
     def _holds_out(self, number: int) -> bool:
         has_own = getattr(self, "eval_path", None) is not None
         return bool(self.eval_fraction) and number > 1 and not has_own
 
-    def _split(self, rows: Dataset) -> DatasetDict:
+    def _held_apart(self, rows: Dataset) -> DatasetDict:
         return rows.train_test_split(self.eval_fraction, seed=self.split_seed)
 
     def rows(self, needs: Needs = NO_NEEDS) -> Rows:
@@ -271,7 +271,7 @@ class DataSource(RecipeSection, abc.ABC):
         if evaluation is not None:
             evaluation = self._prepared(needs, evaluation, held_out=True)
         elif self._holds_out(len(train)):
-            parts = self._split(train)
+            parts = self._held_apart(train)
             train, evaluation = parts["train"], parts["test"]
         if not len(train):
             msg = "`data` must have training rows, got none"

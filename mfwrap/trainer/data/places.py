@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 from mfwrap.compatibility.transformers import makes_batches_itself
-from mfwrap.records.skipped_rows import RowPlace, SkippedRow
+from mfwrap.records.skipped_rows import RowPlace, SkippedRow, unknown_source
 from mfwrap.trainer.data.dealt import Dealing, EpochRows
 from mfwrap.trainer.events import MonitorCallback, monitors
 from mfwrap.trainer.view import TrainerView
@@ -49,7 +49,7 @@ class NotedRows:
         """Monitors that name rows."""
         self.needed_by = ""
         """Argument of the trainer that needs the rows, in words; empty if only monitors do."""
-        self.source_of: Callable[[int], str | None] = lambda _: None
+        self.source_of = unknown_source
         """Returns file and line of the row of the data set with an index, if they are known."""
         # A step is judged in the next step, which may belong to the next epoch.
         self._epochs: deque[_NotedEpoch] = deque(maxlen=2)

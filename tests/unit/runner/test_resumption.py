@@ -67,7 +67,9 @@ def test_results_that_are_not_finite(tmp_path):
         pytest.fail(f"{constant} is no JSON")
 
     json.loads((tmp_path / RESULT).read_text(), parse_constant=refuse)
-    assert read_result(tmp_path) == pytest.approx(metrics, nan_ok=True)
+    found, checkpoint = read_result(tmp_path)
+    assert found == pytest.approx(metrics, nan_ok=True)
+    assert checkpoint is None
 
 
 def test_one_rank_says_that_a_run_has_finished(tmp_path, two_ranks):

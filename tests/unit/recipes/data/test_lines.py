@@ -3,11 +3,13 @@
 import bz2
 import csv
 import gzip
+import json
 import lzma
+import re
 
 import pytest
 
-from mfwrap.recipes.data.lines import check_json_lines, read_lines, table_rows
+from mfwrap.recipes.data.lines import check_json, check_json_lines, read_lines, table_rows
 
 
 def test_lines_are_counted_from_1(tmp_path):
@@ -81,3 +83,15 @@ def test_the_limit_of_a_field_is_restored(tmp_path):
 
     assert list(rows) == [(f"{file}:1", ["a", "b"]), (f"{file}:2", ["1", "2"])]
     assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_strings_and_numbers_in_a_column(tmp_path, ending):
+    """The library would read the string as JSON, and make 7 of "007"."""
+    file = tmp_path / f"a.{ending}"
+    rows = [{"a": "007", "b": None}, {"a": None, "b": 2}, {"a": 5, "b": 2.5}]
+    file.write_text(json.dumps(rows) if ending == "json" else "\n".join(map(json.dumps, rows)))
+    places = [f"at {file}:{n}" if ending == "jsonl" else f"in row {n} of {file}" for n in (1, 3)]
+    says = f"'a' is '007' {places[0]}, and 5 {places[1]}: write all of them as strings, or all as "
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_json("path", [str(file)], None)
