@@ -477,15 +477,12 @@ def _hide_progress_bars(recipe: "Recipe") -> None:
 
 def _fail(recipe: "Recipe", error: BaseException) -> NoReturn:
     """Print a run's error in one line, write its traceback to the run folder, and exit with 1."""
-    from mfwrap.runner.folder import checkpoints, write_traceback  # noqa: PLC0415  (slow)
+    from mfwrap.runner.folder import write_traceback  # noqa: PLC0415  (slow)
 
-    folder = Path(recipe.arguments.output_dir or "")
-    file, saved = write_traceback(folder, error), checkpoints(folder)
+    file = write_traceback(Path(recipe.arguments.output_dir or ""), error)
     line = " ".join("; ".join([str(error), *getattr(error, "__notes__", ())]).split())
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         line += "; free space on the disk, and continue with --resume=auto"
-    elif saved:
-        line += f"; once it is mended, --resume=auto continues from {saved[-1].name}"
     line += "" if file is None else f"; traceback in {file}"
     kind = f"{type(error).__name__}{recipe.code.place_of(error)}"
     echo(f"mfwrap: the run failed: {kind}: {line}", err=True)

@@ -33,7 +33,8 @@ NOT_ENDED = "not ended"
 
 _NORM = "local_norm/"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"
+"""File of the Trainer's state, in a checkpoint or in the folder of a run that has finished."""
 
 _ALIASES = {"grad_norm": "global_norm", "local_loss": "loss"}
 """Name in `StepOutput` of each number that transformers or MindFormers name differently."""
@@ -163,7 +164,7 @@ def read_run(folder: Path) -> RunRecord:
 def not_a_run_folder(folder: Path) -> FileNotFoundError:
     """Return the error for a folder that has no numbers of a run."""
     if folder.is_dir():
-        reason = f"neither a *.jsonl file nor {_TRAINER_STATE} in it has the numbers of a step"
+        reason = f"neither a *.jsonl file nor {TRAINER_STATE} in it has the numbers of a step"
     else:
         reason = "it is a file" if folder.exists() else "there is no such folder"
     return FileNotFoundError(f"{folder} is not a run folder: {reason}")
@@ -266,11 +267,11 @@ def trainer_log(folder: Path) -> list[dict[str, Any]]:
 
 def _trainer_state(folder: Path) -> Path | None:
     """Return the path of the Trainer's state, in the folder or else in its newest checkpoint."""
-    if (folder / _TRAINER_STATE).is_file():
-        return folder / _TRAINER_STATE
+    if (folder / TRAINER_STATE).is_file():
+        return folder / TRAINER_STATE
     steps = {
         int(match[1]): path
-        for path in folder.glob(f"checkpoint-*/{_TRAINER_STATE}")
+        for path in folder.glob(f"checkpoint-*/{TRAINER_STATE}")
         if (match := _CHECKPOINT.fullmatch(path.parent.name))
     }
     return steps[max(steps)] if steps else None

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from mfwrap.recipes.models.loading import unused_weights
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.recipes.tasks.inputs import build_for_inputs
+from mfwrap.records.run_record import TRAINER_STATE
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.runner.document import (
     RECIPE_FILE,
@@ -44,6 +46,7 @@ from mfwrap.runner.folder import (
     begin_anew,
     check_former_run,
     check_others_files,
+    checkpoints,
     claim,
     is_free_of_completions,
     list_completions,
@@ -217,10 +220,10 @@ def _run(
             say(f"removed from {folder}: {', '.join(removed)}")
     if trainer.is_world_process_zero():
         list_completions(folder, was_free=is_free)
-        (folder / RESULT).unlink(missing_ok=True)
+        _remove_end(folder)
         with whole_file(folder / RECIPE_FILE) as partial:
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
-    with _naming_keys(recipe):
+    with _naming_keys(recipe), _telling_the_way_on(trainer, folder):
         trainer.train(resume_from_checkpoint=resume or None)
     with trainer.run_facts.writing_failure():
         run = finish(recipe, trainer, recorder, say)
@@ -228,9 +231,31 @@ def _run(
     if trainer.is_local_process_zero():
         set_aside_tracebacks(folder)
     if trainer.is_world_process_zero():
+        # The checkpoints that are left may be older than the last entries of the log.
+        with whole_file(folder / TRAINER_STATE) as partial:
+            trainer.state.save_to_json(str(partial))
         write_result(folder, run.metrics, checkpoint)
         _warn_of_skips(trainer, say)
     return RunResult(folder, run.metrics, checkpoint)
+
+
+@contextlib.contextmanager
+def _telling_the_way_on(trainer: Any, folder: Path) -> Iterator[None]:
+    """Add to the error of a training that has begun from which checkpoint it can go on."""
+    try:
+        yield
+    except Exception as error:
+        saved = checkpoints(folder)
+        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC  # says so itself
+        if trainer.run_facts.has_failed and saved and not is_full:
+            error.add_note(f"once it is mended, --resume=auto continues from {saved[-1].name}")
+        raise
+
+
+def _remove_end(folder: Path) -> None:
+    """Remove what only a run has that has finished."""
+    for name in (RESULT, TRAINER_STATE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _say_changes(
@@ -422,7 +447,19 @@ def _naming_keys(recipe: Recipe, keywords: Mapping[str, Any] | None = None) -> I
 
 def _check_batches(recipe: Recipe, rows: Any) -> None:
     """Raise `RecipeError` if all rows together are an incomplete batch, which is left out."""
-    arguments, number = recipe.arguments, _length(rows)
+    arguments: Any = recipe.arguments
+    number = _length(rows)
+    # TRL's name for the answers that are written, and compared, at once.
+    answers = getattr(arguments, "generation_batch_size", None)
+    if answers is not None and number is not None:
+        prompts = answers // arguments.num_generations
+        if number < prompts:
+            says = f"expected at most {number * arguments.num_generations} answers in a batch, "
+            says += (
+                f"{arguments.num_generations} (num_generations) to each of the {number} training"
+            )
+            path = ("training", "per_device_train_batch_size")
+            raise recipe.document.error(path, f"{says} prompts, got {answers}; or add prompts")
     size = arguments.train_batch_size * arguments.world_size
     if arguments.dataloader_drop_last and number is not None and number < size:
         path = ("training", "dataloader_drop_last")

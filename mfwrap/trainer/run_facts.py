@@ -32,6 +32,8 @@ class TrainerFacts:
         self._termination = termination
         self._facts: RunFacts | None = None
         self._ended: RunFacts | None = None
+        self.has_failed = False
+        """Whether a training that had begun has failed."""
         self._given: Mapping[str, Any] | None = None
         self._code: Mapping[str, Any] | None = None
         self.inputs: Mapping[str, Any] = {}
@@ -93,6 +95,7 @@ class TrainerFacts:
             yield
         except Exception as error:
             facts, self._facts = self._facts, None
+            self.has_failed = facts is not None
             # On a full disk, the first error is the one to tell.
             with contextlib.suppress(OSError):
                 if facts is not None:

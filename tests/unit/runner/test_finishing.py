@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from mfwrap.records import read_json_lines
+from mfwrap.records.run_record import read_run
 from mfwrap.runner import parse_recipe, run_recipe
 from mfwrap.runner.run import build_trainer
 from support.ranks.recipes import evaluations_on_each_rank
@@ -154,3 +155,12 @@ def test_ranks_decide_alike(tmp_path, two_ranks):
 
     assert two_ranks.run(evaluations_on_each_rank, text, 1.0) == [3, 3]
     assert two_ranks.run(evaluations_on_each_rank, text, 0.5) == [4, 4]
+
+
+def test_the_log_of_a_run_outlives_its_checkpoints(tmp_path):
+    """The page has all of it, also if only the best checkpoint is left."""
+    folder = tmp_path / "run"
+    run(folder, training=BEST | {"save_total_limit": 1})
+
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert read_run(folder).curves["eval_runtime"].steps == [2, 4, 6]
