@@ -230,6 +230,15 @@ def test_what_is_refused(text, reward, says):
     assert says in refusal(text(reward))
 
 
+def test_fewer_prompts_than_a_batch_has(text):
+    """TRL would train nothing: a batch needs as many prompts as it has groups of answers."""
+    found = refusal(text({"type": "my_rewards.ones"}, per_device_train_batch_size=64))
+    number = TRAINING["num_generations"]
+    says = f"training.per_device_train_batch_size: expected at most {10 * number} answers in a"
+    assert says in found
+    assert "the 10 training prompts, got 64; or add prompts" in found
+
+
 def test_a_column_that_only_the_training_rows_have(text, tmp_path):
     """A reward judges held-out answers, too, so their rows need its columns."""
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "a?"}\n{"prompt": "b?"}\n')
