@@ -42,6 +42,11 @@ _CAUSES = (
         "start a new run",
     ),
     _Cause(
+        r"SampleMonitor needs .* in a training without evaluations",
+        ("callbacks",),
+        "have a SampleMonitor without step_interval; set it, or training.eval_strategy",
+    ),
+    _Cause(
         r"\w+Callback requires .* to be installed",
         ("training", "report_to"),
         "names a tracker whose package is not installed; install it, or leave the tracker out",

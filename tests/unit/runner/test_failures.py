@@ -18,6 +18,7 @@ training:
   push_to_hub: true
 peft:
   target_modules: [query_key_value]
+callbacks: [{type: SampleMonitor}]
 """
 DOCUMENT = RecipeDocument.parse(TEXT, "r.yaml")
 
@@ -44,6 +45,10 @@ def network():
         (
             "CometCallback requires comet-ml to be installed",
             "r.yaml:2: training.report_to: names a tracker whose package is not installed",
+        ),
+        (
+            "SampleMonitor needs step_interval in a training without evaluations, got None",
+            "r.yaml:6: callbacks: have a SampleMonitor without step_interval; set it, or training.",
         ),
     ],
 )
