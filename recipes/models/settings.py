@@ -257,6 +257,10 @@ class ModelSettings(RecipeSection):
                 f"leave it out, or set it to 'sdpa'; transformers says: {said}"
             )
             raise ModelError(msg) from error
+        # transformers keeps a checkpoint's own `label2id`, of other classes than those of the data.
+        config: Any = getattr(network, "config", None)
+        if names := getattr(config, "id2label", None):
+            config.label2id = {name: number for number, name in names.items()}
         self.convert_parts(network)
         return network
 

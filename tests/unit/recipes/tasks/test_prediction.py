@@ -1,5 +1,7 @@
 """Prediction tasks encode labels and images, and compute their metrics."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 from sklearn.metrics import mean_squared_error, r2_score
 from transformers import (
     AutoModel,
+    BertConfig,
     BertForSequenceClassification,
     BertForTokenClassification,
     EvalPrediction,
@@ -91,6 +94,32 @@ def test_a_head_keeps_its_classes(tmp_path, build, saved, columns, is_typed, cas
     assert [keywords["model"].config.id2label[int(one)] for one in targets] == named
     weights = load_file(tmp_path / "model.safetensors")["classifier.weight"]
     assert torch.equal(keywords["model"].classifier.weight, weights)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["neg", "pos"],  # those of the data
+        ["POS", "NEG"],
+        ["good", "bad"],
+        ["neg", "neu", "pos"],
+        ["LABEL_0", "LABEL_1"],
+    ],
+)
+def test_both_tables_of_the_classes_agree(tmp_path, names):
+    """A saved classifier has the number of each name, whatever the checkpoint had."""
+    sizes = {key: size for key, size in BERT.items() if key != "model_type"}
+    numbers = {name: number for number, name in enumerate(reversed(names))}  # contradict the names
+    config = BertConfig(**sizes, vocab_size=261, id2label=dict(enumerate(names)), label2id=numbers)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "base")
+    model = ModelSettings(path=str(tmp_path / "base"), tokenizer="bytes")
+    rows = Rows(Dataset.from_dict({"text": ["a", "b"], "label": ["pos", "neg"]}))
+    network = build_sequence_classification(model, PythonTokensSource(), rows)["model"]
+    network.save_pretrained(tmp_path / "trained")
+
+    saved = json.loads((tmp_path / "trained" / "config.json").read_text())
+    assert {name.lower() for name in saved["label2id"]} == {"pos", "neg"}
+    assert {str(number): name for name, number in saved["label2id"].items()} == saved["id2label"]
 
 
 def test_only_the_first_token_of_a_word_has_a_label():
