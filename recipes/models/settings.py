@@ -382,8 +382,13 @@ class ModelSettings(RecipeSection):
         Args:
             network: The model that `make_model` has made, for the classes of the data.
         """
-        names = self.class_names() if type(network).__name__.endswith("Classification") else []
-        if names == sorted(names) or names != _class_names(network.config):
+        kind = type(network).__name__
+        if self.path is None or not kind.endswith("Classification"):
+            return None
+        saved, names = self.saved_config(), _class_names(network.config)
+        if kind not in (saved.architectures or ()) or names == sorted(names):
+            return None
+        if _without_case(names) != _without_case(_class_names(saved)):
             return None
         return f"the classes have the order of the head of {self.path!r}: {', '.join(names):.200}"
 
@@ -409,7 +414,7 @@ class ModelSettings(RecipeSection):
                 "new classes"
             )
         before, now = _class_names(saved), _class_names(network.config)
-        if not before or list(map(str.casefold, before)) == list(map(str.casefold, now)):
+        if not before or _without_case(before) == _without_case(now):
             return None
         return (
             f"model.path: {self.path!r} has a head for the classes {', '.join(before):.200}, and "
@@ -620,6 +625,10 @@ def _class_names(config: Any) -> list[str]:
     names = getattr(config, "id2label", None) or {}
     found = [str(names[number]) for number in sorted(names)]
     return [] if found == [f"LABEL_{number}" for number in range(len(found))] else found
+
+
+def _without_case(names: Collection[str]) -> list[str]:
+    return [name.casefold() for name in names]
 
 
 _LIMITS = {"layer": 1_000, "depth": 1_000, "block": 1_000, "expert": 1_000, "num_labels": 100_000}

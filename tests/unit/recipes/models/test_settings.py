@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
     CanineConfig,
@@ -328,7 +329,19 @@ def test_a_head_for_classes_of_other_names(json_lines, tmp_path, names, said):
     assert len(warned) == (said is not None)
     assert all(said in line for line in warned)
     order = f"the classes have the order of the head of {model['path']!r}: z, x, y"
-    assert (order in lines) == (names == ["z", "x", "y"])
+    assert (order in lines) == ([name.lower() for name in names] == ["z", "x", "y"])
+
+
+def test_names_without_a_head(json_lines, tmp_path):
+    """A checkpoint with names of classes, but without a head, is not said to have one."""
+    config = BertConfig(**BERT["config"], vocab_size=261, id2label={0: "y", 1: "x"})
+    BertForMaskedLM(config).save_pretrained(tmp_path / "base")
+    section = json_lines([{"text": "a", "label": "xy"[n % 2]} for n in range(4)])
+    lines = []
+    model = {"path": str(tmp_path / "base"), "tokenizer": "bytes"}
+    build_trainer(recipe_of("sequence_classification", section, model=model), say=lines.append)
+
+    assert [line for line in lines if "head" in line] == []
 
 
 @pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
