@@ -68,9 +68,9 @@ allow_code_option = click.option(
 def validate(recipe: str, overrides: Sequence[str], *, allow_code: bool) -> None:
     """Check every value of RECIPE, and try its first step.
 
-    The step has two rows in each batch, or a whole batch if the loss compares its rows, and writes
-    to a temporary folder. It is not tried if the data or the model are on the hub, or if the model
-    has more than 30 million parameters.
+    The step has two rows in each batch, or a whole batch if the loss compares its rows or is told
+    by row, and writes to a temporary folder. It is not tried if the data or the model are on the
+    hub, or if the model has more than 30 million parameters.
 
     Classes of your own that RECIPE names are checked only with --allow-code. Without it, the output
     names what was not checked.

@@ -42,8 +42,8 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
     """Train one step of a recipe, evaluate and save, in a temporary folder that is deleted.
 
     All rows of local data are checked. Each batch has two rows, except for tasks whose Trainer gets
-    texts; answers that the model writes have at most 16 tokens. Nothing is downloaded or uploaded,
-    and nothing is written to the folders that the recipe names.
+    texts, and for losses by row; answers that the model writes have at most 16 tokens. Nothing is
+    downloaded or uploaded, and nothing is written to the folders that the recipe names.
 
     Args:
         recipe: Checked recipe.
@@ -131,8 +131,9 @@ def _try_step(recipe: Recipe, max_rows: int | None) -> list[str]:
         check_answers(recipe, trainer, lines.append)  # those of the run are longer
         collate = trainer.data_collator
         # Keep the length of the training, which the schedule depends on. Answers to one prompt
-        # must stay together, and losses of embeddings need the batch that they are made for.
-        if not recipe.task.gets_texts:
+        # must stay together, losses of embeddings need the batch that they are made for, and losses
+        # by row all rows that the sampler has dealt.
+        if not (recipe.task.gets_texts or trainer.loss_by_row.is_on):
             trainer.data_collator = lambda rows: collate(rows[:_BATCH])
         trainer.add_callback(_OneStep())
         trainer.train()

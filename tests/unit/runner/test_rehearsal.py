@@ -29,6 +29,16 @@ def test_a_recipe_that_trains(tmp_path, monkeypatch, capfd):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("keys", [{"row_losses": True}, {"loss_by": "label"}])
+def test_losses_by_row(tmp_path, keys):
+    """A recipe with losses by row is tried with batches of its own size."""
+    rows = [{"text": "a text", "label": "xy"[n % 2]} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"type": "json_lines", "path": str(tmp_path / "rows.jsonl"), **keys}
+
+    assert rehearse(recipe_of("causal_lm", data, per_device_train_batch_size=8)) is None
+
+
 def test_a_metric_that_does_not_exist():
     """A misspelled metric is found before the training, not at its first checkpoint."""
     training = SAVES | {"load_best_model_at_end": True, "metric_for_best_model": "r3"}
