@@ -48,6 +48,15 @@ class Best(NamedTuple):
     the training used averaged weights."""
 
 
+class Updates(NamedTuple):
+    """What has become of the updates of a training, with those before it was resumed."""
+
+    applied: int
+    skipped: int
+    why: str
+    """Why some were skipped: the end of a sentence."""
+
+
 class FinishedRun(NamedTuple):
     """A recipe and what has come out of it."""
 
@@ -70,6 +79,18 @@ class FinishedRun(NamedTuple):
     def model(self) -> Any:
         """The trained network without wrappers."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
+
+    @property
+    def updates(self) -> Updates:
+        """The updates of the training, which are read from the device."""
+        windows = self.trainer.attached.attachment.step.windows.values()
+        counts = [window.update.counts for window in windows]
+        spikes = " or was a spike" if self.recipe.step.config.spike_policy == "skip" else ""
+        return Updates(
+            sum(int(each.applied_updates) for each in counts),
+            sum(int(each.skipped_updates) for each in counts),
+            f"because a gradient was not finite{spikes}",
+        )
 
 
 def write_recipe_card(run: FinishedRun, name: str, folder: Path) -> None:
@@ -434,7 +455,7 @@ def _best(run: FinishedRun, name: str) -> str:
     ):
         return ""
     number = f"{run.best.step} of {run.trainer.state.global_step}"
-    return f" Its weights are those after {number} updates, the best by `{run.best.metric}`."
+    return f" Its weights are those after step {number}, the best by `{run.best.metric}`."
 
 
 def _training(run: FinishedRun, configuration: Mapping[str, Any]) -> str:
@@ -460,8 +481,13 @@ def _training(run: FinishedRun, configuration: Mapping[str, Any]) -> str:
         shared_settings(configuration), sort_keys=False, allow_unicode=True, width=100
     )
     flag = "" if recipe.code.facts(Path()) is None else " --allow-code"
+    applied, skipped, why = run.updates
+    number, end = f"{trainer.state.global_step} updates", ""
+    if skipped:
+        number = f"{applied} of {applied + skipped} updates were applied"
+        end = f"; the others were skipped {why}"
     return (
-        f"{trainer.state.global_step} updates for the task `{recipe.document.data['task']}`, with "
-        f"MindFormers' training step in mfwrap.\n\nData: {data}\n\nThe recipe, for "
+        f"{number} for the task `{recipe.document.data['task']}`, with MindFormers' training step "
+        f"in mfwrap{end}.\n\nData: {data}\n\nThe recipe, for "
         f"`mfwrap train{flag}`:\n\n```yaml\n{settings}```"
     )

@@ -55,6 +55,7 @@ from mfwrap.runner.folder import (
 from mfwrap.runner.given import GivenObjects
 from mfwrap.runner.inputs import changed_inputs, input_facts
 from mfwrap.runner.lengths import check_answers, check_lengths, untrained_positions
+from mfwrap.runner.model_card import Updates
 from mfwrap.runner.objects import REFUSALS, RecipeObjects
 from mfwrap.runner.outliers import far_values
 from mfwrap.runner.own_code import NEEDS_FLAG, OwnCode
@@ -134,7 +135,7 @@ def run_recipe(
         say: Called in the main process with lines about the rows, see `build_trainer`, and with a
             line that names the checkpoint that the run resumes from, that lists what `overwrite`
             has deleted, that says that the run had finished before, or that warns at the end that
-            no update was applied.
+            most updates were skipped.
 
     Raises:
         RecipeError: If another program trains in the run folder, if the data lack something that
@@ -235,7 +236,7 @@ def _run(
         with whole_file(folder / TRAINER_STATE) as partial:
             trainer.state.save_to_json(str(partial))
         write_result(folder, run.metrics, checkpoint)
-        _warn_of_skips(trainer, say)
+        _warn_of_skips(run.updates, say)
     return RunResult(folder, run.metrics, checkpoint)
 
 
@@ -268,14 +269,14 @@ def _say_changes(
         say(f"warning: {names} changed since {folder} was started; the run continues with it")
 
 
-def _warn_of_skips(trainer: Any, say: Callable[[str], None]) -> None:
-    """Warn if all updates of a training were skipped."""
-    windows = trainer.attached.attachment.step.windows.values()
-    applied = sum(int(window.update.counts.applied_updates) for window in windows)
-    skipped = sum(int(window.update.counts.skipped_updates) for window in windows)
+def _warn_of_skips(updates: Updates, say: Callable[[str], None]) -> None:
+    """Warn if most updates of a training were skipped."""
+    applied, skipped, why = updates
     if skipped and not applied:
         what = f"none of the {skipped:,} updates was applied, because no gradient was finite"
         say(f"warning: {what}; the weights are those of the start")
+    elif skipped > applied:
+        say(f"warning: {skipped:,} of {applied + skipped:,} updates were skipped, {why}")
 
 
 def _check_folder(recipe: Recipe, folder: Path, *, is_new: bool, overwrite: bool) -> None:

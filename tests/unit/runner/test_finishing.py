@@ -102,7 +102,7 @@ def test_results_are_recorded_at_the_step_of_their_weights(tmp_path, sections):
     assert json.loads((folder / "result.json").read_text())["checkpoint"] == "checkpoint-2"
     for name in ("model", "model_ema") if sections else ("model",):
         card = (folder / name / "README.md").read_text()
-        assert f"those after 2 of 6 updates, the best by `{metric}`." in card
+        assert f"those after step 2 of 6, the best by `{metric}`." in card
 
 
 def test_the_last_step_is_not_named(tmp_path):

@@ -475,22 +475,36 @@ def test_an_anomaly_names_the_line_of_a_file(tmp_path):
     assert [sample["source"] for sample in first["samples"]] == [f"{file}:132"]
 
 
-@pytest.mark.parametrize("mass", [1e30, 1.0])
-def test_a_run_whose_updates_are_all_skipped(tmp_path, mass):
-    """If no gradient is finite, the run says at its end that the weights are those of the start."""
-    rows = [{"features": [mass * (n + 1)], "target": float(n)} for n in range(16)]
-    said = []
-    text = recipe_text(training={"output_dir": str(tmp_path), "max_steps": 3})
+@pytest.mark.parametrize(
+    ("num_huge", "said", "in_card"),
+    [
+        (0, None, "16 updates for the task `regression`, with MindFormers' training step in"),
+        (4, None, "12 of 16 updates were applied for the task"),
+        (12, "12 of 16 updates were skipped, because a gradient was not finite", "4 of 16 updates"),
+        (
+            16,
+            (
+                "none of the 16 updates was applied, because no gradient was finite; the weights "
+                "are those of the start"
+            ),
+            "in mfwrap; the others were skipped because a gradient was not finite.",
+        ),
+    ],
+)
+def test_updates_that_are_skipped(tmp_path, num_huge, said, in_card):
+    """The card has the number of applied updates; at its end, a run warns of many skipped ones."""
+    masses = [1e30] * num_huge + [1.0] * (16 - num_huge)
+    rows = [{"features": [mass], "target": float(n)} for n, mass in enumerate(masses)]
+    lines = []
+    training = {"output_dir": str(tmp_path), "max_steps": 16, "per_device_train_batch_size": 1}
+    text = recipe_text(training=training)
     model = Squared()
     start = model.scale.detach().clone()
-    run_recipe(parse_recipe(text, "r.yaml"), model=model, data=rows, say=said.append)
+    run_recipe(parse_recipe(text, "r.yaml"), model=model, data=(rows, rows[-1:]), say=lines.append)
 
-    warning = (
-        "warning: none of the 3 updates was applied, because no gradient was finite; the weights "
-        "are those of the start"
-    )
-    assert (said[-1:] == [warning]) == (mass > 1)
-    assert torch.equal(model.scale, start) == (mass > 1)
+    assert [f"warning: {said}"] * (said is not None) == [line for line in lines if "update" in line]
+    assert in_card in (tmp_path / "model" / "README.md").read_text()
+    assert torch.equal(model.scale, start) == (num_huge == 16)
 
 
 class Squared(torch.nn.Module):
