@@ -1,9 +1,10 @@
 """The model of a recipe: a checkpoint, or a configuration with random weights."""
 
+import contextlib
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -164,10 +165,13 @@ class ModelSettings(RecipeSection):
         """Build or load the tokenizer, with a padding token.
 
         Raises:
-            ModelError: If something cannot be loaded from the hub, if the tokenizer has neither a
-                padding token nor one that ends a text, or if `chat_template` does not fit it.
+            ModelError: If something cannot be loaded from the hub, if the checkpoint's
+                configuration is faulty, if the tokenizer has neither a padding token nor one that
+                ends a text, or if `chat_template` does not fit it.
         """
         setting = "path" if self.tokenizer is None else "tokenizer"
+        if self.path is not None:
+            self.saved_config()  # read before the tokenizer, which would be blamed for its faults
         name = resolve_package(setting, getattr(self, setting) or _BYTES)
         tokenizer: PreTrainedTokenizerBase
         if name == _BYTES:
@@ -320,13 +324,26 @@ class ModelSettings(RecipeSection):
             settings["quantization_config"] = quantization_config(self.quantization, self.dtype)
         if about_labels:
             _check_problem(self.saved_config())
-        return load_network(
-            path,
-            (auto_class or Perceptron).from_pretrained,
-            revision=self.revision or _NEWEST,
-            **settings,
-            **about_labels,
-        )
+        try:
+            return load_network(
+                path,
+                (auto_class or Perceptron).from_pretrained,
+                revision=self.revision or _NEWEST,
+                **settings,
+                **about_labels,
+            )
+        except (ImportError, ModelError):
+            raise
+        except Exception:
+            if self.path is not None and auto_class is not None:
+                self._check_can_be_built(auto_class)
+            raise
+
+    def _check_can_be_built(self, auto_class: Any) -> None:
+        """Raise `ModelError` if the checkpoint's configuration is one of no network."""
+        config = self.saved_config()
+        with _naming_config(str(self.path)), torch.device("meta"):
+            auto_class.from_config(config, trust_remote_code=self.trust_remote_code)
 
     def _configuration(self, implied: dict[str, Any]) -> PreTrainedConfig:
         given = dict(self.config or {})
@@ -359,9 +376,13 @@ class ModelSettings(RecipeSection):
         return sum(parameter.numel() for parameter in network.parameters())
 
     def saved_config(self) -> Any:
-        """Return the configuration of the checkpoint `path`; it must be set."""
+        """Return the configuration of the checkpoint `path`; it must be set.
+
+        Raises:
+            ModelError: If it cannot be loaded.
+        """
         path = resolve_package("path", str(self.path))
-        with from_hub("path", path):
+        with _naming_config(path), from_hub("path", path):
             return AutoConfig.from_pretrained(
                 path,
                 trust_remote_code=self.trust_remote_code,
@@ -525,6 +546,20 @@ class WeightlessModel(ModelSettings):
         """Build the model; see `ModelSettings.make_model`."""
         with torch.device("meta"):
             return super().make_model(auto_class, **implied)
+
+
+@contextlib.contextmanager
+def _naming_config(path: str) -> Iterator[None]:
+    """Convert an error of transformers about a checkpoint's configuration to a `ModelError`."""
+    try:
+        yield
+    except (ImportError, ModelError):
+        raise
+    except Exception as error:  # what is wrong with a value has any type
+        says = f"must be a model whose config.json transformers accepts, got {path!r:.200}"
+        said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        msg = f"`path` {says}: {said}"
+        raise ModelError(msg) from error
 
 
 def _cast_result(

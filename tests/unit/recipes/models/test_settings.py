@@ -1,5 +1,7 @@
 """Sequences must fit the positions of a model, and checkpoints may be in packages."""
 
+import json
+
 import pytest
 import torch
 from transformers import (
@@ -356,3 +358,26 @@ def test_a_checkpoint_with_another_loss(json_lines, tmp_path, kind):
         trainer_of(
             "sequence_classification", section, model={"path": str(tmp_path), "tokenizer": "bytes"}
         )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("hidden_size", "16", "hidden_size.*expected int, got str"),
+        ("dtype", "float61", "float61"),
+        ("hidden_act", "silly", "KeyError: 'silly'"),
+        ("pad_token_id", 300, "Padding_idx must be within num_embeddings"),
+    ],
+)
+def test_a_faulty_configuration_of_a_checkpoint(json_lines, tmp_path, key, value, reason):
+    """A value that transformers refuses is looked for in config.json, and in no other file."""
+    config = BertConfig(**BERT["config"], vocab_size=261)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    section = json_lines([{"text": "a", "label": n % 2} for n in range(4)])
+    says = rf"model\.path: must be a model whose config\.json transformers accepts, .*{reason}"
+
+    with pytest.raises(RecipeError, match=says):
+        trainer_of("sequence_classification", section, model={"path": str(tmp_path)})
