@@ -49,7 +49,7 @@ class NotedRows:
         """Monitors that name rows."""
         self.needed_by = ""
         """Argument of the trainer that needs the rows, in words; empty if only monitors do."""
-        self.source_of = unknown_source
+        self.source_of: Callable[[int], str | None] = unknown_source
         """Returns file and line of the row of the data set with an index, if they are known."""
         # A step is judged in the next step, which may belong to the next epoch.
         self._epochs: deque[_NotedEpoch] = deque(maxlen=2)
