@@ -1,5 +1,6 @@
 """Evaluate, save and push the weights that the training of a recipe ends with."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 from mfwrap.accelerate.attributes import replaced
 from mfwrap.callbacks.metrics_recorder import MetricsRecorder
 from mfwrap.checkpoints.run_folders import step_of_checkpoint
-from mfwrap.checkpoints.whole import whole_folder
+from mfwrap.checkpoints.whole import whole_file, whole_folder
 from mfwrap.collectives import gather_objects
 from mfwrap.records.evaluations import AVERAGED, last_has_averages, noted_results, results_of
+from mfwrap.records.run_record import TRAINER_STATE
 from mfwrap.runner.averages import average_of, best_checkpoint
 from mfwrap.runner.folder import AVERAGED_MODEL, MODEL
 from mfwrap.runner.model_card import Best, FinishedRun, write_recipe_card
@@ -35,6 +37,7 @@ def finish(
         recorder: Callback that records the metrics.
         say: Called in the main process with a line that names the best checkpoint.
     """
+    _keep_log(trainer)
     average, best = average_of(trainer), _best_of(trainer)
     step = trainer.state.global_step if best is None else best.step
     is_shared = average is not None and average.step == step
@@ -58,6 +61,15 @@ def finish(
     if recipe.arguments.push_to_hub:
         push_models(run)
     return run
+
+
+def _keep_log(trainer: Any) -> None:
+    """Write the log of the training: the checkpoints that are left may be older than its end."""
+    if trainer.is_world_process_zero():
+        names = ("best_model_checkpoint", "best_metric", "global_step", "log_history", "max_steps")
+        state = {name: getattr(trainer.state, name) for name in names}
+        with whole_file(Path(trainer.args.output_dir or "") / TRAINER_STATE) as partial:
+            partial.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
 def _best_of(trainer: Any) -> Best | None:

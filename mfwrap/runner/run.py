@@ -232,9 +232,6 @@ def _run(
     if trainer.is_local_process_zero():
         set_aside_tracebacks(folder)
     if trainer.is_world_process_zero():
-        # The checkpoints that are left may be older than the last entries of the log.
-        with whole_file(folder / TRAINER_STATE) as partial:
-            trainer.state.save_to_json(str(partial))
         write_result(folder, run.metrics, checkpoint)
         _warn_of_skips(run.updates, say)
     return RunResult(folder, run.metrics, checkpoint)
