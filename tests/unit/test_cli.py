@@ -314,7 +314,7 @@ def test_a_second_run_into_one_folder(recipe, capsys):
     assert (code, err.count("\n")) == (0, 1)
     assert (
         err == "mfwrap: removed from runs/small: checkpoint-3, memory.jsonl, metrics.jsonl, "
-        "model, progress.jsonl, result.json, run.json, throughput.jsonl\n"
+        "model, progress.jsonl, result.json, run.json, throughput.jsonl, trainer_state.json\n"
     )
 
 
