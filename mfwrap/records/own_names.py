@@ -23,7 +23,8 @@ EARLIER = "earlier_"
 
 RECORD = re.compile(
     rf"(({'|'.join(RECORD_NAMES)})(_rank\d+)?\.jsonl|memory_snapshot(_rank\d+)?\.pickle"
-    r"|(result|rollbacks|abnormal_global_norm|trainer_state)\.json|skip_rows\.jsonl|run\.(html|json|png)"
+    r"|(result|rollbacks|abnormal_global_norm|trainer_state)\.json"
+    r"|skip_rows\.jsonl|run\.(html|json|png)"
     rf"|({EARLIER})?error_rank_\d+\.txt)({OWN_PARTIAL})?"
 )
 """Names of the files that a run writes, and of what `whole_file` leaves of them if it is killed."""

@@ -17,7 +17,8 @@ from mfwrap.checkpoints.whole import OWN_PARTIAL
 __all__ = ["contents", "differences"]
 
 _TIMES = re.compile(
-    r"runtime|per_second|throughput|_time$|seconds|started|resumed|command|host_memory|max_memory_section"
+    r"runtime|per_second|throughput|_time$|seconds|started|resumed|command"
+    r"|host_memory|max_memory_section"
     r"|(^|/)(memory|progress)(_rank\d+)?\.jsonl$"
 )
 """Names of what depends on the clock or the process, and of the command, which is another one after
