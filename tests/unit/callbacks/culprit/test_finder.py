@@ -405,6 +405,50 @@ def test_a_rate_that_is_too_high_for_sgd(tmp_path, rate, momentum):
     assert not {"optimizer_state", "gradient", "loss"} & set(causes)
 
 
+class SumOfFeatures(torch.nn.Module):
+    """A perceptron that returns the loss of predicting the sum of the features."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+        )
+
+    def forward(self, features):
+        """Return the loss."""
+        targets = features.clamp(-5, 5).sum(1, keepdim=True)
+        return {"loss": torch.nn.functional.mse_loss(self.layers(features), targets)}
+
+
+@pytest.mark.parametrize("is_bad", [True, False])
+def test_rows_of_a_step_whose_update_has_ruined_the_weights(tmp_path, is_bad):
+    """They cannot be run again: one with a far larger input is named by that, and no other."""
+    network = SumOfFeatures()
+    batches = torch.randn(24, 16, 8)
+    if is_bad:
+        batches[15, 4] = 1e4
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01 if is_bad else 3.0)
+    with LoopMonitor(optimizer, folder=tmp_path, model=network, replay=True) as monitor:
+        for batch in batches:
+            loss = network(batch)["loss"]
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in network.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.end_step(loss=loss, grad_norm=norm)
+    first = records_of(tmp_path)[0]
+
+    if is_bad:
+        assert (first["step"], first["cause"]) == (16, "data")
+        assert [(sample["micro_batch"], sample["row"]) for sample in first["samples"]] == [(0, 4)]
+        assert first["samples_detail"].startswith("rows whose `features` is more than 10 times")
+    else:
+        assert first["cause"] == "learning_rate"
+        assert "samples" not in first
+        assert "the update of the step has changed the weights too far" in first["samples_detail"]
+
+
 class LogOffset(Offset):
     """Adds a logarithm to the loss."""
 
