@@ -7,17 +7,34 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _BLOCK = 2**15
 _HEADER = 7
 
 
+def have_wandb_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have wandb write into a folder, without a network; it leaves the console as it is."""
+    pytest.importorskip("wandb", reason="needs wandb")
+    settings = {"MODE": "offline", "SILENT": "true", "CONSOLE": "off"}
+    folders = {name: str(folder) for name in ("CACHE_DIR", "CONFIG_DIR", "DATA_DIR", "DIR")}
+    for name, value in (settings | folders).items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+
+
 def wandb_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of the history of wandb's only offline run below a folder.
+    """End wandb, and return the rows of the history of its only offline run below a folder.
+
+    A run that is left open goes on hearing what the program prints and logs.
 
     The file is a log of LevelDB: blocks of 32 KiB, with a header of seven bytes before each chunk,
     and in the first block seven bytes of wandb.
     """
+    import wandb  # noqa: PLC0415  (slow)
     from wandb.proto import wandb_internal_pb2  # noqa: PLC0415  (slow)
+
+    wandb.finish()  # the Trainer's callback leaves it open
+    wandb.teardown()  # waits until wandb's process has written everything
 
     [file] = folder.glob("**/*.wandb")
     rows = []

@@ -14,7 +14,13 @@ from mfwrap.callbacks.loop.trackers import Trackers
 from mfwrap.compatibility.foreign import is_installed
 from support.attached_runs import new_accelerator
 from support.deferral import late_results
-from support.trackers import mlflow_rows, tensorboard_rows, trackio_rows, wandb_rows
+from support.trackers import (
+    have_wandb_offline,
+    mlflow_rows,
+    tensorboard_rows,
+    trackio_rows,
+    wandb_rows,
+)
 
 NUM_STEPS = 5
 
@@ -64,19 +70,7 @@ def test_tensorboard(tmp_path, logs_first):
 @pytest.fixture
 def wandb_offline(tmp_path, monkeypatch):
     """Have wandb write into the test's folder, without a network."""
-    pytest.importorskip("wandb", reason="needs wandb")
-    settings = {"MODE": "offline", "SILENT": "true"}
-    folders = {name: str(tmp_path) for name in ("CACHE_DIR", "CONFIG_DIR", "DATA_DIR")}
-    for name, value in (settings | folders).items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-
-
-def written_rows(folder):
-    """Return the rows of the only wandb run in a folder."""
-    import wandb  # noqa: PLC0415  (slow)
-
-    wandb.teardown()  # waits until wandb's process has written everything
-    return wandb_rows(folder)
+    have_wandb_offline(tmp_path, monkeypatch)
 
 
 @pytest.mark.fast_sample(1)
@@ -86,7 +80,7 @@ def test_wandb(tmp_path, logs_first):
     """An offline run of wandb has one row for each step, with the numbers of both."""
     losses = train(tmp_path, "wandb", logs_first=logs_first, init={"dir": str(tmp_path)})
 
-    rows = written_rows(tmp_path)
+    rows = wandb_rows(tmp_path)
     check(rows, losses)
     assert [row["mfwrap/step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all("loss" in row and "mfwrap/loss" in row for row in rows)
@@ -118,7 +112,7 @@ def test_wandb_has_each_record_once(tmp_path, log_at, rows_of_records, arrives_l
     with late_results() if arrives_late else contextlib.nullcontext():
         losses, logged = train_and_log(tmp_path, log_at)
 
-    rows = written_rows(tmp_path)
+    rows = wandb_rows(tmp_path)
     records = [(row["mfwrap/step"], row["mfwrap/loss"]) for row in rows if "mfwrap/step" in row]
     assert records == [(n, pytest.approx(loss)) for n, loss in enumerate(losses, 1)]
     for name, numbers in logged.items():

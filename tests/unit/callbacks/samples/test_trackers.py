@@ -9,7 +9,7 @@ from mfwrap.callbacks import SampleMonitor
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.records import read_json_lines
 from mfwrap.trainer import MFTrainer
-from support.trackers import trackio_rows, wandb_rows
+from support.trackers import have_wandb_offline, trackio_rows, wandb_rows
 from support.trainer_runs import new_trainer, tiny_llama
 
 
@@ -46,12 +46,8 @@ def test_tensorboard(tmp_path):
 
 def test_wandb(tmp_path, monkeypatch):
     """The history of wandb has a table at each step."""
-    wandb = pytest.importorskip("wandb", reason="needs wandb")
-    folders = {name: str(tmp_path) for name in ("CACHE_DIR", "CONFIG_DIR", "DATA_DIR", "DIR")}
-    for name, value in ({"MODE": "offline", "SILENT": "true"} | folders).items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
+    have_wandb_offline(tmp_path, monkeypatch)
     texts = run(tmp_path / "run", "wandb")
-    wandb.teardown()  # waits until wandb's process has written everything
     rows = [row for row in wandb_rows(tmp_path) if any("samples" in name for name in row)]
 
     assert [row["train/global_step"] for row in rows] == list(texts)
