@@ -148,6 +148,8 @@ class Losses:
                 logs["learning_rate"] *= report.learning_rate_factor
             # Just before it logs, the Trainer adds the losses since the last log to this sum.
             # Filtered losses are 0 in that sum, so add here what the total lacks.
+            if "loss" not in logs:
+                missing = self._mean_before(num_steps)
             self._sums.until_last_log += missing * num_steps
             for callback in monitors(trainer.callback_handler.callbacks):
                 logs |= callback.values_to_log()
@@ -167,17 +169,24 @@ class Losses:
         """Yield the mean loss of the training, and put it into the final log entry of the block.
 
         The mean covers all steps, including the steps before the checkpoint in a resumed training.
+        It is NaN if all losses were filtered.
         """
         trainer = self._trainer
         sums = self._sums
         losses, total = sums.since_last_log, sums.until_last_log
+        step_log = self.step_log
         # Make up for the losses that were filtered since the last log: they count as 0 in the sum
         # and would pull the mean down.
-        sums.since_last_log = self.step_log.completed_sum(losses)
+        sums.since_last_log = step_log.completed_sum(losses)
+        if step_log.has_left_out_all:
+            sums.since_last_log += self._mean_before(step_log.num_steps) * step_log.num_steps
         # The losses are summed up since step `begin`, so divide by the steps since then. The
         # Trainer itself divides by the steps of this process (older releases: by all steps).
-        num_steps = trainer.state.global_step - self.step_log.begin
-        self._training_loss = (total + sums.since_last_log.item()) / max(num_steps, 1)
+        num_steps = trainer.state.global_step - step_log.begin
+        found = total + sums.since_last_log.item()
+        self._training_loss = found / max(num_steps, 1)
+        if not found and step_log.state_dict()["non_finite_losses"]:
+            self._training_loss = math.nan
         try:
             yield self._training_loss
         finally:
@@ -185,6 +194,16 @@ class Losses:
             # The Trainer has added the first sum to the second. Undo this: a checkpoint that is
             # written after the end of the training stores the two sums separately.
             sums.since_last_log, sums.until_last_log = losses, total
+
+    def _mean_before(self, num_steps: int) -> float:
+        """Return the mean loss of the steps before the last `num_steps`; 0 if there are none.
+
+        All losses of an interval may be filtered. In the mean of the training they would count as 0
+        and pull it down: a training that is lost after a tenth of its steps would seem to have a
+        tenth of its loss.
+        """
+        earlier = self._trainer.state.global_step - self.step_log.begin - num_steps
+        return self._sums.until_last_log / earlier if earlier > 0 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums and counts of the log; synchronizes with the device."""
@@ -328,6 +347,12 @@ class StepLog:
         """Count an update."""
         self.num_steps += 1
         self._overflows = self._overflows + report.output.overflow
+
+    @property
+    def has_left_out_all(self) -> bool:
+        """Whether all losses since the last log were filtered; synchronizes with the device."""
+        self._settle()
+        return 0 < self._num_losses == int(self._left_out)
 
     def completed_sum(self, losses: Tensor) -> Tensor:
         """Scale up a sum of losses, as if each filtered loss were the mean of all other losses.

@@ -227,6 +227,17 @@ def test_bad_losses_after_the_last_log_are_left_out_of_the_training_s(tmp_path):
     assert run.log[-1]["train_loss"] == run.result.training_loss
 
 
+@pytest.mark.parametrize("logging_steps", [1, 2, 3])
+@pytest.mark.parametrize("first", [8, 4, 0])
+def test_losses_that_are_lost_for_good_do_not_lower_the_mean(first, logging_steps, tmp_path):
+    """The training loss is the mean of the finite losses, NaN if there are none."""
+    factors = [1] * first + [NAN] * (16 - first)
+    run, losses = spoilt_run(tmp_path, factors, logging_steps=logging_steps)
+
+    expected = losses.mean(*range(first)) if first else NAN
+    assert run.log[-1]["train_loss"] == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
 def test_without_the_filter_a_bad_loss_is_logged_as_it_is(tmp_path):
     """Without the filter, a bad loss is logged as in the stock Trainer; its update is skipped."""
     settings = {"logging_nan_inf_filter": False}
