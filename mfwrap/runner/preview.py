@@ -18,8 +18,9 @@ from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.recipes.tasks.prompts import prompt_tokens
 from mfwrap.runner.document import RecipeError, shown
+from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.own_code import is_own
-from mfwrap.runner.recipe import Recipe
+from mfwrap.runner.recipe import Recipe, data_errors
 from mfwrap.runner.rehearsal import failure, limited, quiet
 from mfwrap.runner.reward import WITHHELD
 from mfwrap.runner.run import build_trainer, checked_rows, task_keywords
@@ -108,7 +109,9 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
 def _prepare(recipe: Recipe, *, held_out: bool, say: Callable[[str], None]) -> _Prepared:
     key = "eval_dataset" if held_out else "train_dataset"
     if recipe.task.arguments() is TrainingArguments:
-        keywords = task_keywords(recipe, recipe.model.weightless(), checked_rows(recipe, say=say))
+        with data_errors(RecipeObjects(recipe.document)):
+            model = recipe.model.weightless()
+        keywords = task_keywords(recipe, model, checked_rows(recipe, say=say))
         rows, collate = keywords[key], keywords.get("data_collator", default_data_collator)
         tokenizer = keywords.get("processing_class")
         names = getattr(getattr(keywords["model"], "config", None), "id2label", {})
@@ -157,6 +160,8 @@ def _of_trainer(
 ) -> tuple[Any, Any, PreTrainedTokenizerBase]:
     """Return rows, collator and tokenizer of a trainer of TRL, which prepares the data itself."""
     tokenizer = recipe.model.tokenizer or recipe.model.path or "bytes"
+    with data_errors(RecipeObjects(recipe.document)):
+        recipe.model.make_tokenizer()  # the stand-in would name another key in an error
     stand_in = ModelSettings(
         config=_STAND_IN,
         tokenizer=tokenizer,

@@ -192,3 +192,14 @@ def test_long_parts_are_cut(file):
 
     assert "(1,607 more characters)" in " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "supervised_tuning"])
+def test_a_model_that_is_not_there(file, monkeypatch, task):
+    """The key of the user is named: some previews build a stand-in for the model, which has all."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    expected = (
+        r"r:\d+: model\.path: must name what can be loaded; there is no folder 'my_modl' here"
+    )
+    with pytest.raises(RecipeError, match=expected):
+        preview(recipe_of(task, file({"text": "a"}), model={"path": "my_modl"}))
