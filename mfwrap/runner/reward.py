@@ -259,4 +259,5 @@ def _checked(name: str, reward: Reward, taken: Collection[str]) -> Reward:
         return [_number(name, one, answer) for one, answer in zip(listed, answers, strict=True)]
 
     compute.__name__ = name.rpartition(".")[2]  # the name in TRL's log
+    compute.__wrapped__ = reward  # type: ignore[attr-defined]  # (where errors are looked for)
     return compute

@@ -1,9 +1,12 @@
 """After an error of a Trainer's training, say what the cause is likely to be, and what to do."""
 
 import contextlib
+import functools
+import inspect
 import re
 import traceback
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from transformers import EvalPrediction
@@ -28,6 +31,15 @@ _PADDING = (
     "`processing_class=tokenizer` or `data_collator=DataCollatorWithPadding(tokenizer)`, and if "
     "each token has a label, DataCollatorForTokenClassification or DataCollatorForSeq2Seq, which "
     "pad the labels, too"
+)
+
+_MESSAGES = (
+    "the completions are lists of messages here, because the prompts are messages, so the text of "
+    'one is completion[0]["content"]'
+)
+_TEXTS = (
+    "the completions are plain strings here, because the prompts are texts, so a completion is its "
+    'text itself, without [0]["content"]; or write the prompts as lists of messages'
 )
 
 
@@ -73,7 +85,14 @@ def explaining_training(trainer: TrainerView) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        causes = (_of_rows, _of_columns, _of_early_stopping, _of_own_metric, _of_missing_loss)
+        causes = (
+            _of_rows,
+            _of_columns,
+            _of_early_stopping,
+            _of_own_metric,
+            _of_reward,
+            _of_missing_loss,
+        )
         note = next(filter(None, (cause(error, trainer) for cause in causes)), None)
         if note is not None:
             error.add_note(note)
@@ -114,9 +133,7 @@ def _of_early_stopping(error: BaseException, _: TrainerView) -> str | None:
 
 def _of_own_metric(error: BaseException, trainer: TrainerView) -> str | None:
     """Say what the user's function has got, if it has raised the error."""
-    code = getattr(trainer.compute_metrics, "__code__", None)
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    frame = next((frame for frame in frames if frame.f_code is code), None)
+    frame = _frame_in(error, trainer.compute_metrics)
     got = frame and next(iter(frame.f_locals.values()), None)
     if not isinstance(got, EvalPrediction):
         return None
@@ -131,6 +148,46 @@ def _shape(arrays: Any) -> str:
     if isinstance(arrays, tuple | list):
         return f"shapes ({', '.join(_shape(array).partition(' ')[2] for array in arrays)})"
     return f"shape {getattr(arrays, 'shape', None)}"
+
+
+def _of_reward(error: BaseException, trainer: TrainerView) -> str | None:
+    """Say what the completions are, if a reward function takes them for something else."""
+    for reward in getattr(trainer, "reward_funcs", None) or ():
+        if (frame := _frame_in(error, reward)) is None:
+            continue
+        names = frame.f_locals
+        others = (one for one in names.values() if isinstance(one, dict))  # such as its **kwargs
+        found = (one.get("completions") for one in (names, *others))
+        first = next((one[0] for one in found if isinstance(one, list) and one), None)
+        if isinstance(first, str):
+            return _TEXTS if _is_about(error, "string|str") else None
+        return _MESSAGES if isinstance(first, list) and _is_about(error, "list|dict") else None
+    return None
+
+
+def _is_about(error: BaseException, kinds: str) -> bool:
+    """Return whether Python's error is about a use that values of some types do not have.
+
+    Args:
+        error: The error.
+        kinds: Regular expression of the types' names.
+    """
+    if isinstance(error, KeyError):  # a number in place of the key of a message
+        return "dict" in kinds and not isinstance(error.args[0], str)
+    if isinstance(error, IndexError):  # the first message of an empty text
+        return str(error).startswith("string") and "string" in kinds
+    is_of_use = isinstance(error, (AttributeError, TypeError))
+    return is_of_use and re.search(rf"\b({kinds})\b", str(error)) is not None
+
+
+def _frame_in(error: BaseException, function: Any) -> FrameType | None:
+    """Return the call of a function, or of an object, in which an error arose; ``None`` if none."""
+    function = inspect.unwrap(function)
+    if isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((frame for frame in frames if frame.f_code is code), None)
 
 
 def _of_missing_loss(error: BaseException, trainer: TrainerView) -> str | None:

@@ -53,6 +53,10 @@ def infinite(completions):
     return [float("-inf") if number == 1 else 1.0 for number, _ in enumerate(completions)]
 
 
+def of_messages(completions):
+    return [float(len(one[0]["content"])) for one in completions]
+
+
 def failing(completions):
     return [completions[len(completions)]]
 
@@ -349,8 +353,14 @@ def test_a_reward_that_judges_no_answer(text, tmp_path):
             "ValueError: my_rewards.infinite must return finite numbers (or None), got -inf for ",
         ),
         ("validate", "by_number", "my_rewards.by_number must return a list of 4 numbers, one for "),
-        ("validate", "failing", "my_rewards.py:40: list index out of range"),
-        ("train", "failing", "my_rewards.py:40: list index out of range"),
+        ("validate", "failing", "my_rewards.py:44: list index out of range"),
+        (
+            "validate",
+            "of_messages",
+            "my_rewards.py:40: string indices must be integers, not 'str'; the completions are ",
+        ),
+        ("train", "of_messages", "plain strings here, because the prompts are texts, so a "),
+        ("train", "failing", "my_rewards.py:44: list index out of range"),
     ],
 )
 def test_errors_of_a_reward(text, tmp_path, capsys, command, name, says):
@@ -362,6 +372,15 @@ def test_errors_of_a_reward(text, tmp_path, capsys, command, name, says):
 
     assert left.value.code == {"validate": 2, "train": 1}[command]
     assert says in lines[-1]
+
+
+def test_a_reward_of_trl_for_messages(text, tmp_path, capsys):
+    """A function of TRL that takes messages says what it has got, too."""
+    (tmp_path / "r.yaml").write_text(text({"type": "think_format_reward"}))
+    with pytest.raises(SystemExit):
+        main(["validate", "r.yaml"])
+
+    assert "plain strings here, because the prompts are texts" in capsys.readouterr().err
 
 
 def test_what_validate_says_of_rewards(text, tmp_path, capsys):

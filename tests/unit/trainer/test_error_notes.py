@@ -1,5 +1,8 @@
 """Errors about the data of a Trainer have a note with the likely cause."""
 
+import functools
+import re
+
 import pytest
 from datasets import Dataset
 from transformers import (
@@ -12,7 +15,8 @@ from transformers import (
 )
 
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
-from mfwrap.trainer import MFTrainer
+from mfwrap.trainer import MFTrainer, MFTrainerMixin
+from support.other_trainers import new_trainer
 
 SIZES = {
     "vocab_size": 32,
@@ -135,3 +139,77 @@ def test_an_evaluation(tmp_path, columns, best, says):
 
     assert len(raised.value.__notes__) == 1
     assert says in raised.value.__notes__[0]
+
+
+MESSAGES = (
+    "lists of messages here, because the prompts are messages, so the text of one is completion["
+)
+TEXTS = "plain strings here, because the prompts are texts, so a completion is its text itself"
+
+
+class Stripped:
+    """A reward for texts that is an object."""
+
+    __name__ = "stripped"
+
+    def __call__(self, completions, **_):
+        """Return the number of letters of each completion."""
+        return [float(len(text.strip())) for text in completions]
+
+
+def contents(key, completions, **_):
+    """Return 1 for each completion whose message has a content."""
+    return [float(bool(one[0][key])) for one in completions]
+
+
+contents_of = functools.update_wrapper(functools.partial(contents, "content"), contents)
+
+
+def matching(**given):
+    """Return 1 for each completion with a letter."""
+    return [float(re.search("[a-z]", one) is not None) for one in given["completions"]]
+
+
+def first_keys(completions, **_):
+    """Return numbers of texts in lists."""
+    return [float(len(one[0][0])) for one in completions]
+
+
+def without_column(completions, **columns):
+    """Use a column that the data do not have."""
+    return [columns["answer"] for _ in completions]
+
+
+def unfinished(completions, **_):
+    """Read behind the end of the completions."""
+    return [completions[len(completions)]]
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL
+@pytest.mark.parametrize(
+    ("reward", "is_of_messages", "says"),
+    [
+        (Stripped(), True, MESSAGES),
+        (matching, True, MESSAGES),
+        (first_keys, True, MESSAGES),
+        (contents_of, False, TEXTS),
+        (without_column, True, None),
+        (unfinished, True, None),
+        (unfinished, False, None),
+    ],
+)
+def test_completions_of_another_form(tmp_path, reward, is_of_messages, says):
+    """The note says what a reward function of TRL has got, if the error is about that."""
+    prompts = ["a b", "c d"]
+    if is_of_messages:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    rows = Dataset.from_dict({"prompt": prompts * 8})
+    keywords = {"reward_funcs": reward, "train_dataset": rows, "eval_dataset": None}
+    trainer = new_trainer("GRPO", tmp_path, MFTrainerMixin, extras=keywords)
+    trainer.processing_class.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises((AttributeError, LookupError, TypeError)) as raised:
+        trainer.train()
+    notes = getattr(raised.value, "__notes__", [])
+
+    assert len(notes) == (says is not None)
+    assert says is None or says in notes[0]
