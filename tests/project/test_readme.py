@@ -35,6 +35,7 @@ def test_readme_has_snippets():
     assert snippets(README.read_text(encoding="utf-8")), "README.md has no ```python block"
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own use
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.exists()], ids=lambda page: page.name
 )
