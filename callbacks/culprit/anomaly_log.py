@@ -68,6 +68,9 @@ KINDS: Mapping[str, str] = {
 NON_FINITE: frozenset[Kind] = frozenset({"loss_not_finite", "gradient_not_finite"})
 """Kinds of anomalies with a non-finite number."""
 
+SHIFTS: frozenset[Kind] = frozenset({"loss_shift", "norm_shift"})
+"""Kinds of anomalies that several steps in a row show together."""
+
 UNKNOWN_CAUSE = "unknown"
 
 
@@ -177,7 +180,8 @@ class Anomaly:
     step: int
     kind: Kind
     since: int | None = None
-    """First step in which the fault may have begun, if it was looked for in some steps only."""
+    """First step in which a shift shows, or in which the fault may have begun, if it was looked for
+    in some steps only."""
 
     ranks: tuple[int, ...]
     """Ranks on which the fault arose; ``()`` if it is the same on all ranks."""
@@ -297,7 +301,9 @@ class Anomaly:
             place += f", micro-batch {self.micro_batch}"
         findings = self._findings()
         detail = f": {', '.join(findings)}" if findings else ""
-        if self.since is not None:
+        if self.since is not None and self.kind in SHIFTS:
+            detail += f"; it shows from step {self.since} on"
+        elif self.since is not None:
             detail += f"; it began in step {self.since} at the earliest"
         if self.cause == "learning_rate" and self.suggestion is not None:
             detail += f"; {self.suggestion}"  # short; those of other causes are on the run page

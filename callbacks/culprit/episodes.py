@@ -46,6 +46,10 @@ _AFTER_DIVERGING = (
     "the loss or the rate"
 )
 
+_AFTER_RUNNING_AWAY = (
+    "look for a wrong sign in the loss, and for a term of it that has no lower bound"
+)
+
 _USUAL_CAUSES = frozenset({UNKNOWN_CAUSE, DIVERGED, "data", "rank_data"})
 """Causes that may be of the run's own nature."""
 
@@ -103,6 +107,9 @@ class OpenEpisode:
 
     later_samples: list[dict[str, Any]] = field(default_factory=list)
     """Samples of the steps after the first one, each with its step, ready for JSON."""
+
+    run_away: str = ""
+    """What the loss has done, if it has run away downwards; set when the episode ends."""
 
     latest: str | None = None
     """What the last anomaly has told, if it is of the same kind and grows for many steps."""
@@ -190,14 +197,16 @@ class OpenEpisode:
         """Return the fields that complete the record of the first anomaly, ready for JSON."""
         names = ("step", "kind", "last_step", "num_steps", "num_skipped")
         latest = {} if self.latest is None else {"latest": self.latest}
-        diverged = {"diverged": self._course()} if self.has_diverged else {}
+        diverged = {"diverged": self._course()} if self._course() else {}
         known = {name: getattr(self, name) for name in names}
         rows = {"num_searched": self.num_searched, "later_samples": self.later_samples}
         later = rows if self.later_samples else {}
         return {**known, **self.refined, **latest, **diverged, **later}
 
     def _course(self) -> str:
-        """Say how the loss has left its course, in a clause."""
+        """Say how the loss has left its course for good, in a clause; empty if it has not."""
+        if self.run_away or not self.has_diverged:
+            return self.run_away
         last = self.last_losses[-1]
         return f"the loss has not come back: {last:.4g} at last, after {self.usual_loss:.4g}"
 
@@ -211,9 +220,10 @@ class OpenEpisode:
     def __str__(self) -> str:
         """Describe the end of the episode in one line."""
         skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
-        course = self._course() if self.has_diverged else ""
         rows = f"samples of later steps: {self._rows()}" if self.later_samples else ""
-        told = dict.fromkeys([self.refined.get("explanation") or self.latest or "", course, rows])
+        told = dict.fromkeys(
+            [self.refined.get("explanation") or self.latest or "", self._course(), rows]
+        )
         said = "".join(f"; {clause}" for clause in told if clause)
         return (
             f"the episode of step {self.step} ended at step {self.last_step} after "
@@ -237,7 +247,7 @@ class Episodes:
     Args:
         state_interval: Steps from one sample of the training state to the next.
         course: Course of this rank's loss. A loss that does not come back has diverged if it is
-            worse than the first ones; ``None`` if they are unknown.
+            worse than the first ones, or if it has run away downwards; ``None`` if unknown.
     """
 
     def __init__(self, state_interval: int, course: LossCourse | None = None) -> None:
@@ -355,7 +365,10 @@ class Episodes:
         episode.is_over = True
         is_unknown = episode.cause == UNKNOWN_CAUSE
         first = None if self._course is None else self._course.first
-        if is_unknown and episode.has_diverged and episode.is_worse_than(first):
+        episode.run_away = "" if self._course is None else self._course.run_away
+        if is_unknown and episode.run_away:
+            episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_RUNNING_AWAY}
+        elif is_unknown and episode.has_diverged and episode.is_worse_than(first):
             episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_DIVERGING}
         return episode if episode.num_steps > 1 or episode.refined else None
 

@@ -365,7 +365,7 @@ class CulpritFinder:
         since = sample_before + 1 if by_sample else None
         shift = self._kinds.shift(kind)
         if shift is not None:
-            since = step.numbers.step - shift.num_steps + 1
+            since = step.numbers.step - shift.num_steps - shift.num_before + 1
         found = Anomaly(
             step=step.numbers.step,
             kind=kind,
@@ -407,6 +407,7 @@ class CulpritFinder:
                 growth=self._kinds.growth,
                 raised=self._raised,
                 since=found.since,
+                run_away=self.judges.course.run_away if found.kind == "loss_drop" else "",
                 global_norm=numbers.global_norm,
             )
         )

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mfwrap.callbacks.culprit.anomaly_log import KINDS
+from mfwrap.callbacks.culprit.anomaly_log import KINDS, SHIFTS
 from mfwrap.records.episodes import Episode
 from mfwrap.records.forms import to_number
 from mfwrap.records.rewards import ALIKE, FEW, REWARD, why_untaught
@@ -360,7 +360,9 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
     ]
     if numbers:
         lines.append(f"In step {record['step']}: {', '.join(numbers)}")
-    if "since" in record:
+    if "since" in record and record["kind"] in SHIFTS:
+        lines.append(f"It shows from step {record['since']} on")
+    elif "since" in record:
         lines.append(
             f"Looked for every few steps: it began in step {record['since']} at the earliest"
         )

@@ -78,7 +78,7 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     anything else may be a consequence. A provisional cause yields to that of a later rule.
     """
     asks_all = evidence.is_first or evidence.kind == "state_spike"
-    finding = forward.finding(evidence) if evidence.shift is None else str(evidence.shift)
+    finding = evidence.run_away or str(evidence.shift or forward.finding(evidence))
     known = Cause(UNKNOWN_CAUSE, finding, "")
     for rule in _RULES:
         cause = rule.find(evidence) if asks_all or rule.basis == "measured" else None

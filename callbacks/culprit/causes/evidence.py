@@ -115,7 +115,10 @@ class CauseEvidence:
     """Step in which the learning rate has risen to what it still is; ``None`` if it has not."""
 
     since: int | None = None
-    """First step in which the fault may have begun, if it was looked for in some steps only."""
+    """First step in which the fault shows, or may have begun if it was looked for in some only."""
+
+    run_away: str = ""
+    """What a loss without a lower bound has done, if it has dropped in this step."""
 
     global_norm: float | None = None
 

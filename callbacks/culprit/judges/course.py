@@ -1,5 +1,6 @@
 """Judge the loss and the global norm of each step by their courses so far, on the host."""
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -30,6 +31,9 @@ _SHIFTS = ((3, 4.0), (6, 2.0))
 
 _LONGEST = _RECENT + max(number for number, _ in _SHIFTS)
 """Number of values that are kept: the last ones, and those from which they have shifted."""
+
+_BEGUN = 1.0
+"""Smallest score of the steps before a shift in which it has already begun."""
 
 _SHIFT_ENDS = 20
 """Number of steps after a shift from which on another one needs twice the deviations: a run whose
@@ -73,6 +77,11 @@ _DROP, _LOG_DROP, _DROPPED = -6.0, -5.0, 1 / 1.5
 """Largest scores of the loss and of its logarithm that are a drop of a single step, and the largest
 ratio of the loss to what was expected."""
 
+_RUN_AWAY = 1e4
+"""Smallest ratio of a loss below zero to the largest of the first losses, or to 1 where these are
+smaller, that is no fall of an ordinary loss. A log-likelihood falls below zero, too, and an actor's
+loss is the negated return."""
+
 CourseKind = Literal["loss_spike", "loss_drop", "loss_shift"]
 
 
@@ -100,6 +109,9 @@ class Shift(NamedTuple):
     is_growth: bool = False
     """Whether the number has grown in all of these steps."""
 
+    num_before: int = 0
+    """Number of steps before these in which the number was already farther than usual."""
+
     def __str__(self) -> str:
         """Say it in a clause."""
         if self.is_growth:
@@ -119,7 +131,8 @@ class LossCourse:
 
     A spike is a loss far above what is expected, by its own deviation and by that of its logarithm,
     or a clearly higher one in a step whose global norm is clearly higher. A drop is a loss far
-    below, or below zero where no loss has been. A shift is a loss that stays above what was
+    below, or below zero where no loss has been; or the first one of a loss that has run away
+    downwards, to ten thousand times the first ones. A shift is a loss that stays above what was
     expected before, for three or six steps in a row.
     What is expected is the median of the last five losses, and the deviation follows from the
     distances of 64 losses from what was expected of them, so the run's own noise decides. That the
@@ -138,7 +151,16 @@ class LossCourse:
         self._plain = _Series(lambda expected: _PRIOR * abs(expected), self._least_deviation)
         self._log = _Series(lambda _: _LOG_PRIOR)
         self._num_shifts, self._since_shift = 0, _SHIFT_ENDS
-        self._was_negative = False
+        self._was_negative = self._has_run_away = False
+
+    @property
+    def run_away(self) -> str:
+        """What a loss without a lower bound has done, in a clause; empty if it has not."""
+        last = self._plain.expected(0)
+        largest = max(map(abs, self._first), default=math.inf)
+        if not last < -_RUN_AWAY * max(largest, 1.0):
+            return ""
+        return f"the loss has run away to {last:.4g}, after {self.first:.4g} at first"
 
     def add(
         self, loss: float, *, norm_score: float = math.nan, counts: bool = True
@@ -192,7 +214,14 @@ class LossCourse:
             self.shift = self._shift()
             self._since_shift = self._since_shift + 1 if self.shift is None else 0
             self._num_shifts += self._since_shift == _SHIFT_ENDS
+            found = self._runs_away(found)
         return "loss_shift" if found is None and self.shift is not None else found
+
+    def _runs_away(self, found: CourseKind | None) -> CourseKind | None:
+        """Return the kind of a step, a drop if the loss has run away for the first time."""
+        is_new = bool(self.run_away) and not self._has_run_away
+        self._has_run_away |= is_new
+        return found or ("loss_drop" if is_new else None)
 
     def _is_far_beyond(self, log: float) -> bool:
         """Tell whether a loss is a spike, however far the spikes before were; such is its score."""
@@ -214,7 +243,13 @@ class LossCourse:
         for number, limit in _SHIFTS:
             expected, values, scores = self._plain.last(number, _FEWEST)
             if scores and min(scores) > limit * 2**self._num_shifts:
-                return Shift("loss", expected, statistics.median(values), number)
+                return Shift(
+                    "loss",
+                    expected,
+                    statistics.median(values),
+                    number,
+                    num_before=self._plain.num_begun(number),
+                )
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,6 +261,7 @@ class LossCourse:
             "num_shifts": self._num_shifts,
             "since_shift": self._since_shift,
             "was_negative": self._was_negative,
+            "has_run_away": self._has_run_away,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,6 +272,7 @@ class LossCourse:
         self._log.load_state_dict(state["log"])
         self._num_shifts, self._since_shift = state["num_shifts"], state["since_shift"]
         self._was_negative = state.get("was_negative", False)
+        self._has_run_away = state.get("has_run_away", False)
 
 
 @final
@@ -378,11 +415,25 @@ class _Series:
             fewest: Number of distances that must be known before; otherwise there are no scores.
         """
         expected, values = self.expected(number), list(self._values)[-number:]
-        before = list(self._distances)[: len(self._distances) - number][-_LENGTH:]
+        before = self._distances_before(number)
         if len(before) < fewest:
             return expected, values, []
         deviation = math.hypot(_deviation(before, self._prior(expected)), self._least())
         return expected, values, [(value - expected) / deviation for value in values]
+
+    def num_begun(self, number: int) -> int:
+        """Return how many values before the last `number` ones were already higher than usual.
+
+        Losses that rise step by step are in what was expected, so the oldest ones are usual.
+        """
+        usual = statistics.median(list(self._values)[:_RECENT])
+        deviation = _deviation(self._distances_before(number), self._prior(usual))
+        least = usual + _BEGUN * math.hypot(deviation, self._least())
+        earlier = reversed(list(self._values)[:-number])
+        return sum(1 for _ in itertools.takewhile(lambda value: value > least, earlier))
+
+    def _distances_before(self, number: int) -> list[float]:
+        return list(self._distances)[: len(self._distances) - number][-_LENGTH:]
 
     def begin(self) -> None:
         """Begin a step, which may have no value."""

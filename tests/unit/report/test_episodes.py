@@ -304,6 +304,14 @@ def test_number_of_bad_steps(tmp_path, last, number, said):
     assert " ".join(row[0]) == said
 
 
+def test_since_when_a_shift_shows(tmp_path):
+    """It is looked for in each step, and may have begun before it was clear."""
+    record = {"step": 9, "kind": "loss_shift", "cause": "unknown", "since": 5}
+    [row] = cells(run_of(tmp_path, [record]))
+
+    assert "It shows from step 5 on" in " ".join(row[1])
+
+
 def test_place_samples_and_evidence(tmp_path):
     """A row has layer, tensor, rank and micro-batch, the samples, and numbers beside usual ones."""
     sample = {"rank": 1, "micro_batch": 2, "row": 3, "index": 77, "loss": 22.0, "text": "a <b> c"}

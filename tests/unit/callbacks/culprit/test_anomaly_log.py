@@ -293,6 +293,14 @@ LINES = {
             "a.0 have risen, the loss has not, gradient norm of a.0.weight is inf (usually 0.5)"
         ),
     ),
+    "steps that show it together": (
+        {"kind": "norm_shift", "layer": None, "since": 4},
+        "step 7: gradient norms of another size on rank 1; it shows from step 4 on",
+    ),
+    "looked at every few steps": (
+        {"kind": "state_spike", "layer": None, "since": 1},
+        "step 7: training state changed on rank 1; it began in step 1 at the earliest",
+    ),
     "nothing known": (
         {"kind": "spike", "ranks": (), "layer": None},
         "step 7: gradient norm spike",

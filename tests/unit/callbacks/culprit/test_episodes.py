@@ -276,6 +276,23 @@ def test_a_known_cause_stays_the_cause_of_a_divergence():
     assert end.as_record()["diverged"].startswith("the loss has not come back")
 
 
+@pytest.mark.parametrize(("cause", "said"), [("unknown", "diverged"), ("loss", None)])
+def test_a_loss_that_has_run_away_downwards_has_diverged(cause, said):
+    """The end of an episode says so, and names it as the cause if none is known."""
+    losses = LossCourse()
+    episodes = Episodes(10, losses)
+    for step in range(1, 100):
+        losses.add(-(float(step) ** 4))
+    episodes.add(anomaly(100, "loss_drop", cause=cause), -1e8, is_shared=False)
+    episodes.pass_over(numbers(101, loss=-1e8))
+    episodes.add(anomaly(102, "loss_drop"), -1e8, is_shared=False)
+    end = episodes.end()
+
+    assert end.as_record().get("cause") == said
+    assert end.as_record()["diverged"] == "the loss has run away to -8.853e+07, after -81 at first"
+    assert end.as_record()["diverged"] in str(end)
+
+
 def test_the_steps_of_a_shift_before_it_was_found_count():
     """A shift is found at its third step."""
     shift = anomaly(20, "loss_shift", usual_loss=2.0, since=18)

@@ -102,6 +102,27 @@ def test_a_second_fault_that_is_smaller_than_the_first(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("sign", "causes"), [(-1, ["diverged"]), (1, [])])
+def test_a_loss_with_a_wrong_sign_from_the_first_step_on(tmp_path, sign, causes):
+    """It falls without end, and is called diverged once it is far below any ordinary loss."""
+    torch.manual_seed(0)
+    first, middle, last = (torch.nn.Linear(*sizes) for sizes in ((8, 32), (32, 32), (32, 4)))
+    network = torch.nn.Sequential(first, torch.nn.ReLU(), middle, torch.nn.ReLU(), last)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.02)
+    with LoopMonitor(optimizer, tmp_path, model=network) as monitor:
+        for step in range(200):
+            rows = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+            loss = sign * torch.nn.functional.cross_entropy(network(rows), (rows[:, 0] > 0).long())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            monitor.end_step(loss)
+
+    ends = [one for one in records_of(tmp_path) if "diverged" in one]
+    assert [one["cause"] for one in ends] == causes
+    assert all(one["kind"] == "loss_drop" and "wrong sign" in one["suggestion"] for one in ends)
+
+
 @pytest.mark.parametrize("is_by_code", [True, False])
 def test_a_module_that_computes_something_else_for_good(tmp_path, is_by_code):
     """It is named by a call of an earlier step, unless the loop has changed its weights."""

@@ -124,6 +124,21 @@ def test_a_run_whose_losses_shift():
     assert (3, "loss_shift") in found([8.0] * 3, course)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_where_losses_that_rise_step_by_step_began(seed):
+    """The steps before a shift was clear count, too; a loss that jumps has none of them."""
+    late = {}
+    for name, rise in (("rises", 1.05), ("jumps", None)):
+        course, losses = LossCourse(), noisy(3.0, 100, noise=0.02, seed=seed)
+        for step in range(1, 21):
+            losses.append(3.0 * (1.08 if rise is None else rise**step))
+        step = next(step for step, loss in enumerate(losses, 1) if course.add(loss) == "loss_shift")
+        late[name] = step - course.shift.num_steps - course.shift.num_before + 1 - 101
+
+    assert -1 <= late["rises"] <= 1
+    assert -1 <= late["jumps"] <= 0
+
+
 def test_rewards_that_are_sparse():
     """A loss that is zero in most steps jumps by its nature."""
     dice = random.Random(0)  # noqa: S311  (test data, not cryptography)
@@ -340,6 +355,43 @@ def test_a_loss_that_was_below_zero_before_may_be_so_again():
 
     assert [each.add(-0.2) for each in (course, later)] == [None, None]
     assert earlier.add(-0.2) is not None
+
+
+@pytest.mark.parametrize("power", [1, 3, "exponential"])
+def test_a_loss_that_runs_away_downwards(power):
+    """It is a drop once, also across a resume, and however it falls."""
+    course, drops = LossCourse(), []
+    for step in range(1, 400):
+        fall = math.exp(step / 12) if power == "exponential" else (step / 3) ** power
+        kind = course.add(1.5 - (1000 * max(fall - 3, 0) if power == 1 else fall))
+        if step == 300:
+            state = json.loads(json.dumps(course.state_dict()))
+            course = LossCourse()
+            course.load_state_dict(state)
+        if kind == "loss_drop" and course.run_away:
+            drops.append(step)
+
+    assert len(drops) == 1
+    assert course.run_away.startswith("the loss has run away to -")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_losses_that_may_fall_below_zero(seed):
+    """A log-likelihood, a reward's loss about zero, an actor's loss, and one spike do not run."""
+    dice = random.Random(seed)  # noqa: S311  (test data, not cryptography)
+    likelihood = [3 - 53 * (1 - math.exp(-step / 80)) for step in range(400)]
+    rewards = [0.01 * dice.gauss(0, 1) for _ in range(400)]
+    returns = [-3000 * (1 - math.exp(-step / 100)) for step in range(400)]
+    bits = [7000 - 30_000 * (1 - math.exp(-step / 80)) for step in range(400)]
+    for losses in (likelihood, rewards, returns, bits):
+        course = LossCourse()
+        for loss in losses:
+            course.add(loss + 0.05 * abs(loss) * dice.gauss(0, 1))
+            assert not course.run_away
+    course = LossCourse()
+    for loss in [*noisy(2.0, 30), -1e9, *noisy(2.0, 30)]:
+        course.add(loss)
+        assert not course.run_away
 
 
 def test_a_step_that_was_not_included_has_nothing_to_forget():
