@@ -279,6 +279,18 @@ class LoopMonitor:
             self._facts.note(self._state.global_step)
         self._send("on_step_begin")
 
+    def note_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
+        """Note a micro-batch whose targets the network does not get, for `replay`.
+
+        A loss that is computed in the loop may be non-finite because they are: the record then
+        names them and their rows. Call it after the forward of each micro-batch. Does not
+        synchronize with the device; without ``replay=True`` it does nothing.
+
+        Args:
+            batch: All tensors of the micro-batch; those that the network got are left out.
+        """
+        self._monitor.take_batch(batch)
+
     def flush(self) -> None:
         """Write what is pending. Call it on every rank before you save a checkpoint yourself."""
         if self._has_begun:

@@ -222,7 +222,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         if self._run is not None:
             self._run.record_call(network, positional, keywords)
 
-    def take_batch(self, batch: Mapping[str, Any]) -> None:
+    def take_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
         """Receive a micro-batch, whose columns a loss outside of the network may use."""
         if self._run is not None:
             self._run.note_batch(batch)

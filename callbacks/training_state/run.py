@@ -392,7 +392,7 @@ class TrainingStateRun:
         if self._recorder is not None and self._recorder.network is network:
             self._recorder.record(network, positional, keywords)
 
-    def note_batch(self, batch: Mapping[str, Any]) -> None:
+    def note_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
         """Note a micro-batch of the step; see `StepRecorder.note_batch`."""
         if self._recorder is not None:
             self._recorder.note_batch(batch)

@@ -144,7 +144,7 @@ class StepRecorder:
         self.last_columns, self._columns = self._columns, []
         self._num_steps += 1
 
-    def note_batch(self, batch: Mapping[str, Any]) -> None:
+    def note_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
         """Note which rows of a micro-batch are finite in columns that the network did not get.
 
         A loss that is computed outside of the network may use them, such as the logits of a

@@ -164,6 +164,36 @@ def test_the_first_step_can_be_replayed(tmp_path):
     assert (anomaly["where"], anomaly["micro_batch"]) == ("input", 0)
 
 
+@pytest.mark.parametrize("name", ["labels", "1"])
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_targets_that_the_network_does_not_get(tmp_path, name, is_attached):
+    """They are named with their rows, once the loop gives its batches; healthy ones are not."""
+    loop = Loop(tmp_path / "attached", replay=True)
+    network, optimizer, monitor = loop.network, loop.optimizer, loop.monitor
+    if not is_attached:
+        network = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        monitor = LoopMonitor(optimizer, tmp_path / "plain" / "run", model=network, replay=True)
+    for number in range(6):
+        with loop.accelerator.accumulate(network):
+            inputs, targets = torch.randn(3, 4), torch.randn(3, 1)
+            if number == 5:
+                targets[1] = NAN
+            loss = (network(inputs) - targets).square().mean()
+            batch = {"inputs": inputs, name: targets}
+            monitor.note_batch(batch if name == "labels" else (inputs, targets))
+            loop.accelerator.backward(loss) if is_attached else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monitor.end_step() if is_attached else monitor.end_step(loss)
+    monitor.close()
+    (folder,) = tmp_path.glob("*/run")
+    (anomaly,) = read_json_lines(folder / "anomalies.jsonl")
+
+    assert anomaly["step"] == (3 if is_attached else 6)
+    assert (anomaly["cause"], anomaly["name"], anomaly["rows"]) == ("data", name, [1])
+
+
 _FAILING = """
 import sys
 import torch
