@@ -75,10 +75,14 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
     Returns:
         Place of the first non-finite value; ``None`` if all values of the replay are finite.
     """
-    network = recorder.network
+    network, ordinary = recorder.network, None
     with undisturbed(recorder):
         for number, inputs in enumerate(recorder.last_step):
-            origin = _replay_micro_batch(recorder, inputs, loss_scale)
+            origin = _replay_micro_batch(recorder, inputs, loss_scale, ordinary or ())
+            if origin is not None and origin.where == "activation" and ordinary is None:
+                ordinary = _ordinarily_bad(recorder)
+                if ordinary & {origin.name, origin.beside}:
+                    origin = _replay_micro_batch(recorder, inputs, loss_scale, ordinary)
             if origin is not None:
                 return origin._replace(micro_batch=number, indices=indices_of(network, inputs))
     return None
@@ -182,15 +186,45 @@ def attempted(recorder: StepRecorder, act: Callable[[], _T], default: _D) -> _T 
         return default
 
 
+def _ordinarily_bad(recorder: StepRecorder) -> frozenset[str]:
+    """Return the modules whose output is non-finite in the step before, too, and does no harm.
+
+    Padding or a mask may be NaN on purpose. It is so only if the loss is finite, or all outputs of
+    the network are where it returns none.
+    """
+    for inputs in recorder.earlier_step[:1]:
+        with _BadOutputs(recorder.network.named_modules()) as calls, torch.no_grad():
+            output = inputs.run(recorder)
+        loss = loss_of(output)
+        tensors = tensors_in(output if loss is None else loss)
+        if all(bool(tensor.isfinite().all()) for _, tensor in tensors):
+            return frozenset(calls.names)
+    return frozenset()
+
+
 def _replay_micro_batch(
-    recorder: StepRecorder, inputs: RecordedCall, loss_scale: float
+    recorder: StepRecorder,
+    inputs: RecordedCall,
+    loss_scale: float,
+    ordinary: Collection[str],
 ) -> Origin | None:
-    """Check a micro-batch's inputs, forward and backward; the caller sets ``micro_batch``."""
+    """Check a micro-batch's inputs, forward and backward; the caller sets ``micro_batch``.
+
+    Args:
+        recorder: Recorder that holds the inputs.
+        inputs: Call of the micro-batch.
+        loss_scale: See `replay_step`.
+        ordinary: Modules whose output may be non-finite.
+    """
     network = recorder.network
     origin = _bad_input(network, inputs)
     if origin is not None:
         return origin
-    with _Watch(network) as watch, gradients_aside(network) as weights, torch.enable_grad():
+    with (
+        _Watch(network, ordinary) as watch,
+        gradients_aside(network) as weights,
+        torch.enable_grad(),
+    ):
         loss = loss_of(inputs.run(recorder))
         if watch.origin is not None and watch.origin.where == "loss":
             return origin_of_loss(network, inputs)
@@ -302,6 +336,20 @@ class _Flow:
 
 
 @final
+class _BadOutputs(ModuleCalls):
+    """Note the modules that return NaN or +inf, but for the network itself."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self.names: set[str] = set()
+        super().__init__(modules)
+
+    def returned(self, call: ModuleCall, output: Any) -> None:
+        has_nan, _ = _non_finite(output)
+        if has_nan and call.name:
+            self.names.add(call.name)
+
+
+@final
 class _Watch(ModuleCalls):
     """Find the first module with a non-finite output, or a non-finite gradient of its output.
 
@@ -311,11 +359,15 @@ class _Watch(ModuleCalls):
     NaN and +inf are faults. -inf alone may be a mask, as in attention scores before a softmax. It
     is a fault only if it goes on: a module that receives the -inf, or contains the module at fault,
     returns NaN or +inf, or the loss is -inf.
+
+    Args:
+        network: The network.
+        ordinary: Modules whose output may be non-finite.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, ordinary: Collection[str]) -> None:
         self.origin: Origin | None = None
-        self._network = network
+        self._network, self._ordinary = network, ordinary
         self._masks: dict[str, nn.Module] = {}
         """Modules whose output holds -inf that has not yet turned out to be a mask."""
 
@@ -343,7 +395,7 @@ class _Watch(ModuleCalls):
     def returned(self, call: ModuleCall, output: Any) -> None:
         by_hook = Origin("gradient", call.name, 0, by_hook=True)
         ended = self._running.pop()
-        if self.origin is None:
+        if self.origin is None and call.name not in self._ordinary:
             self._judge(ended, output)
         for _, tensor in tensors_in(output) if call.name else ():
             if tensor.requires_grad:

@@ -55,6 +55,48 @@ def test_a_step_in_order():
     assert replay_step(recorded(call(), call(rows=5)), 2.0**16) is None
 
 
+class Padded(Network):
+    """A network whose module `drop` returns NaN in a padding row, which does not reach the loss."""
+
+    def forward(self, inputs, targets, factor=1.0):
+        """Return the loss of the rows that are no padding, whose outputs are multiplied."""
+        rows = self.drop(self.first(inputs))[:-1]
+        return {"loss": (factor * self.last(rows).squeeze(1) - targets[:-1]).square().mean()}
+
+
+def padded_step(network, earlier, last):
+    """Return the recorder of two steps, each with a call that has this factor."""
+    recorder = StepRecorder(network)
+    for factor in (earlier, last):
+        network(torch.randn(3, 4), torch.randn(3), factor=factor)
+        recorder.end_step()
+    return recorder
+
+
+@pytest.mark.parametrize("fault", ["loss", "last"])
+def test_what_is_non_finite_on_purpose_is_not_blamed(fault):
+    """A module is not at fault for what it returned in the step before, with a finite loss."""
+    network = Padded()
+    network.drop.register_forward_hook(lambda *call: call[-1].index_fill(0, torch.tensor([2]), NAN))
+    factors = {"loss": (1.0, INF), "last": (1.0, 1.0)}[fault]
+    recorder = padded_step(network, *factors)
+    if fault == "last":
+        network.last.register_forward_hook(lambda *call: call[-1] * (NAN if next(steps) else 1.0))
+        # The replays are those of the last step, the one before, and the last one again.
+        steps = iter((True, False, True))
+    expected = Origin("activation", "last", 0) if fault == "last" else Origin("loss", "", 0)
+
+    assert replay_step(recorder, 1.0) == expected
+
+
+def test_a_module_that_was_already_at_fault_is_blamed():
+    """What it returned in the step before, with a loss that was not finite, is not on purpose."""
+    network = Padded()
+    network.first.register_forward_hook(lambda *call: call[-1] * NAN)
+
+    assert replay_step(padded_step(network, 1.0, 1.0), 1.0) == Origin("activation", "first", 0)
+
+
 class Prompted(Network):
     """A network with a trained tensor that is none of its parameters."""
 
