@@ -30,6 +30,9 @@ class MakeReward:
     takes: frozenset[str]
     """Names of the arguments of the function, which may be columns."""
 
+    check: Callable[[Collection[str]], None]
+    """Raises `RecipeError` if the function needs an argument that data with some columns lack."""
+
     def __call__(self, columns: Collection[str]) -> Reward:
         """Return the reward function for data with these columns."""
         return self.make(columns)
@@ -104,11 +107,8 @@ def _read_reward(
         objects.kept(path, settings, ())
         reward = known[kind]
 
-    def make(columns: Collection[str]) -> Reward:
-        _check_columns(objects, path, kind, reward, {*_PASSED, *columns} - WITHHELD)
-        return reward
-
-    return MakeReward(make, frozenset(keywords_of(reward)))
+    check = functools.partial(_check_columns, objects, path, kind, reward)
+    return MakeReward(lambda _: reward, frozenset(keywords_of(reward)), check)
 
 
 def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
@@ -126,11 +126,15 @@ def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
         given = {} if is_class else settings
         reward = objects.call(path, found, **settings) if is_class else found
         passed = {*_PASSED, *columns} - WITHHELD - given.keys()
-        _check_columns(objects, path, name, reward, passed, given)
         taken = passed if takes_any(reward) else passed & keywords_of(reward).keys()
         return _checked(name, functools.partial(reward, **given), taken)
 
-    return MakeReward(make, frozenset(keywords_of(called)))
+    # The columns are checked before an object is built, which may load a model.
+    asked = functools.partial(called, None) if is_class else found
+    check = functools.partial(
+        _check_columns, objects, path, name, asked, given=() if is_class else settings
+    )
+    return MakeReward(make, frozenset(keywords_of(called)), check)
 
 
 def _check_columns(
@@ -138,7 +142,7 @@ def _check_columns(
     path: Path,
     name: str,
     reward: Reward,
-    passed: Collection[str],
+    columns: Collection[str],
     given: Collection[str] = (),
 ) -> None:
     """Raise `RecipeError` if a reward function needs an argument that it does not get.
@@ -148,10 +152,10 @@ def _check_columns(
         path: Key of the reward.
         name: Name in the recipe.
         reward: The function.
-        passed: What TRL passes: columns of both training and held-out rows, and arguments of its
-            own.
+        columns: Columns of both training and held-out rows.
         given: Arguments that the recipe sets.
     """
+    passed = {*_PASSED, *columns} - WITHHELD - {*given}
     for argument, is_required in keywords_of(reward).items():
         if is_required and argument not in {*passed, *given}:
             says = (

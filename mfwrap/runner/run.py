@@ -574,8 +574,7 @@ def _keywords(recipe: Recipe, rows: Rows) -> dict[str, Any]:
         if beta and recipe.model.path is None and recipe.peft is None:
             says = "expected 0, because TRL loads the reference from `model.path`, which is not set"
             raise recipe.document.error(("training", "beta"), f"{says}, got {beta}")
-        both = filter(None, map(keywords.get, ("train_dataset", "eval_dataset")))
-        columns = set.intersection(*(set(column_names(each)) for each in both))
+        columns = _common_columns(keywords["train_dataset"], keywords["eval_dataset"])
         keywords["reward_funcs"] = [make(columns) for make in recipe.make_rewards]
     if recipe.make_loss is not None:
         keywords["loss"] = recipe.make_loss(keywords["model"])
@@ -678,11 +677,23 @@ def checked_rows(
             rows = recipe.data.rows(Needs(_uses(recipe), check, check_numbers))
             if classes is not None and not recipe.data.is_streamed and not rows.are_inputs:
                 classes.check_number()
+            _check_rewards(recipe, rows)
             return rows
     except RecipeError:
         raise
     except REFUSALS as error:
         raise objects.refusal(("data",), recipe.document.data["data"], error) from error
+
+
+def _check_rewards(recipe: Recipe, rows: Rows) -> None:
+    """Raise `RecipeError` if a reward function needs an argument that the rows do not have."""
+    for reward in recipe.make_rewards:
+        reward.check(_common_columns(rows.train, rows.evaluation))
+
+
+def _common_columns(train: Any, evaluation: Any) -> set[str]:
+    """Return the columns of both training and held-out rows, if there are held-out ones."""
+    return set.intersection(*(set(column_names(one)) for one in (train, evaluation) if one))
 
 
 def _say_of_values(

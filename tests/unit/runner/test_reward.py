@@ -82,6 +82,14 @@ def of_stie(completions, stie):
     return [1.0 for _ in completions]
 
 
+class OfStie:
+    def __init__(self):
+        raise RuntimeError("built")
+
+    def __call__(self, completions, stie):
+        return of_stie(completions, stie)
+
+
 def texts(completions):
     return ["1.0" for _ in completions]
 
@@ -237,6 +245,27 @@ def test_what_is_refused(text, reward, says):
 def test_fewer_prompts_than_a_batch_has(text):
     """TRL would train nothing: a batch needs as many prompts as it has groups of answers."""
     found = refusal(text({"type": "my_rewards.ones"}, per_device_train_batch_size=64))
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ({"type": "my_rewards.of_answers"}, "my_rewards.of_answers has the argument 'answer', "),
+        ({"type": "my_rewards.OfSites"}, None),
+        ({"type": "my_rewards.OfStie"}, "my_rewards.OfStie has the argument 'stie', which is "),
+        ({"type": "accuracy_reward"}, "accuracy_reward has the argument 'solution', which is "),
+    ],
+)
+def test_the_preview_checks_columns(text, reward, says):
+    """Showing the data checks what a reward takes, too, without building an object for that."""
+    recipe = checked(text(reward))
+    if says is None:
+        assert preview(recipe, 1)
+        return
+    with pytest.raises(RecipeError) as error:
+        preview(recipe, 1)
+    assert says in str(error.value)
+    assert str(error.value) == refusal(text(reward))
+
+
     number = TRAINING["num_generations"]
     says = f"training.per_device_train_batch_size: expected at most {10 * number} answers in a"
     assert says in found
