@@ -40,6 +40,9 @@ _MAX_CHARACTERS = 400
 
 _WIDTH = 100
 
+_SPACE = "\N{OPEN BOX}"
+"""Stands for a space at the beginning or at the end of a text."""
+
 _NO_ROWS = "expected held-out rows to show, got none"
 
 _STAND_IN = {
@@ -130,7 +133,8 @@ def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
     rows = found.evaluation if held_out else found.train
     if rows is None:
         raise recipe.document.error(("data",), _NO_ROWS)
-    tuning_of(recipe, found, None)  # raises an error if there is no chat template
+    if (tuning := tuning_of(recipe, found, None)) is not None:
+        said.append(tuning.line)
     names = column_names(rows)
     needed = needed_columns(recipe.task.needs_of(recipe.data), names) or {}
     others = [name for name in names if name not in {*needed, *WITHHELD}]
@@ -318,7 +322,13 @@ def _numbers(prepared: _Prepared, batch: Mapping[str, Any]) -> Iterator[list[str
 
 
 def _field(name: str, text: str) -> list[str]:
-    """Return lines with a name and a text, which is cut, wrapped and indented."""
+    """Return lines with a name and a text, which is cut, wrapped and indented.
+
+    Spaces at the ends, which would not be seen, are marked.
+    """
+    inner = text.strip(" ")
+    begin = len(text) - len(text.lstrip(" ")) if inner else 0
+    text = _SPACE * begin + inner + _SPACE * (len(text) - begin - len(inner))
     escaped = text.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
     if len(escaped) > _MAX_CHARACTERS:
         left = len(escaped) - _MAX_CHARACTERS

@@ -26,7 +26,8 @@ class Tuning(NamedTuple):
     """Arguments of the training."""
 
     line: str
-    """What the rows are, and what of them counts in the loss."""
+    """What the rows are, and what of them counts in the loss; of prompts that the model answers
+    itself, that no chat template is applied to them."""
 
 
 def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
@@ -63,7 +64,7 @@ def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
 
 
 def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
-    """Return how the rows of a recipe are trained on; ``None`` if its task has one form of rows.
+    """Return how the rows of a recipe are trained on; ``None`` if nothing is to be said of them.
 
     Of conversations, only the assistant's turns count in the loss, unless the recipe says otherwise
     by ``training.assistant_only_loss``.
@@ -80,18 +81,40 @@ def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
     if not recipe.task.takes_conversations or rows.are_inputs:
         return None
     tokenizer = _checked_tokenizer(recipe, rows)
+    found, forms = column_names(rows.train), recipe.task.forms
+    form = form_of(forms, found, recipe.data.columns) if forms else None
+    raw = None
+    if tokenizer is None and (form is None or "prompt" in form.columns):
+        raw = _without_template(recipe)
+    if form is None:
+        return None if raw is None else Tuning(recipe.arguments, raw)
     line = rows_line(recipe, rows, number)
-    if line is None:
-        return None
-    form = form_of(recipe.task.forms, column_names(rows.train), recipe.data.columns)
     arguments: Any = recipe.arguments
     if tokenizer is not None and form.is_of_turns and hasattr(arguments, "assistant_only_loss"):
         arguments = _with_answers_only(recipe, tokenizer)
     key = "assistant_only_loss" if form.is_of_turns else "completion_only_loss"
     is_all = getattr(arguments, key, None) is False
-    return Tuning(
-        arguments, f"{line}; {'all tokens' if is_all else form.learned} count in the loss"
-    )
+    line = f"{line}; {'all tokens' if is_all else form.learned} count in the loss"
+    return Tuning(arguments, line if raw is None else f"{line}; {raw}")
+
+
+def _without_template(recipe: Recipe) -> str | None:
+    """Return that prompts which are texts get no chat template, and how they would get one.
+
+    Returns:
+        The sentence; ``None`` if there is no template, or the data are mfwrap's own.
+    """
+    if recipe.data.known_columns is not None or _tokenizer(recipe).chat_template is None:
+        return None
+    says = "no chat template is applied to prompts that are texts"
+    if not recipe.task.forms:
+        return f"{says}; lists of messages would get it"
+    ours = {"prompt": "instruction", "completion": "output"}
+    if recipe.task.needs_reference:
+        del ours["completion"]
+    given = recipe.data.columns
+    named = ", ".join(f"{other}: {given.get(name, name)}" for name, other in ours.items())
+    return f"{says}; data.columns={{{named}}} would apply it"
 
 
 def _checked_tokenizer(recipe: Recipe, rows: Rows) -> PreTrainedTokenizerBase | None:

@@ -16,7 +16,10 @@ from support.recipe_texts import SMALL_LLAMA
 # Ignore the warnings that TRL and datasets emit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-COMPLETIONS = "of prompts and completions; the completions count in the loss"
+COMPLETIONS = (
+    "of prompts and completions; the completions count in the loss; no chat template is applied to "
+    "prompts that are texts; data.columns={instruction: prompt, output: completion} would apply it"
+)
 LENGTH = 16
 """Each byte is a token, and the end of an answer is one more."""
 

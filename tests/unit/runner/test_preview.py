@@ -53,12 +53,26 @@ def test_prompts_are_masked(file):
     lines = preview(recipe_of("supervised_tuning", file(*rows), max_length=64))
 
     assert lines[:5] == [
-        "1 row of prompts and completions; the completions count in the loss",
+        (
+            "1 row of prompts and completions; the completions count in the loss; no chat template "
+            "is applied to prompts that are texts; data.columns={instruction: prompt, output: "
+            "completion} would apply it"
+        ),
         "",
         "sequence 1: 12 tokens, 6 of them count in the loss",
         "  not in the loss  Is it?",
-        "  in the loss       Yes.<|end|>",
+        "  in the loss      \N{OPEN BOX}Yes.<|end|>",
     ]
+
+
+def test_spaces_at_the_ends(file):
+    """A space that a reader would not see is marked; spaces between words are not."""
+    rows = [{"prompt": " Is  it? ", "completion": "  "}, {"prompt": "a", "completion": "b"}]
+    lines = preview(recipe_of("supervised_tuning", file(*rows), max_length=64))
+    mark = "\N{OPEN BOX}"
+
+    assert f"  not in the loss  {mark}Is  it?{mark}" in lines
+    assert f"  in the loss      {mark * 2}<|end|>" in lines
 
 
 def test_the_turns_of_a_conversation(file):

@@ -134,6 +134,9 @@ def text(tmp_path, monkeypatch):
     return write
 
 
+RAW = "no chat template is applied to prompts that are texts; lists of messages would get it"
+
+
 def checked(text, *, allow_code=True):
     """Return a checked recipe beside the module."""
     return parse_recipe(text, "r.yaml", allow_code=allow_code)
@@ -242,9 +245,6 @@ def test_what_is_refused(text, reward, says):
     assert says in refusal(text(reward))
 
 
-def test_fewer_prompts_than_a_batch_has(text):
-    """TRL would train nothing: a batch needs as many prompts as it has groups of answers."""
-    found = refusal(text({"type": "my_rewards.ones"}, per_device_train_batch_size=64))
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
@@ -266,6 +266,9 @@ def test_the_preview_checks_columns(text, reward, says):
     assert str(error.value) == refusal(text(reward))
 
 
+def test_fewer_prompts_than_a_batch_has(text):
+    """TRL would train nothing: a batch needs as many prompts as it has groups of answers."""
+    found = refusal(text({"type": "my_rewards.ones"}, per_device_train_batch_size=64))
     number = TRAINING["num_generations"]
     says = f"training.per_device_train_batch_size: expected at most {10 * number} answers in a"
     assert says in found
@@ -300,7 +303,7 @@ def test_values_that_rows_lack(text, tmp_path):
 
     assert [one for one in said if "missing" in one] == [line]
     assert [one for one in tried if "missing" in one] == [line]
-    assert preview(recipe, 1)[:2] == [line, ""]
+    assert preview(recipe, 1)[:3] == [line, RAW, ""]
 
 
 def test_a_column_that_a_class_takes(text, tmp_path):
@@ -419,10 +422,13 @@ def test_what_validate_says_of_rewards(text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["validate", "r.yaml", "--allow-code"])
 
-    assert capsys.readouterr().out.splitlines()[0] == (
-        "r.yaml: mean reward of the answers of the step, of up to 4 tokens: silent judged none of "
-        "them, ones 1 (standard deviation 0, the same for all, which teaches nothing)"
-    )
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"r.yaml: {RAW}",
+        (
+            "r.yaml: mean reward of the answers of the step, of up to 4 tokens: silent judged none "
+            "of them, ones 1 (standard deviation 0, the same for all, which teaches nothing)"
+        ),
+    ]
 
 
 def test_no_code_runs_without_the_flag(text):

@@ -44,6 +44,12 @@ def section(tmp_path):
     return write
 
 
+RAW = (
+    "no chat template is applied to prompts that are texts; data.columns={instruction: prompt, "
+    "output: completion} would apply it"
+)
+
+
 def line_of(recipe):
     """Return what is said about the rows of a recipe."""
     numbers = []
@@ -76,13 +82,13 @@ def line_of(recipe):
             "supervised_tuning",
             {"prompt": "a", "completion": "b"},
             {},
-            "prompts and completions; the completions count in the loss",
+            f"prompts and completions; the completions count in the loss; {RAW}",
         ),
         (
             "supervised_tuning",
             {"prompt": "a", "completion": "b"},
             {"completion_only_loss": False},
-            "prompts and completions; all tokens count in the loss",
+            f"prompts and completions; all tokens count in the loss; {RAW}",
         ),
         (
             "supervised_tuning",
@@ -106,6 +112,24 @@ def test_lines(section, task, row, training, line):
     assert line_of(recipe) == f"3 rows of {line}"
     rows = f"3 rows of {line}".partition(";")[0]
     assert rows_line(recipe, checked_rows(recipe), 3) == rows
+
+
+def test_prompts_that_get_no_chat_template(section):
+    """The line names the user's columns; nothing is said without a template, or of messages."""
+
+    def said(task, row, *overrides, **keys):
+        recipe = recipe_of(task, section([row] * 3, **keys), *overrides, max_length=64)
+        return line_of(recipe)
+
+    asked = {"question": "a", "answer": "b"}
+    plain = said("supervised_tuning", asked, columns={"prompt": "question", "completion": "answer"})
+    assert plain.endswith("; data.columns={instruction: question, output: answer} would apply it")
+    templated = said(
+        "supervised_tuning", asked, columns={"instruction": "question", "output": "answer"}
+    )
+    assert "template" not in templated
+    pairs = said("preference_tuning", PAIR | {"prompt": "a"})
+    assert pairs.endswith("; data.columns={instruction: prompt} would apply it")
 
 
 def test_rows_that_are_held_out_or_left_out_are_counted(section, tmp_path):

@@ -25,6 +25,9 @@ def taught(data, teacher=None, **keywords):
     return "distillation", data, f"teacher={section}", SHORT | keywords
 
 
+RAW = "no chat template is applied to prompts that are texts; lists of messages would get it"
+
+
 @pytest.fixture
 def prompts(json_lines):
     """Return the section ``data`` of a file with prompts."""
@@ -94,8 +97,9 @@ def test_prompts_are_shown(prompts, json_lines):
     reward = "reward.type=think_format_reward"
     lines = preview(recipe_of("reward_tuning", prompts, reward, num_generations=2), 1)
 
-    assert lines[0].startswith("row 1: prompt ")
-    assert lines[2:] == ["  for the reward   site: 'web'", ""]
+    assert lines[:2] == [RAW, ""]
+    assert lines[2].startswith("row 1: prompt ")
+    assert lines[4:] == ["  for the reward   site: 'web'", ""]
     turn = [{"role": "user", "content": "Is it?"}]
     data = json_lines([{"prompt": turn}] * 4, "chat.jsonl")
     lines = preview(recipe_of("distillation", data, f"teacher={json.dumps(TEACHER)}"), 1)
@@ -112,7 +116,7 @@ def test_rewards_of_the_first_step(prompts):
 
     says = "mean reward of the answers of the step, of up to 4 tokens: "
     alike = ", the same for all, which teaches nothing"
-    assert said == [f"{says}repetition_penalty_reward 0 (standard deviation 0{alike})"]
+    assert said == [RAW, f"{says}repetition_penalty_reward 0 (standard deviation 0{alike})"]
 
 
 def test_prompts_have_no_targets(prompts):
