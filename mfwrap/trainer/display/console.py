@@ -33,7 +33,9 @@ def _fitted(line: str, width: int) -> str:
     if len(line) <= width:
         return line
     _, mark, outcome = line.rpartition("; ")
-    end = f"...{mark}{outcome}" if mark and len(outcome) < width // 2 else "..."
+    # Quoted is what a model has said, whose middle must not be left out.
+    is_kept = mark and "'" not in outcome and len(outcome) < width // 2
+    end = f"...{mark}{outcome}" if is_kept else "..."
     return line[: max(0, width - len(end))] + end
 
 
@@ -41,8 +43,8 @@ def _fitted(line: str, width: int) -> str:
 class StepProgressCallback(ProgressCallback):
     """Show one progress bar with the numbers of the last step whose values have arrived.
 
-    In a terminal the bar shows loss, norm, learning rate and, where they apply, the loss scale and
-    the number of skipped updates; the last number is the peak of the memory
+    In a terminal the bar shows the step's number, loss, norm, learning rate and, where they apply,
+    the loss scale and the number of skipped updates; the last number is the peak of the memory
     (`mfwrap.memory.peak_memory`). A skipped update and a warning of a callback are one line above
     the bar, cut to the terminal's width. The Trainer's dict, and the lines of a callback that
     prints each step, are not printed.
@@ -51,7 +53,8 @@ class StepProgressCallback(ProgressCallback):
     ``"always"``, there is no bar if a callback prints each step. Without such a callback, this is
     transformers' ``ProgressCallback``.
 
-    The values of a step are copied in the background, and shown when the next step ends.
+    The values of a step are copied in the background, and shown when the next step ends. The rate
+    of a resumed training is that of its own steps.
 
     Args:
         handler: Callback handler of the trainer.
@@ -77,6 +80,10 @@ class StepProgressCallback(ProgressCallback):
         if self._is_hidden:
             return
         super().on_train_begin(args, state, control, **known)  # type: ignore[no-untyped-call]  # (transformers)
+        if self.training_bar is not None:
+            # The steps before the checkpoint of a resumed training took no time in this one.
+            self.training_bar.initial = self.training_bar.n = state.global_step
+            self.current_step = state.global_step
         if is_terminal and self.training_bar is not None:
             self._numbers = ShownStep(self._show, self._write)
             # The bars of transformers, such as "Writing model shards", would tear this one apart.

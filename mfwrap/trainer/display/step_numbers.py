@@ -83,7 +83,8 @@ class ShownStep:
         # The last one: a narrow terminal cuts the end of the line.
         if self._memory:
             texts.append(self._memory)
-        self._show(texts)
+        # The bar may already count the next step.
+        self._show([f"step {step}: {texts[0]}", *texts[1:]] if texts else texts)
 
 
 @final

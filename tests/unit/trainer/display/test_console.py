@@ -84,6 +84,7 @@ def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
         "non-finite output is that of model.layers.2.mlp"
     )
 
+    sample = f"Samples of step 2: {'a question':.<40} -> 'I have refunded it; it takes 3 days'"
     fitting = f"fitting; see {'file':->{COLUMNS - 1 - len('fitting; see ')}}"
 
     class Warns(TrainerCallback):
@@ -92,6 +93,7 @@ def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
             for line in (
                 f"{anomaly}; update skipped; see {file}",
                 f"{anomaly}; see {file}",
+                sample,
                 "short",
                 fitting,
             ):
@@ -101,10 +103,11 @@ def test_a_long_line_keeps_its_end(tmp_path, monkeypatch):
     options = {"max_steps": 1, "disable_tqdm": False, "callbacks": [Warns()]}
     new_trainer(MFTrainer, tmp_path, **options).train()
 
-    said = [line for line in lines if line.startswith(("step 2", "short", "fitting"))]
-    skipped, other, short, whole = said
+    said = [line for line in lines if line.startswith(("step 2", "Samples", "short", "fitting"))]
+    skipped, other, quoted, short, whole = said
     assert skipped == f"{anomaly[: COLUMNS - 1 - 19]}...; update skipped"
     assert other == f"{anomaly[: COLUMNS - 1 - 3]}..."
+    assert quoted == f"{sample[: COLUMNS - 1 - 3]}..."
     assert short == "short"
     assert whole == fitting
 
@@ -122,6 +125,24 @@ def test_the_bar_is_drawn_when_tqdm_draws_it(tmp_path, monkeypatch, capfd):
 
     assert re.findall(r"\d/4 \[", err) == ["0/4 [", "4/4 ["]
     assert re.search(r"4/4 \[.*loss [\d.]+, norm [\d.]+, lr", err)
+
+
+def test_the_rate_of_a_resumed_training(tmp_path, monkeypatch):
+    """It is that of the steps since the checkpoint: the bar begins at the checkpoint's step."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    settings = {"save_strategy": "steps", "save_steps": 2, "disable_tqdm": False}
+    new_trainer(MFTrainer, tmp_path, max_steps=2, **settings).train()
+    begun = []
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            (bar,) = tqdm._instances
+            begun.append((bar.initial, bar.n))
+
+    trainer = new_trainer(MFTrainer, tmp_path, max_steps=4, callbacks=[Looks()], **settings)
+    trainer.train(resume_from_checkpoint=True)
+
+    assert begun == [(2, 2), (2, 3)]
 
 
 def test_a_step_without_a_report(tmp_path, monkeypatch):

@@ -42,10 +42,12 @@ def test_a_step_is_shown_when_the_next_one_ends(shown):
     numbers.copy(1, report(2.0, scale=1024.0))
     assert texts == []
     numbers.copy(2, report(1.0, None))
-    assert [text[:-1] for text in texts] == [["loss 2", "norm 1.5", "lr 0.01", "scale 1024"]]
+    assert [text[:-1] for text in texts] == [
+        ["step 1: loss 2", "norm 1.5", "lr 0.01", "scale 1024"]
+    ]
     numbers.flush()
 
-    assert [text[:-1] for text in texts[1:]] == [["loss 1", "lr 0.01"]]
+    assert [text[:-1] for text in texts[1:]] == [["step 2: loss 1", "lr 0.01"]]
     value, unit = texts[0][-1].split()
     assert unit == "GiB"
     assert float(value) == pytest.approx(peak_memory(torch.device("cpu")) / 2**30, rel=0.05)
