@@ -22,6 +22,8 @@ _OF_DTYPES = re.compile(
 )
 """Texts of torch's errors about the dtype of an argument."""
 
+_OF_TARGETS = "is out of bounds"
+"""Text of torch's error for a label that is no class."""
 
 _OF_GRAPHS = {
     "backward through the graph a second time": (
@@ -64,6 +66,23 @@ def explain_error(
         fault = batch_fault(network, _named(arguments, keywords), str(error))
     except Exception:  # noqa: BLE001  (a device repeats its error, and a network may raise any)
         return
+    if fault is not None:
+        error.add_note(fault)
+
+
+def explain_targets(error: BaseException, network: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Add a note to an error of a loss that is computed behind the network, if labels do not fit.
+
+    Args:
+        error: Any error; one that the forward has explained stays as it is.
+        network: Network whose outputs the loss takes, also wrapped.
+        batch: The micro-batch, on any device.
+    """
+    inner = unwrapped_network(network)
+    is_explained = hasattr(error, "__notes__") or _OF_TARGETS not in str(error)
+    if is_explained or not isinstance(inner, nn.Module):
+        return
+    fault = _label_fault(inner, _named((), batch))
     if fault is not None:
         error.add_note(fault)
 

@@ -47,6 +47,7 @@ from mfwrap.records.run_files import records_of_training
 from mfwrap.records.skipped_rows import SkipRows
 from mfwrap.schedules.batch_growth import RampUp
 from mfwrap.schedules.deferred import DeferredSchedule, defer_schedule, is_stepped_with_a_metric
+from mfwrap.step.error_notes import explain_targets
 from mfwrap.step.losses import named_losses
 from mfwrap.step.ranks.local_norms import CommunicationHook
 from mfwrap.tensors.wrappers import unwrapped_optimizer
@@ -545,8 +546,9 @@ class MFTrainerMixin(_Base):
         with weight, rows.watching(model, stands_in=stands_in) if rows.is_on else _UNWATCHED as end:
             try:
                 loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
-            except ValueError as error:
+            except Exception as error:
                 explain_missing_loss(error, model, self.train_dataset, inputs)
+                explain_targets(error, model, batch)
                 raise
             end(loss, num_items)
         for monitor in () if stands_in else self._skip.noted.takers:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from datasets import Dataset
+from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -60,6 +61,34 @@ def note(tmp_path, rows, kind=BertForSequenceClassification, *, arguments=(), **
 def test_a_missing_loss(tmp_path, columns, kind, says):
     """The note says why the model has returned no loss."""
     assert says in note(tmp_path, [{"input_ids": [1, 2]} | columns] * 2, kind)
+
+
+class OwnLoss(MFTrainer):
+    """A trainer whose loss is computed behind the model, from labels that it takes out."""
+
+    def compute_loss(self, model, inputs, **_):
+        labels = inputs.pop("labels")
+        if model.config.num_labels == 3:
+            message = "of the user"
+            raise ValueError(message)
+        return cross_entropy(model(**inputs).logits, labels)
+
+
+def test_labels_that_are_no_classes(tmp_path):
+    """The label is named if the loss is computed in the Trainer; other errors have no note."""
+    rows = Dataset.from_list([{"input_ids": [1, 2], "labels": label} for label in (0, 7)])
+    said = []
+    for number in (2, 3):
+        args = TrainingArguments(str(tmp_path / str(number)), use_cpu=True, report_to="none")
+        model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=number))
+        with pytest.raises((IndexError, ValueError)) as raised:
+            OwnLoss(model, args, train_dataset=rows).train()
+        said.append(getattr(raised.value, "__notes__", []))
+
+    assert said[1] == []
+    assert [note.partition(";")[0] for note in said[0]] == [
+        "a batch has the label 7, and the model has 2 classes, 0 to 1"
+    ]
 
 
 def test_rows_of_different_lengths(tmp_path):
