@@ -71,6 +71,9 @@ NON_FINITE: frozenset[Kind] = frozenset({"loss_not_finite", "gradient_not_finite
 SHIFTS: frozenset[Kind] = frozenset({"loss_shift", "norm_shift"})
 """Kinds of anomalies that several steps in a row show together."""
 
+_OF_ONE_LOSS: frozenset[Kind] = frozenset({"loss_spike", "loss_drop"})
+"""Kinds of anomalies with a loss that is far from the usual one."""
+
 UNKNOWN_CAUSE = "unknown"
 
 
@@ -320,6 +323,9 @@ class Anomaly:
             findings.append(self._cause())
         elif self.explanation is not None:
             findings.append(self.explanation)
+        elif self.kind in _OF_ONE_LOSS and self.ranks:
+            loss = self.losses[self.ranks[0]]
+            findings.append(f"the loss is {_compared(loss, self.usual_loss)}")
         # Beside a cause, any other group of gradients would be taken for the culprit.
         names = self.explanation is None or (
             self.layer is not None and self.gradients[:1] and self.layer in self.gradients[0].name
