@@ -156,11 +156,13 @@ def _check_columns(
         given: Arguments that the recipe sets.
     """
     passed = {*_PASSED, *columns} - WITHHELD - {*given}
-    for argument, is_required in keywords_of(reward).items():
+    taken = keywords_of(reward)
+    for argument, is_required in taken.items():
         if is_required and argument not in {*passed, *given}:
+            others = passed - taken.keys()  # what it takes already cannot be meant
             says = (
                 f"{name} has the argument {argument!r}, which is neither set here nor a column of "
-                f"both the training and the held-out rows{hint(argument, passed)}"
+                f"both the training and the held-out rows{hint(argument, others)}"
             )
             raise objects.document.error((*path, "type"), says)
 

@@ -70,6 +70,10 @@ _FAR_BEYOND, _FEW_SPIKES, _MOST_SPIKES = math.log(1000.0), 4, 0.15
 """Smallest distance of a logarithm that is a spike, however far the spikes before were, and the
 largest number and share of values that may be spikes: more of them are the run's nature."""
 
+_FAR_BEYOND_EARLY, _FEWEST_USUAL = math.log(30_000.0), 20
+"""The same distance before there are so many others: a loss of rare classes, which is almost zero
+in most steps, has few spikes at first."""
+
 _FEWEST_FALLS = 11
 """Number of distances from which on it is known how far the losses usually fall."""
 
@@ -405,7 +409,8 @@ class _Series:
         if len(known) < _EARLY:
             return False
         usual = known[-1 - max(_FEW_SPIKES, int(_MOST_SPIKES * len(known)))]
-        return value - self.expected(0) > max(usual, 0.0) + _FAR_BEYOND
+        least = _FAR_BEYOND if len(known) >= _FEWEST_USUAL else _FAR_BEYOND_EARLY
+        return value - self.expected(0) > max(usual, 0.0) + least
 
     def last(self, number: int, fewest: int) -> tuple[float, list[float], list[float]]:
         """Return what was expected before the last values, these values, and their scores.

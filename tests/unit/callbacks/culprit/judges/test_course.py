@@ -72,6 +72,14 @@ def test_a_few_rows_that_ruin_the_loss_early(bad):
     assert [step for step, _ in found(losses)] == [*bad]
 
 
+def test_the_second_loss_of_a_rare_class():
+    """Early in a run, it is no ruin beside losses of almost nothing."""
+    losses = noisy(1e-4, 30)
+    losses[1], losses[11] = 1.2, 1.1
+
+    assert (12, "loss_spike") not in found(losses)
+
+
 def test_losses_that_are_often_far_away():
     """They are the nature of a run whose norm is almost zero in most steps."""
     course = NormCourse()
