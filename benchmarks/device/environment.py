@@ -13,8 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-FOLDER = ROOT / "build" / "device-environment"
-"""Links, unpacked wheels, caches and temporary files."""
+FOLDER = ROOT / "build" / "device-env"
+"""Links, unpacked wheels, caches and temporary files. The name is short, because the paths of
+sockets in it may have 107 bytes."""
 
 
 def link_package(tree: Path) -> None:
