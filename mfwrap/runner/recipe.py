@@ -621,8 +621,11 @@ def _check_tokenizer(objects: RecipeObjects, task: Task, model: ModelSettings) -
     folder = model.folder()
     needs_own = task.uses_tokenizer and model.tokenizer is None
     if needs_own and folder is not None and not has_tokenizer(folder):
-        says = "expected the name or folder of a tokenizer, or 'bytes' for one token per byte"
-        got = f"because {model.path!r}, the folder of the model, has no tokenizer"
+        says = "expected the tokenizer that the weights were trained with, by its name or folder"
+        got = (
+            f"because {model.path!r}, the folder of the model, has none; or copy its files, "
+            "such as tokenizer.json and tokenizer_config.json, into that folder"
+        )
         raise objects.document.error(("model", "tokenizer"), f"{says}, {got}")
 
 

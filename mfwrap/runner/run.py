@@ -30,6 +30,8 @@ from mfwrap.recipes.models.loading import unused_weights
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.recipes.tasks.inputs import build_for_inputs
+from mfwrap.records import read_json_lines
+from mfwrap.records.episodes import episodes_of
 from mfwrap.records.run_record import TRAINER_STATE
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.runner.document import (
@@ -234,6 +236,7 @@ def _run(
     if trainer.is_world_process_zero():
         write_result(folder, run.metrics, checkpoint)
         _warn_of_skips(run.updates, say)
+        _warn_of_divergence(folder, say)
     return RunResult(folder, run.metrics, checkpoint)
 
 
@@ -274,6 +277,18 @@ def _warn_of_skips(updates: Updates, say: Callable[[str], None]) -> None:
         say(f"warning: {what}; the weights are those of the start")
     elif skipped > applied:
         say(f"warning: {skipped:,} of {applied + skipped:,} updates were skipped, {why}")
+
+
+def _warn_of_divergence(folder: Path, say: Callable[[str], None]) -> None:
+    """Warn if the loss has left its course for good; the line that said so is far above the end."""
+    file = folder / "anomalies.jsonl"
+    records = read_json_lines(file) if file.is_file() else []
+    for episode in episodes_of([(0, records)]):
+        first = episode.records[0]
+        if "diverged" in first:
+            why = first.get("explanation") or first["diverged"]
+            say(f"warning: the training diverged at step {episode.step} ({why}); see the run page")
+            return
 
 
 def _check_folder(recipe: Recipe, folder: Path, *, is_new: bool, overwrite: bool) -> None:

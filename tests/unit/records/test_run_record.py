@@ -93,6 +93,12 @@ def test_the_trainers_log_fills_gaps(tmp_path):
     ("files", "error", "message"),
     [
         ({}, FileNotFoundError, "is not a run folder: neither"),
+        ({"run.json": "{}"}, FileNotFoundError, "the run has recorded no step$"),
+        (
+            {"run.json": "{}", "error_rank_0.txt": ""},
+            FileNotFoundError,
+            r"recorded no step; it failed: see .*error_rank_0\.txt$",
+        ),
         ({"anomalies.jsonl": '{"step": 1}\n'}, FileNotFoundError, "is not a run folder: neither"),
         (
             {"metrics.jsonl": "[1]\n{}\n"},

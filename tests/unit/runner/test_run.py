@@ -320,7 +320,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
 
 def test_mindformers_schedule_sets_the_rates(tmp_path):
     """The recorded rates follow MindFormers' formula: a warm-up from 0, then a linear fall."""
-    section = {"type": "LinearWithWarmUpLR", "learning_rate": 0.6, "warmup_steps": 2}
+    section = {"type": "LinearWithWarmUpLR", "learning_rate": 0.6, "warmup_steps": 5}
     run(tmp_path, lr_schedule=section | {"total_steps": -1}, training={"learning_rate": 0.6})
     rates = [r["learning_rate"] for r in records(tmp_path) if "loss" in r]
 
@@ -518,3 +518,33 @@ class Squared(torch.nn.Module):
         """Return the mean squared error."""
         output = (self.scale * features**2).squeeze(-1)
         return {"loss": torch.nn.functional.mse_loss(output, labels), "logits": output}
+
+
+class Endless(torch.nn.Module):
+    """A model whose loss has no lower bound."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, features, labels=None):
+        """Return a loss that falls faster and faster."""
+        output = self.scale.exp() * features.squeeze(-1)
+        return {"loss": -output.mean(), "logits": output}
+
+
+@pytest.mark.parametrize(("rate", "diverges"), [(1e-3, False), (1.0, True)])
+def test_a_training_that_has_diverged(tmp_path, rate, diverges):
+    """A run says so at its end, too, with the step and what was found."""
+    rows = [{"features": [1.0], "target": 1.0} for _ in range(8)]
+    training = {"output_dir": str(tmp_path), "max_steps": 40, "learning_rate": rate}
+    text = recipe_text(training=training, monitor_config={"monitor_on": True})
+    lines = []
+    run_recipe(
+        parse_recipe(text, "r.yaml"), model=Endless(), data=(rows, rows[:1]), say=lines.append
+    )
+
+    said = [line for line in lines if "diverged" in line]
+    assert len(said) == diverges
+    expected = r"warning: the training diverged at step \d+ \(.*\); see the run page"
+    assert all(re.fullmatch(expected, line) for line in said)

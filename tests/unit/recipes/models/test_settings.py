@@ -137,7 +137,7 @@ def test_a_folder_without_tokenizer(json_lines, tmp_path):
     config = LlamaConfig(**SMALL_LLAMA | {"vocab_size": 261})
     LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
     section, model = json_lines([{"text": "abc"}] * 4), {"path": str(tmp_path / "m")}
-    says = r"model\.tokenizer: expected the name or folder .*'bytes'.*/m', .* has no tokenizer$"
+    says = r"model\.tokenizer: expected the tokenizer that .*/m', .* has none; or copy its files"
 
     with pytest.raises(RecipeError, match=rf"^r:\d+: {says}"):
         recipe_of("causal_lm", section, model=model)
