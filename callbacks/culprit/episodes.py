@@ -208,7 +208,7 @@ class OpenEpisode:
         if self.run_away or not self.has_diverged:
             return self.run_away
         last = self.last_losses[-1]
-        return f"the loss has not come back: {last:.4g} at last, after {self.usual_loss:.4g}"
+        return f"the loss had not come back by then: {last:.4g}, after {self.usual_loss:.4g}"
 
     def _rows(self) -> str:
         """Name the samples of later steps."""

@@ -249,7 +249,7 @@ def test_a_loss_that_does_not_come_back_has_diverged(is_resumed):
 
     record = end.as_record()
     assert (record["cause"], record["last_step"], record["num_steps"]) == ("diverged", 24, 5)
-    assert record["diverged"] == "the loss has not come back: 43 at last, after 2"
+    assert record["diverged"] == "the loss had not come back by then: 43, after 2"
     assert record["diverged"] in str(end)
 
 
@@ -273,7 +273,7 @@ def test_a_known_cause_stays_the_cause_of_a_divergence():
     """The record says both."""
     end = ended(*[5.0] * 8, first=anomaly(20, usual_loss=2.0, cause="learning_rate"))
     assert "cause" not in end.as_record()
-    assert end.as_record()["diverged"].startswith("the loss has not come back")
+    assert end.as_record()["diverged"].startswith("the loss had not come back")
 
 
 @pytest.mark.parametrize(("cause", "said"), [("unknown", "diverged"), ("loss", None)])
@@ -345,7 +345,7 @@ def test_a_loss_that_is_no_worse_than_at_first(first_losses):
     record = episodes.end().as_record()
 
     assert "cause" not in record
-    assert record["diverged"].startswith("the loss has not come back")
+    assert record["diverged"].startswith("the loss had not come back")
 
 
 @pytest.mark.parametrize(("kind", "is_told"), [("expert_load", False), ("state_spike", True)])
