@@ -320,7 +320,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
 
 def test_mindformers_schedule_sets_the_rates(tmp_path):
     """The recorded rates follow MindFormers' formula: a warm-up from 0, then a linear fall."""
-    section = {"type": "LinearWithWarmUpLR", "learning_rate": 0.6, "warmup_steps": 5}
+    section = {"type": "LinearWithWarmUpLR", "learning_rate": 0.6, "warmup_steps": 2}
     run(tmp_path, lr_schedule=section | {"total_steps": -1}, training={"learning_rate": 0.6})
     rates = [r["learning_rate"] for r in records(tmp_path) if "loss" in r]
 
