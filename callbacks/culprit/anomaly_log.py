@@ -323,7 +323,7 @@ class Anomaly:
             findings.append(self._cause())
         elif self.explanation is not None:
             findings.append(self.explanation)
-        elif self.kind in _OF_ONE_LOSS and self.ranks:
+        elif self.kind in _OF_ONE_LOSS and self.ranks and self.ranks[0] < len(self.losses):
             loss = self.losses[self.ranks[0]]
             findings.append(f"the loss is {_compared(loss, self.usual_loss)}")
         # Beside a cause, any other group of gradients would be taken for the culprit.
