@@ -207,8 +207,8 @@ class OpenEpisode:
         """Say how the loss has left its course for good, in a clause; empty if it has not."""
         if self.run_away or not self.has_diverged:
             return self.run_away
-        last = self.last_losses[-1]
-        return f"the loss had not come back by then: {last:.4g}, after {self.usual_loss:.4g}"
+        middle = statistics.median(self.last_losses)
+        return f"the loss had not come back by then: {middle:.4g}, after {self.usual_loss:.4g}"
 
     def _rows(self) -> str:
         """Name the samples of later steps."""

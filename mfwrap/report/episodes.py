@@ -144,7 +144,7 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
 def _diverged(episode: Episode) -> str:
     """Say that the loss has not come back. Another computation of it is no divergence."""
     if episode.cause in _OF_LOSS:
-        return f"The loss has stayed high since step {episode.step}. "
+        return f"The loss has not come back since step {episode.step}. "
     return f"Diverged at step {episode.step}. "
 
 
@@ -360,7 +360,7 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
     ]
     if numbers:
         lines.append(f"In step {record['step']}: {', '.join(numbers)}")
-    if "since" in record and record["kind"] in SHIFTS:
+    if "since" in record and record.get("kind") in SHIFTS:
         lines.append(f"It shows from step {record['since']} on")
     elif "since" in record:
         lines.append(

@@ -75,7 +75,7 @@ def test_a_loss_that_is_computed_otherwise_is_no_divergence(tmp_path):
     end = {"step": 12, "kind": "loss_spike", "last_step": 20, "num_steps": 9, "diverged": "high"}
     page = words(headline([run_of(tmp_path, [first, end], [2.0] * 20)]))
 
-    assert page.startswith("The loss has stayed high since step 12. 1 episode in 20 steps.")
+    assert page.startswith("The loss has not come back since step 12. 1 episode in 20 steps.")
 
 
 @pytest.mark.parametrize(("norm", "is_told"), [(120.0, True), (30.0, False)])

@@ -238,6 +238,8 @@ def test_an_own_reward_is_maximized(text):
             {"type": "accuracy_reward"},
             "reward.type: accuracy_reward has the argument 'solution', which is neither set",
         ),
+        # It takes `completions` already, which is similar.
+        ({"type": "accuracy_reward"}, "the held-out rows; known: ['"),
     ],
 )
 def test_what_is_refused(text, reward, says):

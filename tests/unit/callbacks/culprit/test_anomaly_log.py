@@ -269,6 +269,14 @@ LINES = {
             "all gradients are finite, a replay is not possible after the update; update applied"
         ),
     ),
+    "loss without a cause": (
+        {"kind": "loss_spike", "layer": None, "losses": (2.0, 8.4), "usual_loss": 2.8},
+        "step 7: loss spike on rank 1: the loss is 8.4 (usually 2.8)",
+    ),
+    "loss that one rank has found alone": (
+        {"kind": "loss_drop", "layer": None, "losses": (2.0,), "usual_loss": 2.8},
+        "step 7: loss far too low on rank 1",
+    ),
     "cause in no layer": (
         {
             "kind": "loss_spike",
