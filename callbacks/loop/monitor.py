@@ -156,6 +156,7 @@ class LoopMonitor:
         self._max_steps = max_steps
         self._configuration = dict(configuration or {})
         self._has_begun = self._is_updating = False
+        self._handled: BaseException | None = None
         self._requests = CheckpointRequests()
         self._owned = OwnedFolders()
         self._predecessor = _WRITERS.get(self._folder.resolve())
@@ -300,8 +301,13 @@ class LoopMonitor:
                 self._facts.save()
 
     def close(self) -> None:
-        """Write the last step, close all files, and stop following the loop."""
-        self._close()
+        """Write the last step, close all files, and stop following the loop.
+
+        In a ``finally`` block, it also writes the error that has ended the loop.
+        """
+        error = sys.exception()
+        # The loop as a whole may be the answer to an earlier error.
+        self._close(None if error is self._handled else error)
 
     def _close(self, error: BaseException | None = None) -> None:
         """Close, and note what has ended the loop; ``None`` if it has ended by itself."""
@@ -357,7 +363,7 @@ class LoopMonitor:
             return
         self._own_folder()
         self._end_waiting()
-        self._has_begun = True
+        self._has_begun, self._handled = True, sys.exception()
         self._args = loop_arguments(
             self._folder,
             self._state.max_steps,

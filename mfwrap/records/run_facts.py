@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +26,10 @@ from mfwrap.records.secret_keys import command_without_secrets, without_secrets
 
 PROGRESS = "progress.jsonl"
 _FORMAT_VERSION = 1
+
+_TRACEBACK = "Traceback (most recent call last):"
+_LONGEST_ERROR = 300
+"""Number of characters of an error that are written."""
 
 
 @final
@@ -118,10 +123,11 @@ class RunFacts:
         """Write that the run has failed.
 
         Args:
-            error: What has failed it; its class is written.
+            error: What has failed it; its class and its message are written.
             step: Last finished step; ``None`` after the end of the training.
         """
         when = "after its last step" if step is None else f"after step {step}"
+        self._facts["error"] = _in_one_line(error)
         self._write(f"failed {when} ({type(error).__name__})")
 
     def _write(self, state: str) -> None:
@@ -178,6 +184,18 @@ def _command() -> list[str]:
     if spec is not None:
         return ["python", "-m", spec.name.removesuffix(".__main__"), *words[1:]]
     return [Path(words[0]).name, *words[1:]] if words else []
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return class and message of an error, without secrets and without a traceback in it."""
+    # Also for an error that cannot be turned into text.
+    text = traceback.format_exception_only(error)[0]
+    # A worker of a data loader sends its traceback as the message.
+    message, mark, inner = text.strip().partition(_TRACEBACK)
+    if mark:
+        message = f"{message.rpartition(chr(10))[0]} {inner.splitlines()[-1]}"
+    line = " ".join(str(without_secrets(message)).split())
+    return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]}..."
 
 
 def _parameters(model: nn.Module) -> dict[str, int]:

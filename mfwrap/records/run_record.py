@@ -24,6 +24,7 @@ _FACTS: Mapping[str, Form] = {
         ("configuration", "hardware", "inputs", "parameters", "versions", "code"), dict
     ),
     "seconds": float,
+    "error": str,
     "resumed": [int],
 }
 """Forms of facts that are read in parts."""
@@ -164,7 +165,9 @@ def read_run(folder: Path) -> RunRecord:
 def not_a_run_folder(folder: Path) -> FileNotFoundError:
     """Return the error for a folder that has no numbers of a run."""
     if (folder / FACTS).is_file():
-        failed = next((f"; it failed: see {file}" for file in folder.glob("error_rank_*.txt")), "")
+        said = [f"see {file}" for file in folder.glob("error_rank_*.txt")]
+        said += filter(None, [read_facts(folder).get("error")])
+        failed = f"; it failed: {said[0]}" if said else ""
         return FileNotFoundError(f"{folder}: the run has recorded no step{failed}")
     if folder.is_dir():
         reason = f"neither a *.jsonl file nor {TRAINER_STATE} in it has the numbers of a step"

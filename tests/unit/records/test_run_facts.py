@@ -92,6 +92,42 @@ def test_how_a_run_ended(tmp_path, clock, step, max_steps, state):
     assert has_ended(tmp_path)
 
 
+class UnspeakableError(Exception):
+    """An error that cannot be turned into text."""
+
+    def __str__(self):
+        raise RuntimeError
+
+
+_OF_WORKER = """Caught KeyError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "worker.py", line 3, in _worker_loop
+    data = fetcher.fetch(index)
+KeyError: 'text'
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("bad\n  row 3"), "ValueError: bad row 3"),
+        (
+            RuntimeError(_OF_WORKER),
+            "RuntimeError: Caught KeyError in DataLoader worker process 0. KeyError: 'text'",
+        ),
+        (OSError("get https://me:pass@host"), "OSError: get https***host"),
+        (ValueError("x" * 999), f"ValueError: {'x' * 288}..."),
+        (UnspeakableError(), f"{__name__}.UnspeakableError: <exception str() failed>"),
+    ],
+)
+def test_the_error_of_a_run(tmp_path, error, said):
+    """Class and message are in one short line, without secrets and tracebacks."""
+    facts = RunFacts(tmp_path, {})
+    facts.fail(error, 3)
+
+    assert read_facts(tmp_path)["error"] == said
+
+
 def test_time_and_tokens(tmp_path, clock):
     """A step is recorded once, with the time since the start and the tokens if they are known."""
     facts = RunFacts(tmp_path, {}, clock=clock)

@@ -151,6 +151,15 @@ def test_how_the_run_ended(tmp_path, state, shown):
     assert shown in headline([run_of(tmp_path, [])])
 
 
+def test_the_error_of_a_run(tmp_path):
+    """The headline ends with it; its text is never interpreted as HTML."""
+    facts = {"state": "failed after step 9 (ValueError)", "error": "ValueError: <b> in row 3"}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+
+    said = "at step 10. Its error: <code>ValueError: &lt;b&gt; in row 3</code>."
+    assert said in headline([run_of(tmp_path, [])])
+
+
 def test_a_run_by_rewards(tmp_path):
     """The headline has the last reward, because the loss of such a run says little."""
     run = run_of(tmp_path, [])

@@ -144,6 +144,8 @@ def test_an_error(tmp_path):
     with pytest.raises(ArithmeticError, match="by a callback"):
         trainer.train()
 
-    assert read_facts(tmp_path)["state"] == "failed after step 3 (ArithmeticError)"
+    facts = read_facts(tmp_path)
+    assert facts["state"] == "failed after step 3 (ArithmeticError)"
+    assert facts["error"] == "ArithmeticError: by a callback"
     records = read_json_lines(tmp_path / "metrics.jsonl")
     assert [one["step"] for one in records if "loss" in one] == [1, 2, 3]

@@ -225,6 +225,40 @@ def test_an_error_that_ends_the_program(tmp_path, how, state):
     assert facts["state"] == state
 
 
+@pytest.mark.parametrize("is_context", [True, False])
+def test_an_error_of_a_loop(tmp_path, is_context):
+    """The file names the error that has ended the loop, by its type and its message."""
+    loop = Loop(tmp_path)
+    finish = contextlib.nullcontext if is_context else loop.accelerator.end_training
+
+    def train():
+        with loop.monitor if is_context else contextlib.nullcontext():
+            try:
+                loop.train(list(loop.loader)[:4])
+                torch.ones(2) @ torch.ones(3)
+            finally:
+                finish()
+
+    with pytest.raises(RuntimeError):
+        train()
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+
+    assert facts["state"] == "failed after step 2 (RuntimeError)"
+    assert facts["error"].startswith("RuntimeError: inconsistent tensor size")
+
+
+def test_a_loop_that_answers_an_error(tmp_path):
+    """An error from before the loop has not ended it."""
+    loop = Loop(tmp_path)
+    try:
+        {}["missing"]
+    except KeyError:
+        loop.train(list(loop.loader)[:2])
+        loop.monitor.close()
+
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "finished"
+
+
 def test_a_checkpoint_restores_records_and_states(tmp_path):
     """After ``load_state`` the records of later steps are gone, and the steps go on from there."""
     straight = Loop(tmp_path / "straight")
