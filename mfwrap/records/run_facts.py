@@ -37,7 +37,8 @@ class RunFacts:
     """Write ``run.json`` and ``progress.jsonl`` in a run folder, in the main process.
 
     ``progress.jsonl`` has the seconds of training, and the tokens if they are known, at some steps.
-    A training that resumes goes on counting from its checkpoint. Secrets are not written.
+    A training that resumes goes on counting from its checkpoint, and keeps the command of the run's
+    start beside its own. Secrets are not written.
 
     Args:
         folder: Run folder.
@@ -83,9 +84,12 @@ class RunFacts:
         if not first_step:
             set_aside(folder / FACTS)
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        command = command_without_secrets(_command())
+        first_command = former.get("command") or command
         self._facts = {
             "format_version": _FORMAT_VERSION,
-            "command": command_without_secrets(_command()),
+            "command": first_command,
+            **({"resume_command": command} if command != first_command else {}),
             "started": former.get("started") or now,
             **({"resumed": resumed} if resumed else {}),
             "hardware": hardware(),

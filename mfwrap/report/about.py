@@ -187,7 +187,8 @@ def _details(run: RunRecord, runs: Sequence[RunRecord]) -> str:
     if not run.facts:
         return ""
     of = f" of {html.escape(run.name)}" if len(runs) > 1 else ""
-    facts = {"Command": run.facts.get("command"), "Started": run.facts.get("started")}
+    names = {"Command": "command", "Resumed with": "resume_command", "Started": "started"}
+    facts = {term: run.facts.get(name) for term, name in names.items()}
     listed = "".join(
         f"<dt>{term}</dt><dd><code>{html.escape(str(fact))}</code></dd>"
         for term, fact in facts.items()

@@ -128,6 +128,20 @@ def test_the_error_of_a_run(tmp_path, error, said):
     assert read_facts(tmp_path)["error"] == said
 
 
+def test_the_command_of_a_run_that_was_resumed(tmp_path, monkeypatch):
+    """The command that started the run stays, and that of the last resume is beside it."""
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    shown = []
+    for step, words in ((0, ["--lr=1"]), (2, ["--resume"]), (4, ["--resume=4"]), (6, ["--lr=1"])):
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        RunFacts(tmp_path, {}, first_step=step)
+        facts = read_facts(tmp_path)
+        shown.append((facts["command"], facts.get("resume_command")))
+
+    resumed = [None, "train.py --resume", "train.py --resume=4", None]
+    assert shown == [("train.py --lr=1", command) for command in resumed]
+
+
 def test_time_and_tokens(tmp_path, clock):
     """A step is recorded once, with the time since the start and the tokens if they are known."""
     facts = RunFacts(tmp_path, {}, clock=clock)

@@ -124,8 +124,10 @@ def test_differences(tmp_path):
 
 def test_details_are_folded_and_no_markup(tmp_path):
     """Command and settings are folded; their text is never interpreted as HTML."""
-    text = about([run(tmp_path / "one", FACTS)]).replace("<wbr>", "")
+    facts = FACTS | {"resume_command": "python train.py --resume"}
+    text = about([run(tmp_path / "one", facts)]).replace("<wbr>", "")
 
+    assert "<dt>Resumed with</dt><dd><code>python train.py --resume</code></dd>" in text
     assert "<summary>Command, settings, versions and machine</summary>" in text
     assert "python train.py --name &#x27;&lt;b&gt;&#x27;" in text
     assert "<b>" not in text
