@@ -7,12 +7,19 @@ from typing import final
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, AnomalyLog
 from mfwrap.callbacks.culprit.episodes import Episodes, OpenEpisode
 from mfwrap.callbacks.culprit.notes import Note
+from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
+
+_FEWEST_SKIPS = 8
+"""Number of skipped updates in a row that is logged, as is each doubling of it."""
 
 
 @final
 class EpisodeLog:
     """Write the anomaly that begins an episode, and the end of an episode of several steps.
+
+    While all updates of an episode are skipped, the log says so at growing intervals, and when the
+    training ends.
 
     Of what all ranks find together, the main process alone writes the records. What one rank has
     found, this rank writes.
@@ -40,6 +47,8 @@ class EpisodeLog:
         self._episodes = episodes
         self._log = AnomalyLog(folder, rank, first_step=first_step)
         self._is_main = is_main
+        self._num_skips = 0
+        """Skipped updates in a row, the last step included."""
 
     def add(self, anomaly: Anomaly | None, numbers: StepNumbers, *, is_shared: bool) -> None:
         """Add the judgement of a step.
@@ -49,6 +58,9 @@ class EpisodeLog:
             numbers: Numbers of the step.
             is_shared: Whether all ranks have found the anomaly.
         """
+        number = self._num_skips = numbers.consecutive_skips
+        if number >= _FEWEST_SKIPS and number.bit_count() == 1:
+            self._tell_skips(f"step {numbers.step}: ")
         if anomaly is None:
             self._write_end(self._episodes.pass_over(numbers))
             return
@@ -63,8 +75,16 @@ class EpisodeLog:
             self._log.write(one, logs=self._is_main)
 
     def close(self) -> None:
-        """Write the end of an episode that goes on."""
+        """Write the end of an episode that goes on, and that the last updates were skipped."""
         self._write_end(self._episodes.end())
+        if self._num_skips > 1:
+            self._tell_skips()
+
+    def _tell_skips(self, where: str = "") -> None:
+        if self._is_main:
+            run_logger(__package__).warning(
+                "%sno update was made in the last %d steps", where, self._num_skips
+            )
 
     def _write_end(self, episode: OpenEpisode | None) -> None:
         if episode is not None and (self._is_main or not episode.is_shared):
