@@ -163,13 +163,16 @@ class MetricsRecorder(MonitorCallback):
                 )
 
     def write_evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        """Write the results of an evaluation, unless the file has equal ones for this step."""
+        """Write those results of an evaluation that the file does not have for this step."""
         if self._lines is None:
             return
-        for name, value in results.items():
-            if (last_record(self._path, name, step=step) or {}).get(name) != to_plain(value):
-                self.write({"step": step, **results})
-                return
+        new = {
+            name: value
+            for name, value in results.items()
+            if (last_record(self._path, name, step=step) or {}).get(name) != to_plain(value)
+        }
+        if new:
+            self.write({"step": step, **new})
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an additional record, on the main process only."""

@@ -105,7 +105,7 @@ def test_rewards_that_teach_nothing_are_told_once(tmp_path, caplog, logs, before
 
 
 def test_an_evaluation_is_recorded_once(tmp_path):
-    """An evaluation that is repeated after the last step is left out if its results are equal."""
+    """Of an evaluation that is repeated after the last step, only other results are written."""
     recorder = MetricsRecorder(tmp_path)
     recorder.on_train_begin(arguments_of(tmp_path), TrainerState(), None)
     raw, averaged = {"eval_loss": 1.0}, {"ema_eval_loss": 2.0}
@@ -114,11 +114,15 @@ def test_an_evaluation_is_recorded_once(tmp_path):
         recorder.write_evaluation(step, averaged)
     recorder.write_evaluation(2, raw | averaged)
     recorder.write_evaluation(2, raw | {"ema_eval_loss": 3.0})
+    recorder.write_evaluation(3, raw)
+    recorder.write_evaluation(3, raw | averaged)
 
     found = read_json_lines(tmp_path / "metrics.jsonl")
     assert [one for one in found if "step" in one] == [
         *({"step": step, **one} for step in (1, 2) for one in (raw, averaged)),
-        {"step": 2, "eval_loss": 1.0, "ema_eval_loss": 3.0},
+        {"step": 2, "ema_eval_loss": 3.0},
+        {"step": 3, **raw},
+        {"step": 3, **averaged},
     ]
 
 

@@ -61,9 +61,8 @@ def loss_of(weights, folder, **sections):
 def recorded(folder, name):
     """Return all that a run has recorded under a name, by step; each step once."""
     records = [one for one in read_json_lines(folder / "metrics.jsonl") if name in one]
-    found = {}
-    for one in records:
-        assert found.setdefault(one["step"], one[name]) == one[name]
+    found = {one["step"]: one[name] for one in records}
+    assert len(found) == len(records)
     return found
 
 
