@@ -341,6 +341,9 @@ class Anomaly:
             # replay would need the weights from before the update.
             findings.append("all gradients are finite, a replay is not possible after the update")
         findings += [row.described() for row in self.samples[:_MOST_SAMPLES]]
+        left = len(self.samples) - _MOST_SAMPLES
+        if left > 0:
+            findings.append(f"and {left} more {'rows' if left > 1 else 'row'}")
         if self.buffers:
             shown = _counted("buffer", self.buffers[:_MOST_BUFFERS])
             more = len(self.buffers) - _MOST_BUFFERS

@@ -177,6 +177,9 @@ def _in_short(alike: Sequence[_Event]) -> str:
     """Return what must be known about the first of events of the same kind and cause."""
     event, more = alike[0], len(alike) - 1
     rest = ["more in the table below"] if event.samples[_MOST_NAMES:] else []
+    again = f"{more} more like this, the last at step {_link(alike[-1])}"
+    if any(each.samples for each in alike[1:]):
+        again += "; their samples are in the table below"
     facts = {
         "Cause": _cause(event),
         "Just before": event.before,
@@ -184,7 +187,7 @@ def _in_short(alike: Sequence[_Event]) -> str:
         "Samples": "<br>".join([*event.samples[:_MOST_NAMES], *rest]),
         "What the run did": event.action,
         "What to do": event.suggestion,
-        "Again": f"{more} more like this, the last at step {_link(alike[-1])}" * bool(more),
+        "Again": again if more else "",
     }
     listed = "".join(f"<dt>{term}</dt><dd>{fact}</dd>" for term, fact in facts.items() if fact)
     steps = "Steps" if event.last > event.first else "Step"

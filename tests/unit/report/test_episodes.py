@@ -235,6 +235,21 @@ def test_the_headline(tmp_path):
     assert 'data-step="2" data-last="6"' in text
 
 
+def test_samples_of_alike_episodes(tmp_path):
+    """The headline has those of the first episode, and says where the others are."""
+    rows = [{"rank": 0, "micro_batch": 0, "row": row} for row in (1, 3)]
+    records = [
+        {**RATE, "step": step, "samples": [row]} for step, row in zip((2, 9), rows, strict=True)
+    ]
+    run = run_of(tmp_path, records)
+    text = words(headline([run]))
+
+    assert "Samples rank 0, micro-batch 0, row 1 " in text
+    assert "row 3" not in text
+    assert "Again 1 more like this, the last at step 9; their samples are in the table" in text
+    assert "rank 0, micro-batch 0, row 3" in words(episode_table([run]))
+
+
 def test_the_headline_prefers_what_has_a_cause(tmp_path):
     """Of many kinds of episodes the headline has three; those without a cause come last."""
     kinds = ["loss_spike", "spike", "update_spike", "state_spike"]

@@ -11,6 +11,7 @@ from mfwrap.callbacks.culprit.anomaly_log import (
     KINDS,
     Anomaly,
     AnomalyLog,
+    BadRow,
     GroupNorm,
     Kind,
     StateNorm,
@@ -392,3 +393,16 @@ def test_the_docs_list_each_kind():
     rows = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
 
     assert sorted(kind for row in rows for kind in row.split("`, `")) == sorted(KINDS)
+
+
+@pytest.mark.parametrize(("number", "said"), [(2, None), (3, "and 1 more row"), (5, "3 more rows")])
+def test_rows_that_the_line_leaves_out(number, said):
+    """The line names two rows and counts the others, which are all in the record."""
+    rows = tuple(BadRow(rank=0, micro_batch=0, row=row) for row in range(number))
+    found = Anomaly(step=3, kind="spike", ranks=(), layer=None, samples=rows)
+
+    assert len(found.as_record()["samples"]) == number
+    assert "row 1 of micro-batch 0" in str(found)
+    assert "row 2 of micro-batch 0" not in str(found)
+    assert (said or "") in str(found)
+    assert ("more row" in str(found)) is (said is not None)
