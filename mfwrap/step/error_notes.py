@@ -174,14 +174,18 @@ def _label_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
     if targets.numel() == 0:
         return None
     low, high = int(targets.min()), int(targets.max())
+    row = int((labels == (low if low < 0 else high)).nonzero()[0, 0])
     if low < 0:
-        return f"labels begin at 0 ({_IGNORED} is ignored), got {low}; number the classes from 0"
+        return (
+            f"labels begin at 0 ({_IGNORED} is ignored), but row {row} of the batch has the label "
+            f"{low}; number the classes from 0"
+        )
     if high < number:
         return None
     return (
-        f"a batch has the label {high}, and the model has {number} classes, 0 to {number - 1}; "
-        f"build the model with num_labels={high + 1} or more (the largest label of all rows plus "
-        "1), or number the classes from 0"
+        f"row {row} of the batch has the label {high}, and the model has {number} classes, 0 to "
+        f"{number - 1}; build the model with num_labels={high + 1} or more (the largest label of "
+        "all rows plus 1), or number the classes from 0"
     )
 
 

@@ -18,6 +18,9 @@ _WITHOUT_LOSS = "did not return a loss"
 _UNEQUAL = re.compile(r"expected sequence of length \d+ at dim \d+|Unable to create tensor")
 """Texts of the errors of collators that do not pad."""
 
+_NO_CLASS = re.compile(r"row \d+ of the batch has the label (-?\d+)")
+"""Text of the note about a label that is no class; see `mfwrap.step.error_notes`."""
+
 _OF_LABELS = "`labels` in this case"
 """Text of the error if only the labels were not padded."""
 
@@ -86,6 +89,7 @@ def explaining_training(trainer: TrainerView) -> Iterator[None]:
         yield
     except Exception as error:
         causes = (
+            _of_labels,
             _of_rows,
             _of_columns,
             _of_early_stopping,
@@ -97,6 +101,20 @@ def explaining_training(trainer: TrainerView) -> Iterator[None]:
         if note is not None:
             error.add_note(note)
         raise
+
+
+def _of_labels(error: BaseException, trainer: TrainerView) -> str | None:
+    """Name the first row of the data with a label that is no class: a batch may be shuffled."""
+    found = _NO_CLASS.search("\n".join(getattr(error, "__notes__", ())))
+    if found is None:
+        return None
+    rows: Any = trainer.train_dataset
+    for column in ("labels", "label"):
+        # A data set of the user's own may raise any error, and other data may have the label.
+        with contextlib.suppress(Exception):
+            index = list(rows[column]).index(int(found[1]))
+            return f"the first such row of `train_dataset` is row {index}, counted from 0"
+    return None
 
 
 def _of_rows(error: BaseException, _: TrainerView) -> str | None:

@@ -59,9 +59,14 @@ def test_tokens_beyond_the_embeddings():
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        ([0, 1, 2, 3], "a batch has the label 3, and the model has 3 classes, 0 to 2; build the "),
-        ([0, 1, 2, 4], "the model with num_labels=5 or more (the largest label of all rows plus 1"),
-        ([-1, 1, 1, 1], "labels begin at 0 (-100 is ignored), got -1; number the classes from 0"),
+        ([0, 1, 2, 3], "row 3 of the batch has the label 3, and the model has 3 classes, 0 to 2; "),
+        ([0, 4, 2, 4], "row 1 of the batch has the label 4, "),
+        (
+            [0, 1, 2, 4],
+            "build the model with num_labels=5 or more (the largest label of all rows plus 1",
+        ),
+        ([-100, 1, -1, 1], "labels begin at 0 (-100 is ignored), but row 2 of the batch has the "),
+        ([-100, 1, -1, 1], "label -1; number the classes from 0"),
     ],
 )
 def test_labels_that_are_no_classes(labels, says):
@@ -75,7 +80,7 @@ def test_labels_of_tokens():
     labels = torch.full_like(TOKENS, -100)
     labels[1, 2] = 5
 
-    assert "the label 5, and the model has 2 classes" in note(
+    assert "row 1 of the batch has the label 5, and the model has 2 classes" in note(
         network, input_ids=TOKENS, labels=labels
     )
 
