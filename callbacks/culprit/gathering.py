@@ -1,10 +1,10 @@
 """Gather what this rank knows about a step that went wrong."""
 
 import math
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
 from mfwrap.callbacks.culprit.causes.evidence import SPOILT
@@ -134,6 +134,7 @@ class EvidenceGatherer:
             moved=moved,
             impossible=judgement.impossible(scores.learning_rate),
             undivided={} if states is None else states.undivided(judgement.optimizer, odd),
+            initial_rate=_initial_rate(judgement.optimizer),
             follows_gradients=isinstance(unwrapped_optimizer(judgement.optimizer), SGD),
             driven=() if states is None else states.driven(risen, judgement.travelled()),
             settings=self._settings.changes(numbers.step),
@@ -171,3 +172,11 @@ class EvidenceGatherer:
         if self._in_float16 is None and may_be_scale and self._recorder is not None:
             self._in_float16 = computes_in_float16(self._recorder)
         return bool(self._in_float16)
+
+
+def _initial_rate(optimizer: Any) -> float | None:
+    """Return the largest rate that torch's schedules note in an optimizer; ``None`` without one."""
+    inner = unwrapped_optimizer(optimizer)
+    groups = inner.param_groups if isinstance(inner, Optimizer) else []
+    rates = [float(group["initial_lr"]) for group in groups if "initial_lr" in group]
+    return max(rates, default=None)

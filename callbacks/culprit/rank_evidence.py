@@ -69,6 +69,10 @@ class RankEvidence:
     follows_gradients: bool = False
     """Whether the updates are the gradients times the rate, perhaps added up: those of SGD."""
 
+    initial_rate: float | None = None
+    """Largest rate that a schedule was given to begin with, which it scales in each step; ``None``
+    without a schedule."""
+
     driven: tuple[str, ...] = ()
     """Weights whose updates since the last sample explain that they have grown."""
 

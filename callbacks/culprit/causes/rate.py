@@ -23,6 +23,10 @@ _FEW_LARGE = 3
 _JUMP = 10.0
 """Largest ratio of an update to the first one, at the same rate, that was too large as well."""
 
+_SCALED = 1.01
+"""Smallest ratio of the rate that a schedule was given to that of a step from which on both are
+named."""
+
 _ORDINARY = 0.03
 """Largest ratio of an update to its weights that is ordinary; 0.001 is usual."""
 
@@ -87,6 +91,10 @@ def large_updates(
         return None  # ordinary at this rate before
     rate = first.scores.learning_rate
     at_rate = "" if math.isnan(rate) else f", at learning rate {rate:.3g},"
+    # In a warm-up, the rate of the step is not the one that the user has set.
+    initial = evidence.blamed.initial_rate
+    if initial is not None and initial > _SCALED * rate:
+        at_rate += f" which the schedule makes of {initial:.3g},"
     return Cause(
         "learning_rate",
         f"the update of step {first.step}{at_rate} changed the weights by {ratio:.3g} "

@@ -26,12 +26,17 @@ class Network(nn.Module):
         return self.linear(inputs).square().mean()
 
 
-def gathered(*, is_first: bool = True, loss: float = 1.0, records: bool = True):
+def gathered(
+    *, is_first: bool = True, loss: float = 1.0, records: bool = True, warms_up: bool = False
+):
     """Change a weight and a buffer by hand before the third step, and gather the evidence."""
     torch.manual_seed(0)
     network = Network()
     recorder = StepRecorder(network) if records else None
     judges = Judges(network, 10)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    if warms_up:
+        torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
     samples = None if recorder is None else SampleSearch(recorder)
     gatherer = EvidenceGatherer(network, judges, recorder, samples)
     for step in (1, 2, 3):
@@ -40,7 +45,7 @@ def gathered(*, is_first: bool = True, loss: float = 1.0, records: bool = True):
             network.mean.fill_(math.nan)
         judges.begin_step(step)
         network(torch.ones(1, 2)).backward()
-        judgement = judges.end_step(step, torch.tensor(loss), None, None)
+        judgement = judges.end_step(step, torch.tensor(loss), None, None, optimizer)
         if recorder is not None:
             recorder.end_step()
     numbers = StepNumbers(
@@ -77,3 +82,9 @@ def test_a_loss_is_computed_again_only_where_it_says_something():
     assert gathered(loss=math.nan).earlier_losses == ()
     without = gathered(records=False)
     assert (without.earlier_losses, without.micro_losses, without.factors) == ((), (), ())
+
+
+def test_the_rate_that_a_schedule_was_given():
+    """It is known in a warm-up, in which the rate of the optimizer is another one."""
+    assert gathered(warms_up=True).initial_rate == 0.5
+    assert gathered().initial_rate is None

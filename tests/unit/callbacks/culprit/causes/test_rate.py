@@ -1,5 +1,7 @@
 """Causes that lie in the learning rate, or in the size of updates."""
 
+import pytest
+
 from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.rates import RateRise
 from support.cause_evidence import HIGH_LOSS, cause, trace
@@ -67,6 +69,17 @@ def test_updates_as_large_as_the_weights():
     later = trace(large, large, large, HIGH_LOSS)
     assert cause(steps=later, rank={"earlier_losses": ()}).name == "learning_rate"
     assert cause(steps=later).name == "data", "the weights have the loss of the step before again"
+
+
+@pytest.mark.parametrize(("initial", "is_named"), [(0.25, True), (1e-3, False), (None, False)])
+def test_the_rate_that_was_set(initial, is_named):
+    """In a warm-up, the sentence also has the rate that the user has set."""
+    steps = trace(*[{"update_ratio": 1.9}] * 4)
+    found = cause("update_spike", steps, rank={"initial_rate": initial})
+    said = "at learning rate 0.001, which the schedule makes of 0.25, changed the weights"
+
+    assert (said in found.explanation) is is_named
+    assert ("schedule" in found.explanation) is is_named
 
 
 def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
