@@ -1,9 +1,10 @@
 """Rules for causes that lie in the learning rate, or in the size of updates."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
-from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import (
     Cause,
     CauseEvidence,
@@ -29,6 +30,12 @@ named."""
 
 _ORDINARY = 0.03
 """Largest ratio of an update to its weights that is ordinary; 0.001 is usual."""
+
+_FEWEST = 2
+"""Smallest number of updates that tell that they were large all along."""
+
+_DOUBTFUL = 0.01
+"""Smallest ratio that is worth a word if the loss has risen for good and nothing else is known."""
 
 
 def jump(evidence: CauseEvidence) -> Cause | None:
@@ -100,6 +107,35 @@ def large_updates(
         f"the update of step {first.step}{at_rate} changed the weights by {ratio:.3g} "
         "times their size (0.001 is ordinary)",
         "lower the learning rate, or warm it up over more steps",
+    )
+
+
+def large_all_along(evidence: CauseEvidence) -> Cause | None:
+    """Find that most updates were large before a loss rose, though none was as large as a weight.
+
+    Clipping makes them so: with SGD it holds each update at the learning rate, whatever the loss.
+    """
+    has_risen = evidence.kind == "loss_spike" or (
+        evidence.shift is not None and evidence.shift.of == "loss"
+    )
+    start = evidence.first_bad_step
+    steps = [each for each in evidence.trace if each.applied and each.step < start]
+    ratios = [each.scores.update_ratio for each in steps if each.scores.update_ratio > 0]
+    if not has_risen or len(ratios) < _FEWEST:
+        return None
+    ratio, rate = statistics.median(ratios), max(each.scores.learning_rate for each in steps)
+    if not _DOUBTFUL <= ratio < math.inf or (ratio < _ORDINARY and evidence.shift is None):
+        return None
+    at_rate = "" if math.isnan(rate) else f", at learning rates of up to {rate:.3g},"
+    what = "" if evidence.shift is None else f"{evidence.shift}; "
+    explanation = (
+        f"{what}the updates before{at_rate} changed the weights by {ratio:.3g} times their size "
+        "each (0.001 is ordinary)"
+    )
+    if ratio < _ORDINARY:
+        return Cause(UNKNOWN_CAUSE, explanation, "")
+    return Cause(
+        "learning_rate", explanation, "lower the learning rate, or warm it up over more steps"
     )
 
 

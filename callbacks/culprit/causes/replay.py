@@ -4,6 +4,7 @@ import math
 
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import (
+    SPOILT,
     Cause,
     CauseEvidence,
     counted,
@@ -221,6 +222,10 @@ def program(evidence: CauseEvidence) -> Cause | None:
     has_moved = has_moved_far([evidence.now, *evidence.before]) or blamed.odd_weights
     if found is None or not found.then > 0 or has_moved:
         return None
+    since = evidence.now.step - found.num_steps
+    travel = [each.scores.update_ratio for each in evidence.trace if each.step >= since]
+    if math.fsum(one for one in travel if one > 0) > SPOILT:
+        return None  # any output is another one after such updates
     usual, now = blamed.usual_loss, blamed.loss
     if evidence.shift is not None and evidence.shift.of == "loss":
         usual, now = evidence.shift.before, evidence.shift.now

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.rates import RateRise
 from support.cause_evidence import HIGH_LOSS, cause, trace
@@ -80,6 +81,22 @@ def test_the_rate_that_was_set(initial, is_named):
 
     assert (said in found.explanation) is is_named
     assert ("schedule" in found.explanation) is is_named
+
+
+@pytest.mark.parametrize(
+    ("ratio", "name"), [(0.1, "learning_rate"), (0.02, "unknown"), (0.001, "unknown")]
+)
+def test_updates_that_were_large_all_along(ratio, name):
+    """A loss that stays high after a row of large updates; doubtful ones are only mentioned."""
+    shift = Shift("loss", 9.4, 269.0, num_steps=2)
+    steps = trace(*[{"update_ratio": ratio}] * 5, HIGH_LOSS, HIGH_LOSS)
+    found = cause("loss_shift", steps, shift=shift, since=steps[-2].step, is_first=False)
+    said = f"changed the weights by {ratio:.3g} times their size each" in found.explanation
+
+    assert found.name == name
+    assert "the loss has been about 269 for 2 steps" in found.explanation
+    assert said is (ratio > 0.01)
+    assert bool(found.suggestion) is (ratio > 0.03)
 
 
 def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
