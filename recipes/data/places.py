@@ -67,6 +67,7 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         run = _MODEL_OF_A_RUN.fullmatch(name)
         made = "" if run is None else f"; the run of the recipe `{run[1]}` writes it"
         made = made or ("; this is a file, name its folder" if is_file(name) else "")
+        made = made or _meant(similar_folder(name, files))
         msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r}{made}"
         raise ValueError(msg)
     try:
@@ -123,15 +124,23 @@ def not_a_file(name: str) -> str:
 
 
 def _absent(name: str, kind: str, is_kind: Callable[[Path], bool]) -> str:
-    similar = _similar(name, is_kind)
-    meant = "" if similar is None else f"; did you mean {similar!r}?"
-    return f"there is no {kind} {name!r} here{meant}"
+    return f"there is no {kind} {name!r} here{_meant(_similar(name, is_kind))}"
+
+
+def _meant(similar: str | None) -> str:
+    return "" if similar is None else f"; did you mean {similar!r}?"
 
 
 def _similar(name: str, is_kind: Callable[[Path], bool]) -> str | None:
-    parent = Path(name).parent
-    found = [str(each) for each in parent.glob("*") if is_kind(each)] if is_folder(parent) else []
-    return next(iter(difflib.get_close_matches(name, found, n=1)), None)
+    path = Path(name)
+    parent: str | None = str(path.parent)
+    if not is_folder(path.parent):
+        parent = _similar(str(path.parent), Path.is_dir)
+    if parent is None:
+        return None
+    found = {each.name: str(each) for each in Path(parent).glob("*") if is_kind(each)}
+    # Names alone: paths with the same parent are always similar.
+    return next((found[one] for one in difflib.get_close_matches(path.name, found, n=1)), None)
 
 
 def is_folder(name: str | Path) -> bool:

@@ -1,5 +1,7 @@
 """Paths of a recipe are checked before anything is loaded from them."""
 
+from pathlib import Path
+
 import pytest
 
 from mfwrap.recipes.data.places import (
@@ -111,3 +113,35 @@ def test_a_similar_name(tmp_path, monkeypatch):
     says = "there is no file 'models/row.csv' here; did you mean 'models/rows.csv'?"
     assert not_a_file("models/row.csv") == says
     assert not_a_file("models/my_modl") == "there is no file 'models/my_modl' here"
+
+
+def test_a_similar_path(tmp_path, monkeypatch):
+    """A folder in the path may be misspelt, too, and what has the same parent is not similar."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("output/checkpoint-10", "output/checkpoint-200", "output/logs"):
+        Path(name).mkdir(parents=True)
+    Path("output/checkpoint-10/config.json").touch()
+
+    meant = "did you mean 'output/checkpoint-10'?"
+    for name in ("outptu/checkpoint-10", "./outptu/checkpoint-10", "output/chekpoint-10"):
+        assert not_a_folder(name) == f"there is no folder {name!r} here; {meant}"
+        assert similar_folder(name, ["config.json"]) == "output/checkpoint-10"
+    for name in ("output/x", "no/output", f"{tmp_path}/x"):
+        assert not_a_folder(name) == f"there is no folder {name!r} here"
+    assert not_a_file("outptu/checkpoint-10/confg.json").endswith("-10/config.json'?")
+
+
+@pytest.mark.parametrize("given", ["./my_modl", "{}/my_modl", "a/../my_modl", "./no"])
+def test_a_similar_path_that_no_model_on_the_hub_has(tmp_path, monkeypatch, given):
+    """A path that is no name on the hub is refused with the folder that is meant."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "my_model"):
+        Path(name).mkdir()
+    Path("my_model/config.json").touch()
+    name = given.format(tmp_path)
+
+    with pytest.raises(ValueError, match="must be an existing folder, or a name on") as caught:
+        check_place("path", name, ("config.json",), "a model folder")
+
+    meant = "" if given == "./no" else f"; did you mean {str(Path(name).with_name('my_model'))!r}?"
+    assert str(caught.value).endswith(f"got {name!r}{meant}")
