@@ -15,7 +15,7 @@ from transformers.models.auto.image_processing_auto import get_image_processor_c
 
 from mfwrap.recipes.data.places import is_folder
 from mfwrap.recipes.models.checkpoint import PROCESSOR_CONFIG
-from mfwrap.recipes.models.loading import ModelError
+from mfwrap.recipes.models.loading import ModelError, said_by
 
 _NUMBERS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 """What is taken over from the image processor of a checkpoint."""
@@ -45,8 +45,8 @@ def load_numbers(name: str, **settings: Any) -> dict[str, Any] | None:
     except Exception as error:  # any library, or code of the checkpoint
         if isinstance(error, OSError) and not is_folder(name):
             return None  # the hub cannot be reached, and the cache has no image processor
-        said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        msg = f"`path` must have an image processor that can be loaded, got {name!r}: {said}"
+        says = f"must have an image processor that can be loaded, got {name!r}"
+        msg = f"`path` {says}: {said_by(error)}"
         raise ModelError(msg) from error
     return {key: getattr(processor, key, None) for key in _NUMBERS}
 

@@ -1,7 +1,9 @@
 """Load the weights and the tokenizer of a checkpoint, and check that the weights fit."""
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -195,7 +197,7 @@ def load_tokenizer(setting: str, name: str, **settings: Any) -> PreTrainedTokeni
         settings: Arguments of ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ModelError: If it cannot be loaded.
+        ModelError: If it cannot be loaded, or has no tokens besides special ones.
     """
     try:
         with from_hub(setting, name):
@@ -203,10 +205,32 @@ def load_tokenizer(setting: str, name: str, **settings: Any) -> PreTrainedTokeni
     except (ImportError, ModelError):
         raise
     except Exception as error:  # the tokenizers' own errors are of the class Exception
-        said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        msg = f"`{setting}` must have a tokenizer that can be loaded, got {name!r}: {said}"
+        says = said_by(error) if not is_folder(name) or _has_vocabulary(Path(name)) else _WITHOUT
+        msg = f"`{setting}` must have a tokenizer that can be loaded, got {name!r}: {says}"
         raise ModelError(msg) from error
+    # Without these files, transformers makes some tokenizers of special tokens alone, or with the
+    # mark of a space, which drop all that a text says.
+    if len(tokenizer) <= len({*tokenizer.all_special_tokens}) + 1:
+        msg = f"`{setting}` must have a tokenizer with a vocabulary, got {name!r}: {_WITHOUT}"
+        raise ModelError(msg)
     return tokenizer
+
+
+_VOCABULARIES = ("tokenizer.*json", "vocab*", "*.model", "*.spm", "*tiktoken*", "tekken.json")
+_WITHOUT = (
+    "it has no tokenizer.json, nor another file with the tokens; copy the files of the tokenizer "
+    "from the model that it was made of, or set model.tokenizer to that model"
+)
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern))
+
+
+def said_by(error: Exception) -> str:
+    """Return the class of an error and what it says, at most 300 characters of whole words."""
+    text = textwrap.shorten(" ".join(str(error).split()), 300, placeholder=" ...")
+    return f"{type(error).__name__}: {text}"
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ from mfwrap.recipes.models.loading import (
     from_hub,
     load_network,
     load_tokenizer,
+    said_by,
 )
 from mfwrap.recipes.models.perceptron import Perceptron, PerceptronConfig
 from mfwrap.recipes.models.quantization import quantization_config
@@ -557,8 +558,7 @@ def _naming_config(path: str) -> Iterator[None]:
         raise
     except Exception as error:  # what is wrong with a value has any type
         says = f"must be a model whose config.json transformers accepts, got {path!r:.200}"
-        said = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        msg = f"`path` {says}: {said}"
+        msg = f"`path` {says}: {said_by(error)}"
         raise ModelError(msg) from error
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
-from mfwrap.recipes.models.loading import ModelError, unused_weights
+from mfwrap.recipes.models.loading import ModelError, said_by, unused_weights
 from mfwrap.recipes.models.settings import ModelSettings
 from mfwrap.runner import RecipeError
 from mfwrap.runner.rehearsal import rehearse
@@ -317,3 +317,37 @@ def test_a_tokenizer_that_cannot_be_loaded(llama):
         ModelError, match=r"^`path` must have a tokenizer that can be loaded, got '"
     ):
         ModelSettings(path=str(llama)).make_tokenizer()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["TokenizersBackend", "LlamaTokenizer", "Qwen2Tokenizer", "BertTokenizer", "T5Tokenizer"],
+)
+def test_a_tokenizer_without_its_vocabulary(llama, kind):
+    """Transformers makes some of them without any token: a training on nothing."""
+    (llama / "tokenizer.json").unlink()
+    (llama / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+
+    with pytest.raises(ModelError) as caught:
+        ModelSettings(path=str(llama)).make_tokenizer()
+
+    assert str(caught.value).startswith("`path` must have a tokenizer ")
+    assert f"got {str(llama)!r}: it has no tokenizer.json, nor another file" in str(caught.value)
+
+
+def test_a_tokenizer_that_needs_no_vocabulary(llama):
+    """Its tokens are the bytes."""
+    (llama / "tokenizer.json").unlink()
+    file = llama / "tokenizer_config.json"
+    file.write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+
+    assert len(ModelSettings(path=str(llama)).make_tokenizer()) == 384
+
+
+def test_a_long_error_ends_with_a_whole_word():
+    """Where something is left out, it says so."""
+    said = said_by(ValueError("word\n" * 100))
+    assert said.startswith("ValueError: word word")
+    assert said.endswith("word ...")
+    assert len(said) <= 312
+    assert said_by(ValueError("short\n text")) == "ValueError: short text"
