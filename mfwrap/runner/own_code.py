@@ -130,12 +130,12 @@ class OwnCode:
             yield
         finally:
             sys.path[:] = [one for one in sys.path if one not in added]
-            tops = {name.partition(".")[0] for name in sys.modules} - before.keys()
+            # A copy: another thread, such as that of the hub's telemetry, may import just now.
+            after = dict(sys.modules)
+            tops = {name.partition(".")[0] for name in after} - before.keys()
             own = {top for top in tops if self._is_beside(top)}
             self._beside |= {
-                name: module
-                for name, module in sys.modules.items()
-                if name.partition(".")[0] in own
+                name: module for name, module in after.items() if name.partition(".")[0] in own
             }
             for name in self._beside if added else ():
                 sys.modules.pop(name, None)

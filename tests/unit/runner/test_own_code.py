@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from mfwrap.cli import main
 from mfwrap.runner import RecipeError, load_recipe, run_recipe
+from mfwrap.runner.own_code import OwnCode
 from mfwrap.runner.preview import preview
 from support.own_parts import IMPORTED, write_project
 from support.ports import free_port
@@ -651,3 +653,21 @@ def test_two_ranks(project):
     weights = [load_file(run / name / "model" / "model.safetensors") for name in ("two", "alone")]
     for name in weights[0]:
         assert torch.allclose(weights[0][name], weights[1][name], atol=1e-5)
+
+
+def test_another_thread_imports_a_module(monkeypatch):
+    """Modules may be added while those that were imported are looked through."""
+
+    class Name(str):
+        """Name of a module; another module is imported as soon as this one is looked at."""
+
+        __slots__ = ()
+
+        def partition(self, separator):
+            monkeypatch.setitem(sys.modules, "imported_meanwhile", ModuleType("imported_meanwhile"))
+            return super().partition(separator)
+
+    with OwnCode("r.yaml", is_allowed=False).importable():
+        monkeypatch.setitem(sys.modules, Name("looked_at"), ModuleType("looked_at"))
+
+    assert {"looked_at", "imported_meanwhile"} <= sys.modules.keys()
