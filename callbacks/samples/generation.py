@@ -63,7 +63,8 @@ class Generation:
         """Return a prompt of a recipe or a script, encoded.
 
         Raises:
-            ValueError: If there is no tokenizer, or no chat template for messages.
+            ValueError: If there is no tokenizer, or no chat template for messages, or if it refuses
+                them.
         """
         if self._tokenizer is None:
             msg = "`prompts` needs a tokenizer as the Trainer's `processing_class`, got none"
@@ -75,9 +76,15 @@ class Generation:
             msg = "`prompts` has messages, but the tokenizer has no chat template; give texts"
             raise ValueError(msg)
         messages: Any = [dict(message) for message in prompt]
-        encoded: Any = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        try:
+            encoded: Any = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        except Exception as error:  # templates raise errors of jinja2, and any other
+            roles = [message["role"] for message in messages]
+            says = f"messages with the roles {roles}, which the chat template refuses: {error}"
+            msg = f"`prompts` has {says}"
+            raise ValueError(msg) from error
         said = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
         return self._prompt(encoded["input_ids"][0], said)
 

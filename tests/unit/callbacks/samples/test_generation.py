@@ -81,6 +81,17 @@ def test_other_rows(batch, says):
         generation().of_row(batch)
 
 
+def test_messages_that_the_chat_template_refuses():
+    """The roles of the prompt are named, and what the template says."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no role ' + messages[0]['role']) }}"
+
+    with pytest.raises(
+        ValueError, match=r"the roles \['bogus'\], which .* refuses: no role bogus$"
+    ):
+        generation(tokenizer=tokenizer).of_prompt([{"role": "bogus", "content": "ab"}])
+
+
 def test_a_model_with_an_encoder():
     """The input of the encoder is the prompt, and the labels are the reference."""
     torch.manual_seed(0)
