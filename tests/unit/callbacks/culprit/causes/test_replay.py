@@ -195,11 +195,13 @@ def test_a_program_after_an_update_that_was_too_large():
 
 def test_a_program_after_updates_that_were_large_all_along():
     """Since the earlier call, the weights have moved by half of their size."""
-    steps = trace(*[{"update_ratio": 0.1}] * 4, {"update_ratio": 0.1, "global_norm": 4.0})
+    steps = trace(*[{"update_ratio": 0.15}] * 4, {"update_ratio": 0.15, "global_norm": 4.0})
     known = {"program": CHANGED, "loss_score": 20.0, "loss": 6.0, "earlier_losses": ()}
     found = cause(steps=steps, rank=known)
     assert found.name == "learning_rate"
-    assert "at learning rates of up to 0.001, changed the weights by 0.1 times" in found.explanation
+    assert (
+        "at learning rates of up to 0.001, changed the weights by 0.15 times" in found.explanation
+    )
 
 
 def test_a_program_that_has_changed_before_a_shift():
