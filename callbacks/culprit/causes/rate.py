@@ -125,7 +125,7 @@ def large_all_along(evidence: CauseEvidence) -> Cause | None:
     if not has_risen or len(ratios) < _FEWEST:
         return None
     ratio, rate = statistics.median(ratios), max(each.scores.learning_rate for each in steps)
-    if not _DOUBTFUL <= ratio < math.inf or (ratio < _ORDINARY and evidence.shift is None):
+    if not _DOUBTFUL <= ratio < math.inf:
         return None
     at_rate = "" if math.isnan(rate) else f", at learning rates of up to {rate:.3g},"
     what = "" if evidence.shift is None else f"{evidence.shift}; "

@@ -99,6 +99,26 @@ def test_updates_that_were_large_all_along(ratio, name):
     assert bool(found.suggestion) is said
 
 
+@pytest.mark.parametrize(("ratio", "is_said"), [(0.15, True), (0.06, True), (0.02, False)])
+def test_a_spike_after_updates_that_were_large_all_along(ratio, is_said):
+    """A high loss comes from them, unless they were small enough to be ordinary."""
+    steps = trace(*[{"update_ratio": ratio}] * 4, HIGH_LOSS)
+    found = cause(steps=steps, rank={"earlier_losses": (), "loss": 6.0})
+    assert ("times their size each" in found.explanation) is is_said
+
+
+@pytest.mark.parametrize("place", [1, 4])
+def test_updates_that_a_rise_has_made_large(place):
+    """The updates of the steps of the rise, and those that were skipped, say nothing."""
+    shift = Shift("loss", 9.4, 269.0, num_steps=3)
+    steps = list(trace(*[{}] * 4, *[{"update_ratio": 0.5}] * 3))
+    for number in range(place, 4):
+        scores = steps[number].scores._replace(update_ratio=0.5)
+        steps[number] = steps[number]._replace(applied=False, scores=scores)
+    found = cause("loss_shift", tuple(steps), shift=shift, since=steps[-3].step, is_first=False)
+    assert "times their size each" not in found.explanation
+
+
 def test_a_rate_too_high_from_the_start_also_moves_single_weights_far():
     """The first updates were as large as the weights, before any was unusual."""
     large = trace({"update_ratio": 2.0})[-1]._replace(step=1)
