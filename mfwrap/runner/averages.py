@@ -40,7 +40,7 @@ def average_of(trainer: Any) -> FinalAverage | None:
         trainer: An `MFTrainer`, whose model has raw weights.
     """
     callbacks = trainer.callback_handler.callbacks
-    found = [trainer.ema, *(one.ema for one in callbacks if isinstance(one, EMACallback))]
+    found = [trainer.attached.ema, *(one.ema for one in callbacks if isinstance(one, EMACallback))]
     average = next((one for one in found if one is not None), None)
     if average is None:
         return None
@@ -57,7 +57,7 @@ def _load(average: ExponentialMovingAverage, checkpoint: Path, trainer: Any) -> 
         holds = [has_average(checkpoint), has_state(checkpoint)]
     # Nodes with disks of their own may lack the checkpoint.
     in_step, in_callback = (all(each) for each in zip(*gather_objects(holds), strict=True))
-    if trainer.ema is not None and in_step:
+    if trainer.attached.ema is not None and in_step:
         saved = saved_average(checkpoint, trainer.attached.attachment)
     elif in_callback:
         saved = read_state(checkpoint)

@@ -107,6 +107,16 @@ _UNWATCHED: contextlib.AbstractContextManager[Callable[..., None]] = contextlib.
 """What follows the rows of a micro-batch if nothing needs them."""
 
 
+_OWN = {
+    "attached": AttachedStep,
+    "batch_growth": GrowingBatch,
+    "loss_by_row": LossByRow,
+    "rollbacks": Rollbacks,
+    "run_facts": TrainerFacts,
+}
+"""Attributes at which the mixin's parts look. All others have names that no subclass can have."""
+
+
 class MFTrainerMixin(_Base):
     """Give a Trainer, or any subclass of it, MindFormers' training step.
 
@@ -228,34 +238,34 @@ class MFTrainerMixin(_Base):
         check_given_callbacks(super().__init__, args, kwargs)
         # Set these attributes before `super().__init__`: it calls
         # `create_accelerator_and_postprocess`, which needs them.
-        self._step_config = StepConfig() if step is None else step
-        self._given_ema, self._given_scale = ema, scale_sense
-        self._communication_hook = communication_hook
+        self.__step_config = StepConfig() if step is None else step
+        self.__given_ema, self.__given_scale = ema, scale_sense
+        self.__communication_hook = communication_hook
         check_bool("async_save", async_save)
-        self._checkpoints = Checkpoints(
+        self.__checkpoints = Checkpoints(
             self, keeps_average=ema is not None, in_background=async_save
         )
-        self._position = TrainerPosition(is_stateful=use_stateful_dataloader)
-        self._parts = UpdateParts(self)
-        self._skip = DataSkip(
-            self, self._parts, data_skip_steps, skip_rows, may_go_back=rollback is not None
+        self.__position = TrainerPosition(is_stateful=use_stateful_dataloader)
+        self.__parts = UpdateParts(self)
+        self.__skip = DataSkip(
+            self, self.__parts, data_skip_steps, skip_rows, may_go_back=rollback is not None
         )
-        self.loss_by_row = LossByRow(self, self._skip.noted, loss_by, records_rows=row_losses)
-        wait = functools.partial(self._checkpoints.background.settle, waits=True)
-        self.rollbacks = Rollbacks(self, rollback, self._skip, wait)
-        self._batch = TrainerBatch(self, self._step_config)
-        self.batch_growth = GrowingBatch(self, rampup_batch_size, self._batch, self._parts)
+        self.loss_by_row = LossByRow(self, self.__skip.noted, loss_by, records_rows=row_losses)
+        wait = functools.partial(self.__checkpoints.background.settle, waits=True)
+        self.rollbacks = Rollbacks(self, rollback, self.__skip, wait)
+        self.__batch = TrainerBatch(self, self.__step_config)
+        self.batch_growth = GrowingBatch(self, rampup_batch_size, self.__batch, self.__parts)
         others = {"data_skip_steps": data_skip_steps, "skip_rows": skip_rows, "rollback": rollback}
         others["use_stateful_dataloader"] = use_stateful_dataloader or None
         given = [name for name, value in others.items() if value is not None]
         if self.batch_growth.is_on and given:
             refuse_growth(f"`{given[0]}`")
-        self._evaluation = Evaluation(self, per_token=eval_per_token_loss)
-        self._termination = RankTermination()
-        self.run_facts = TrainerFacts(self, self._termination)
+        self.__evaluation = Evaluation(self, per_token=eval_per_token_loss)
+        self.__termination = RankTermination()
+        self.run_facts = TrainerFacts(self, self.__termination)
         self.say_resume: Callable[[str], None] = _LOG.info
         """Called in the main process with the line that names the checkpoint of a resume."""
-        self._watch: RankWatch | None = None
+        self.__watch: RankWatch | None = None
         super().__init__(*args, **kwargs)
         if not hasattr(self, "attached"):
             name = "create_accelerator_and_postprocess"
@@ -265,49 +275,56 @@ class MFTrainerMixin(_Base):
         # are still scaled. The attached accelerator clips the gradients of any meshes.
         leave_meshes_to_step(self)
         check_construction(self)
-        self._position.check_data(self.train_dataset)
-        self._connect_events()
+        self.__position.check_data(self.train_dataset)
+        self.__connect_events()
 
     @property
     def ema(self) -> ExponentialMovingAverage | None:
-        """Average of the weights; ``None`` without an average or before its creation."""
-        return self.attached.ema
+        """Average of the weights; ``None`` without an average or before its creation.
 
-    def _connect_events(self) -> None:
+        A subclass may keep an average of its own under this name.
+        """
+        return vars(self).get("ema", self.attached.ema)
+
+    @ema.setter
+    def ema(self, value: Any) -> None:
+        vars(self)["ema"] = value
+
+    def __connect_events(self) -> None:
         """Pass the step's results to the callbacks of the handler, which may be a new one."""
         if not isinstance(self.callback_handler, StepCallbackHandler):
             add_step_to_events(
                 self,
-                self._before_event,
-                self._after_event,
-                self._termination,
+                self._mfwrap_before_event,
+                self._mfwrap_after_event,
+                self.__termination,
                 self.run_facts,
-                RequestedSave(self._checkpoints.requests),
+                RequestedSave(self.__checkpoints.requests),
             )
-            show_in_one_place(self.callback_handler, self._termination)
+            show_in_one_place(self.callback_handler, self.__termination)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, and attach the step to it."""
         super().create_accelerator_and_postprocess()
         leave_accumulation_to_trainer(self.accelerator)
-        if self._given_ema is not None and self.args.n_gpu > 1:
+        if self.__given_ema is not None and self.args.n_gpu > 1:
             msg = (
                 "`ema` must be None with DataParallel, got an average with "
                 f"{self.args.n_gpu} GPUs in one process; start the training with torchrun, one "
                 "process per GPU"
             )
             raise ValueError(msg)
-        scale_sense = self._given_scale
+        scale_sense = self.__given_scale
         if scale_sense is None:
             scale_sense = DynamicLossScaleUpdateCell(65536, 2, 2000) if self.args.fp16 else 1.0
         self.attached: AttachedStep = attach(
             self.accelerator,
-            loop_settings(self._step_config, self.args),
-            self._given_ema,
+            loop_settings(self.__step_config, self.args),
+            self.__given_ema,
             scale_sense=scale_sense,
-            communication_hook=self._communication_hook,
+            communication_hook=self.__communication_hook,
         )
-        self._losses = Losses(self)
+        self.__losses = Losses(self)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the schedule, which then advances only for applied updates."""
@@ -361,18 +378,19 @@ class MFTrainerMixin(_Base):
                 when the error is raised.
         """
         asked_for = resume_from_checkpoint
-        self._connect_events()
-        with self._checkpoints.owning_run_folder(asked_for, trial):
+        _check_attributes(self)
+        self.__connect_events()
+        with self.__checkpoints.owning_run_folder(asked_for, trial):
             while True:
                 asked_for = self.rollbacks.begin(asked_for)
                 if asked_for:
-                    asked_for = self._checkpoints.checked(asked_for, trial)
+                    asked_for = self.__checkpoints.checked(asked_for, trial)
                 given = (asked_for or None, trial, *args)
                 # A method of the user's own may take fewer arguments, and need some.
                 num_needed = len(needed_arguments(super(), "train"))
                 while len(given) > num_needed and given[-1] is None:
                     given = given[:-1]
-                with self._batch.resuming(Path(asked_for) if asked_for else None):
+                with self.__batch.resuming(Path(asked_for) if asked_for else None):
                     result = super().train(*given, **kwargs)
                 asked_for = self.rollbacks.target
                 if asked_for is None:
@@ -386,21 +404,21 @@ class MFTrainerMixin(_Base):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        self._checkpoints.saved_step = None
-        with self._training(resume_from_checkpoint):
+        self.__checkpoints.saved_step = None
+        with self.__training(resume_from_checkpoint):
             result = super()._inner_training_loop(
                 batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
             )
-            must_exit = self._termination.conclude(self.accelerator.device)
+            must_exit = self.__termination.conclude(self.accelerator.device)
             self.rollbacks.decide()
             if must_exit and self.rollbacks.target is None:
-                save_last_step(self, trial, self._checkpoints.saved_step)
+                save_last_step(self, trial, self.__checkpoints.saved_step)
         if must_exit:
-            stop(self, trial, is_interrupted=self._termination.is_interrupted)
+            stop(self, trial, is_interrupted=self.__termination.is_interrupted)
         return result
 
     @contextlib.contextmanager
-    def _training(self, resume_from_checkpoint: str | None) -> Iterator[None]:
+    def __training(self, resume_from_checkpoint: str | None) -> Iterator[None]:
         """Train within the block; the parts of the trainer begin in this order, and end reversed.
 
         Signals are followed last and left first, so that none interrupts the end of another part.
@@ -410,21 +428,21 @@ class MFTrainerMixin(_Base):
         ranks is around all these parts: it explains an error of any of them. Last, an error waits
         for a checkpoint that is being written.
         """
-        self._watch = rank_watch()
+        self.__watch = rank_watch()
         with (
-            self._checkpoints.background.of_training(),
-            contextlib.nullcontext() if self._watch is None else self._watch.training(),
-            self._losses.filtering(),
-            self._skip.of_training(),
+            self.__checkpoints.background.of_training(),
+            contextlib.nullcontext() if self.__watch is None else self.__watch.training(),
+            self.__losses.filtering(),
+            self.__skip.of_training(),
             self.batch_growth.of_training(),
-            self._position.of_training(resume_from_checkpoint, self.args),
-            replaced(self._evaluation, is_due=False),
+            self.__position.of_training(resume_from_checkpoint, self.args),
+            replaced(self.__evaluation, is_due=False),
             records_of_training(),
             self.run_facts.of_training(),
             self.loss_by_row.of_training(),
             closed_after_error(self.callback_handler.callbacks),
             flushed_at_end(self.attached.attachment, self.callback_handler.callbacks),
-            self._termination,
+            self.__termination,
             explaining_training(self),
         ):
             yield
@@ -448,19 +466,19 @@ class MFTrainerMixin(_Base):
         # DistributedDataParallel raises an obscure error.
         check_trainer_ranks(
             self,
-            self._step_config,
+            self.__step_config,
             max_steps,
             num_update_steps_per_epoch,
-            self._skip.rows.fact,
+            self.__skip.rows.fact,
             self.batch_growth.settings(),
             sources=self.loss_by_row.fact,
-            copies_state=self._checkpoints.background.are_wanted,
+            copies_state=self.__checkpoints.background.are_wanted,
         )
         # The Trainer takes `sys.maxsize` epochs of data without a length.
         has_length = num_train_epochs != sys.maxsize
-        self._batch.check_epoch(num_update_steps_per_epoch, has_length=has_length)
-        saved = self._position.saved
-        epochs, batches = self._skip.begin(
+        self.__batch.check_epoch(num_update_steps_per_epoch, has_length=has_length)
+        saved = self.__position.saved
+        epochs, batches = self.__skip.begin(
             epochs,
             batches,
             None if saved is None else saved["data_skip"],
@@ -472,27 +490,29 @@ class MFTrainerMixin(_Base):
         )
         self.batch_growth.check_resumed(saved)
         # The Trainer looks at `max_steps` only after an update, so it would make one more.
-        has_ended = self._checkpoints.ended_early or self.state.global_step >= max_steps
+        has_ended = self.__checkpoints.ended_early or self.state.global_step >= max_steps
         if has_ended:
             return num_train_epochs, 0
-        position = self._position
+        position = self.__position
         if not has_length and (position.is_placed or position.begins_pass):
             passes, updates, _ = position.done_without_length()
             if position.begins_pass:
                 return passes + 1, 0
             return passes, updates * self.args.gradient_accumulation_steps
         if not has_length:
-            self._position.warn_of_repeated_rows(self.args, max_steps)
+            self.__position.warn_of_repeated_rows(self.args, max_steps)
         return epochs, batches
 
     def get_train_dataloader(self) -> Any:
         """Return the data loader of the training; with a state, if that is asked for."""
         make = super().get_train_dataloader
-        return new_stateful_loader(self.accelerator, make) if self._position.is_stateful else make()
+        return (
+            new_stateful_loader(self.accelerator, make) if self.__position.is_stateful else make()
+        )
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Return the numbers of updates and epochs of a training; note its data loader."""
-        self._skip.rows.note_loader(dataloader)
+        self.__skip.rows.note_loader(dataloader)
         values = super().set_initial_training_values(args, dataloader)
         return self.batch_growth.initial_values(values, dataloader)
 
@@ -501,11 +521,11 @@ class MFTrainerMixin(_Base):
         keywords = dict(zip(names, args, strict=False)) | kwargs
 
         def follow(batches: Iterable[Any]) -> Iterator[Any]:
-            return self._position.watching(self._skip.batches(batches))
+            return self.__position.watching(self.__skip.batches(batches))
 
-        loader, num_skipped = keywords["train_dataloader"], self._batch.num_skipped
+        loader, num_skipped = keywords["train_dataloader"], self.__batch.num_skipped
         keywords["train_dataloader"] = followed_loader(loader, follow, num_skipped=num_skipped)
-        moved = self._skip.of_epoch(keywords, is_placed=self._position.is_placed)
+        moved = self.__skip.of_epoch(keywords, is_placed=self.__position.is_placed)
         if moved is not None:
             super()._run_epoch(**self.batch_growth.of_epoch(moved))  # type: ignore[no-untyped-call]  # (transformers)
 
@@ -516,7 +536,7 @@ class MFTrainerMixin(_Base):
             source_of: Returns file and line, or any name, of the row of ``train_dataset`` with an
                 index; ``None`` if it is unknown. Called for rows that are named only.
         """
-        self._skip.noted.source_of = source_of
+        self.__skip.noted.source_of = source_of
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -524,7 +544,7 @@ class MFTrainerMixin(_Base):
         """Return the micro-batches of an update, and the number of their targets."""
         read = super().get_batch_samples
         if not self.batch_growth.is_on:
-            return self._skip.rows.read(read, epoch_iterator, num_batches, device)
+            return self.__skip.rows.read(read, epoch_iterator, num_batches, device)
         batches = self.batch_growth.read(read, epoch_iterator, device)
         checkpoint = self.batch_growth.take_delayed()
         if checkpoint is not None:
@@ -535,11 +555,11 @@ class MFTrainerMixin(_Base):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         """Do forward and backward of a micro-batch; return its loss, or 0 if it is non-finite."""
-        part = self._parts.next() if self._parts.left else Part.ROWS
+        part = self.__parts.next() if self.__parts.left else Part.ROWS
         if part is Part.NOTHING:
-            return self._losses.of_nothing()
+            return self.__losses.of_nothing()
         num_items = args[0] if args else kwargs.get("num_items_in_batch")
-        share = self._losses.begin_micro_batch(inputs, num_items)
+        share = self.__losses.begin_micro_batch(inputs, num_items)
         stands_in = part is Part.STAND_IN
         weight = replaced(self.attached.attachment, is_weightless=True) if stands_in else _USUAL
         rows, batch = self.loss_by_row, copy.copy(inputs)
@@ -551,14 +571,14 @@ class MFTrainerMixin(_Base):
                 explain_targets(error, model, batch)
                 raise
             end(loss, num_items)
-        for monitor in () if stands_in else self._skip.noted.takers:
+        for monitor in () if stands_in else self.__skip.noted.takers:
             monitor.take_batch(batch)
-        loss = self._losses.add(loss, share)
+        loss = self.__losses.add(loss, share)
         return torch.zeros_like(loss) if stands_in else loss
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a micro-batch; report the further losses of the model's output."""
-        if not self._losses.are_reported:
+        if not self.__losses.are_reported:
             # A method of the user's own may have fewer parameters than that of the Trainer.
             return super().compute_loss(*args, **kwargs)
         args, kwargs, returns_outputs = with_outputs(args, kwargs)
@@ -577,7 +597,7 @@ class MFTrainerMixin(_Base):
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch; rows that only fill up the last batch do not count in the loss."""
         predict = super().prediction_step
-        return self._evaluation.predicted(
+        return self.__evaluation.predicted(
             inputs,
             lambda rows, loss_only: predict(model, rows, loss_only, *args, **kwargs),
             loss_only=prediction_loss_only,
@@ -585,20 +605,20 @@ class MFTrainerMixin(_Base):
         )
 
     @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def __evaluating(self) -> Iterator[None]:
         """Evaluate inside the block as the training requests it."""
         model: Any = self.model
         with (
             evaluating(self.callback_handler.callbacks, self.state, model),
-            replaced(self._evaluation, is_of_training=True),
+            replaced(self.__evaluation, is_of_training=True),
         ):
             yield
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return self._evaluation.noted(super()._evaluate(*args, **kwargs))
+        with self.__evaluating():
+            return self.__evaluation.noted(super()._evaluate(*args, **kwargs))
 
-    def _make_evaluation_loader(self) -> Callable[[], Any] | None:
+    def __make_evaluation_loader(self) -> Callable[[], Any] | None:
         """Return a function that returns the loader of the first held-out data; None without it."""
         data: Any = self.eval_dataset
         if data is None:
@@ -617,10 +637,10 @@ class MFTrainerMixin(_Base):
             The metrics by name.
         """
         # A subclass may call it in place of `_evaluate` when the training requests an evaluation.
-        if not self._evaluation.is_due or self._evaluation.is_of_training:
+        if not self.__evaluation.is_due or self.__evaluation.is_of_training:
             return super().evaluate(*args, **kwargs)
-        with self._evaluating():
-            return self._evaluation.noted(super().evaluate(*args, **kwargs))
+        with self.__evaluating():
+            return self.__evaluation.noted(super().evaluate(*args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the loss is the mean over the rows of the data set, or over its targets.
@@ -649,28 +669,30 @@ class MFTrainerMixin(_Base):
         if callable(convert):
             with training_weights():
                 convert()
-        with self._evaluation.running():
+        with self.__evaluation.running():
             result: Any = super().evaluation_loop(*args, **kwargs)
             prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
             is_overridden = has_own(self, "prediction_step", before=MFTrainerMixin)
-            return self._evaluation.corrected(result, f"{prefix}_loss", is_overridden=is_overridden)
+            return self.__evaluation.corrected(
+                result, f"{prefix}_loss", is_overridden=is_overridden
+            )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log an entry; add the values of the step and the callbacks to training logs."""
-        super().log(self._losses.completed(logs), *args, **kwargs)
-        if self._checkpoints.ending is not None:
-            self._checkpoints.hide()
+        super().log(self.__losses.completed(logs), *args, **kwargs)
+        if self.__checkpoints.ending is not None:
+            self.__checkpoints.hide()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._watch is not None:
+        if self.__watch is not None:
             # The Trainer starts a collective next. If another rank has more data, it is still in an
             # update, and both ranks would wait for each other forever.
-            self._watch.end_training()
-        self._checkpoints.background.end()
-        run_folder, keeps_last = Path(self._get_output_dir(trial)), self._termination.is_stopping
+            self.__watch.end_training()
+        self.__checkpoints.background.end()
+        run_folder, keeps_last = Path(self._get_output_dir(trial)), self.__termination.is_stopping
         with (
-            self._losses.finishing() as loss,
-            self._checkpoints.finishing(run_folder, keeps_last=keeps_last),
+            self.__losses.finishing() as loss,
+            self.__checkpoints.finishing(run_folder, keeps_last=keeps_last),
         ):
             result = super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]  # (transformers)
         if not isinstance(result, TrainOutput):
@@ -678,32 +700,32 @@ class MFTrainerMixin(_Base):
         return TrainOutput(result.global_step, loss, result.metrics | {"train_loss": loss})
 
     def _get_output_dir(self, trial: Any) -> str:
-        return self._checkpoints.output_folder(super()._get_output_dir(trial))
+        return self.__checkpoints.output_folder(super()._get_output_dir(trial))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as the Trainer does; within an evaluation, save the training's weights.
 
         Inside a block of ``ema.swap()`` of your own, save the averages.
         """
-        is_held = self._evaluation.is_of_training
+        is_held = self.__evaluation.is_of_training
         with training_weights(leaves_nested=True) if is_held else _USUAL:
             super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._checkpoints.background.settle(waits=True)
-        with replaced(self._checkpoints, hides_checkpoints=False):
+        self.__checkpoints.background.settle(waits=True)
+        with replaced(self.__checkpoints, hides_checkpoints=False):
             run_folder = Path(self._get_output_dir(trial))
-        with training_weights(), self._checkpoints.writing(run_folder):
+        with training_weights(), self.__checkpoints.writing(run_folder):
             super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         with (
-            self._checkpoints.keeping_weight_names(),
-            self._checkpoints.users_arguments(),
+            self.__checkpoints.keeping_weight_names(),
+            self.__checkpoints.users_arguments(),
             without_saved_token(self.args),
         ):
             save = functools.partial(super()._save, output_dir, *args, **kwargs)
-            deferred = self._checkpoints.deferred
+            deferred = self.__checkpoints.deferred
             if deferred is None or output_dir is None or args or kwargs:
                 save()
             else:
@@ -711,10 +733,10 @@ class MFTrainerMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save = functools.partial(super()._save_optimizer_and_scheduler, output_dir)
-        if self._checkpoints.deferred is None:
+        if self.__checkpoints.deferred is None:
             save()
         else:
-            self._checkpoints.deferred.save_optimizer(Path(output_dir), save)
+            self.__checkpoints.deferred.save_optimizer(Path(output_dir), save)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the model's card as the Trainer does; add the settings of the step."""
@@ -725,17 +747,17 @@ class MFTrainerMixin(_Base):
         folder = Path(output_dir)
         if self.attached.attachment.has_grad_scaler:
             super()._save_scaler(output_dir)
-        if self._checkpoints.deferred is None:
+        if self.__checkpoints.deferred is None:
             save_step(folder, self.attached.attachment, each_node=self.args.save_on_each_node)
         else:
-            self._checkpoints.deferred.save_step(folder)
-        self._position.save(
+            self.__checkpoints.deferred.save_step(folder)
+        self.__position.save(
             folder,
             self.args,
-            self._losses.state_dict,
+            self.__losses.state_dict,
             {
-                "global_batch": self._batch.state_dict(),
-                "data_skip": self._skip.state_dict(),
+                "global_batch": self.__batch.state_dict(),
+                "data_skip": self.__skip.state_dict(),
                 "samples": self.batch_growth.state_dict(),
                 "loss_by": self.loss_by_row.state_dict(),
             },
@@ -755,7 +777,7 @@ class MFTrainerMixin(_Base):
             # before the weights are loaded, so that a checkpoint that does not fit changes nothing.
             self.create_optimizer()
             loads_itself = loads_weights_itself(self, after=MFTrainerMixin)
-            self._checkpoints.check_loaded(Path(checkpoint), loads_itself=loads_itself)
+            self.__checkpoints.check_loaded(Path(checkpoint), loads_itself=loads_itself)
         network: Any = self.model
         before = set(network.parameters())
         dtypes = {name: parameter.dtype for name, parameter in network.named_parameters()}
@@ -781,7 +803,7 @@ class MFTrainerMixin(_Base):
             load_step(Path(checkpoint), self.attached.attachment)
 
     def _load_callback_state(self) -> None:
-        self._checkpoints.restore_callbacks(self._position.resumed_from)
+        self.__checkpoints.restore_callbacks(self.__position.resumed_from)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if (
@@ -790,102 +812,104 @@ class MFTrainerMixin(_Base):
             or self.batch_growth.delays_random_states
         ):
             return
-        self._position.restore_random_states(checkpoint, super()._load_rng_state)
+        self.__position.restore_random_states(checkpoint, super()._load_rng_state)
 
-    def _before_event(self, event: str) -> bool:
+    def _mfwrap_before_event(self, event: str) -> bool:
         """Bring the log and the data position up to date before callbacks are called.
 
         Returns:
             Whether the callbacks hear of the event. They do not hear of empty micro-batches, and
             later of a checkpoint that is being written.
         """
-        self._losses.end_micro_batch()
-        self._evaluation.is_due &= event in _EVALUATION_EVENTS
+        self.__losses.end_micro_batch()
+        self.__evaluation.is_due &= event in _EVALUATION_EVENTS
         if event == "on_train_begin":
-            self._begin_training()
+            self.__begin_training()
         elif event == "on_epoch_begin":
-            self._begin_epoch()
+            self.__begin_epoch()
         elif event == "on_step_begin":
-            self._begin_step()
+            self.__begin_step()
         elif event == "on_pre_optimizer_step":
-            if self._skip.rows.are_followed or self.batch_growth.is_on:
-                self._parts.check_update()
+            if self.__skip.rows.are_followed or self.batch_growth.is_on:
+                self.__parts.check_update()
         elif event == "on_save":
-            self._checkpoints.adopt()
-            return not self._checkpoints.background.is_pending
+            self.__checkpoints.adopt()
+            return not self.__checkpoints.background.is_pending
         elif event == "on_train_end":
-            self._checkpoints.end()
+            self.__checkpoints.end()
         elif event == "on_step_end":
-            self._end_step()
-        return event != "on_substep_end" or self._parts.present is not Part.NOTHING
+            self.__end_step()
+        return event != "on_substep_end" or self.__parts.present is not Part.NOTHING
 
-    def _after_event(self, event: str, control: TrainerControl) -> None:
+    def _mfwrap_after_event(self, event: str, control: TrainerControl) -> None:
         """Note a requested evaluation, go back to a checkpoint, or note the one saved next."""
         if event in {"on_step_end", "on_epoch_end"}:
-            self._evaluation.is_due = control.should_evaluate
+            self.__evaluation.is_due = control.should_evaluate
         elif event == "on_save":
             # The signal may have come during the save, which may take long.
-            control.should_training_stop |= self._termination.stops_after_save()
+            control.should_training_stop |= self.__termination.stops_after_save()
         if self.rollbacks.are_on:
             self.rollbacks.after_event(event, control)
         if control.should_save:
-            self._checkpoints.note_own()
+            self.__checkpoints.note_own()
 
-    def _begin_training(self) -> None:
+    def __begin_training(self) -> None:
         for callback in monitors(self.callback_handler.callbacks):
             callback.expect_evaluations()
             callback.expect_background_saves()
-            callback.take_evaluation_loader(self._make_evaluation_loader())
+            callback.take_evaluation_loader(self.__make_evaluation_loader())
         # The Trainer has loaded weights, optimizer and schedule. It passes over files that are
         # missing, so an absent file would be a fresh start.
-        if self._checkpoints.is_loading:
-            self._checkpoints.check_unchanged(is_last=False)
-        self._checkpoints.restore_records(self._position.resumed_from)
-        if self._position.resumed_from is not None:
+        if self.__checkpoints.is_loading:
+            self.__checkpoints.check_unchanged(is_last=False)
+        self.__checkpoints.restore_records(self.__position.resumed_from)
+        if self.__position.resumed_from is not None:
             if self.state.is_world_process_zero:
                 step = f"step {self.state.global_step} of {self.state.max_steps}"
-                self.say_resume(f"resuming from {self._position.resumed_from}, {step}")
+                self.say_resume(f"resuming from {self.__position.resumed_from}, {step}")
             for callback in monitors(self.callback_handler.callbacks):
-                callback.resume_from(self._position.resumed_from)
+                callback.resume_from(self.__position.resumed_from)
         self.rollbacks.begun()
-        self._checkpoints.background.begin()
-        self._skip.noted.begin()
+        self.__checkpoints.background.begin()
+        self.__skip.noted.begin()
         self.batch_growth.tell_monitors()
         self.attached.attachment.step.rate_factor = 1.0
-        self._losses.begin(self._position.saved)
-        self.loss_by_row.begin(self._position.saved)
-        if self._position.resumed_from is not None:
-            restore_attributes(self, self._position.resumed_from)
-            restore_outer_weights(self, self._position.resumed_from)
+        self.__losses.begin(self.__position.saved)
+        self.loss_by_row.begin(self.__position.saved)
+        if self.__position.resumed_from is not None:
+            restore_attributes(self, self.__position.resumed_from)
+            restore_outer_weights(self, self.__position.resumed_from)
 
-    def _begin_epoch(self) -> None:
+    def __begin_epoch(self) -> None:
         loader = self.callback_handler.train_dataloader
-        is_resumed = self._position.resumed_from is not None
-        start = self._skip.begin_epoch(loader, self.batch_growth.first_slots, is_resumed=is_resumed)
-        self._batch.begin_epoch(loader, start)
-        self._position.begin_epoch(
+        is_resumed = self.__position.resumed_from is not None
+        start = self.__skip.begin_epoch(
+            loader, self.batch_growth.first_slots, is_resumed=is_resumed
+        )
+        self.__batch.begin_epoch(loader, start)
+        self.__position.begin_epoch(
             loader,
             super()._load_rng_state,
             epoch=self.state.epoch,
-            skips_data=not self.args.ignore_data_skip and not self._skip.is_moved,
+            skips_data=not self.args.ignore_data_skip and not self.__skip.is_moved,
         )
 
-    def _end_step(self) -> None:
-        if self._skip.rows.are_followed:
-            self._skip.count_update()
+    def __end_step(self) -> None:
+        if self.__skip.rows.are_followed:
+            self.__skip.count_update()
         if self.batch_growth.is_on:
             self.batch_growth.end_update()
         report = self.attached.attachment.last_report
         if report is not None:
-            self._losses.step_log.count(report)
+            self.__losses.step_log.count(report)
 
-    def _begin_step(self) -> None:
+    def __begin_step(self) -> None:
         # Callbacks and random generators have loaded their states since the training began.
-        if self._checkpoints.is_loading:
-            self._checkpoints.check_unchanged(is_last=True)
-        self._checkpoints.background.settle()
-        if self._watch is not None:
-            self._watch.begin_update()
+        if self.__checkpoints.is_loading:
+            self.__checkpoints.check_unchanged(is_last=True)
+        self.__checkpoints.background.settle()
+        if self.__watch is not None:
+            self.__watch.begin_update()
         if self.rollbacks.may_slow:
             factor = self.rollbacks.rate_factor(self.state.global_step + 1)
             self.attached.attachment.step.rate_factor = factor
@@ -915,3 +939,16 @@ def loop_settings(config: StepConfig, args: TrainingArguments) -> StepConfig:
     check_micro_batches(config, args, args.gradient_accumulation_steps)
     # The Trainer itself counts micro-batches; the accelerator must not count them again.
     return dataclasses.replace(config, gradient_accumulation_steps=1)
+
+
+def _check_attributes(trainer: MFTrainerMixin) -> None:
+    """Refuse a trainer whose subclass has put something else in an attribute of the mixin."""
+    for name, kind in _OWN.items():
+        found = getattr(trainer, name)
+        if not isinstance(found, kind):
+            owner = type(trainer).__name__
+            msg = (
+                f"`self.{name}` is an attribute of MFTrainerMixin and must be a {kind.__name__}, "
+                f"got {described(found)}; give the attribute of {owner} another name"
+            )
+            raise TypeError(msg)

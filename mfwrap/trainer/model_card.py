@@ -54,7 +54,7 @@ def _section(trainer: Any) -> str:
         f"`{type(trainer).__name__}` made {trainer.state.global_step} updates with MindFormers' "
         f"training step in mfwrap {version_facts()['mfwrap']}."
     )
-    if trainer.ema is not None:
+    if trainer.attached.ema is not None:
         said += " It kept an average of the weights."
     if last_has_averages(trainer.state.log_history) and not ends_with_averages(trainer.state):
         said += " The last results are those of averaged weights, which this model does not have."

@@ -216,7 +216,7 @@ def check_trainer_ranks(
     by_callback = any(each.saves_checkpoints for each in monitors(callbacks))
     if args.should_save and (args.save_strategy != "no" or by_callback):
         saved = None if args.save_only_model else trainer.optimizer
-        size = checkpoint_bytes(model, saved, has_average=trainer.ema is not None)
+        size = checkpoint_bytes(model, saved, has_average=trainer.attached.ema is not None)
         found = [disk_problem(run_folder_of(trainer), size)]
         found += [memory_problem(size)] if copies_state else []
         problems += [each for each in found if each]

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap.accelerate.attached_step import AttachedStep
-from mfwrap.average.ema import ExponentialMovingAverage
 
 
 class TrainerView(Protocol):
@@ -43,10 +42,6 @@ class TrainerView(Protocol):
     """`GrowingBatch` of the trainer."""
     loss_by_row: Any
     """`LossByRow` of the trainer."""
-
-    @property
-    def ema(self) -> ExponentialMovingAverage | None:
-        """Average of the weights; ``None`` without one."""
 
     @property
     def compute_loss(self) -> Any:

@@ -237,7 +237,7 @@ class _Rest:
         }
         if isinstance(self._trainer, MFTrainer):
             rest["step"] = self._trainer.attached.attachment.step.state_dict()
-            rest["step log"] = self._trainer._losses.step_log.state_dict()
+            rest["step log"] = self._trainer._MFTrainerMixin__losses.step_log.state_dict()
         return rest
 
 

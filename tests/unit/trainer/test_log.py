@@ -153,7 +153,10 @@ def test_the_share_of_a_micro_batch(num_ranks, share):
     micro_batch = padded([Counting(1, length=6)[0]])
     num_targets = 4 * counted_labels(micro_batch["labels"]).numel()
 
-    assert trainer._losses.share_of_update(micro_batch, torch.tensor(num_targets)) == share
+    assert (
+        trainer._MFTrainerMixin__losses.share_of_update(micro_batch, torch.tensor(num_targets))
+        == share
+    )
 
 
 def test_the_mean_of_the_others_weighs_windows_equally(tmp_path):

@@ -460,3 +460,58 @@ def test_gradients_accumulate_in_float32(in_float32, tmp_path):
 
     norm = trainer.attached.last_output.global_norm.item()
     assert (norm == (1024 + 7) / 8) is in_float32
+
+
+def added_names(trainer):
+    """Return the names that MFTrainer adds to a stock Trainer and its instances."""
+    stock = new_trainer(Trainer, trainer.args.output_dir)
+    return {*dir(trainer)} - {*dir(stock)}
+
+
+def test_names_that_a_subclass_may_use_for_itself(tmp_path):
+    """What the mixin adds has documented names, or such as only its own class can write."""
+    added = added_names(new_trainer(MFTrainer, tmp_path))
+
+    assert {name for name in added if not name.startswith("_")} == {
+        *("attached", "batch_growth", "ema", "loss_by_row", "name_rows", "rollbacks"),
+        *("run_facts", "say_resume"),
+    }
+    marks = ("_MFTrainerMixin__", "_mfwrap_", "__")
+    assert {name for name in added if name.startswith("_") and not name.startswith(marks)} == set()
+
+
+def test_attributes_of_a_subclass_stay_its_own(tmp_path):
+    """A trainer that keeps things under likely names trains as without them, and keeps them."""
+    likely = ["_parts", "_batch", "_losses", "_skip", "_step_config", "_evaluation", "ema"]
+
+    class Keeping(MFTrainer):
+        def __init__(self, *args, **keywords):
+            super().__init__(*args, **keywords)
+            for name in likely:
+                setattr(self, name, {name: 1.0})
+
+        def _begin_step(self):
+            pytest.fail("called a method of the subclass's own")
+
+    kinds = (Keeping, MFTrainer)
+    runs = [train(new_trainer(kind, tmp_path, extras={"ema": an_average})) for kind in kinds]
+
+    kept = runs[0].trainer
+    assert [getattr(kept, name) for name in likely] == [{name: 1.0} for name in likely]
+    assert kept.attached.ema is not None
+    assert_same_weights(*runs)
+
+
+def test_an_attribute_that_the_parts_need_is_refused_by_name(tmp_path):
+    """A subclass that takes one of the documented names is told before the first update."""
+
+    class Taking(MFTrainer):
+        def __init__(self, *args, **keywords):
+            super().__init__(*args, **keywords)
+            self.rollbacks = 3
+
+    trainer = new_trainer(Taking, tmp_path)
+    with pytest.raises(
+        TypeError, match=r"`self\.rollbacks` is an attribute of MFTrainerMixin.*Taking"
+    ):
+        trainer.train()

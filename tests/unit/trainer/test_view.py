@@ -15,5 +15,5 @@ def test_a_trainer_has_what_its_parts_see(tmp_path):
         # The Trainer sets it when a training begins.
         "current_gradient_accumulation_steps"
     }
-    assert seen >= {"args", "state", "attached", "ema", "create_optimizer"}
+    assert seen >= {"args", "state", "attached", "rollbacks", "create_optimizer"}
     assert not trains_shards(trainer)
