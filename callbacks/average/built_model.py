@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mfwrap.callbacks.average.files import EXPORT
 from mfwrap.callbacks.average.snapshots import Built, Stored, weighted_sums, weights_in
+from mfwrap.checkpoints.network_weights import EXPORT
 from mfwrap.checkpoints.required_files import TRAINER_STATE
 from mfwrap.checkpoints.run_folders import checkpoints_of_run, step_of_checkpoint
 from mfwrap.checkpoints.step_files import load_tensors

@@ -31,6 +31,7 @@ from mfwrap.callbacks.average.snapshots import (
     save_snapshot,
     weighted_sums,
 )
+from mfwrap.checkpoints.network_weights import drop_loaded_average
 from mfwrap.collectives import raising_together
 from mfwrap.records.evaluations import (
     ends_with_averages,
@@ -190,6 +191,8 @@ class EMACallback(MonitorCallback):
         self._is_entered, self._will_be_entered = self._will_be_entered, False
         resumed_from, self._resumed_from = self._resumed_from, None
         self._refuse_another(state)
+        if state.global_step > 0:
+            drop_loaded_average(model)
         attachment = getattr(optimizer, "attachment", None)
         of_trainer = getattr(attachment, "ema", None)
         self._is_own = of_trainer is None

@@ -21,13 +21,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from mfwrap import ExponentialMovingAverage
 from mfwrap.arguments import callers_stacklevel, takes
 from mfwrap.checkpoints.manifest import MANIFEST
-from mfwrap.checkpoints.network_weights import foreign_weights
+from mfwrap.checkpoints.network_weights import EXPORT, foreign_weights
 from mfwrap.checkpoints.run_folders import checkpoints_of_run, step_of_checkpoint
 from mfwrap.checkpoints.whole import complete_move, whole_file, whole_folder
 from mfwrap.tensors.shards import is_distributed
-
-EXPORT = "ema"
-"""Folder of the averaged model in a checkpoint."""
 
 _STATE = "mfwrap_ema.safetensors"
 _WEIGHTS = "mfwrap_weights.safetensors"

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import nn
 from mfwrap.checkpoints.file_formats import INDEX, stored_weights
 from mfwrap.compatibility.torch import loading_functions
 from mfwrap.compatibility.transformers import shapes_in_original_format, unsaved_keys
+
+EXPORT = "ema"
+"""Folder of the averaged model in a checkpoint."""
 
 _WEIGHTS = "model.safetensors"
 
@@ -149,3 +152,17 @@ def _prefixes_with_own_loading(network: nn.Module) -> tuple[str, ...]:
 
 def _is_own(function: Callable[..., Any]) -> bool:
     return function.__module__.partition(".")[0] not in {"torch", "transformers"}
+
+
+def drop_loaded_average(network: Any, known: Collection[str] = ()) -> None:
+    """Remove the adapter that a resume has made of an averaged adapter in its checkpoint.
+
+    The Trainer loads each folder of the checkpoint in which there is an adapter of PEFT.
+
+    Args:
+        network: Network that has been loaded, with or without adapters.
+        known: Names of the adapters that it had before.
+    """
+    loaded = {*getattr(network, "peft_config", {})} - {*known}
+    if EXPORT in loaded and EXPORT not in network.active_adapters:
+        network.delete_adapter(EXPORT)

@@ -27,7 +27,11 @@ from mfwrap.accelerate.state import load_step, save_step
 from mfwrap.arguments import check_bool, described, needed_arguments
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
-from mfwrap.checkpoints.network_weights import is_in_original_format, load_original_format
+from mfwrap.checkpoints.network_weights import (
+    drop_loaded_average,
+    is_in_original_format,
+    load_original_format,
+)
 from mfwrap.collectives import RankWatch, rank_watch
 from mfwrap.compatibility.accelerate import check_sharded_load
 from mfwrap.compatibility.transformers import (
@@ -779,12 +783,13 @@ class MFTrainerMixin(_Base):
             loads_itself = loads_weights_itself(self, after=MFTrainerMixin)
             self.__checkpoints.check_loaded(Path(checkpoint), loads_itself=loads_itself)
         network: Any = self.model
-        before = set(network.parameters())
+        before, adapters = set(network.parameters()), {*getattr(network, "peft_config", {})}
         dtypes = {name: parameter.dtype for name, parameter in network.named_parameters()}
         if not loads_weights_itself(self) and is_in_original_format(Path(checkpoint), network):
             load_original_format(Path(checkpoint), network)
         else:
             super()._load_from_checkpoint(*args, **kwargs)
+            drop_loaded_average(network, adapters)
         for name, parameter in network.named_parameters():
             # PEFT loads an adapter in float32, also one that TRL trains in bfloat16.
             if parameter.dtype != (dtype := dtypes.get(name, parameter.dtype)):

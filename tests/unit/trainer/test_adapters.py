@@ -13,6 +13,7 @@ from transformers import Trainer, get_linear_schedule_with_warmup
 
 from mfwrap import StepConfig
 from mfwrap.accelerate import attach
+from mfwrap.callbacks import EMACallback
 from mfwrap.trainer import MFTrainer
 from support.trainer_runs import (
     Counting,
@@ -106,6 +107,30 @@ def test_resume(adapter, tmp_path):
     resumed = train(trainer, resume=tmp_path / "whole" / "checkpoint-3")
 
     assert_same_weights(whole, resumed)
+
+
+@pytest.mark.parametrize("kind", [Trainer, MFTrainer])
+def test_a_resume_leaves_the_averaged_adapter_in_its_folder(kind, tmp_path):
+    """A resume with EMACallback trains one adapter, and saves one, as the whole run does."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    adapters, saved = [], []
+    for resume in (None, tmp_path / "0" / "checkpoint-2"):
+        trainer = new_trainer(
+            kind,
+            tmp_path / str(len(saved)),
+            model=adapted("LoRA"),
+            callbacks=[EMACallback(0.5)],
+            resume_from_checkpoint=resume and str(resume),  # where a stock Trainer's callback looks
+            **settings,
+        )
+        train(trainer, resume=resume)
+        adapters.append([*trainer.model.peft_config])
+        trainer.save_model(str(tmp_path / "model"))
+        folders = (tmp_path / "model", tmp_path / str(len(saved)) / "checkpoint-4" / "ema")
+        saved.append([sorted(one.name for one in each.iterdir()) for each in folders])
+
+    assert adapters == [["default"], ["default"]]
+    assert saved[0] == saved[1]
 
 
 def test_an_adapter_keeps_its_dtype(tmp_path):
