@@ -120,12 +120,13 @@ class OpenEpisode:
     is_over: bool = False
     """Whether the end was returned by `Episodes.add` or `Episodes.end`."""
 
-    def follow(self, anomaly: Anomaly, loss: float, reach: int) -> None:
+    def follow(self, anomaly: Anomaly, loss: float, risen: float, reach: int) -> None:
         """Note an anomaly of the episode, from whose step the episode lasts for `reach` steps.
 
         Args:
             anomaly: Anomaly of the last step.
             loss: Loss of the step on this rank.
+            risen: Loss to which it has risen; the middle one if it stays high.
             reach: Number of good steps after which the episode has ended.
         """
         self.last_anomaly, self.reach = anomaly.step, reach
@@ -149,7 +150,7 @@ class OpenEpisode:
         if usual_loss is not None and anomaly.kind not in NON_FINITE:
             is_high |= 0 < _HIGH * usual_loss < loss
         if is_high and self.loss_level is None and usual_loss is not None:
-            self.usual_loss, self.loss_level = usual_loss, (usual_loss + loss) / 2
+            self.usual_loss, self.loss_level = usual_loss, (usual_loss + risen) / 2
             num_before = 0 if anomaly.since is None else anomaly.step - anomaly.since
             self.last_losses = [loss] * num_before
         self.look(loss)
@@ -312,10 +313,12 @@ class Episodes:
             Whether the anomaly begins an episode, and the episode that this has ended.
         """
         episode = self.last
+        shift = None if self._course is None else self._course.shift
+        risen = loss if shift is None else shift.now
         goes_on = self.goes_on(anomaly.step, anomaly.kind, is_shared=is_shared)
         if episode is not None and goes_on:
             before = episode.as_record()
-            episode.follow(anomaly, loss, self._reach(anomaly.kind))
+            episode.follow(anomaly, loss, risen, self._reach(anomaly.kind))
             # What a fault in the steps before has as a consequence tells nothing of its cause.
             is_new = anomaly.kind == episode.kind or anomaly.kind not in _GROWING
             if is_new and episode.cause == UNKNOWN_CAUSE != anomaly.cause:
@@ -334,7 +337,7 @@ class Episodes:
             last_step=anomaly.step,
             num_skipped=int(bool(anomaly.skipped)),
         )
-        self.last.follow(anomaly, loss, self._reach(anomaly.kind))
+        self.last.follow(anomaly, loss, risen, self._reach(anomaly.kind))
         return True, ended
 
     def pass_over(self, numbers: StepNumbers) -> OpenEpisode | None:

@@ -119,19 +119,22 @@ def large_all_along(evidence: CauseEvidence) -> Cause | None:
     has_risen = evidence.kind == "loss_spike" or (
         evidence.shift is not None and evidence.shift.of == "loss"
     )
-    start = evidence.first_bad_step
+    early = 0.0 if evidence.shift is None else evidence.shift.update
+    start = evidence.now.step if early else evidence.first_bad_step
     steps = [each for each in evidence.trace if each.applied and each.step < start]
     ratios = [each.scores.update_ratio for each in steps if each.scores.update_ratio > 0]
     if not has_risen or len(ratios) < _FEWEST:
         return None
-    ratio, rate = statistics.median(ratios), max(each.scores.learning_rate for each in steps)
+    # Updates that have made the weights large are smaller beside these than the first ones were.
+    ratio = early or statistics.median(ratios)
+    rate = max(each.scores.learning_rate for each in steps)
     if not _DOUBTFUL <= ratio < math.inf:
         return None
     at_rate = "" if math.isnan(rate) else f", at learning rates of up to {rate:.3g},"
     what = "" if evidence.shift is None else f"{evidence.shift}; "
+    by = f"up to {ratio:.3g} times their size" if early else f"{ratio:.3g} times their size each"
     explanation = (
-        f"{what}the updates before{at_rate} changed the weights by {ratio:.3g} times their size "
-        "each (0.001 is ordinary)"
+        f"{what}the updates before{at_rate} changed the weights by {by} (0.001 is ordinary)"
     )
     if ratio < _ALL_LARGE:
         advice = "lower the learning rate if data and program are as before"

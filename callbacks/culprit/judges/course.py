@@ -86,6 +86,13 @@ _RUN_AWAY = 1e4
 smaller, that is no fall of an ordinary loss. A log-likelihood falls below zero, too, and an actor's
 loss is the negated return."""
 
+_FIRST_LOSSES = 64
+"""Number of losses up to which one is compared with the first ones."""
+
+_RISES = ((1, 6, min, 1.2, 0.1), (3, 20, statistics.median, 1.1, 0.3))
+"""Numbers of first and of last losses; the one of the last that must be higher, and the smallest
+ratio to the median of the first; the smallest ratio of the largest update to the weights."""
+
 CourseKind = Literal["loss_spike", "loss_drop", "loss_shift"]
 
 
@@ -116,6 +123,10 @@ class Shift(NamedTuple):
     num_before: int = 0
     """Number of steps before these in which the number was already farther than usual."""
 
+    update: float = 0.0
+    """Largest update before a rise from the first losses of a run, as a ratio to the weights; 0
+    for all other shifts."""
+
     def __str__(self) -> str:
         """Say it in a clause."""
         if self.is_growth:
@@ -137,7 +148,8 @@ class LossCourse:
     or a clearly higher one in a step whose global norm is clearly higher. A drop is a loss far
     below, or below zero where no loss has been; or the first one of a loss that has run away
     downwards, to ten thousand times the first ones. A shift is a loss that stays above what was
-    expected before, for three or six steps in a row.
+    expected before, for three or six steps in a row, or above the first losses of the run after
+    updates that were large.
     What is expected is the median of the last five losses, and the deviation follows from the
     distances of 64 losses from what was expected of them, so the run's own noise decides. That the
     losses fall is no noise.
@@ -154,6 +166,7 @@ class LossCourse:
         are unknown."""
         self._plain = _Series(lambda expected: _PRIOR * abs(expected), self._least_deviation)
         self._log = _Series(lambda _: _LOG_PRIOR)
+        self._first_losses = _FirstLosses()
         self._num_shifts, self._since_shift = 0, _SHIFT_ENDS
         self._was_negative = self._has_run_away = False
 
@@ -167,13 +180,19 @@ class LossCourse:
         return f"the loss has run away to {last:.4g}, after {self.first:.4g} at first"
 
     def add(
-        self, loss: float, *, norm_score: float = math.nan, counts: bool = True
+        self,
+        loss: float,
+        *,
+        norm_score: float = math.nan,
+        update_ratio: float = math.nan,
+        counts: bool = True,
     ) -> CourseKind | None:
         """Judge a loss, and include it in the course.
 
         Args:
             loss: Loss of a step. One that is not finite is ignored.
             norm_score: Score of its global norm, see `NormCourse`.
+            update_ratio: Ratio of the step's update to the weights.
             counts: Whether the update was applied. Otherwise the loss is not included.
         """
         self.shift = None
@@ -198,7 +217,8 @@ class LossCourse:
         if _FEWEST_LOSSES - 1 <= self._plain.num_distances < _EARLY:
             # Losses that fall from the start on look like noise.
             is_far |= 0 < _EARLY_RATIO * self._plain.highest < loss
-        is_far |= self._is_far_beyond(log)
+        # The logarithm of a loss on both sides of zero says nothing about its size.
+        is_far |= not self._was_negative and self._is_far_beyond(log)
         if is_far or (score > HIGHER and norm_score > HIGHER):
             found = "loss_spike"
         elif (
@@ -215,7 +235,7 @@ class LossCourse:
             self._plain.add(loss)
             if not math.isnan(log):
                 self._log.add(log)
-            self.shift = self._shift()
+            self.shift = self._first_losses.add(loss, update_ratio) or self._shift()
             self._since_shift = self._since_shift + 1 if self.shift is None else 0
             self._num_shifts += self._since_shift == _SHIFT_ENDS
             found = self._runs_away(found)
@@ -260,6 +280,7 @@ class LossCourse:
         """Return the course, ready for JSON."""
         return {
             "first": self._first,
+            "first_losses": self._first_losses.state_dict(),
             "plain": self._plain.state_dict(),
             "log": self._log.state_dict(),
             "num_shifts": self._num_shifts,
@@ -272,6 +293,8 @@ class LossCourse:
         """Continue from a state that `state_dict` returned."""
         self._first = list(state["first"])
         self.first = statistics.median(self._first) if self._first else None
+        if "first_losses" in state:
+            self._first_losses.load_state_dict(state["first_losses"])
         self._plain.load_state_dict(state["plain"])
         self._log.load_state_dict(state["log"])
         self._num_shifts, self._since_shift = state["num_shifts"], state["since_shift"]
@@ -351,6 +374,60 @@ class NormCourse:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
         self._log.load_state_dict(state)
+
+
+@final
+class _FirstLosses:
+    """Tell whether the loss stays above the first losses of a run after updates that were large.
+
+    Such losses are what is usual in this run, so its course does not show them. Without a large
+    update, they may be those of other data.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._largest_update = 0.0
+        self._has_ended = False
+
+    def add(self, loss: float, update_ratio: float) -> Shift | None:
+        """Include a loss, and the ratio of the update after it to the weights, NaN if unknown.
+
+        Returns:
+            The rise that the loss has shown, once; ``None`` without one.
+        """
+        if self._has_ended:
+            return None
+        self._losses.append(loss)
+        found = self._shift()
+        # A loss of zero or less has no ratio to others.
+        is_last = loss <= 0 or len(self._losses) == _FIRST_LOSSES
+        self._has_ended = found is not None or is_last
+        if self._has_ended:
+            self._losses = []
+        if math.isfinite(update_ratio):
+            self._largest_update = max(self._largest_update, update_ratio)
+        return found
+
+    def _shift(self) -> Shift | None:
+        update = self._largest_update
+        for num_first, number, chosen, least, least_update in _RISES:
+            first = statistics.median(self._losses[:num_first])
+            last = self._losses[num_first:][-number:]
+            is_high = len(last) == number and chosen(last) > least * first
+            if is_high and update >= least_update:
+                return Shift("loss", first, statistics.median(last), number, update=update)
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "losses": self._losses,
+            "largest_update": self._largest_update,
+            "has_ended": self._has_ended,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._losses = list(state["losses"])
+        self._largest_update, self._has_ended = state["largest_update"], state["has_ended"]
 
 
 @final

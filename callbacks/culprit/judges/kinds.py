@@ -65,7 +65,10 @@ class StepKinds:
         norm = numbers.global_norm
         self._of_norm = self._norms.add(norm, counts=applied)
         self._of_course = self._course.add(
-            numbers.loss, norm_score=self._norms.score, counts=applied
+            numbers.loss,
+            norm_score=self._norms.score,
+            update_ratio=scores.update_ratio,
+            counts=applied,
         )
         # The step has told nobody that its update was to be skipped.
         self._is_ruined = norm is not None and not math.isfinite(norm)

@@ -356,3 +356,18 @@ def test_a_consequence_is_no_cause(kind, is_told):
     episodes.add(anomaly(23, kind, cause="router"), 6.0, is_shared=False)
 
     assert (episodes.last.cause == "router") is is_told
+
+
+def test_the_level_of_a_shift_is_its_middle_loss():
+    """The loss of the step in which it is found may be far above the others, which stay, too."""
+    losses = LossCourse()
+    rises = [4.67, 7.78, 8.34, 10.1, 8.44, 8.12, 18.7]
+    kinds = [losses.add(loss, update_ratio=0.2) for loss in rises]
+    assert kinds[-1] == "loss_shift"
+    episodes = Episodes(10, losses)
+
+    episodes.add(anomaly(7, "loss_shift", usual_loss=4.67, since=2), 18.7, is_shared=False)
+    for step in range(8, 16):
+        assert episodes.pass_over(numbers(step, 8.5)) is None
+
+    assert "the loss had not come back by then: 8.5, after 4.67" in str(episodes.end())

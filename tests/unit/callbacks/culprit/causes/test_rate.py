@@ -150,3 +150,14 @@ def test_updates_that_grow():
     assert found.name == "update_growth"
     assert "from 0.004 to 0.03 of its size in 64 updates" in found.explanation
     assert cause(growth=growth).name == "data"
+
+
+def test_updates_before_a_loss_above_that_of_the_start():
+    """The largest one is named, though those since have made weights beside which they are small."""
+    shift = Shift("loss", 4.67, 6.96, num_steps=6, update=0.59)
+    steps = trace(*[{"update_ratio": 0.02}] * 5, HIGH_LOSS)
+    found = cause("loss_shift", steps, shift=shift, since=steps[0].step, is_first=False)
+
+    assert found.name == "learning_rate"
+    assert "the loss has been about 6.96 for 6 steps, after about 4.67" in found.explanation
+    assert "changed the weights by up to 0.59 times their size" in found.explanation

@@ -434,3 +434,119 @@ def test_what_is_forgotten_is_no_noise():
         scores.append((course.add(5.0), norms.score > 8))
 
     assert scores == [("loss_spike", True), (None, False)]
+
+
+def split(pairs):
+    """Return the losses and the update ratios of a text with ``loss/ratio``."""
+    return [tuple(map(float, each.split("/"))) for each in pairs.split()]
+
+
+ADAM = split("4.67/.59 6.39/.36 9.24/.25 8.09/.2 7.2/.15 6.73/.12 6.61/.1 6.53/.085 6.5/.071")
+SGD = split("4.67/.1 7.78/.12 8.34/.13 10.1/.007 8.44/.011 8.12/.008 18.7/.013 8.89/.017")
+LOW = split("4.67/.2 5.33/.14 5.69/.11 5.58/.091 5.33/.081 5.36/.073 5.19/.07 5.22/.066 5.41/.062")
+NOISY = split(
+    "1.331/0 1.346/0.31 1.349/0.59 1.302/0.66 1.38/0.6 1.488/0.5 1.364/0.38 1.385/0.32 "
+    "1.548/0.26 1.9/0.22 1.44/0.2 1.633/0.15 1.448/0.12 1.417/0.095 1.295/0.078 1.821/0.065 "
+    "1.279/0.055 1.519/0.047 1.59/0.041 1.65/0.035 1.408/0.031 1.284/0.027 1.258/0.024 "
+    "1.6/0.021 1.74/0.018 1.32/0.016 1.232/0.014 1.521/0.013 1.685/0.011 1.608/0.01 "
+    "1.481/0.009 2.2/0.0081 1.534/0.0072 1.496/0.0065 "
+)
+"""First steps of three trainings of a pretrained language model, at rates of 30 and 10,000 times,
+and 10 times, the right one; and of a classifier at 100 times, with a warm-up of ten steps."""
+
+
+def of_first_steps(steps, course, share=1.0):
+    """Return what is found in the first steps of a run, by step."""
+    kinds = ((n, course.add(loss, update_ratio=share * ratio)) for n, (loss, ratio) in steps)
+    return [(number, kind) for number, kind in kinds if kind is not None]
+
+
+@pytest.mark.parametrize(
+    ("steps", "step"), [(ADAM, 7), (SGD, 7), (NOISY, 28), (LOW, None)], ids=["A", "S", "N", "L"]
+)
+def test_a_loss_above_that_of_the_start(steps, step):
+    """It is a shift after large updates, found once; a resume does not change that."""
+    steps, course, later = [*enumerate(steps, 1)], LossCourse(), LossCourse()
+    expected = [] if step is None else [(step, "loss_shift")]
+
+    assert of_first_steps(steps, LossCourse(), share=0.01) == []
+    assert of_first_steps(steps[:5], course) == []
+    later.load_state_dict(json.loads(json.dumps(course.state_dict())))
+    assert of_first_steps(steps[5:], course) == of_first_steps(steps[5:], later) == expected
+
+
+def test_a_loss_above_that_of_the_start_has_no_size_below_zero():
+    """The losses of a policy are about zero, so their ratio to the first one says nothing."""
+    losses = [1e-3, *(1e-3 * n * (-1) ** n for n in range(1, 60)), *[0.05] * 3]
+
+    assert of_first_steps([*enumerate((loss, 0.6) for loss in losses)], LossCourse()) == []
+
+
+POLICY = [
+    -0.012,
+    -0.018,
+    -0.013,
+    -0.054,
+    -0.0045,
+    -0.00011,
+    -0.043,
+    -0.014,
+    -0.032,
+    -0.00016,
+    -7.4e-05,
+    -0.02,
+    -7.5e-05,
+    0.023,
+    -0.0041,
+    -7.2e-05,
+    -0.0038,
+    0.025,
+    0.031,
+    0.011,
+    -6e-05,
+    -5.4e-05,
+    0.0008,
+    0.0066,
+    -7.4e-05,
+    -0.00027,
+    -5e-08,
+    0.024,
+    -8.1e-05,
+    -0.0099,
+    0.0065,
+    -0.0037,
+    -5.7e-05,
+    2e-08,
+    -0.0095,
+    -0.00015,
+    -0.0037,
+    -0.0041,
+    -0.00022,
+    -8.1e-05,
+    -0.019,
+    -0.0041,
+    -0.028,
+    -0.0044,
+    -8.1e-05,
+    -0.018,
+    -0.00022,
+    -0.039,
+    7.9e-08,
+    0.00089,
+    7.7e-08,
+    -0.0099,
+    0.006,
+    -0.00015,
+    5.4e-08,
+    -0.0099,
+    -0.028,
+    -8.1e-05,
+    -7.9e-05,
+    -0.027,
+]
+"""Losses of a policy that is trained on rewards."""
+
+
+def test_a_loss_about_zero():
+    """A policy's loss is almost zero in some steps: the others are no spikes, whatever its sign."""
+    assert found(POLICY) == []
