@@ -153,7 +153,7 @@ def test_updates_that_grow():
 
 
 def test_updates_before_a_loss_above_that_of_the_start():
-    """The largest one is named, though those since have made weights beside which they are small."""
+    """The largest one is named, though later ones are small beside the weights that it has made."""
     shift = Shift("loss", 4.67, 6.96, num_steps=6, update=0.59)
     steps = trace(*[{"update_ratio": 0.02}] * 5, HIGH_LOSS)
     found = cause("loss_shift", steps, shift=shift, since=steps[0].step, is_first=False)
