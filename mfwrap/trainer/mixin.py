@@ -80,6 +80,7 @@ from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.kept_attributes import restore_attributes, save_attributes
 from mfwrap.trainer.log import Losses, with_outputs
 from mfwrap.trainer.model_card import extended_card
+from mfwrap.trainer.optimizer_settings import OptimizerSettings
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import (
     check_construction,
@@ -265,6 +266,7 @@ class MFTrainerMixin(_Base):
         if self.batch_growth.is_on and given:
             refuse_growth(f"`{given[0]}`")
         self.__evaluation = Evaluation(self, per_token=eval_per_token_loss)
+        self.__optimizer_settings = OptimizerSettings()
         self.__termination = RankTermination()
         self.run_facts = TrainerFacts(self, self.__termination)
         self.say_resume: Callable[[str], None] = _LOG.info
@@ -764,6 +766,7 @@ class MFTrainerMixin(_Base):
                 "data_skip": self.__skip.state_dict(),
                 "samples": self.batch_growth.state_dict(),
                 "loss_by": self.loss_by_row.state_dict(),
+                "optimizer_settings": self.__optimizer_settings.state_dict(),
             },
         )
         save_attributes(self, folder)
@@ -800,8 +803,12 @@ class MFTrainerMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         let_cpu_ranks_load()
+        self.__optimizer_settings.note(self.optimizer)
         with replaced(self.attached.attachment, is_loading=True):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            saved = (self.__position.saved or {}).get("optimizer_settings")
+            self.__optimizer_settings.apply(self.optimizer, self.lr_scheduler, saved)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -874,6 +881,7 @@ class MFTrainerMixin(_Base):
                 self.say_resume(f"resuming from {self.__position.resumed_from}, {step}")
             for callback in monitors(self.callback_handler.callbacks):
                 callback.resume_from(self.__position.resumed_from)
+        self.__optimizer_settings.note(self.optimizer)
         self.rollbacks.begun()
         self.__checkpoints.background.begin()
         self.__skip.noted.begin()

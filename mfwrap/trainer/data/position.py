@@ -257,8 +257,9 @@ class TrainerPosition:
             args: Training arguments, which contain the rank and the number of ranks.
             log: Function that returns the state of the log.
             others: States of `mfwrap.trainer.data.global_batch.TrainerBatch`,
-                `mfwrap.trainer.data.skip.DataSkip`, `mfwrap.trainer.data.growth.GrowingBatch` and
-                `mfwrap.trainer.row_losses.LossByRow` by their names in the file.
+                `mfwrap.trainer.data.skip.DataSkip`, `mfwrap.trainer.data.growth.GrowingBatch`,
+                `mfwrap.trainer.row_losses.LossByRow` and
+                `mfwrap.trainer.optimizer_settings.OptimizerSettings` by their names in the file.
 
         Raises:
             ValueError: If JSON cannot hold the state of the data on a rank; raised on all ranks.

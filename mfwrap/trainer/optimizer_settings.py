@@ -1,0 +1,112 @@
+"""Give the optimizer of a resumed training the settings that have changed since its checkpoint.
+
+A stock Trainer loads the settings of the checkpoint over them: a learning rate or a weight decay
+that is set for the resume has no effect, in silence.
+"""
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from mfwrap.tensors.wrappers import unwrapped_optimizer
+
+_LOG = logging.getLogger(__name__)
+
+_RATE = "initial_lr"
+"""Learning rate that a schedule multiplies; ``lr`` is that of the next update."""
+
+_Setting = float | int | tuple[float | int, ...]
+
+
+@final
+class OptimizerSettings:
+    """Settings with which the optimizer of a training was made: options of its parameter groups.
+
+    Options that a schedule changes as the training goes on, such as the momentum of ``OneCycleLR``,
+    are compared as they were at the start, so they are no changed settings.
+    """
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Any] | None = None
+        self._groups: list[dict[str, _Setting]] = []
+
+    def note(self, optimizer: Any) -> None:
+        """Note the settings of an optimizer whose schedule is made and that has loaded nothing.
+
+        Args:
+            optimizer: The optimizer, with or without accelerate's wrapper. One that was noted
+                before may have other options by now, so its settings are kept.
+        """
+        inner = unwrapped_optimizer(optimizer)
+        if self._of is None or self._of() is not inner:
+            self._of = weakref.ref(inner)
+            self._groups = [_numbers(group) for group in getattr(inner, "param_groups", ())]
+
+    def apply(
+        self, optimizer: Any, schedule: Any, saved: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Set what differs from the checkpoint that optimizer and schedule have loaded.
+
+        Args:
+            optimizer: The optimizer.
+            schedule: Its schedule.
+            saved: What `state_dict` returned for the checkpoint; ``None`` if it was not written by
+                an `MFTrainer`. Then only the learning rates are compared.
+        """
+        groups = getattr(unwrapped_optimizer(optimizer), "param_groups", ())
+        if saved is None:
+            saved = [{_RATE: group[_RATE]} for group in map(_numbers, groups) if _RATE in group]
+        if not len(groups) == len(saved) == len(self._groups):
+            return
+        changes = set()
+        for number, (group, then, now) in enumerate(zip(groups, saved, self._groups, strict=True)):
+            former = _numbers(then)
+            for name in former.keys() & now.keys() & group.keys():
+                if now[name] == former[name]:
+                    continue
+                shown = "learning rate" if name == _RATE else name
+                changes.add(f"{shown} {now[name]} in place of {former[name]}")
+                if name == _RATE:
+                    _set_rate(schedule, number, group, now[name])
+                else:
+                    group[name] = now[name]
+        if changes:
+            told = ", ".join(sorted(changes))
+            _LOG.warning("the optimizer goes on with %s", told)
+
+    def state_dict(self) -> list[dict[str, _Setting]]:
+        """Return the settings of each parameter group, ready for JSON."""
+        return self._groups
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, _Setting]:
+    """Return the options of a parameter group that are numbers, or tuples of numbers."""
+    return {
+        name: tuple(value) if isinstance(value, (list, tuple)) else value
+        for name, value in group.items()
+        if name not in {"params", "lr"} and all(type(one) in {int, float} for one in _listed(value))
+    }
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _set_rate(schedule: Any, number: int, group: dict[str, Any], rate: Any) -> None:
+    """Set the learning rate that a schedule multiplies, and that of the next update to match.
+
+    Args:
+        schedule: The schedule, which may be made of others.
+        number: Number of the parameter group.
+        group: The parameter group.
+        rate: The learning rate.
+    """
+    group["lr"] = rate * (group["lr"] / group[_RATE] if group[_RATE] else 1.0)
+    group[_RATE] = rate
+    schedule = getattr(schedule, "scheduler", schedule)  # in accelerate's wrapper
+    for one in (schedule, *getattr(schedule, "_schedulers", ())):
+        for name, value in (("base_lrs", rate), ("_last_lr", group["lr"])):
+            rates = getattr(one, name, None)
+            if isinstance(rates, list) and number < len(rates):
+                rates[number] = value

@@ -1,0 +1,75 @@
+"""A resumed training takes the settings of its optimizer that have changed."""
+
+import functools
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+from transformers import Trainer
+
+from mfwrap.trainer import MFTrainer
+from support.trainer_runs import messages_of, new_trainer, train, values
+
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "max_grad_norm": 0.0}
+LOG = "mfwrap.trainer.optimizer_settings"
+
+
+def half_run(folder, kind=MFTrainer, **settings):
+    """Train six steps, and return the checkpoint in the middle and the rates of all steps."""
+    run = train(new_trainer(kind, folder, **{**SAVING, **settings}))
+    return folder / "checkpoint-3", values(run, "learning_rate")
+
+
+@pytest.mark.filterwarnings("ignore:no state of the step:UserWarning")  # of a stock checkpoint
+@pytest.mark.parametrize("kind", [MFTrainer, Trainer], ids=["MFTrainer", "stock"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "constant_with_warmup"])
+def test_a_rate_that_was_changed(schedule, kind, tmp_path):
+    """The resume has the rates of a run that began with it, also from a stock checkpoint."""
+    settings = {"lr_scheduler_type": schedule, "warmup_steps": 2}
+    checkpoint, _ = half_run(tmp_path / "first", kind, **settings)
+    _, expected = half_run(tmp_path / "other", learning_rate=1e-3, **settings)
+
+    settings |= SAVING | {"learning_rate": 1e-3}
+    trainer = new_trainer(MFTrainer, tmp_path / "resumed", **settings)
+    with messages_of(LOG) as said:
+        resumed = train(trainer, resume=checkpoint)
+
+    assert values(resumed, "learning_rate")[-3:] == pytest.approx(expected[3:], rel=1e-12)
+    assert len(said) == 1
+    assert "learning rate 0.001 in place of 0.01" in said[0]
+
+
+def test_other_settings(tmp_path):
+    """A weight decay and the betas of Adam, of the groups that have them, are taken, too."""
+    checkpoint, _ = half_run(tmp_path / "first", weight_decay=0.1)
+    changed = {"weight_decay": 0.2, "adam_beta2": 0.95}
+    trainer = new_trainer(MFTrainer, tmp_path / "resumed", **SAVING, **changed)
+    with messages_of(LOG) as said:
+        train(trainer, resume=checkpoint)
+
+    groups = trainer.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
+    assert {group["betas"] for group in groups} == {(0.9, 0.95)}
+    assert "weight_decay 0.2 in place of 0.1" in said[0]
+
+
+def one_cycle(trainer, *, total, max_lr=0.01):
+    """Give a trainer a schedule that changes the betas, too."""
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.01)
+    trainer.optimizer = optimizer
+    trainer.lr_scheduler = OneCycleLR(optimizer, max_lr, total_steps=total)
+    return trainer
+
+
+def test_what_a_schedule_changes_is_no_changed_setting(tmp_path):
+    """It goes on from the checkpoint, and nothing is said."""
+    make = functools.partial(new_trainer, MFTrainer, **SAVING)
+    whole = train(one_cycle(make(tmp_path / "whole"), total=7))
+    resumed = one_cycle(make(tmp_path / "resumed"), total=7)
+    with messages_of(LOG) as said:
+        train(resumed, resume=tmp_path / "whole" / "checkpoint-3")
+
+    assert said == []
+    ends = [one.optimizer.param_groups[0] for one in (whole.trainer, resumed)]
+    assert [one["betas"] for one in ends] == [ends[0]["betas"]] * 2
+    assert ends[0]["betas"][0] != 0.9
