@@ -124,6 +124,7 @@ class TrainerFacts:
         if self._given is not None:
             return self._given
         step = dataclasses.asdict(trainer.attached.config)
+        del step["gradient_accumulation_steps"]  # the Trainer counts them, see its arguments
         return {"training": trainer.args.to_dict(), "step": step, **trainer.batch_growth.settings()}
 
     def _tokens(self, state: TrainerState) -> int | None:
