@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from mfwrap.compatibility.torch import schedules_inside
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 _LOG = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def _set_rate(schedule: Any, number: int, group: dict[str, Any], rate: Any) -> N
     group["lr"] = rate * (group["lr"] / group[_RATE] if group[_RATE] else 1.0)
     group[_RATE] = rate
     schedule = getattr(schedule, "scheduler", schedule)  # in accelerate's wrapper
-    for one in (schedule, *getattr(schedule, "_schedulers", ())):
+    for one in (schedule, *schedules_inside(schedule)):
         for name, value in (("base_lrs", rate), ("_last_lr", group["lr"])):
             rates = getattr(one, name, None)
             if isinstance(rates, list) and number < len(rates):

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from mfwrap.compatibility.other_trainers import ExactRewards
 from mfwrap.recipes.data.built_in import (
     DiabetesSource,
     DigitsSource,
@@ -204,10 +205,12 @@ _trl_class = functools.partial(_class_of, "trl", "recipes")
 _encoder_class = functools.partial(_class_of, "sentence_transformers", "embeddings")
 
 
-def _with_step(find: Callable[[str], type[Any]], name: str) -> Callable[[], type[Any]]:
+def _with_step(
+    find: Callable[[str], type[Any]], name: str, *mixins: type[Any]
+) -> Callable[[], type[Any]]:
     """Return a function that makes a subclass of a Trainer with MindFormers' step."""
     methods = {"create_model_card": _write_no_card}
-    return lambda: type(f"MF{name}", (MFTrainerMixin, find(name)), methods)
+    return lambda: type(f"MF{name}", (MFTrainerMixin, *mixins, find(name)), methods)
 
 
 def _write_no_card(*args: Any, **kwargs: Any) -> None:
@@ -260,7 +263,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             hub_task="text-generation",
             auto_class=AutoModelForCausalLM,
             sections=frozenset({"reward"}),
-            trainer=_trl_trainer("GRPOTrainer"),
+            trainer=_trl_trainer("GRPOTrainer", ExactRewards),
             arguments=lambda: _trl_class("GRPOConfig"),
             gets_texts=True,
             takes_peft=True,

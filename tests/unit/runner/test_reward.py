@@ -433,6 +433,26 @@ def test_what_validate_says_of_rewards(text, tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("value", [0.3, 0.7, -1.3])
+def test_rewards_that_are_the_same_for_all(text, tmp_path, capsys, value):
+    """They are told as such, whatever they are, and no answer has an advantage."""
+    (tmp_path / "my_rewards.py").write_text(
+        f"def same(completions, **_):\n    return [{value}] * len(completions)\n"
+    )
+    sizes = ("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations")
+    (tmp_path / "r.yaml").write_text(text({"type": "my_rewards.same"}, **dict.fromkeys(sizes, 8)))
+    with pytest.raises(SystemExit):
+        main(["validate", "r.yaml", "--allow-code"])
+    with pytest.raises(SystemExit):
+        main(["train", "r.yaml", "--allow-code"])
+
+    assert "the same for all, which teaches nothing" in capsys.readouterr().out
+    (file,) = tmp_path.glob("**/metrics.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {one["frac_reward_zero_std"] for one in records if "frac_reward_zero_std" in one} == {1}
+    assert {one["global_norm"] < 1e-9 for one in records if "global_norm" in one} == {True}
+
+
 def test_no_code_runs_without_the_flag(text):
     """The recipe is checked without the reward, which is named."""
     recipe = checked(text([{"type": "my_rewards.long_ones"}]), allow_code=False)
