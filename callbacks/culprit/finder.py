@@ -286,8 +286,8 @@ class CulpritFinder:
         origin = None
         if recorder is not None and bad:
             number, call = bad[0], recorder.last_step[bad[0]]
-            origin = origin_of_loss(recorder.network, call)
-            indices = indices_of(recorder.network, call)
+            origin = origin_of_loss(call)
+            indices = indices_of(call)
             found = dataclasses.replace(found, micro_batch=number, indices=indices)
             if origin.where != "loss":
                 rows = origin.rows or None

@@ -250,7 +250,7 @@ class FingerprintRecorder:
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         if self._is_watching and is_training_forward(network):
-            inputs = dict(tensors_in(arguments_of(network, positional, keywords)))
+            inputs = dict(tensors_in(arguments_of(network.forward, positional, keywords)))
             if inputs:
                 self._micro_batches.append(_hashed(inputs))
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mfwrap.callbacks.culprit.replay.recorder import RecordedCall, arguments_of, tensors_in
+from mfwrap.callbacks.culprit.replay.recorder import RecordedCall, tensors_in
 
 _TARGETS = ("labels", "targets", "target")
 """Names under which a batch may hold its targets."""
@@ -40,16 +40,15 @@ class BatchRows:
     whole.
 
     Args:
-        network: Network that was called.
         call: Recorded call.
 
     Raises:
         ValueError: If the arguments hold no tensor with a first dimension.
     """
 
-    def __init__(self, network: nn.Module, call: RecordedCall) -> None:
+    def __init__(self, call: RecordedCall) -> None:
         self._call = call
-        self._arguments = arguments_of(network, call.positional, call.keywords)
+        self._arguments = call.arguments
         sizes = [len(tensor) for _, tensor in tensors_in(self._arguments) if tensor.dim() > 0]
         if not sizes:
             msg = "the network's arguments hold no batch"

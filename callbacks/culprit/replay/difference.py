@@ -13,7 +13,6 @@ from mfwrap.callbacks.culprit.replay.module_calls import ModuleCall, ModuleCalls
 from mfwrap.callbacks.culprit.replay.recorder import (
     RecordedCall,
     StepRecorder,
-    arguments_of,
     loss_of,
     tensors_in,
 )
@@ -160,8 +159,7 @@ def _sizes_of(recorder: StepRecorder, calls: Sequence[RecordedCall]) -> _Sizes:
     network = recorder.network
     for call in calls:
         sizes: dict[Value, Tensor] = {}
-        inputs = arguments_of(network, call.positional, call.keywords)
-        for name, tensor in tensors_in(inputs):
+        for name, tensor in tensors_in(call.arguments):
             if tensor.is_floating_point() and not is_target(name, tensor):
                 sizes[Value("input", name)] = _size([tensor])
         with (

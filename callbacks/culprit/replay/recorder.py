@@ -1,5 +1,6 @@
 """Record the calls of a network in a step, so that the step can be replayed."""
 
+import contextlib
 import copy
 import inspect
 from collections import UserDict
@@ -54,6 +55,9 @@ class RecordedCall:
 
     positional: tuple[Any, ...]
     keywords: Mapping[str, Any]
+    forward: Callable[..., Any]
+    """What the call ran: the network's ``forward``, or what a loop had put in its place."""
+
     random: RandomState
     """Random states at the start of the call."""
 
@@ -70,8 +74,13 @@ class RecordedCall:
     """Gradient that the step's backward passed to this loss: the loss scale and all factors of the
     loop. ``None`` if the backward did not reach the loss."""
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The inputs by the names of the arguments."""
+        return arguments_of(self.forward, self.positional, self.keywords)
+
     def run(self, recorder: "StepRecorder") -> Any:
-        """Call the network again, with the random states and the autocast of the call.
+        """Call the network again, with the forward, random states and autocast of the call.
 
         What watches the forward passes of the training ignores this call. A backward of the output
         ends at the inputs: it changes no gradient of theirs, and does not enter the graph that has
@@ -82,8 +91,26 @@ class RecordedCall:
         """
         self.random.restore(recorder.device)
         positional, keywords = replaced((self.positional, self.keywords), _cut)
-        with self.autocast(), replay():
+        with self.autocast(), replay(), self._forward_of(recorder.network):
             return recorder.network(*positional, **keywords)
+
+    @contextlib.contextmanager
+    def _forward_of(self, network: nn.Module) -> Iterator[None]:
+        """Give the network the forward of the call within the block.
+
+        A Trainer of TRL computes a loss inside of the network's call: it replaces the forward for
+        one call, whose arguments are those of the loss.
+        """
+        own, is_same = vars(network), network.forward == self.forward
+        before = own.get("forward")
+        if not is_same:
+            own["forward"] = self.forward
+        try:
+            yield
+        finally:
+            if not is_same:
+                own.pop("forward", None)
+                own.update({} if before is None else {"forward": before})
 
     def keep_gradient(self, gradient: Tensor | None) -> None:
         """Keep the gradient of the loss; a hook of the loss calls this in the backward.
@@ -196,7 +223,9 @@ class StepRecorder:
             state = RandomState.now(self.device)
             autocast = _current_autocast(self.device.type)
             positional, keywords = replaced((positional, keywords), lambda tensor: tensor)
-            call = RecordedCall(positional, keywords, state, autocast, self._num_steps)
+            call = RecordedCall(
+                positional, keywords, network.forward, state, autocast, self._num_steps
+            )
             self._this_step.append(call)
 
     def records(self, network: nn.Module) -> bool:
@@ -242,17 +271,17 @@ def inner_network(model: nn.Module) -> nn.Module | None:
 
 
 def arguments_of(
-    network: nn.Module, positional: Sequence[Any], keywords: Mapping[str, Any]
+    forward: Callable[..., Any], positional: Sequence[Any], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a call, keyed by their names in the signature of `forward`."""
-    names = list(inspect.signature(network.forward).parameters)
+    names = list(inspect.signature(forward).parameters)
     names += [str(number) for number in range(len(names), len(positional))]
     return {**dict(zip(names, positional, strict=False)), **keywords}
 
 
-def indices_of(network: nn.Module, inputs: RecordedCall) -> tuple[int, ...]:
+def indices_of(inputs: RecordedCall) -> tuple[int, ...]:
     """Return the indices of a call's samples in the data set; empty if the batch has none."""
-    for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
+    for name, tensor in tensors_in(inputs.arguments):
         if name.rpartition(".")[2] in _INDICES and not tensor.is_floating_point():
             return tuple(tensor.reshape(-1).tolist())
     return ()

@@ -16,7 +16,6 @@ from mfwrap.callbacks.culprit.replay.recorder import (
     RandomState,
     RecordedCall,
     StepRecorder,
-    arguments_of,
     indices_of,
     loss_of,
     tensors_in,
@@ -75,7 +74,7 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
     Returns:
         Place of the first non-finite value; ``None`` if all values of the replay are finite.
     """
-    network, ordinary = recorder.network, None
+    ordinary = None
     with undisturbed(recorder):
         for number, inputs in enumerate(recorder.last_step):
             origin = _replay_micro_batch(recorder, inputs, loss_scale, ordinary or ())
@@ -84,7 +83,7 @@ def replay_step(recorder: StepRecorder, loss_scale: float) -> Origin | None:
                 if ordinary & {origin.name, origin.beside}:
                     origin = _replay_micro_batch(recorder, inputs, loss_scale, ordinary)
             if origin is not None:
-                return origin._replace(micro_batch=number, indices=indices_of(network, inputs))
+                return origin._replace(micro_batch=number, indices=indices_of(inputs))
     return None
 
 
@@ -217,7 +216,7 @@ def _replay_micro_batch(
         ordinary: Modules whose output may be non-finite.
     """
     network = recorder.network
-    origin = _bad_input(network, inputs)
+    origin = _bad_input(inputs)
     if origin is not None:
         return origin
     with (
@@ -227,7 +226,7 @@ def _replay_micro_batch(
     ):
         loss = loss_of(inputs.run(recorder))
         if watch.origin is not None and watch.origin.where == "loss":
-            return origin_of_loss(network, inputs)
+            return origin_of_loss(inputs)
         if watch.origin is None and loss is not None and loss.requires_grad:
             seed = inputs.loss_gradient
             if seed is None:
@@ -529,16 +528,16 @@ def _origin_in(network: nn.Module, module: nn.Module, name: str) -> Origin:
     return Origin("activation" if name else "loss", name, 0)
 
 
-def origin_of_loss(network: nn.Module, inputs: RecordedCall) -> Origin:
+def origin_of_loss(inputs: RecordedCall) -> Origin:
     """Return the origin of a non-finite loss of a call with finite outputs of all modules.
 
     It is a non-finite input, targets that are all ignored, a mask that hides all tokens, or the
     loss. Synchronizes.
     """
-    origin = _bad_input(network, inputs)
+    origin = _bad_input(inputs)
     if origin is not None:
         return origin
-    for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
+    for name, tensor in tensors_in(inputs.arguments):
         if is_target(name, tensor) and bool((tensor == IGNORED).all()):
             return Origin("targets", name, 0)
         # A boolean mask may be one of torch, in which a token that is hidden is true.
@@ -572,8 +571,8 @@ def _is_additive_mask(name: str, tensor: Tensor) -> bool:
     return is_named or bool(((tensor == 0) | (tensor == -float("inf"))).all())
 
 
-def _bad_input(network: nn.Module, inputs: RecordedCall) -> Origin | None:
-    for name, tensor in tensors_in(arguments_of(network, inputs.positional, inputs.keywords)):
+def _bad_input(inputs: RecordedCall) -> Origin | None:
+    for name, tensor in tensors_in(inputs.arguments):
         if not tensor.is_floating_point():
             continue
         found = tensor.detach()

@@ -14,7 +14,14 @@ from torch import nn
 from mfwrap.callbacks.culprit.anomaly_log import BadRow
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.micro_batches import losses_of
-from mfwrap.callbacks.culprit.replay.recorder import RandomState, StepRecorder, indices_of, loss_of
+from mfwrap.callbacks.culprit.replay.recorder import (
+    RandomState,
+    RecordedCall,
+    StepRecorder,
+    indices_of,
+    loss_of,
+    tensors_in,
+)
 from mfwrap.callbacks.culprit.replay.replay import (
     backward,
     gradients_aside,
@@ -187,7 +194,7 @@ class _Passes:
     def __init__(self, recorder: StepRecorder, loss_scale: float) -> None:
         self.network, self._recorder = recorder.network, recorder
         self.calls = recorder.last_step
-        self.batches = [BatchRows(self.network, call) for call in self.calls]
+        self.batches = [BatchRows(call) for call in self.calls]
         self.draw_random_numbers = False
         """Whether any pass has drawn random numbers, for example for dropout."""
         self._device = recorder.device
@@ -246,7 +253,7 @@ class _Passes:
         if not own or not all(map(math.isfinite, (loss, *own))):
             return True
         # The Trainer divides each loss by the targets of the whole step, perhaps of all ranks.
-        is_share = all(call.keywords.get(_NUM_TARGETS) is not None for call in self.calls)
+        is_share = all(map(_is_share, self.calls))
         whole = math.fsum(own) / (1 if is_share else len(own))
         known = (whole, whole * num_ranks()) if is_share else (whole,)
         return any(math.isclose(loss, each, rel_tol=_SAME_LOSS) for each in known)
@@ -258,13 +265,18 @@ class _Passes:
             part: Rows of a micro-batch.
             value: Result of the part in the step.
         """
-        is_share = self.calls[part.micro_batch].keywords.get(_NUM_TARGETS) is not None
-        return self.loss(part, is_alone=True) if is_share else value.loss
+        call = self.calls[part.micro_batch]
+        if not _is_share(call):
+            return value.loss
+        if call.keywords.get(_NUM_TARGETS) is not None:
+            return self.loss(part, is_alone=True)
+        # The loss is computed from a number of targets that cannot be left out.
+        return value.loss * sum(batch.num_rows for batch in self.batches)
 
     def place_of(self, part: _Part) -> BadRow:
         """Return the place of the only row of a part."""
         (row,) = part.rows
-        indices = indices_of(self.network, self.calls[part.micro_batch])
+        indices = indices_of(self.calls[part.micro_batch])
         is_known = len(indices) == self.batches[part.micro_batch].num_rows
         return BadRow(
             rank=this_rank(),
@@ -272,6 +284,14 @@ class _Passes:
             row=row,
             index=indices[row] if is_known else None,
         )
+
+
+def _is_share(call: RecordedCall) -> bool:
+    """Tell whether the Trainer has asked the call to divide its loss by the targets of the step."""
+    if call.keywords.get(_NUM_TARGETS) is not None:
+        return True
+    # A Trainer of TRL has the number in the batch.
+    return any(name.endswith(f".{_NUM_TARGETS}") for name, _ in tensors_in(call.arguments))
 
 
 def _has_batch_norm(network: nn.Module) -> bool:

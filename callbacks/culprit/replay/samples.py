@@ -8,7 +8,7 @@ from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow, Kind
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
-from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, arguments_of, tensors_in
+from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, tensors_in
 from mfwrap.callbacks.culprit.replay.rows import RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
@@ -87,10 +87,9 @@ class SampleSearch:
             name: Dotted name of the input among the arguments of the network.
             step: The step.
         """
-        network, sizes = self._recorder.network, []
+        sizes = []
         for number, call in enumerate(self._recorder.last_step):
-            arguments = arguments_of(network, call.positional, call.keywords)
-            tensor = dict(tensors_in(arguments)).get(name)
+            tensor = dict(tensors_in(call.arguments)).get(name)
             if tensor is not None and tensor.dim() > 0:
                 norms = tensor.detach().float().reshape(len(tensor), -1).norm(dim=1).tolist()
                 sizes += [(size, number, row) for row, size in enumerate(norms)]
@@ -116,8 +115,8 @@ class SampleSearch:
         """Return the places of this rank's rows in the step; empty if they are unknown."""
         if self._row_places is None:
             return ()
-        network, calls = self._recorder.network, self._recorder.last_step
-        return self._row_places(step, [BatchRows(network, call).num_rows for call in calls])
+        calls = self._recorder.last_step
+        return self._row_places(step, [BatchRows(call).num_rows for call in calls])
 
     def _span(self, step: int) -> str:
         """Say where the rows of the step are in the data; empty if that is unknown."""
@@ -130,7 +129,7 @@ class SampleSearch:
 
     def _with_text(self, row: BadRow) -> BadRow:
         call = self._recorder.last_step[row.micro_batch]
-        tokens = BatchRows(self._recorder.network, call).tokens(row.row)
+        tokens = BatchRows(call).tokens(row.row)
         decode = getattr(self._tokenizer, "decode", None)
         text = " ".join(map(str, tokens)) if decode is None else str(decode(tokens))
         return dataclasses.replace(row, text=text[:_LONGEST_TEXT]) if tokens else row

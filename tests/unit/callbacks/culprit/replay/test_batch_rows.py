@@ -31,7 +31,7 @@ def rows(*inputs, **others):
     recorder = StepRecorder(Network())
     recorder.network(*inputs, **others)
     recorder.end_step()
-    return BatchRows(recorder.network, recorder.last_step[0])
+    return BatchRows(recorder.last_step[0])
 
 
 def test_what_is_split():

@@ -225,3 +225,44 @@ def test_a_loss_that_the_loop_adds(added, is_told):
     assert found.rows == ()
     assert found.detail.startswith("not told: rows can be run only with the loss ") is is_told
     assert bool(found.losses) is not is_told
+
+
+class Redirected:
+    """Compute a loss inside of a network's call, as some Trainers of TRL do."""
+
+    def __init__(self, network):
+        self.network, self.original = network, network.forward
+
+    def __call__(self, batch):
+        """Call the network with the arguments of the loss, in place of its own."""
+        self.network.forward = self.forward
+        return self.network(self.network, batch)
+
+    def forward(self, *inputs):
+        """Put the network's own forward back, and compute the loss."""
+        self.network.forward = self.original
+        return self.loss(*inputs)
+
+    def loss(self, network, batch):
+        """Return the sum of the rows' losses, divided by the number of all."""
+        errors = (network[0](batch["images"]).squeeze(1) - batch["labels"]).square()
+        return errors.sum() / batch["num_items_in_batch"]
+
+
+def test_a_loss_that_takes_the_place_of_the_forward():
+    """Rows are run through what the step has called; a row's loss compares with the step's."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 1))
+    recorder, redirected = StepRecorder(network), Redirected(network)
+    images, labels = torch.randn(8, 4), torch.randn(8)
+    labels[5] += 30.0
+    batch = {"images": images, "labels": labels, "num_items_in_batch": torch.tensor(8)}
+    loss = redirected(batch)
+    loss.backward()
+    recorder.end_step()
+    found = search(recorder, loss=loss.item(), is_finite=True, is_exact=False)
+
+    assert places(found) == [(0, 5)], found.detail
+    own = (network(images[5:6]) - labels[5]).square().item()
+    assert found.rows[0].loss == pytest.approx(own)
+    assert network.forward == redirected.original
