@@ -28,8 +28,8 @@ PROGRESS = "progress.jsonl"
 _FORMAT_VERSION = 1
 
 _TRACEBACK = "Traceback (most recent call last):"
-_LONGEST_ERROR = 300
-"""Number of characters of an error that are written."""
+_LONGEST_ERROR = 400
+"""Number of characters that are written of the message of an error, and of each of its notes."""
 
 
 @final
@@ -127,7 +127,7 @@ class RunFacts:
         """Write that the run has failed.
 
         Args:
-            error: What has failed it; its class and its message are written.
+            error: What has failed it; its class, its message and its notes are written.
             step: Last finished step; ``None`` after the end of the training.
         """
         when = "after its last step" if step is None else f"after step {step}"
@@ -191,14 +191,21 @@ def _command() -> list[str]:
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return class and message of an error, without secrets and without a traceback in it."""
+    """Return class, message and notes of an error, without secrets and a traceback in it."""
     # Also for an error that cannot be turned into text.
     text = traceback.format_exception_only(error)[0]
     # A worker of a data loader sends its traceback as the message.
     message, mark, inner = text.strip().partition(_TRACEBACK)
     if mark:
         message = f"{message.rpartition(chr(10))[0]} {inner.splitlines()[-1]}"
-    line = " ".join(str(without_secrets(message)).split())
+    notes = [_short(str(note)) for note in getattr(error, "__notes__", ())]
+    line = _short(message)
+    return "; ".join([line.removesuffix("."), *notes]) if notes else line
+
+
+def _short(text: str) -> str:
+    """Return a text in one line, without secrets and not too long."""
+    line = " ".join(str(without_secrets(text)).split())
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]}..."
 
 

@@ -504,7 +504,7 @@ def _end(run: RunRecord) -> str:
     if ended is not None and 1 < ended.num_steps == ended.num_skipped and ended.last_step == last:
         end += f". All updates from step {ended.step} on were skipped"
     error = run.facts.get("error")
-    end += f". Its error: <code>{html.escape(error)}</code>" if error else ""
+    end += f". Its error: <code>{html.escape(error.removesuffix('.'))}</code>" if error else ""
     return f"{end}{_clipped(run)}."
 
 

@@ -107,6 +107,12 @@ KeyError: 'text'
 """
 
 
+def noted(error, *notes):
+    """Return an error with notes."""
+    error.__notes__ = list(notes)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -116,12 +122,20 @@ KeyError: 'text'
             "RuntimeError: Caught KeyError in DataLoader worker process 0. KeyError: 'text'",
         ),
         (OSError("get https://me:pass@host"), "OSError: get https***host"),
-        (ValueError("x" * 999), f"ValueError: {'x' * 288}..."),
+        (ValueError("x" * 999), f"ValueError: {'x' * 388}..."),
+        (
+            noted(
+                IndexError("Target 4 is out of bounds."),
+                "row 3\nof the batch",
+                "see https://me:pass@host",
+            ),
+            "IndexError: Target 4 is out of bounds; row 3 of the batch; see https***host",
+        ),
         (UnspeakableError(), f"{__name__}.UnspeakableError: <exception str() failed>"),
     ],
 )
 def test_the_error_of_a_run(tmp_path, error, said):
-    """Class and message are in one short line, without secrets and tracebacks."""
+    """Class, message and notes are in one short line, without secrets and tracebacks."""
     facts = RunFacts(tmp_path, {})
     facts.fail(error, 3)
 

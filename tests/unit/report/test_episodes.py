@@ -151,9 +151,11 @@ def test_how_the_run_ended(tmp_path, state, shown):
     assert shown in headline([run_of(tmp_path, [])])
 
 
-def test_the_error_of_a_run(tmp_path):
-    """The headline ends with it; its text is never interpreted as HTML."""
-    facts = {"state": "failed after step 9 (ValueError)", "error": "ValueError: <b> in row 3"}
+@pytest.mark.parametrize("stop", ["", "."])
+def test_the_error_of_a_run(tmp_path, stop):
+    """The headline ends with it and one full stop; its text is never interpreted as HTML."""
+    error = f"ValueError: <b> in row 3{stop}"
+    facts = {"state": "failed after step 9 (ValueError)", "error": error}
     (tmp_path / "run.json").write_text(json.dumps(facts))
 
     said = "at step 10. Its error: <code>ValueError: &lt;b&gt; in row 3</code>."
