@@ -5,6 +5,7 @@ bounds". Nothing here runs before there is an error, so it may read tensors on t
 """
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from mfwrap.tensors.embedding_tables import num_embeddings, num_positions
 from mfwrap.tensors.wrappers import unwrapped_network
 
-_IGNORED = -100
+IGNORED = -100
 """Label that the losses of torch and of transformers' models ignore."""
 
 _OF_DTYPES = re.compile(
@@ -23,7 +24,11 @@ _OF_DTYPES = re.compile(
 """Texts of torch's errors about the dtype of an argument."""
 
 _OF_TARGETS = "is out of bounds"
+_TARGET = re.compile(rf"Target (-?\d+) {_OF_TARGETS}")
 """Text of torch's error for a label that is no class."""
+
+_LOSSES = {nn.functional.cross_entropy.__code__, nn.functional.nll_loss.__code__}
+"""Losses of torch whose labels are numbers of classes."""
 
 _OF_GRAPHS = {
     "backward through the graph a second time": (
@@ -63,7 +68,8 @@ def explain_error(
         error.add_note(graph)
         return
     try:
-        fault = batch_fault(network, _named(arguments, keywords), str(error))
+        batch = _named(arguments, keywords)
+        fault = _target_fault(error, batch) or batch_fault(network, batch, str(error))
     except Exception:  # noqa: BLE001  (a device repeats its error, and a network may raise any)
         return
     if fault is not None:
@@ -82,7 +88,7 @@ def explain_targets(error: BaseException, network: nn.Module, batch: Mapping[str
     is_explained = hasattr(error, "__notes__") or _OF_TARGETS not in str(error)
     if is_explained or not isinstance(inner, nn.Module):
         return
-    fault = _label_fault(inner, _named((), batch))
+    fault = _target_fault(error, _named((), batch)) or _label_fault(inner, _named((), batch))
     if fault is not None:
         error.add_note(fault)
 
@@ -157,6 +163,22 @@ def _token_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
     )
 
 
+def _target_fault(error: BaseException, batch: Mapping[str, Tensor]) -> str | None:
+    """Say which label is no class, from the call of torch's loss that has raised the error."""
+    found = _TARGET.search(str(error))
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    given = next((frame.f_locals for frame in frames if frame.f_code in _LOSSES), None)
+    if found is None or given is None:
+        return None
+    target, outputs = given["target"], given["input"]
+    # A module may make its targets from the labels. Those of tokens are flat, without rows.
+    is_of_rows = target.shape[:1] in {tensor.shape[:1] for tensor in batch.values()}
+    labels = target if is_of_rows and target.dim() > 0 else batch.get("labels")
+    if labels is None or labels.dim() == 0 or int(found[1]) not in labels:
+        return None
+    return _class_fault(labels, outputs.shape[min(1, outputs.dim() - 1)])
+
+
 def _label_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
     """Say that labels are no classes of a classifier of transformers."""
     config: Any = getattr(network, "config", None)
@@ -170,14 +192,19 @@ def _label_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
             f"`labels` are {labels.dtype}, and the model has {number} classes, whose numbers must "
             "be integers; to predict a number, build the model with num_labels=1"
         )
-    targets = labels[labels != _IGNORED]
+    return _class_fault(labels, number)
+
+
+def _class_fault(labels: Tensor, number: int) -> str | None:
+    """Say which row has a label that is none of a number of classes."""
+    targets = labels[labels != IGNORED]
     if targets.numel() == 0:
         return None
     low, high = int(targets.min()), int(targets.max())
     row = int((labels == (low if low < 0 else high)).nonzero()[0, 0])
     if low < 0:
         return (
-            f"labels begin at 0 ({_IGNORED} is ignored), but row {row} of the batch has the label "
+            f"labels begin at 0 ({IGNORED} is ignored), but row {row} of the batch has the label "
             f"{low}; number the classes from 0"
         )
     if high < number:

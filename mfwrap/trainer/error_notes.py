@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from transformers import EvalPrediction
 
+from mfwrap.step.error_notes import IGNORED
 from mfwrap.tensors.wrappers import unwrapped_network
 from mfwrap.trainer.view import TrainerView
 
@@ -18,7 +20,9 @@ _WITHOUT_LOSS = "did not return a loss"
 _UNEQUAL = re.compile(r"expected sequence of length \d+ at dim \d+|Unable to create tensor")
 """Texts of the errors of collators that do not pad."""
 
-_NO_CLASS = re.compile(r"row \d+ of the batch has the label (-?\d+)")
+_NO_CLASS = re.compile(
+    r"row \d+ of the batch has the label -?\d+(?:, and the model has (\d+) classes)?"
+)
 """Text of the note about a label that is no class; see `mfwrap.step.error_notes`."""
 
 _OF_LABELS = "`labels` in this case"
@@ -104,16 +108,21 @@ def explaining_training(trainer: TrainerView) -> Iterator[None]:
 
 
 def _of_labels(error: BaseException, trainer: TrainerView) -> str | None:
-    """Name the first row of the data with a label that is no class: a batch may be shuffled."""
+    """Name the rows of the data with labels that are no classes: a batch may be shuffled."""
     found = _NO_CLASS.search("\n".join(getattr(error, "__notes__", ())))
     if found is None:
         return None
     rows: Any = trainer.train_dataset
+    number = math.inf if found[1] is None else int(found[1])
     for column in ("labels", "label"):
         # A data set of the user's own may raise any error, and other data may have the label.
         with contextlib.suppress(Exception):
-            index = list(rows[column]).index(int(found[1]))
-            return f"the first such row of `train_dataset` is row {index}, counted from 0"
+            labels = list(rows[column])
+            bad = [n for n, one in enumerate(labels) if one != IGNORED and not 0 <= one < number]
+            return (
+                f"{len(bad)} of {len(labels)} rows of `train_dataset` have such a label, the first "
+                f"is row {bad[0]}, counted from 0; repair a wrong label, or leave its row out"
+            )
     return None
 
 

@@ -74,6 +74,28 @@ def test_labels_that_are_no_classes(labels, says):
     assert says in note(classifier(), input_ids=TOKENS, labels=torch.tensor(labels))
 
 
+class OwnLoss(nn.Module):
+    """A module of the user's own around a network, which computes the loss from its labels."""
+
+    def __init__(self, shift=0):
+        super().__init__()
+        self.student, self.shift = nn.Linear(2, 3), shift
+
+    def forward(self, inputs, labels):
+        """Return the loss."""
+        return functional.cross_entropy(self.student(inputs), labels - self.shift)
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_labels_of_a_loss_in_a_module(shift):
+    """The classes are those of the outputs, and the labels may be other than those of the batch."""
+    labels = torch.tensor([2, 1, 4, 0]) + shift
+
+    assert note(OwnLoss(shift), inputs=torch.zeros(4, 2), labels=labels).startswith(
+        "row 2 of the batch has the label 4, and the model has 3 classes, 0 to 2; "
+    )
+
+
 def test_labels_of_tokens():
     """Labels of tokens are looked at, too, but not the ignored ones."""
     network = BertForTokenClassification(BertConfig(num_labels=2, **SIZES))

@@ -88,7 +88,10 @@ def test_labels_that_are_no_classes(tmp_path):
     assert said[1] == []
     own, of_data = said[0]
     assert re.match(r"row \d of the batch has the label 7, and the model has 2 classes, 0", own)
-    assert of_data == "the first such row of `train_dataset` is row 1, counted from 0"
+    assert of_data == (
+        "1 of 2 rows of `train_dataset` have such a label, the first is row 1, counted from 0; "
+        "repair a wrong label, or leave its row out"
+    )
 
 
 def test_rows_of_different_lengths(tmp_path):
