@@ -10,6 +10,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (no __all__)
 
 _PACKAGE = "package:"
+_LIKE_A_SLIP = 0.85
+"""Similarity of two words above which one may be the other with a slip of the pen."""
+
 _MODEL_OF_A_RUN = re.compile(r"runs/([\w-]+)/model")
 """Where the run of a recipe writes its model by default."""
 
@@ -53,8 +56,8 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         content: What the folder must hold, for error messages.
 
     Raises:
-        ValueError: If the name is a file, a folder without the content, or neither a folder nor
-            the form of a name on the hub.
+        ValueError: If the name is a file, a folder without the content, neither a folder nor the
+            form of a name on the hub, or a misspelt path of a folder here.
     """
     if is_folder(name):
         if not any(Path(name, file).is_file() for file in files):
@@ -63,11 +66,13 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
             msg = f"{says}{_inside(Path(name), files)}"
             raise ValueError(msg)
         return
-    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    similar = similar_folder(name, files)
+    is_path = Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if is_path or (similar is not None and _is_misspelt(name, similar)):
         run = _MODEL_OF_A_RUN.fullmatch(name)
         made = "" if run is None else f"; the run of the recipe `{run[1]}` writes it"
         made = made or ("; this is a file, name its folder" if is_file(name) else "")
-        made = made or _meant(similar_folder(name, files))
+        made = made or _meant(similar)
         msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r}{made}"
         raise ValueError(msg)
     try:
@@ -75,6 +80,25 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
     except HFValidationError as error:
         msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r:.80}"
         raise ValueError(msg) from error
+
+
+def _is_misspelt(name: str, similar: str) -> bool:
+    """Return whether a name is the misspelt one of a folder here, and not of a model on the hub.
+
+    Models of one organization have names that differ in a number, a size or a further word. A
+    folder may hold some of them, by the names that they have on the hub.
+    """
+    path, other = Path(name), Path(similar)
+    if path.parent == Path() or path.parent != other.parent:
+        return False
+    words, others = (re.split(r"[-_.]", one.name) for one in (path, other))
+    pairs = [pair for pair in zip(words, others, strict=False) if len(set(pair)) > 1]
+    return len(words) == len(others) and all(map(_is_slip, pairs))
+
+
+def _is_slip(pair: tuple[str, str]) -> bool:
+    are_words = not any(letter.isdigit() for word in pair for letter in word)
+    return are_words and difflib.SequenceMatcher(None, *pair).ratio() > _LIKE_A_SLIP
 
 
 def _inside(folder: Path, files: Collection[str]) -> str:

@@ -1,5 +1,6 @@
 """Paths of a recipe are checked before anything is loaded from them."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,29 @@ def test_a_similar_path_that_no_model_on_the_hub_has(tmp_path, monkeypatch, give
 
     meant = "" if given == "./no" else f"; did you mean {str(Path(name).with_name('my_model'))!r}?"
     assert str(caught.value).endswith(f"got {name!r}{meant}")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [
+        ("models/goood", True),
+        ("models/Tiny-1B-chatt", True),
+        ("models/Tiny-3B-chat", False),
+        ("models/Tiny-1B-chat-v2", False),
+        ("models/other", False),
+        ("model/good", False),
+        ("goood", False),
+    ],
+)
+def test_a_misspelt_path_that_has_the_form_of_a_name_on_the_hub(
+    tmp_path, monkeypatch, name, is_refused
+):
+    """In a folder that exists, a slip is a misspelt path; another size or word may be a model."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/good", "models/Tiny-1B-chat", "good"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.json").touch()
+    refused = pytest.raises(ValueError, match=r"did you mean 'models/\S+'\?$")
+
+    with refused if is_refused else contextlib.nullcontext():
+        check_place("path", name, ("config.json",), "a model folder")
