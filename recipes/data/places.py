@@ -114,7 +114,9 @@ def _inside(folder: Path, files: Collection[str]) -> str:
     if found:
         return f"; did you mean {str(found[-1])!r}?"
     is_other = any(folder.glob("*.gguf"))
-    return "; weights in GGUF are for inference: name the model that they were made of" * is_other
+    if is_other:
+        return "; weights in GGUF are for inference: name the model that they were made of"
+    return "; if it should have one, download or copy the folder again"
 
 
 def _in_order(folder: Path) -> list[tuple[int, str]]:

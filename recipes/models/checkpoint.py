@@ -167,6 +167,7 @@ def file_of_weights(path: str) -> str:
 
 
 _AGAIN = "download or copy the file again"
+_WHOLE = "download or copy the folder again"
 
 
 def _damage(file: Path) -> str | None:
@@ -198,7 +199,8 @@ def _weight_files(setting: str, folder: Path) -> list[Path]:
             raise ValueError(msg)
         for name in sorted(names):
             if Path(name).name != name or not (folder / name).is_file():
-                msg = f"`{setting}` must have all files of {folder / _INDEX}, but lacks {name!r}"
+                says = f"must have all files of {folder / _INDEX}, but lacks {name!r}"
+                msg = f"`{setting}` {says}; {_WHOLE}"
                 raise ValueError(msg)
         return [folder / name for name in sorted(names)]
     pickled = sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern))
@@ -211,7 +213,8 @@ def _weight_files(setting: str, folder: Path) -> list[Path]:
             f"loaded; {todo if saved else 'save the model with `save_pretrained` of transformers'}"
         )
         raise ValueError(msg)
-    msg = f"`{setting}` must have weights ({_WEIGHTS} or {_INDEX}), got the folder {str(folder)!r}"
+    says = f"must have weights ({_WEIGHTS} or {_INDEX}), got the folder {str(folder)!r}"
+    msg = f"`{setting}` {says}; {_WHOLE}"
     raise ValueError(msg)
 
 

@@ -607,14 +607,20 @@ def make_text_model(
     number = num_embeddings(network)
     is_own = model.path is None and model.tokenizer is None
     if number is not None and number < num_tokens and not is_own:
-        msg = (
-            f"`tokenizer` must have at most {number} tokens, as many as the model, got {num_tokens}"
-        )
+        says = f"at most {number} tokens, as many as the model"
+        msg = f"`tokenizer` must have {says}, got {num_tokens}; {_ADDED_TOKENS}"
         if model.tokenizer is None:
             says = f"a vocab_size of at least {num_tokens}, as many tokens as its tokenizer"
-            msg = f"`path` must be a model with {says}, got {number}; give it its own tokenizer"
+            todo = f"give it its own tokenizer, or {_ADDED_TOKENS}"
+            msg = f"`path` must be a model with {says}, got {number}; {todo}"
         raise ModelError(msg)
     return network
+
+
+_ADDED_TOKENS = (
+    "if you have added tokens, call `model.resize_token_embeddings(len(tokenizer))`, save the "
+    "model, and name its folder in `path`"
+)
 
 
 def _check_is_causal(model: ModelSettings, network: Any) -> None:

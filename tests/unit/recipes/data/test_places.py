@@ -62,7 +62,7 @@ def test_the_model_of_a_run():
 
 def test_a_folder_must_have_its_files(tmp_path):
     """A folder needs one of the files; a name of the hub's form is accepted."""
-    says = "`path` must be a test, got the folder '/etc' without a.json or b.json"
+    says = "got the folder '/etc' without a.json or b.json; if it should have one, download or copy"
     with pytest.raises(ValueError, match=says):
         check_place("path", "/etc", ("a.json", "b.json"), "a test")
 

@@ -163,6 +163,7 @@ def test_remote_code_is_refused(folder, name, monkeypatch):
         ),
         ("config.json", b"", "config.json: it is empty; download or copy the file again"),
         ("model.safetensors", None, "must have weights (model.safetensors or"),
+        ("model.safetensors", None, "; download or copy the folder again"),
     ],
 )
 def test_damaged_folders(folder, name, content, says):
