@@ -137,7 +137,7 @@ def find_rows(
                 return RowSearch(rows, "rows that are not finite in the data", is_exact=True)
             return RowSearch((), f"not searched: {outside}")
         with undisturbed(recorder):
-            passes = _Passes(recorder, loss_scale)
+            passes = _Passes(recorder, loss_scale, has_weights=is_exact)
             shares = None if _has_batch_norm(recorder.network) else _shares(passes)
             if shares is None:
                 found = _leave_out(passes, is_finite=is_finite)
@@ -189,10 +189,17 @@ class _Value(NamedTuple):
 
 @final
 class _Passes:
-    """Run the network on parts of the micro-batches of a step."""
+    """Run the network on parts of the micro-batches of a step.
 
-    def __init__(self, recorder: StepRecorder, loss_scale: float) -> None:
+    Args:
+        recorder: Recorder that holds the step.
+        loss_scale: Loss scale of the step.
+        has_weights: Whether the weights are those of the step.
+    """
+
+    def __init__(self, recorder: StepRecorder, loss_scale: float, *, has_weights: bool) -> None:
         self.network, self._recorder = recorder.network, recorder
+        self._has_weights = has_weights
         self.calls = recorder.last_step
         self.batches = [BatchRows(call) for call in self.calls]
         self.draw_random_numbers = False
@@ -239,6 +246,13 @@ class _Passes:
         with torch.no_grad():
             loss = loss_of(call.run(self._recorder))
         return math.nan if loss is None else loss.item()
+
+    @property
+    def difference(self) -> str:
+        """What the passes had that the step had not, so that its loss is another one; or empty."""
+        if not self._has_weights:
+            return " with the weights after the update"
+        return " with other random numbers" if self.draw_random_numbers else ""
 
     def explain(self, loss: float) -> bool:
         """Return whether the loss of the step is that which the network has returned.
@@ -400,6 +414,7 @@ def _run_apart(passes: _Passes, shares: Sequence[Sequence[float]], *, is_finite:
         losses = [(part.micro_batch, passes.own_loss(part, one)) for part, one in values.items()]
         low, high = min(loss for _, loss in losses), max(loss for _, loss in losses)
         what = f"none of {len(losses)} stands alone, with losses from {low:.4g} to {high:.4g}"
+        how += passes.difference
         return RowSearch((), f"{how}: {what}", losses=tuple(losses) if are_all else ())
     named = [
         dataclasses.replace(

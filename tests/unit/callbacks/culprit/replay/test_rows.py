@@ -117,6 +117,29 @@ def test_the_loss_of_a_row_is_not_its_share_of_the_step():
     )
 
 
+@pytest.mark.parametrize(
+    ("draws", "is_exact", "how"),
+    [
+        (False, True, ""),
+        (True, True, " with other random numbers"),
+        (True, False, " with the weights after the update"),
+    ],
+)
+def test_losses_that_are_not_those_of_the_step(draws, is_exact, how):
+    """The loss of the step need not be among them, and the record says why."""
+    step = planted("tokens", None, 0)
+    if draws:
+        step.recorder.network.register_forward_pre_hook(draw)
+    found = search(step.recorder, is_finite=True, is_exact=is_exact)
+
+    assert found.detail.startswith(f"rows were run one by one{how}: none of 16 stands alone")
+
+
+def draw(*_):
+    """Draw a random number."""
+    torch.rand(())
+
+
 def test_a_good_step_names_no_row():
     """If all rows are alike, none stands out; so too if all of them are non-finite."""
     step = planted("tokens", None, 0)
