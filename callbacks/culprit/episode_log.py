@@ -61,6 +61,7 @@ class EpisodeLog:
         number = self._num_skips = numbers.consecutive_skips
         if number >= _FEWEST_SKIPS and number.bit_count() == 1:
             self._tell_skips(f"step {numbers.step}: ")
+        self._write_end(self._episodes.watch(numbers))
         if anomaly is None:
             self._write_end(self._episodes.pass_over(numbers))
             return
@@ -75,10 +76,15 @@ class EpisodeLog:
             self._log.write(one, logs=self._is_main)
 
     def close(self) -> None:
-        """Write the end of an episode that goes on, and that the last updates were skipped."""
-        self._write_end(self._episodes.end())
+        """Write the end of an episode that goes on, and that the last updates were skipped.
+
+        Call it when the training ends, or has failed; then another call writes nothing.
+        """
+        for ended in self._episodes.close():
+            self._write_end(ended)
         if self._num_skips > 1:
             self._tell_skips()
+        self._num_skips = 0
 
     def _tell_skips(self, where: str = "") -> None:
         if self._is_main:

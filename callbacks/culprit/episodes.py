@@ -23,7 +23,8 @@ _GROWING: frozenset[Kind] = frozenset({"attention_logits", "expert_load", "updat
 
 _LONGEST_LEVEL = 64
 """Largest number of steps after the last anomaly in which a level that stays high is bad. After as
-many steps, all that the judges know is this level."""
+many steps, all that the judges know is this level, and a loss that has not come back has
+diverged."""
 
 _FEWEST_HIGH = 5
 """Number of last losses of an episode whose median tells whether the loss has come back."""
@@ -52,6 +53,9 @@ _AFTER_RUNNING_AWAY = (
 
 _USUAL_CAUSES = frozenset({UNKNOWN_CAUSE, DIVERGED, "data", "rank_data"})
 """Causes that may be of the run's own nature."""
+
+_WITH_GOOD_WEIGHTS = frozenset({UNKNOWN_CAUSE, "data", "rank_data", "loss", "setting"})
+"""Causes of a higher loss that may leave the weights as good as they were."""
 
 _BACK = 5
 """Number of steps after an episode in which numbers that are usual again seem unusual."""
@@ -109,7 +113,8 @@ class OpenEpisode:
     """Samples of the steps after the first one, each with its step, ready for JSON."""
 
     run_away: str = ""
-    """What the loss has done, if it has run away downwards; set when the episode ends."""
+    """What the loss has done, if it has run away downwards or has not come back; set when the
+    episode ends, or much later if the loss comes back half way and no further."""
 
     latest: str | None = None
     """What the last anomaly has told, if it is of the same kind and grows for many steps."""
@@ -173,6 +178,17 @@ class OpenEpisode:
         # Of non-finite losses, the median is NaN or infinite.
         return not statistics.median(self.last_losses) <= least
 
+    def is_back(self, loss: float) -> bool:
+        """Tell whether a loss is about the usual one from before the episode, or less."""
+        usual = self.usual_loss
+        return usual is None or usual <= 0 or loss <= _DIVERGED * usual
+
+    @property
+    def has_ruined(self) -> bool:
+        """Whether the weights are ruined: the loss has diverged, by a cause that lies in them."""
+        has_diverged = bool(self.run_away) if self.is_over else self.has_diverged
+        return has_diverged and self.refined.get("cause", self.cause) not in _WITH_GOOD_WEIGHTS
+
     def is_worse_than(self, loss: float | None) -> bool:
         """Tell whether the last losses are higher than a loss; false if it is unknown."""
         if loss is None or not self.last_losses:
@@ -198,13 +214,13 @@ class OpenEpisode:
         """Return the fields that complete the record of the first anomaly, ready for JSON."""
         names = ("step", "kind", "last_step", "num_steps", "num_skipped")
         latest = {} if self.latest is None else {"latest": self.latest}
-        diverged = {"diverged": self._course()} if self._course() else {}
+        diverged = {"diverged": self.course()} if self.course() else {}
         known = {name: getattr(self, name) for name in names}
         rows = {"num_searched": self.num_searched, "later_samples": self.later_samples}
         later = rows if self.later_samples else {}
         return {**known, **self.refined, **latest, **diverged, **later}
 
-    def _course(self) -> str:
+    def course(self) -> str:
         """Say how the loss has left its course for good, in a clause; empty if it has not."""
         if self.run_away or not self.has_diverged:
             return self.run_away
@@ -223,7 +239,7 @@ class OpenEpisode:
         skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
         rows = f"samples of later steps: {self._rows()}" if self.later_samples else ""
         told = dict.fromkeys(
-            [self.refined.get("explanation") or self.latest or "", self._course(), rows]
+            [self.refined.get("explanation") or self.latest or "", self.course(), rows]
         )
         said = "".join(f"; {clause}" for clause in told if clause)
         return (
@@ -255,6 +271,8 @@ class Episodes:
         self._state_interval, self._course = state_interval, course
         self.last: OpenEpisode | None = None
         """The last episode, which may be over."""
+        self._astray: OpenEpisode | None = None
+        """The first episode that is over and whose loss has not been back at any step since."""
 
     def goes_on(self, step: int, kind: Kind, *, is_shared: bool) -> bool:
         """Tell whether an anomaly goes on with the last episode.
@@ -356,6 +374,56 @@ class Episodes:
             episode.num_skipped += numbers.skipped
         return self.end() if episode.has_ended_before(numbers.step) else None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an episode goes on, or the loss has not come back since one."""
+        return self._astray is not None or (self.last is not None and not self.last.is_over)
+
+    @property
+    def diverged_step(self) -> int | None:
+        """First step of the episode that has ruined the weights; ``None`` if none has."""
+        last = None if self.last is None or self.last.is_over else self.last
+        known = (one for one in (self._astray, last) if one is not None)
+        return next((one.step for one in known if one.has_ruined), None)
+
+    def watch(self, numbers: StepNumbers) -> OpenEpisode | None:
+        """Follow the loss since an episode that is over; return it once if the loss stays away.
+
+        A loss that has come half way back may still be on its way. So it has diverged only if it
+        has not once been back for 64 steps, or until the training ends.
+        """
+        astray = self._astray
+        if astray is None or not astray.is_over:
+            return None
+        if astray.is_back(numbers.loss):
+            self._astray = None
+            return None
+        astray.look(numbers.loss)
+        is_long = numbers.step - astray.last_step >= _LONGEST_LEVEL
+        return self._stayed_away() if is_long else None
+
+    def close(self) -> list[OpenEpisode]:
+        """End the training; return the episodes whose records are to be completed."""
+        return [one for one in (self._stayed_away(), self.end()) if one is not None]
+
+    def _stayed_away(self) -> OpenEpisode | None:
+        """Return the episode that the loss has not come back from, unless that is told already."""
+        away = self._astray
+        if away is None or away.run_away or not away.is_over:
+            return None
+        if len(away.last_losses) < _FEWEST_HIGH or any(map(away.is_back, away.last_losses)):
+            return None
+        middle, usual = statistics.median(away.last_losses), away.usual_loss
+        away.run_away = f"the loss has not come back since: {middle:.4g}, after {usual:.4g}"
+        self._find_in_course(away)
+        return away
+
+    def _find_in_course(self, episode: OpenEpisode) -> None:
+        """Name the divergence as the cause if none is known and the loss is worse than at first."""
+        first = None if self._course is None else self._course.first
+        if episode.cause == UNKNOWN_CAUSE and episode.is_worse_than(first):
+            episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_DIVERGING}
+
     def _reach(self, kind: Kind) -> int:
         """Return how long an episode waits for more: some things are looked at every few steps."""
         return self._state_interval if kind in _CONSEQUENCES else _GAP
@@ -366,19 +434,28 @@ class Episodes:
         if episode is None or episode.is_over:
             return None
         episode.is_over = True
-        is_unknown = episode.cause == UNKNOWN_CAUSE
-        first = None if self._course is None else self._course.first
         episode.run_away = "" if self._course is None else self._course.run_away
-        if is_unknown and episode.run_away:
+        if episode.cause == UNKNOWN_CAUSE and episode.run_away:
             episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_RUNNING_AWAY}
-        elif is_unknown and episode.has_diverged and episode.is_worse_than(first):
-            episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_DIVERGING}
+        elif episode.has_diverged:
+            self._find_in_course(episode)
+        episode.run_away = episode.course()
+        losses = episode.last_losses
+        if self._astray is None and losses and not episode.is_back(losses[-1]):
+            self._astray = episode
         return episode if episode.num_steps > 1 or episode.refined else None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the last episode, ready for JSON."""
-        return None if self.last is None else asdict(self.last)
+        """Return the last episode, ready for JSON, and the one that the loss is not back from."""
+        if self.last is None:
+            return None
+        return asdict(self.last) | {"astray": self._astray and asdict(self._astray)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state that `state_dict` returned."""
-        self.last = None if state is None else OpenEpisode(**state)
+        known = dict(state or {})
+        astray = known.pop("astray", None)
+        self.last = OpenEpisode(**known) if known else None
+        self._astray = OpenEpisode(**astray) if astray else None
+        if self.last is not None and self._astray is not None and self.last.step == astray["step"]:
+            self._astray = self.last

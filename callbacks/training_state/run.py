@@ -460,8 +460,7 @@ class TrainingStateRun:
                 numbers, judgement, scores, weights_have_moved=weights_have_moved
             )
             is_shared = self.finder.is_shared
-            episode = self.finder.episodes.last
-            if anomaly is not None or (episode is not None and not episode.is_over):
+            if anomaly is not None or self.finder.episodes.is_open:
                 self._log.add(anomaly, numbers, is_shared=is_shared)
             if self.finder.episodes.last is not None:
                 self.finder.forget(numbers.step)

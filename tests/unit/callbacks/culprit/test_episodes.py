@@ -371,3 +371,63 @@ def test_the_level_of_a_shift_is_its_middle_loss():
         assert episodes.pass_over(numbers(step, 8.5)) is None
 
     assert "the loss had not come back by then: 8.5, after 4.67" in str(episodes.end())
+
+
+def after_half_way(loss: float, num_steps: int) -> tuple[Episodes, list]:
+    """Return episodes after a loss that fell half way, and then had a value; and what they told."""
+    episodes, told = Episodes(10, course(3.0)), []
+    losses = [5.0] * 5 + [3.5] * 4 + [loss] * num_steps
+    episodes.add(anomaly(20, usual_loss=2.0, cause="learning_rate"), 6.0, is_shared=False)
+    for step, one in enumerate(losses, 21):
+        for end in (episodes.watch(numbers(step, one)), episodes.pass_over(numbers(step, one))):
+            told += [] if end is None else [(end.last_step, end.run_away)]
+    return episodes, told
+
+
+@pytest.mark.parametrize(("loss", "said"), [(2.5, "2.5, after 2"), (2.4, None)])
+def test_a_loss_that_comes_half_way_back_and_no_further(loss, said):
+    """The end of the episode is told at once, and after 64 steps that the loss stays away."""
+    episodes, told = after_half_way(loss, 80)
+
+    away = [] if said is None else [(25, f"the loss has not come back since: {said}")]
+    assert told == [(25, ""), *away]
+    assert episodes.diverged_step == (None if said is None else 20)
+    assert episodes.close() == []
+
+
+@pytest.mark.parametrize(("loss", "is_told"), [(2.5, True), (2.4, False)])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_training_that_ends_with_a_loss_half_way_back(loss, is_told, is_resumed):
+    """It does so for good, also if another episode has begun since, and after a resume."""
+    episodes, _ = after_half_way(loss, 8)
+    episodes.add(anomaly(39, "update_spike"), loss, is_shared=False)
+    if is_resumed:
+        state = json.loads(json.dumps(episodes.state_dict()))
+        episodes = Episodes(10, course(3.0))
+        episodes.load_state_dict(state)
+
+    assert [one.as_record()["step"] for one in episodes.close()] == ([20] if is_told else [])
+    assert episodes.close() == []
+
+
+def test_a_loss_that_is_back_after_a_divergence():
+    """Later anomalies are not its consequences."""
+    episodes, _ = after_half_way(4.5, 70)
+    assert episodes.diverged_step == 20
+    episodes.watch(numbers(200, 2.1))
+    assert episodes.diverged_step is None
+    assert not episodes.is_open
+
+
+@pytest.mark.parametrize(
+    ("cause", "step"), [("learning_rate", 20), ("unknown", None), ("data", None), ("loss", None)]
+)
+def test_a_divergence_that_goes_on(cause, step):
+    """It is known before its end, and only if it lies in the weights."""
+    episodes = Episodes(10, course(3.0))
+    episodes.add(anomaly(20, usual_loss=2.0, cause=cause), 6.0, is_shared=False)
+    assert episodes.diverged_step is None
+    for number in range(21, 26):
+        episodes.pass_over(numbers(number, loss=5.0))
+
+    assert episodes.diverged_step == step
