@@ -407,6 +407,7 @@ class CulpritFinder:
                 growth=self._kinds.growth,
                 raised=self._raised,
                 since=found.since,
+                diverged_step=self.episodes.diverged_step,
                 run_away=self.judges.course.run_away if found.kind == "loss_drop" else "",
                 global_norm=numbers.global_norm,
             )

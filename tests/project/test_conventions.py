@@ -15,7 +15,6 @@ SUPPRESSION = re.compile(r"# (?:noqa: [A-Z0-9, ]+|type: ignore\[[a-z, -]+\])(?P<
 
 LONG = {
     "callbacks/checkpoint_monitor.py::__init__": "takes the settings of a monitor, and checks them",
-    "callbacks/culprit/causes/replay.py::first_non_finite": "says the cause for each place",
     "callbacks/culprit/finder.py::_completed": "fills in the fields that all kinds have",
     "callbacks/culprit/gathering.py::gather": "asks each judge and each replay for what it knows",
     "callbacks/culprit/judges/step.py::judge": "one formula after the other, on the device",

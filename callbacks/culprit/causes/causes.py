@@ -25,17 +25,17 @@ class _Rule(NamedTuple):
     find: Callable[[CauseEvidence], Cause | None]
     """Returns ``None`` if its evidence is not there."""
 
-    basis: Literal["measured", "inferred"]
-    """``"inferred"`` if the rule compares the step with the steps before, which must have been
-    good."""
+    basis: Literal["certain", "measured", "inferred"]
+    """``"certain"`` if what the rule finds cannot be a consequence of ruined weights, and
+    ``"inferred"`` if it compares the step with the steps before, which must have been good."""
 
 
 _RULES = (
-    _Rule(rate.jump, "measured"),
+    _Rule(rate.jump, "certain"),
     _Rule(optimizer.epsilon, "measured"),
-    _Rule(weights.changed_outside, "measured"),
+    _Rule(weights.changed_outside, "certain"),
     _Rule(rate.large_from_the_start, "measured"),
-    _Rule(settings.changed, "measured"),
+    _Rule(settings.changed, "certain"),
     _Rule(forward.risen, "measured"),
     _Rule(optimizer.ruined_state, "measured"),
     _Rule(weights.ruined, "measured"),
@@ -47,6 +47,7 @@ _RULES = (
     _Rule(loss.vanished, "inferred"),
     _Rule(gradients.applied, "measured"),
     _Rule(buffers.changed, "inferred"),
+    _Rule(replay.bad_input, "certain"),
     _Rule(replay.first_non_finite, "measured"),
     _Rule(replay.verdict, "measured"),
     _Rule(loss.ruined_outside, "measured"),
@@ -76,14 +77,29 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     """Return the cause that the first matching rule finds; ``unknown`` if none does.
 
     A later step of an episode is explained only by what was measured, or by a sample of the state:
-    anything else may be a consequence. A provisional cause yields to that of a later rule.
+    anything else may be a consequence. After a divergence, anything may be one that is not certain.
+    A provisional cause yields to that of a later rule.
     """
-    asks_all = evidence.is_first or evidence.kind == "state_spike"
+    asked = {"certain", "measured"}
+    if evidence.is_first or evidence.kind == "state_spike":
+        asked.add("inferred")
     finding = evidence.run_away or str(evidence.shift or forward.finding(evidence))
     known = Cause(UNKNOWN_CAUSE, finding, "")
+    if evidence.diverged_step is not None:
+        asked = {"certain"}
+        known = _consequence(finding, evidence.diverged_step)
     for rule in _RULES:
-        cause = rule.find(evidence) if asks_all or rule.basis == "measured" else None
+        cause = rule.find(evidence) if rule.basis in asked else None
         if cause is not None and not cause.is_provisional:
             return cause
         known = cause or known
     return known
+
+
+def _consequence(finding: str, step: int) -> Cause:
+    follows = f"it follows the divergence of step {step}"
+    return Cause(
+        "diverged",
+        f"{finding}; {follows}" if finding else follows,
+        f"look at step {step} first: weights that are ruined make anything else go wrong",
+    )

@@ -117,6 +117,9 @@ class CauseEvidence:
     since: int | None = None
     """First step in which the fault shows, or may have begun if it was looked for in some only."""
 
+    diverged_step: int | None = None
+    """First step of an earlier divergence that has ruined the weights; ``None`` without one."""
+
     run_away: str = ""
     """What a loss without a lower bound has done, if it has dropped in this step."""
 

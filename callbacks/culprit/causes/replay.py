@@ -39,12 +39,10 @@ _FAR = 3.0
 """Smallest distance of an output that no few updates explain, whatever the loss is."""
 
 
-def first_non_finite(evidence: CauseEvidence) -> Cause | None:
-    """Find the cause of the first non-finite value in its place."""
+def bad_input(evidence: CauseEvidence) -> Cause | None:
+    """Find an input that is non-finite, or a micro-batch without targets or tokens."""
     origin = evidence.origin
-    if origin is None or (origin.where == "gradient" and _has_diverged(evidence)):
-        return None
-    name, has_update = origin.name, evidence.now.step > 1
+    name = "" if origin is None else origin.name
     causes = {
         "input": Cause(
             "data", f"input `{name}` is non-finite", "remove or repair the sample in the data"
@@ -59,6 +57,17 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
             f"the micro-batch has no tokens, all of `{name}` is zero",
             "leave such samples out",
         ),
+    }
+    return None if origin is None else causes.get(origin.where)
+
+
+def first_non_finite(evidence: CauseEvidence) -> Cause | None:
+    """Find the cause of the first non-finite value in its place."""
+    origin = evidence.origin
+    if origin is None or (origin.where == "gradient" and _has_diverged(evidence)):
+        return None
+    name, has_update = origin.name, evidence.now.step > 1
+    causes = {
         "weights": Cause(
             UNKNOWN_CAUSE,
             "most weights were non-finite before the step",

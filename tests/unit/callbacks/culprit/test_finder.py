@@ -23,7 +23,7 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.finder import CulpritFinder
 from mfwrap.callbacks.culprit.judges.step import StepScores
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
-from mfwrap.callbacks.shared.step_values import StepNumbers
+from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
 from mfwrap.tensors.norm_groups import group_parameters
 from mfwrap.trainer import MFTrainer
 from support.planted_faults import KINDS, check_record, random_faults
@@ -731,3 +731,19 @@ def test_a_buffer_that_a_skipped_step_has_ruined():
     assert first.buffers == ("running_mean", "running_var")
     # No usual norm is known yet, so the loss scale explains the second overflow.
     assert second is None
+
+
+@pytest.mark.parametrize(("later", "cause"), [(50.0, "diverged"), (2.0, "unknown")])
+def test_an_anomaly_after_a_divergence(later, cause):
+    """It follows from the ruined weights, unless the loss has come back since."""
+    finder = CulpritFinder(None, spike_factor=2.0, limit=1e19)
+    known = {"cause": "learning_rate", "usual_loss": 2.0, "ranks": (0,), "layer": None}
+    finder.episodes.add(Anomaly(step=2, kind="spike", **known), 60.0, is_shared=False)
+    for step in range(3, 100):
+        numbers = numbers_of(step, StepValues(loss=50.0 if step < 9 else later))
+        finder.episodes.watch(numbers)
+        finder.episodes.pass_over(numbers)
+    found = judged(finder, 100, overflow=True, skipped=True, global_norm=math.nan)
+
+    assert (found.kind, found.cause) == ("gradient_not_finite", cause)
+    assert (found.explanation == "it follows the divergence of step 2") is (cause == "diverged")

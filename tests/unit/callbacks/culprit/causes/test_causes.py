@@ -4,10 +4,14 @@ import ast
 import dataclasses
 import re
 
+import pytest
+
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import Cause
 from mfwrap.callbacks.culprit.episodes import DIVERGED
+from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.judges.rates import RateRise
+from mfwrap.callbacks.culprit.replay.replay import Origin
 from support.cause_evidence import HIGH_LOSS, RANK, cause, state, trace
 from support.paths import ROOT
 
@@ -18,6 +22,30 @@ def test_a_later_step_of_an_episode_is_explained_by_what_was_measured():
     assert cause(is_first=False).name == "unknown"
     jump = trace({"rate_rise": RateRise(0.001, 0.009, 1)}, HIGH_LOSS)
     assert cause(steps=jump, is_first=False).name == "learning_rate"
+
+
+@pytest.mark.parametrize("origin", [None, Origin("gradient", "h.0", 0), Origin("weight", "h.0", 0)])
+def test_what_follows_a_divergence(origin):
+    """It is no reason to look for faults in the program: ruined weights make anything go wrong."""
+    kind = "spike" if origin is None else "gradient_not_finite"
+    found = cause(kind, origin=origin, diverged_step=2)
+
+    assert (found.name, found.explanation) == ("diverged", "it follows the divergence of step 2")
+    assert found.suggestion.startswith("look at step 2 first")
+    shift = cause("loss_shift", shift=Shift("loss", 3.0, 6.0, 3), diverged_step=2)
+    assert shift.explanation.endswith("; it follows the divergence of step 2")
+    assert shift.explanation.startswith("the loss")
+
+
+def test_what_cannot_follow_from_a_divergence():
+    """Data that are not finite, a rate that jumps, and weights that code has changed."""
+    bad = cause("loss_not_finite", origin=Origin("input", "x", 0), diverged_step=2)
+    jump = cause(steps=trace({"rate_rise": RateRise(0.001, 0.05, 1)}, HIGH_LOSS), diverged_step=2)
+    changed = cause(
+        "state_spike", trace({"num_changed": 1}), rank={"changed": ("w",)}, diverged_step=2
+    )
+
+    assert [one.name for one in (bad, jump, changed)] == ["data", "learning_rate", "weight_changed"]
 
 
 def test_the_checkpoint_to_return_to_is_older_than_the_fault():
