@@ -279,6 +279,11 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
 
     on_epoch_end = on_save
 
+    def write_after_error(self) -> None:
+        """Write the end of an episode that the error of the training has ended."""
+        if self._run is not None:
+            self._run.end_episode()
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write and judge the last step, and close all files."""
         self._flush()

@@ -369,6 +369,10 @@ class TrainingStateRun:
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])
 
+    def end_episode(self) -> None:
+        """Write the end of an episode that goes on, because the training has failed."""
+        self._log.close()
+
     def close(self) -> None:
         """Close all files, and remove all hooks from network and optimizer."""
         if self.finder is not None:

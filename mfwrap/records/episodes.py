@@ -8,7 +8,7 @@ from mfwrap.records.forms import Form, fitting
 
 _FORMS: Mapping[str, Form] = {
     **dict.fromkeys(("step", "last_step", "num_steps", "num_skipped", "num_searched"), int),
-    "micro_batch": int,
+    **dict.fromkeys(("micro_batch", "since"), int),
     **dict.fromkeys(("kind", "cause", "where", "replay", "device"), str),
     **dict.fromkeys(("rows", "indices", "losses", "weights", "states", "moved", "buffers"), list),
     "ranks": [int],

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import errno
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,8 +29,6 @@ from mfwrap.recipes.models.loading import unused_weights
 from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.recipes.tasks.inputs import build_for_inputs
-from mfwrap.records import read_json_lines
-from mfwrap.records.episodes import episodes_of
 from mfwrap.records.run_record import TRAINER_STATE
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.runner.document import (
@@ -48,7 +45,6 @@ from mfwrap.runner.folder import (
     begin_anew,
     check_former_run,
     check_others_files,
-    checkpoints,
     claim,
     is_free_of_completions,
     list_completions,
@@ -75,6 +71,7 @@ from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.reward import missing_values
 from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.runner.tuning import tuning_of
+from mfwrap.runner.way_on import telling_the_way_on, warn_of_divergence
 from mfwrap.trainer.display.console import StepProgressCallback
 
 _STILL_COUNTED = (
@@ -226,7 +223,7 @@ def _run(
         _remove_end(folder)
         with whole_file(folder / RECIPE_FILE) as partial:
             partial.write_text(yaml_text(recipe.document.data), encoding="utf-8")
-    with _naming_keys(recipe), _telling_the_way_on(trainer, folder):
+    with _naming_keys(recipe), telling_the_way_on(trainer, folder):
         trainer.train(resume_from_checkpoint=resume or None)
     with trainer.run_facts.writing_failure():
         run = finish(recipe, trainer, recorder, say)
@@ -236,21 +233,8 @@ def _run(
     if trainer.is_world_process_zero():
         write_result(folder, run.metrics, checkpoint)
         _warn_of_skips(run.updates, say)
-        _warn_of_divergence(folder, say)
+        warn_of_divergence(folder, say)
     return RunResult(folder, run.metrics, checkpoint)
-
-
-@contextlib.contextmanager
-def _telling_the_way_on(trainer: Any, folder: Path) -> Iterator[None]:
-    """Add to the error of a training that has begun from which checkpoint it can go on."""
-    try:
-        yield
-    except Exception as error:
-        saved = checkpoints(folder)
-        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC  # says so itself
-        if trainer.run_facts.has_failed and saved and not is_full:
-            error.add_note(f"once it is mended, --resume=auto continues from {saved[-1].name}")
-        raise
 
 
 def _remove_end(folder: Path) -> None:
@@ -277,18 +261,6 @@ def _warn_of_skips(updates: Updates, say: Callable[[str], None]) -> None:
         say(f"warning: {what}; the weights are those of the start")
     elif skipped > applied:
         say(f"warning: {skipped:,} of {applied + skipped:,} updates were skipped, {why}")
-
-
-def _warn_of_divergence(folder: Path, say: Callable[[str], None]) -> None:
-    """Warn if the loss has left its course for good; the line that said so is far above the end."""
-    file = folder / "anomalies.jsonl"
-    records = read_json_lines(file) if file.is_file() else []
-    for episode in episodes_of([(0, records)]):
-        first = episode.records[0]
-        if "diverged" in first:
-            why = first.get("explanation") or first["diverged"]
-            say(f"warning: the training diverged at step {episode.step} ({why}); see the run page")
-            return
 
 
 def _check_folder(recipe: Recipe, folder: Path, *, is_new: bool, overwrite: bool) -> None:

@@ -1,0 +1,84 @@
+"""Say from which checkpoint a training that has failed or diverged can go on."""
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mfwrap.checkpoints.run_folders import step_of_checkpoint
+from mfwrap.records import read_json_lines
+from mfwrap.records.episodes import Episode, episodes_of
+from mfwrap.runner.folder import checkpoints
+
+
+@contextlib.contextmanager
+def telling_the_way_on(trainer: Any, folder: Path) -> Iterator[None]:
+    """Add to the error of a training that has begun from which checkpoint it can go on."""
+    try:
+        yield
+    except Exception as error:
+        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC  # says so itself
+        if trainer.run_facts.has_failed and not is_full and (saved := checkpoints(folder)):
+            # A damaged file must not hide the error.
+            with contextlib.suppress(OSError, ValueError):
+                error.add_note(_way_on(folder, saved, trainer.state.global_step))
+        raise
+
+
+def warn_of_divergence(folder: Path, say: Callable[[str], None]) -> None:
+    """Warn if the loss has left its course for good; the line that said so is far above the end."""
+    for episode in _episodes(folder):
+        first = episode.records[0]
+        if "diverged" in first:
+            good = _before(episode, checkpoints(folder))
+            which = f"{good[-1].name} is the newest" if good else "no checkpoint is"
+            why = first.get("explanation") or first["diverged"]
+            say(
+                f"warning: the training diverged at step {episode.step} ({why}); {which} from "
+                "before; see the run page"
+            )
+            return
+
+
+def _way_on(folder: Path, saved: list[Path], last_step: int) -> str:
+    """Return what to do after a failure: a run that goes on with ruined weights fails again.
+
+    Args:
+        folder: Run folder.
+        saved: Its checkpoints.
+        last_step: Last step of the run.
+    """
+    spoilt = next((one for one in _episodes(folder) if _has_spoilt(one, last_step)), None)
+    if spoilt is None or (good := _before(spoilt, saved)) == saved:
+        return f"once it is mended, --resume=auto continues from {saved[-1].name}"
+    when = f"before step {spoilt.step}, where it went wrong"
+    if good:
+        return f"once it is mended, --resume={good[-1]} continues from {when}"
+    return (
+        f"no checkpoint is from {when}: once it is mended, for example by a lower learning rate, "
+        "start anew with --overwrite"
+    )
+
+
+def _episodes(folder: Path) -> list[Episode]:
+    file = folder / "anomalies.jsonl"
+    return episodes_of([(0, read_json_lines(file) if file.is_file() else [])])
+
+
+def _has_spoilt(episode: Episode, last_step: int) -> bool:
+    """Tell whether the loss has not come back from an episode, or updates were skipped to the end.
+
+    The last step may not have been judged.
+    """
+    goes_on = episode.num_skipped > 0 and episode.last_step >= last_step - 1
+    return "diverged" in episode.records[0] or goes_on
+
+
+def _before(episode: Episode, saved: list[Path]) -> list[Path]:
+    """Return the checkpoints from before an episode.
+
+    The weights that the step before it has left are those that it had, and may be its cause.
+    """
+    first = episode.records[0].get("since", episode.step)
+    return [each for each in saved if step_of_checkpoint(each) < first - 1]
