@@ -93,5 +93,5 @@ class ExactRewards:
         return rewards.double()
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-        made: Any = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
+        made = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]  # (TRL)
         return made | {"advantages": made["advantages"].float()}
