@@ -32,7 +32,9 @@ REFUSED = re.compile(
 )
 """What a training says that has been refused, or whose checkpoint is gone."""
 
-NOTHING_YET = re.compile(r"is not a run folder: |no checkpoint found|nothing to plot")
+NOTHING_YET = re.compile(
+    r"is not a run folder: |the run has recorded no step|no checkpoint found|nothing to plot"
+)
 """What a command says of a run that has not begun."""
 
 COMMANDS = (("report", FIRST), ("plot", FIRST), ("verify", FIRST), ("compare", FIRST, "reference"))
