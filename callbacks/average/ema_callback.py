@@ -31,7 +31,7 @@ from mfwrap.callbacks.average.snapshots import (
     save_snapshot,
     weighted_sums,
 )
-from mfwrap.checkpoints.network_weights import drop_loaded_average
+from mfwrap.checkpoints.network_weights import adapters_of, drop_loaded_average
 from mfwrap.collectives import raising_together
 from mfwrap.records.evaluations import (
     ends_with_averages,
@@ -173,6 +173,20 @@ class EMACallback(MonitorCallback):
         self._loading = contextlib.ExitStack()
         self._resumed_from: Path | None = None
         self._is_saved = False
+        self._adapters: set[str] | None = None
+        """Names of the model's adapters before a training; ``None`` if they are unknown."""
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: Any,
+    ) -> None:
+        """Note which adapters the model has before a checkpoint is loaded."""
+        del args, state, control
+        self._adapters = adapters_of(model)
 
     def on_train_begin(
         self,
@@ -191,8 +205,8 @@ class EMACallback(MonitorCallback):
         self._is_entered, self._will_be_entered = self._will_be_entered, False
         resumed_from, self._resumed_from = self._resumed_from, None
         self._refuse_another(state)
-        if state.global_step > 0:
-            drop_loaded_average(model)
+        if state.global_step > 0 and self._adapters is not None:
+            drop_loaded_average(model, self._adapters)
         attachment = getattr(optimizer, "attachment", None)
         of_trainer = getattr(attachment, "ema", None)
         self._is_own = of_trainer is None

@@ -61,8 +61,8 @@ class EpisodeLog:
         number = self._num_skips = numbers.consecutive_skips
         if number >= _FEWEST_SKIPS and number.bit_count() == 1:
             self._tell_skips(f"step {numbers.step}: ")
-        self._write_end(self._episodes.watch(numbers))
         if anomaly is None:
+            self._write_end(self._episodes.watch(numbers))
             self._write_end(self._episodes.pass_over(numbers))
             return
         begins, ended = self._episodes.add(anomaly, numbers.loss, is_shared=is_shared)

@@ -116,6 +116,9 @@ class OpenEpisode:
     """What the loss has done, if it has run away downwards or has not come back; set when the
     episode ends, or much later if the loss comes back half way and no further."""
 
+    back_at: int | None = None
+    """Step at which a loss had come back that was said to stay away; ``None`` if it had not."""
+
     latest: str | None = None
     """What the last anomaly has told, if it is of the same kind and grows for many steps."""
 
@@ -215,6 +218,7 @@ class OpenEpisode:
         names = ("step", "kind", "last_step", "num_steps", "num_skipped")
         latest = {} if self.latest is None else {"latest": self.latest}
         diverged = {"diverged": self.course()} if self.course() else {}
+        diverged |= {} if self.back_at is None else {"back": self.back_at}
         known = {name: getattr(self, name) for name in names}
         rows = {"num_searched": self.num_searched, "later_samples": self.later_samples}
         later = rows if self.later_samples else {}
@@ -238,8 +242,9 @@ class OpenEpisode:
         """Describe the end of the episode in one line."""
         skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
         rows = f"samples of later steps: {self._rows()}" if self.later_samples else ""
+        back = "" if self.back_at is None else f"the loss was back at step {self.back_at}"
         told = dict.fromkeys(
-            [self.refined.get("explanation") or self.latest or "", self.course(), rows]
+            [self.refined.get("explanation") or self.latest or "", self.course(), back, rows]
         )
         said = "".join(f"; {clause}" for clause in told if clause)
         return (
@@ -387,18 +392,21 @@ class Episodes:
         return next((one.step for one in known if one.has_ruined), None)
 
     def watch(self, numbers: StepNumbers) -> OpenEpisode | None:
-        """Follow the loss since an episode that is over; return it once if the loss stays away.
+        """Follow the loss since an episode that is over; return it if there is more to tell.
 
         A loss that has come half way back may still be on its way. So it has diverged only if it
-        has not once been back for 64 steps, or until the training ends.
+        has not once been back for 64 steps, or until the training ends. If it comes back later,
+        that is told, too.
         """
         astray = self._astray
         if astray is None or not astray.is_over:
             return None
-        if astray.is_back(numbers.loss):
-            self._astray = None
-            return None
         astray.look(numbers.loss)
+        is_told = bool(astray.run_away)
+        if astray.is_back(statistics.median(astray.last_losses) if is_told else numbers.loss):
+            self._astray = None
+            astray.back_at = numbers.step if is_told else None
+            return astray if is_told else None
         is_long = numbers.step - astray.last_step >= _LONGEST_LEVEL
         return self._stayed_away() if is_long else None
 
@@ -434,12 +442,12 @@ class Episodes:
         if episode is None or episode.is_over:
             return None
         episode.is_over = True
-        episode.run_away = "" if self._course is None else self._course.run_away
-        if episode.cause == UNKNOWN_CAUSE and episode.run_away:
+        run_away = "" if self._course is None else self._course.run_away
+        if episode.cause == UNKNOWN_CAUSE and run_away:
             episode.refined |= {"cause": DIVERGED, "suggestion": _AFTER_RUNNING_AWAY}
         elif episode.has_diverged:
             self._find_in_course(episode)
-        episode.run_away = episode.course()
+        episode.run_away = run_away or episode.course()
         losses = episode.last_losses
         if self._astray is None and losses and not episode.is_back(losses[-1]):
             self._astray = episode

@@ -246,7 +246,8 @@ class CulpritFinder:
 
     def _own_evidence(self, kind: Kind, step: HostStep) -> RankEvidence:
         is_first, shift = self._is_first(kind, step), self._kinds.shift(kind)
-        return self._gatherer.gather(kind, step, is_first=is_first, shift=shift)
+        own = self._gatherer.gather(kind, step, is_first=is_first, shift=shift)
+        return dataclasses.replace(own, diverged_step=self.episodes.diverged_step)
 
     def _replayed_on_all(
         self, step: HostStep, own: RankEvidence, *, is_exact: bool
@@ -407,7 +408,9 @@ class CulpritFinder:
                 growth=self._kinds.growth,
                 raised=self._raised,
                 since=found.since,
-                diverged_step=self.episodes.diverged_step,
+                diverged_step=min(
+                    filter(None, (each.diverged_step for each in ranks)), default=None
+                ),
                 run_away=self.judges.course.run_away if found.kind == "loss_drop" else "",
                 global_norm=numbers.global_norm,
             )

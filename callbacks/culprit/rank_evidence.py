@@ -57,6 +57,9 @@ class RankEvidence:
 
     loss_score: float = math.nan
     usual_loss: float = math.nan
+    diverged_step: int | None = None
+    """First step of an earlier divergence that has ruined the weights; ``None`` without one."""
+
     first_loss: float | None = None
     """Median of the first losses of the run; ``None`` if it is unknown."""
 

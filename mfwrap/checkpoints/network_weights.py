@@ -12,6 +12,7 @@ from torch import nn
 from mfwrap.checkpoints.file_formats import INDEX, stored_weights
 from mfwrap.compatibility.torch import loading_functions
 from mfwrap.compatibility.transformers import shapes_in_original_format, unsaved_keys
+from mfwrap.tensors.wrappers import is_instance_of
 
 EXPORT = "ema"
 """Folder of the averaged model in a checkpoint."""
@@ -154,7 +155,12 @@ def _is_own(function: Callable[..., Any]) -> bool:
     return function.__module__.partition(".")[0] not in {"torch", "transformers"}
 
 
-def drop_loaded_average(network: Any, known: Collection[str] = ()) -> None:
+def adapters_of(network: Any) -> set[str]:
+    """Return the names of the adapters of a model of PEFT; empty for any other."""
+    return {*network.peft_config} if is_instance_of(network, "peft", "PeftModel") else set()
+
+
+def drop_loaded_average(network: Any, known: Collection[str]) -> None:
     """Remove the adapter that a resume has made of an averaged adapter in its checkpoint.
 
     The Trainer loads each folder of the checkpoint in which there is an adapter of PEFT.
@@ -163,6 +169,5 @@ def drop_loaded_average(network: Any, known: Collection[str] = ()) -> None:
         network: Network that has been loaded, with or without adapters.
         known: Names of the adapters that it had before.
     """
-    loaded = {*getattr(network, "peft_config", {})} - {*known}
-    if EXPORT in loaded and EXPORT not in network.active_adapters:
+    if EXPORT not in known and EXPORT in adapters_of(network):
         network.delete_adapter(EXPORT)

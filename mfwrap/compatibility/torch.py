@@ -56,6 +56,7 @@ NAMES = (
     ForeignName("torch.optim", "_muon"),
     ForeignName("torch.optim", "Optimizer._optimizer_step_pre_hooks"),
     ForeignName("torch.optim", "Optimizer._optimizer_step_post_hooks"),
+    ForeignName("torch.optim.lr_scheduler", "LRScheduler._last_lr"),
     ForeignName("torch.optim.lr_scheduler", "LRScheduler._step_count"),
     ForeignName("torch.optim.lr_scheduler", "SequentialLR._schedulers"),
     ForeignName("torch.nn.parallel", "DistributedDataParallel._comm_hooks"),
@@ -197,6 +198,11 @@ def step_count(schedule: Any) -> int:
     ``last_epoch`` is another number.
     """
     return int(schedule._step_count)
+
+
+def set_last_rate(schedule: Any, number: int, rate: float) -> None:
+    """Set the rate of a parameter group that ``get_last_lr`` of a schedule returns."""
+    schedule._last_lr[number] = rate
 
 
 def schedules_inside(schedule: Any) -> list[Any]:

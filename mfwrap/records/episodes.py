@@ -47,6 +47,11 @@ class Episode:
         """Cause as in ``anomalies.jsonl``; ``None`` in files of older versions."""
         return self.records[0].get("cause")
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the loss has left its course for good, as far as the run has gone."""
+        return "diverged" in self.records[0] and "back" not in self.records[0]
+
 
 def episodes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> list[Episode]:
     """Return the episodes of a run, ordered by their first steps.

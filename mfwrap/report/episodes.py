@@ -116,7 +116,7 @@ def headline(runs: Sequence[RunRecord]) -> str:
 
 def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
-    diverged = next((one for one in run.episodes if "diverged" in one.records[0]), None)
+    diverged = next((one for one in run.episodes if one.has_diverged), None)
     if diverged is not None:
         name += _diverged(diverged)
     name += _untaught(run)
@@ -336,7 +336,8 @@ def _of_episode(run: RunRecord, number: int, episode: Episode) -> _Event:
 def _explanation(record: Mapping[str, Any]) -> str:
     """Return what happened, how it ended for what grows, and whether the loss came back."""
     last, diverged = record.get("latest"), record.get("diverged")
-    told = (record.get("explanation"), last and f"at last, {last}", diverged)
+    back = f"the loss was back at step {record['back']}" if "back" in record else ""
+    told = (record.get("explanation"), last and f"at last, {last}", diverged, back)
     return "; ".join(str(clause) for clause in told if clause)
 
 

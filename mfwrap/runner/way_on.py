@@ -30,7 +30,7 @@ def warn_of_divergence(folder: Path, say: Callable[[str], None]) -> None:
     """Warn if the loss has left its course for good; the line that said so is far above the end."""
     for episode in _episodes(folder):
         first = episode.records[0]
-        if "diverged" in first:
+        if episode.has_diverged:
             good = _before(episode, checkpoints(folder))
             which = f"{good[-1].name} is the newest" if good else "no checkpoint is"
             why = first.get("explanation") or first["diverged"]
@@ -72,7 +72,7 @@ def _has_spoilt(episode: Episode, last_step: int) -> bool:
     The last step may not have been judged.
     """
     goes_on = episode.num_skipped > 0 and episode.last_step >= last_step - 1
-    return "diverged" in episode.records[0] or goes_on
+    return episode.has_diverged or goes_on
 
 
 def _before(episode: Episode, saved: list[Path]) -> list[Path]:

@@ -176,7 +176,8 @@ def _target_fault(error: BaseException, batch: Mapping[str, Tensor]) -> str | No
     labels = target if is_of_rows and target.dim() > 0 else batch.get("labels")
     if labels is None or labels.dim() == 0 or int(found[1]) not in labels:
         return None
-    return _class_fault(labels, outputs.shape[min(1, outputs.dim() - 1)])
+    number = outputs.shape[min(1, outputs.dim() - 1)]
+    return _class_fault(labels, number, given["ignore_index"])
 
 
 def _label_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
@@ -195,16 +196,16 @@ def _label_fault(network: nn.Module, batch: Mapping[str, Tensor]) -> str | None:
     return _class_fault(labels, number)
 
 
-def _class_fault(labels: Tensor, number: int) -> str | None:
+def _class_fault(labels: Tensor, number: int, ignored: int = IGNORED) -> str | None:
     """Say which row has a label that is none of a number of classes."""
-    targets = labels[labels != IGNORED]
+    targets = labels[labels != ignored]
     if targets.numel() == 0:
         return None
     low, high = int(targets.min()), int(targets.max())
     row = int((labels == (low if low < 0 else high)).nonzero()[0, 0])
     if low < 0:
         return (
-            f"labels begin at 0 ({IGNORED} is ignored), but row {row} of the batch has the label "
+            f"labels begin at 0 ({ignored} is ignored), but row {row} of the batch has the label "
             f"{low}; number the classes from 0"
         )
     if high < number:

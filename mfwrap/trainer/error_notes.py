@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -113,12 +112,16 @@ def _of_labels(error: BaseException, trainer: TrainerView) -> str | None:
     if found is None:
         return None
     rows: Any = trainer.train_dataset
-    number = math.inf if found[1] is None else int(found[1])
+    number = None if found[1] is None else int(found[1])
     for column in ("labels", "label"):
         # A data set of the user's own may raise any error, and other data may have the label.
         with contextlib.suppress(Exception):
             labels = list(rows[column])
-            bad = [n for n, one in enumerate(labels) if one != IGNORED and not 0 <= one < number]
+            bad = [
+                row
+                for row, label in enumerate(labels)
+                if (IGNORED != label < 0 if number is None else label >= number)
+            ]
             return (
                 f"{len(bad)} of {len(labels)} rows of `train_dataset` have such a label, the first "
                 f"is row {bad[0]}, counted from 0; repair a wrong label, or leave its row out"

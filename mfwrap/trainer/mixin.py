@@ -28,6 +28,7 @@ from mfwrap.arguments import check_bool, described, needed_arguments
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.average.swap import training_weights
 from mfwrap.checkpoints.network_weights import (
+    adapters_of,
     drop_loaded_average,
     is_in_original_format,
     load_original_format,
@@ -119,7 +120,7 @@ _OWN = {
     "rollbacks": Rollbacks,
     "run_facts": TrainerFacts,
 }
-"""Attributes at which the mixin's parts look. All others have names that no subclass can have."""
+"""Attributes at which the mixin's parts look. Private ones have names that no subclass takes."""
 
 
 class MFTrainerMixin(_Base):
@@ -290,7 +291,9 @@ class MFTrainerMixin(_Base):
 
         A subclass may keep an average of its own under this name.
         """
-        return vars(self).get("ema", self.attached.ema)
+        if "ema" not in vars(self):
+            return self.attached.ema
+        return vars(self)["ema"]
 
     @ema.setter
     def ema(self, value: Any) -> None:
@@ -786,7 +789,7 @@ class MFTrainerMixin(_Base):
             loads_itself = loads_weights_itself(self, after=MFTrainerMixin)
             self.__checkpoints.check_loaded(Path(checkpoint), loads_itself=loads_itself)
         network: Any = self.model
-        before, adapters = set(network.parameters()), {*getattr(network, "peft_config", {})}
+        before, adapters = set(network.parameters()), adapters_of(network)
         dtypes = {name: parameter.dtype for name, parameter in network.named_parameters()}
         if not loads_weights_itself(self) and is_in_original_format(Path(checkpoint), network):
             load_original_format(Path(checkpoint), network)

@@ -6,16 +6,24 @@ that is set for the resume has no effect, in silence.
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from mfwrap.compatibility.torch import schedules_inside
+from torch.optim.lr_scheduler import LambdaLR
+
+from mfwrap.collectives import this_rank
+from mfwrap.compatibility.torch import set_last_rate
+from mfwrap.schedules.formula import FormulaLR
+from mfwrap.schedules.grouped import GroupedLR
 from mfwrap.tensors.wrappers import unwrapped_optimizer
 
 _LOG = logging.getLogger(__name__)
 
 _RATE = "initial_lr"
 """Learning rate that a schedule multiplies; ``lr`` is that of the next update."""
+
+_TAKEN = frozenset({_RATE, "max_lr", "min_lr", "weight_decay", "betas", "eps"})
+"""Options that may change on the way. Another momentum, for example, needs another state."""
 
 _Setting = float | int | tuple[float | int, ...]
 
@@ -60,21 +68,26 @@ class OptimizerSettings:
             saved = [{_RATE: group[_RATE]} for group in map(_numbers, groups) if _RATE in group]
         if not len(groups) == len(saved) == len(self._groups):
             return
-        changes = set()
+        rates = _rates_of(schedule)
+        taken, kept = set(), set()
         for number, (group, then, now) in enumerate(zip(groups, saved, self._groups, strict=True)):
             former = _numbers(then)
             for name in former.keys() & now.keys() & group.keys():
                 if now[name] == former[name]:
                     continue
                 shown = "learning rate" if name == _RATE else name
-                changes.add(f"{shown} {now[name]} in place of {former[name]}")
-                if name == _RATE:
-                    _set_rate(schedule, number, group, now[name])
-                else:
-                    group[name] = now[name]
-        if changes:
-            told = ", ".join(sorted(changes))
-            _LOG.warning("the optimizer goes on with %s", told)
+                if name not in _TAKEN or (rates is None and name.endswith("_lr")):
+                    kept.add(f"{shown} {former[name]}, not {now[name]}")
+                    continue
+                taken.add(f"{shown} {now[name]} in place of {former[name]}")
+                group[name] = now[name]
+                if name == _RATE and rates is not None:
+                    rates(number, group)
+        if taken and this_rank() == 0:
+            _LOG.warning("the optimizer goes on with %s", ", ".join(sorted(taken)))
+        if kept and this_rank() == 0:
+            told = ", ".join(sorted(kept))
+            _LOG.warning("the optimizer keeps of its checkpoint %s: this cannot change now", told)
 
     def state_dict(self) -> list[dict[str, _Setting]]:
         """Return the settings of each parameter group, ready for JSON."""
@@ -94,20 +107,26 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
-def _set_rate(schedule: Any, number: int, group: dict[str, Any], rate: Any) -> None:
-    """Set the learning rate that a schedule multiplies, and that of the next update to match.
+def _rates_of(schedule: Any) -> Callable[[int, dict[str, Any]], None] | None:
+    """Return what sets the rates of a parameter group to those that follow from its initial one.
+
+    Most schedules of torch make each rate from the one before, and cannot take another.
 
     Args:
-        schedule: The schedule, which may be made of others.
-        number: Number of the parameter group.
-        group: The parameter group.
-        rate: The learning rate.
+        schedule: The schedule, with or without accelerate's wrapper.
+
+    Returns:
+        A function of the number of the group and the group; ``None`` if the schedule has none.
     """
-    group["lr"] = rate * (group["lr"] / group[_RATE] if group[_RATE] else 1.0)
-    group[_RATE] = rate
-    schedule = getattr(schedule, "scheduler", schedule)  # in accelerate's wrapper
-    for one in (schedule, *schedules_inside(schedule)):
-        for name, value in (("base_lrs", rate), ("_last_lr", group["lr"])):
-            rates = getattr(one, name, None)
-            if isinstance(rates, list) and number < len(rates):
-                rates[number] = value
+    schedule = getattr(schedule, "scheduler", schedule)
+
+    def set_rates(number: int, group: dict[str, Any]) -> None:
+        initial = group[_RATE]
+        schedule.base_lrs[number] = initial
+        if isinstance(schedule, LambdaLR):
+            group["lr"] = initial * schedule.lr_lambdas[number](schedule.last_epoch)
+        else:
+            group["lr"] = schedule.get_lr()[number]
+        set_last_rate(schedule, number, group["lr"])
+
+    return set_rates if isinstance(schedule, (LambdaLR, FormulaLR, GroupedLR)) else None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (no __all__)
 
@@ -90,6 +91,8 @@ def _is_misspelt(name: str, similar: str) -> bool:
     """
     path, other = Path(name), Path(similar)
     if path.parent == Path() or path.parent != other.parent:
+        return False
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return False
     words, others = (re.split(r"[-_.]", one.name) for one in (path, other))
     pairs = [pair for pair in zip(words, others, strict=False) if len(set(pair)) > 1]

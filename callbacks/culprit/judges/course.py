@@ -293,8 +293,9 @@ class LossCourse:
         """Continue from a state that `state_dict` returned."""
         self._first = list(state["first"])
         self.first = statistics.median(self._first) if self._first else None
-        if "first_losses" in state:
-            self._first_losses.load_state_dict(state["first_losses"])
+        # A run that goes on from an older state is past its first losses.
+        unknown = {"losses": [], "largest_update": 0.0, "has_ended": True}
+        self._first_losses.load_state_dict(state.get("first_losses", unknown))
         self._plain.load_state_dict(state["plain"])
         self._log.load_state_dict(state["log"])
         self._num_shifts, self._since_shift = state["num_shifts"], state["since_shift"]

@@ -98,3 +98,14 @@ def test_where_a_training_has_diverged(tmp_path, saved, said):
 
     start = "warning: the training diverged at step 43 (it is); "
     assert lines == [f"{start}{said}; see the run page"]
+
+
+def test_a_run_that_has_come_back(tmp_path):
+    """It has not diverged, so that nothing is said."""
+    first = {"step": 43, "since": 41, "kind": "loss_shift", "cause": "unknown"}
+    end = {"step": 43, "kind": "loss_shift", "last_step": 60, "num_steps": 18, "diverged": "it is"}
+    write_lines(tmp_path / "anomalies.jsonl", [first, end, {**end, "back": 90}])
+    lines = []
+    warn_of_divergence(tmp_path, lines.append)
+
+    assert lines == []

@@ -77,13 +77,14 @@ def test_labels_that_are_no_classes(labels, says):
 class OwnLoss(nn.Module):
     """A module of the user's own around a network, which computes the loss from its labels."""
 
-    def __init__(self, shift=0):
+    def __init__(self, shift=0, ignored=-100):
         super().__init__()
-        self.student, self.shift = nn.Linear(2, 3), shift
+        self.student, self.shift, self.ignored = nn.Linear(2, 3), shift, ignored
 
     def forward(self, inputs, labels):
         """Return the loss."""
-        return functional.cross_entropy(self.student(inputs), labels - self.shift)
+        output = self.student(inputs)
+        return functional.cross_entropy(output, labels - self.shift, ignore_index=self.ignored)
 
 
 @pytest.mark.parametrize("shift", [0, 2])
@@ -93,6 +94,15 @@ def test_labels_of_a_loss_in_a_module(shift):
 
     assert note(OwnLoss(shift), inputs=torch.zeros(4, 2), labels=labels).startswith(
         "row 2 of the batch has the label 4, and the model has 3 classes, 0 to 2; "
+    )
+
+
+def test_a_label_that_a_module_ignores():
+    """It is no fault, whatever number it has."""
+    labels = torch.tensor([-1, 1, 7, 0])
+
+    assert note(OwnLoss(ignored=-1), inputs=torch.zeros(4, 2), labels=labels).startswith(
+        "row 2 of the batch has the label 7, and the model has 3 classes, 0 to 2; "
     )
 
 

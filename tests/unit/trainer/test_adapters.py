@@ -133,6 +133,29 @@ def test_a_resume_leaves_the_averaged_adapter_in_its_folder(kind, tmp_path):
     assert saved[0] == saved[1]
 
 
+@pytest.mark.parametrize("kind", [Trainer, MFTrainer])
+def test_an_adapter_of_the_users_own_is_kept(kind, tmp_path):
+    """Also one that is called as the folder of the averages."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+    def run(number, resume=None):
+        model = adapted("LoRA")
+        model.add_adapter("ema", ADAPTERS["LoRA"]())
+        trainer = new_trainer(
+            kind,
+            tmp_path / str(number),
+            model=model,
+            callbacks=[EMACallback(0.5, export=False)],
+            resume_from_checkpoint=resume and str(resume),
+            **settings,
+        )
+        return train(trainer, resume=resume).trainer
+
+    run(0)
+    resumed = run(1, tmp_path / "0" / "checkpoint-2")
+    assert [*resumed.model.peft_config] == ["default", "ema"]
+
+
 def test_an_adapter_keeps_its_dtype(tmp_path):
     """A run resumes in bfloat16 with an adapter of bfloat16, which PEFT loads in float32."""
 

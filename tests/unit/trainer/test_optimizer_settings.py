@@ -22,10 +22,12 @@ def half_run(folder, kind=MFTrainer, **settings):
 
 @pytest.mark.filterwarnings("ignore:no state of the step:UserWarning")  # of a stock checkpoint
 @pytest.mark.parametrize("kind", [MFTrainer, Trainer], ids=["MFTrainer", "stock"])
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "constant_with_warmup"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine_with_min_lr", "constant_with_warmup"])
 def test_a_rate_that_was_changed(schedule, kind, tmp_path):
     """The resume has the rates of a run that began with it, also from a stock checkpoint."""
     settings = {"lr_scheduler_type": schedule, "warmup_steps": 2}
+    if schedule == "cosine_with_min_lr":
+        settings["lr_scheduler_kwargs"] = {"min_lr": 5e-4}
     checkpoint, _ = half_run(tmp_path / "first", kind, **settings)
     _, expected = half_run(tmp_path / "other", learning_rate=1e-3, **settings)
 
@@ -73,3 +75,30 @@ def test_what_a_schedule_changes_is_no_changed_setting(tmp_path):
     ends = [one.optimizer.param_groups[0] for one in (whole.trainer, resumed)]
     assert [one["betas"] for one in ends] == [ends[0]["betas"]] * 2
     assert ends[0]["betas"][0] != 0.9
+
+
+def test_a_schedule_that_makes_each_rate_from_the_one_before(tmp_path):
+    """It goes on as in the checkpoint, and that is said."""
+    make = functools.partial(new_trainer, MFTrainer, **SAVING)
+    train(one_cycle(make(tmp_path / "whole"), total=7))
+    resumed = one_cycle(make(tmp_path / "resumed"), total=7, max_lr=0.1)
+    with messages_of(LOG) as said:
+        train(resumed, resume=tmp_path / "whole" / "checkpoint-3")
+
+    assert resumed.optimizer.param_groups[0]["max_lr"] == 0.01
+    assert len(said) == 1
+    assert "keeps of its checkpoint" in said[0]
+    assert "learning rate 0.0004, not 0.004" in said[0]
+
+
+def test_a_momentum_that_the_state_does_not_have(tmp_path):
+    """The optimizer has no buffer for it, so it stays off, and that is said."""
+    settings = {"optim": "rmsprop", "optim_args": "momentum=0.0"}
+    checkpoint, _ = half_run(tmp_path / "first", **settings)
+    settings |= SAVING | {"optim_args": "momentum=0.9"}
+    trainer = new_trainer(MFTrainer, tmp_path / "resumed", **settings)
+    with messages_of(LOG) as said:
+        train(trainer, resume=checkpoint)
+
+    assert [group["momentum"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
+    assert "momentum 0.0, not 0.9" in said[0]

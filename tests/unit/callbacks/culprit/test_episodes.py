@@ -411,12 +411,26 @@ def test_a_training_that_ends_with_a_loss_half_way_back(loss, is_told, is_resume
 
 
 def test_a_loss_that_is_back_after_a_divergence():
-    """Later anomalies are not its consequences."""
+    """Later anomalies are not its consequences, and the record says when it was back."""
     episodes, _ = after_half_way(4.5, 70)
     assert episodes.diverged_step == 20
-    episodes.watch(numbers(200, 2.1))
+    told = [episodes.watch(numbers(200 + n, 2.1)) for n in range(3)]
     assert episodes.diverged_step is None
     assert not episodes.is_open
+    assert told[:2] == [None, None]
+    assert told[2].as_record()["back"] == 202
+    assert str(told[2]).endswith("the loss was back at step 202")
+
+
+def test_a_divergence_that_goes_on_again_is_told_once():
+    """A consequence that is found later neither repeats nor withdraws that the loss stays away."""
+    episodes, told = after_half_way(2.5, 80)
+    assert len(told) == 2
+    episodes.add(anomaly(30, "attention_logits"), 2.5, is_shared=False)
+
+    closed = episodes.close()
+    assert [one.as_record()["diverged"] for one in closed] in ([], [told[1][1]])
+    assert episodes.diverged_step is not None or not closed
 
 
 @pytest.mark.parametrize(

@@ -475,6 +475,18 @@ def test_a_loss_above_that_of_the_start(steps, step):
     assert of_first_steps(steps[5:], course) == of_first_steps(steps[5:], later) == expected
 
 
+def test_a_run_that_goes_on_from_an_older_state_is_past_its_first_losses():
+    """One low loss after the resume is not what the later ones have risen from."""
+    course, later = LossCourse(), LossCourse()
+    found(noisy(2.0, 200), course)
+    state = course.state_dict()
+    del state["first_losses"]
+    later.load_state_dict(state)
+
+    steps = [(n, (1.2 if n == 201 else 2.0, 0.12)) for n in range(201, 215)]
+    assert "loss_shift" not in dict(of_first_steps(steps, later)).values()
+
+
 def test_a_loss_above_that_of_the_start_has_no_size_below_zero():
     """The losses of a policy are about zero, so their ratio to the first one says nothing."""
     losses = [1e-3, *(1e-3 * n * (-1) ** n for n in range(1, 60)), *[0.05] * 3]
