@@ -16,7 +16,7 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.records.json_lines import JsonLines, last_record, last_value, to_plain
-from mfwrap.records.rewards import ALIKE, FEW, REWARD, why_untaught
+from mfwrap.records.rewards import ALIKE, FEW, REWARD, constant_rewards, why_untaught
 from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
@@ -112,8 +112,16 @@ class MetricsRecorder(MonitorCallback):
     def _warn_of_rewards(self, state: TrainerState, *numbers: int) -> None:
         """Warn if the Trainer has logged rewards so many times, and they have taught nothing."""
         logs = (entry for entry in state.log_history if ALIKE in entry)
-        found = [(one[ALIKE], one.get(REWARD)) for one in itertools.islice(logs, FEW + 1)]
-        why = why_untaught(found) if self._lines is not None and len(found) in numbers else None
+        found = [*itertools.islice(logs, FEW + 1)]
+        if self._lines is None or len(found) not in numbers:
+            return
+        why = why_untaught((one[ALIKE], one.get(REWARD)) for one in found)
+        if why is None and (same := constant_rewards(found)):
+            run_logger(__name__).warning(
+                "step %d: all answers so far got the same reward from %s, which teaches nothing",
+                state.global_step,
+                " and ".join(same),
+            )
         if why is not None:
             run_logger(__name__).warning(
                 "step %d: the rewards have taught nothing so far, because %s; change the reward, "

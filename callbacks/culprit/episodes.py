@@ -276,7 +276,7 @@ class Episodes:
         self._state_interval, self._course = state_interval, course
         self.last: OpenEpisode | None = None
         """The last episode, which may be over."""
-        self._astray: OpenEpisode | None = None
+        self.astray: OpenEpisode | None = None
         """The first episode that is over and whose loss has not been back at any step since."""
 
     def goes_on(self, step: int, kind: Kind, *, is_shared: bool) -> bool:
@@ -380,15 +380,10 @@ class Episodes:
         return self.end() if episode.has_ended_before(numbers.step) else None
 
     @property
-    def is_open(self) -> bool:
-        """Whether an episode goes on, or the loss has not come back since one."""
-        return self._astray is not None or (self.last is not None and not self.last.is_over)
-
-    @property
     def diverged_step(self) -> int | None:
         """First step of the episode that has ruined the weights; ``None`` if none has."""
         last = None if self.last is None or self.last.is_over else self.last
-        known = (one for one in (self._astray, last) if one is not None)
+        known = (one for one in (self.astray, last) if one is not None)
         return next((one.step for one in known if one.has_ruined), None)
 
     def watch(self, numbers: StepNumbers) -> OpenEpisode | None:
@@ -398,13 +393,13 @@ class Episodes:
         has not once been back for 64 steps, or until the training ends. If it comes back later,
         that is told, too.
         """
-        astray = self._astray
+        astray = self.astray
         if astray is None or not astray.is_over:
             return None
         astray.look(numbers.loss)
         is_told = bool(astray.run_away)
         if astray.is_back(statistics.median(astray.last_losses) if is_told else numbers.loss):
-            self._astray = None
+            self.astray = None
             astray.back_at = numbers.step if is_told else None
             return astray if is_told else None
         is_long = numbers.step - astray.last_step >= _LONGEST_LEVEL
@@ -416,7 +411,7 @@ class Episodes:
 
     def _stayed_away(self) -> OpenEpisode | None:
         """Return the episode that the loss has not come back from, unless that is told already."""
-        away = self._astray
+        away = self.astray
         if away is None or away.run_away or not away.is_over:
             return None
         if len(away.last_losses) < _FEWEST_HIGH or any(map(away.is_back, away.last_losses)):
@@ -449,21 +444,21 @@ class Episodes:
             self._find_in_course(episode)
         episode.run_away = run_away or episode.course()
         losses = episode.last_losses
-        if self._astray is None and losses and not episode.is_back(losses[-1]):
-            self._astray = episode
+        if self.astray is None and losses and not episode.is_back(losses[-1]):
+            self.astray = episode
         return episode if episode.num_steps > 1 or episode.refined else None
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the last episode, ready for JSON, and the one that the loss is not back from."""
         if self.last is None:
             return None
-        return asdict(self.last) | {"astray": self._astray and asdict(self._astray)}
+        return asdict(self.last) | {"astray": self.astray and asdict(self.astray)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state that `state_dict` returned."""
         known = dict(state or {})
         astray = known.pop("astray", None)
         self.last = OpenEpisode(**known) if known else None
-        self._astray = OpenEpisode(**astray) if astray else None
-        if self.last is not None and self._astray is not None and self.last.step == astray["step"]:
-            self._astray = self.last
+        self.astray = OpenEpisode(**astray) if astray else None
+        if self.last is not None and self.astray is not None and self.last.step == astray["step"]:
+            self.astray = self.last

@@ -464,7 +464,9 @@ class TrainingStateRun:
                 numbers, judgement, scores, weights_have_moved=weights_have_moved
             )
             is_shared = self.finder.is_shared
-            if anomaly is not None or self.finder.episodes.is_open:
+            episodes = self.finder.episodes
+            goes_on = episodes.last is not None and not episodes.last.is_over
+            if anomaly is not None or goes_on or episodes.astray is not None:
                 self._log.add(anomaly, numbers, is_shared=is_shared)
             if self.finder.episodes.last is not None:
                 self.finder.forget(numbers.step)

@@ -1,13 +1,19 @@
 """Tell from the log of a training by rewards whether these have taught the model anything."""
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 REWARD = "reward"
 """Mean reward of the answers since the log before, in the log of TRL's trainers that generate."""
 
 ALIKE = "frac_reward_zero_std"
 """Share of prompts whose answers all have the same reward, in the same log."""
+
+_MEAN = re.compile(r"rewards/([^/]+)/mean")
+_ROUNDING = 1e-6
+"""Largest ratio of the deviation of equal rewards, which are float32, to their mean."""
 
 FEW = 5
 """Number of logs after which something is said of rewards that have taught nothing."""
@@ -30,3 +36,35 @@ def why_untaught(logs: Iterable[tuple[float, float | None]]) -> str | None:
     if any(one is not None for _, one in found):
         return "all answers to each prompt got the same reward"
     return "no answer got a reward"
+
+
+def constant_rewards(logs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return which of several rewards were the same number for all answers, as ``correct (0)``.
+
+    Args:
+        logs: Means and deviations of the rewards in each log of the training from its start, by
+            TRL's names. A reward that has judged no answer in a log is none of them.
+    """
+    found: dict[str, set[float | None]] = {}
+    for log in logs:
+        for match in filter(None, map(_MEAN.fullmatch, log)):
+            found.setdefault(match[1], set()).add(_constant(log, match[1]))
+    if len(found) < 2:
+        return []
+    return [
+        f"{name} ({value:.4g})"
+        for name, (value, *others) in found.items()
+        if value is not None and not others
+    ]
+
+
+def is_constant(mean: float, deviation: float) -> bool:
+    """Return whether numbers with this mean and standard deviation are all the same."""
+    return math.isclose(mean + deviation, mean, rel_tol=_ROUNDING)
+
+
+def _constant(log: Mapping[str, Any], name: str) -> float | None:
+    mean, deviation = log[f"rewards/{name}/mean"], log.get(f"rewards/{name}/std")
+    if mean is None or deviation is None or not is_constant(mean, deviation):
+        return None
+    return float(f"{mean:.6g}")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mfwrap.callbacks.culprit.anomaly_log import KINDS, SHIFTS
 from mfwrap.records.episodes import Episode
 from mfwrap.records.forms import to_number
-from mfwrap.records.rewards import ALIKE, FEW, REWARD, why_untaught
+from mfwrap.records.rewards import ALIKE, FEW, REWARD, constant_rewards, why_untaught
 from mfwrap.records.rollbacks import RollbackRecord
 from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord
 from mfwrap.report.about import breakable
@@ -156,7 +156,15 @@ def _untaught(run: RunRecord) -> str:
     at = dict(zip(rewards.steps, rewards.values, strict=True))
     logs = zip(shares.steps, shares.values, strict=True)
     why = why_untaught((share, at.get(step)) for step, share in logs)
-    return "" if why is None else f"The rewards have taught nothing: {why}. "
+    if why is not None:
+        return f"The rewards have taught nothing: {why}. "
+    by_step: dict[int, dict[str, float]] = {}
+    for name, curve in run.curves.items():
+        if name.startswith("rewards/"):
+            for step, value in zip(curve.steps, curve.values, strict=True):
+                by_step.setdefault(step, {})[name] = value
+    same = html.escape(" and ".join(constant_rewards(by_step.values())))
+    return f"All answers got the same reward from {same}, which teaches nothing. " if same else ""
 
 
 def _notes(run: RunRecord, number: int) -> str:

@@ -135,6 +135,8 @@ def _draw_local_norms(axes: Axes, groups: Mapping[str, Curve]) -> Any:
     steps, rows = binned(groups)
     norms = np.array(rows, dtype=float)  # None becomes NaN
     positive = norms[norms > 0]
+    if positive.size:
+        norms = np.where(norms == 0, positive.min(), norms)  # a logarithm has no place for zero
     last = max(curve.steps[-1] for curve in groups.values() if curve.steps)
     mesh = axes.pcolormesh(
         np.array([*steps, last + 1]) - 0.5,

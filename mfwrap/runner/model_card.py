@@ -277,6 +277,8 @@ def _transformers_usage(run: FinishedRun, name: str, place: str) -> str:
         if task.hub_task == "text-generation":
             is_chat = recipe.model.path is not None and bool(tokenizer.chat_template)
             asked = _CHAT if is_chat else '"This is", max_new_tokens=32'
+            if recipe.peft is not None:  # the base model may end its texts by another token
+                asked += ", eos_token_id=tokenizer.eos_token_id"
         imports.setdefault("transformers", []).extend(["AutoTokenizer", "pipeline"])
         lines += [
             f"tokenizer = AutoTokenizer.from_pretrained({place})",

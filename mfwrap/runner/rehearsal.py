@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from mfwrap.records.rewards import is_constant
 from mfwrap.runner.callbacks import FOLDER_KEYS
 from mfwrap.runner.document import RecipeError
 from mfwrap.runner.finishing import finish
@@ -33,9 +34,6 @@ _BATCH = 2
 
 _ANSWER = 16
 """Largest number of tokens of each answer that the model writes in the step."""
-
-_ROUNDING = 1e-6
-"""Largest ratio of the deviation of equal rewards, which are float32, to their mean."""
 
 _REWARD_MEAN = re.compile(r"rewards/([^/]+)/mean")
 """Name in TRL's log of the mean of a reward."""
@@ -158,8 +156,8 @@ def _rewards(trainer: Any) -> Iterator[str]:
                 said.append(f"{name} judged none of them")
                 continue
             deviation = log[f"rewards/{name}/std"]
-            is_alike = math.isclose(mean + deviation, mean, rel_tol=_ROUNDING)
-            alike = ", the same for all, which teaches nothing" if is_alike else ""
+            alike = ", the same for all, which teaches nothing"
+            alike = alike if is_constant(mean, deviation) else ""
             said.append(f"{name} {mean:.4g} (standard deviation {deviation:.4g}{alike})")
         if said:
             rewards = ", ".join(said)

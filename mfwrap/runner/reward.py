@@ -1,5 +1,6 @@
 """The section ``reward`` of a recipe: functions that say how good the answers of a model are."""
 
+import difflib
 import functools
 import inspect
 import math
@@ -47,6 +48,9 @@ _PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_ext
 
 WITHHELD = frozenset({"prompt", "completion"})
 """Columns that TRL does not pass."""
+
+_LIKE_A_SLIP = 0.85
+"""Similarity of two keys above which one is the other with a slip of the pen."""
 
 _NO_ASYNC = "an async function is not supported; call what is to be awaited by asyncio.run"
 
@@ -121,6 +125,11 @@ def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
     # Which arguments of a function are columns is known only when the data have been read.
     implied = () if is_class else keywords_of(found)
     settings = objects.checked_arguments(path, found, settings, implied=implied)
+    named = keywords_of(found).keys()
+    for key in settings.keys() - named:  # a function that takes any would not miss its own
+        if similar := difflib.get_close_matches(key, named - settings.keys(), 1, _LIKE_A_SLIP):
+            says = f"unknown key of {name}, which takes any; did you mean {similar[0]!r}?"
+            raise objects.document.error((*path, key), says)
 
     def make(columns: Collection[str]) -> Reward:
         given = {} if is_class else settings

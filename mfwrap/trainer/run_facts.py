@@ -65,8 +65,8 @@ class TrainerFacts:
         return lasting_facts(self._configuration(), self._trainer.model)
 
     def on_log(self, _args: Any, state: TrainerState, _control: Any) -> None:
-        """Note the step and its tokens."""
-        if self._facts is not None:
+        """Note the step and its tokens; at an evaluation, the Trainer has not counted them yet."""
+        if self._facts is not None and {"loss", "train_loss"} & state.log_history[-1].keys():
             self._facts.note(state.global_step, self._tokens(state))
 
     def on_save(self, *_: Any) -> None:
@@ -124,7 +124,8 @@ class TrainerFacts:
         if self._given is not None:
             return self._given
         step = dataclasses.asdict(trainer.attached.config)
-        del step["gradient_accumulation_steps"]  # the Trainer counts them, see its arguments
+        for name in ("gradient_accumulation_steps", "use_clip_grad", "max_grad_norm"):
+            del step[name]  # the Trainer's arguments decide
         return {"training": trainer.args.to_dict(), "step": step, **trainer.batch_growth.settings()}
 
     def _tokens(self, state: TrainerState) -> int | None:
@@ -137,4 +138,7 @@ class TrainerFacts:
             return None
         # A training that resumes after its last update has counted nothing yet.
         operations = trainer.floating_point_ops({"input_ids": torch.zeros(1)})
-        return round(state.total_flos / operations) if operations else None
+        if not operations:
+            return None
+        # TRL's Trainers that generate count tokens, and no operations.
+        return round(state.total_flos / operations) or state.num_input_tokens_seen

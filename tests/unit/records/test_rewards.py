@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mfwrap.records.rewards import why_untaught
+from mfwrap.records.rewards import constant_rewards, why_untaught
 
 SAME = "all answers to each prompt got the same reward"
 NONE = "no answer got a reward"
@@ -25,3 +25,24 @@ NONE = "no answer got a reward"
 def test_why_rewards_teach_nothing(logs, why):
     """It is said only if it is so in every log."""
     assert why_untaught(logs) == why
+
+
+def log(**rewards):
+    """Return the entry of a log with the mean and the deviation of rewards."""
+    return {
+        f"rewards/{name}/{what}": value
+        for name, pair in rewards.items()
+        for what, value in zip(("mean", "std"), pair, strict=True)
+    }
+
+
+def test_one_of_several_rewards_that_is_always_the_same():
+    """It is named with its number, whatever the others do; a single one is told otherwise."""
+    never, rising = (0.0, 0.0), [(0.2, 0.1), (0.6, 0.1)]
+    logs = [log(right=never, form=form, length=(0.3, 3e-8)) for form in rising]
+
+    assert constant_rewards(logs) == ["right (0)", "length (0.3)"]
+    assert constant_rewards([*logs, log(right=(0.1, 0.3), form=never, length=(0.4, 0.0))]) == []
+    assert constant_rewards([log(right=never)]) == []
+    assert constant_rewards([log(right=(math.nan, math.nan), form=rising[0])]) == []
+    assert constant_rewards([log(right=(None, None), form=rising[0])]) == []

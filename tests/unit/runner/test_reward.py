@@ -1,6 +1,7 @@
 """Rewards of TRL and of the user's own: what they get, what they return, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -451,6 +452,30 @@ def test_rewards_that_are_the_same_for_all(text, tmp_path, capsys, value):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert {one["frac_reward_zero_std"] for one in records if "frac_reward_zero_std" in one} == {1}
     assert {one["global_norm"] < 1e-9 for one in records if "global_norm" in one} == {True}
+
+
+def test_one_of_two_rewards_that_is_always_the_same(text, tmp_path, capsys):
+    """The log and the page name it, though the other one teaches."""
+    rewards = [{"type": "my_rewards.ones"}, {"type": "my_rewards.capitals"}]
+    (tmp_path / "r.yaml").write_text(text(rewards, max_completion_length=16))
+    for words in (["train", "r.yaml", "--allow-code"], ["report", "runs/r"]):
+        with pytest.raises(SystemExit):
+            main(words)
+    page = (tmp_path / "runs" / "r" / "run.html").read_text()
+
+    assert "All answers got the same reward from ones (1), which teaches nothing." in page
+
+
+def test_a_slip_in_a_key_of_a_function_that_takes_any(text):
+    """It is refused, though the function would take it; a key of its own is passed on."""
+    module = Path("my_rewards.py")
+    module.write_text(
+        "def clean(completions, penalty=-0.5, **others):\n    return [penalty] * len(completions)\n"
+    )
+    assert "unknown key of my_rewards.clean, which takes any; did you mean 'penalty'?" in refusal(
+        text({"type": "my_rewards.clean", "penalti": -0.9})
+    )
+    checked(text({"type": "my_rewards.clean", "limit": 3}))
 
 
 def test_no_code_runs_without_the_flag(text):

@@ -11,7 +11,7 @@ from mfwrap.callbacks import MetricsRecorder, TrainingStateMonitor
 from mfwrap.records import read_json_lines
 from mfwrap.records.run_record import read_facts
 from mfwrap.trainer import MFTrainer
-from support.trainer_runs import new_trainer
+from support.trainer_runs import Counting, new_trainer
 
 MONITOR = {"local_norm_format": "jsonl"}
 
@@ -150,3 +150,23 @@ def test_an_error(tmp_path):
     assert facts["error"] == "ArithmeticError: by a callback"
     records = read_json_lines(tmp_path / "metrics.jsonl")
     assert [one["step"] for one in records if "loss" in one] == [1, 2, 3]
+
+
+def test_the_tokens_of_the_last_steps(tmp_path):
+    """They count although an evaluation comes before the Trainer has counted them."""
+    data = Counting(64)
+    trainer = new_trainer(
+        MFTrainer,
+        tmp_path,
+        data=data,
+        callbacks=[TrainingStateMonitor(**MONITOR)],
+        max_steps=5,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=5,
+        include_num_input_tokens_seen="all",
+    )
+    trainer.train()
+
+    last = read_json_lines(tmp_path / "progress.jsonl")[-1]
+    assert (last["step"], last["tokens"]) == (5, trainer.state.num_input_tokens_seen)

@@ -108,7 +108,7 @@ def test_a_checkpoint_after_the_end_goes_on_as_if_there_were_none(tmp_path):
 
     resumed = resume(tmp_path / "ended" / "checkpoint-5", tmp_path / "more", settings, **keywords)
 
-    assert ended._losses.step_log.state_dict()["left_out"] > 0
+    assert ended._MFTrainerMixin__losses.step_log.state_dict()["left_out"] > 0
     assert training_loss(resumed) == training_loss(whole)
 
 

@@ -416,7 +416,7 @@ def test_a_loss_that_is_back_after_a_divergence():
     assert episodes.diverged_step == 20
     told = [episodes.watch(numbers(200 + n, 2.1)) for n in range(3)]
     assert episodes.diverged_step is None
-    assert not episodes.is_open
+    assert episodes.astray is None
     assert told[:2] == [None, None]
     assert told[2].as_record()["back"] == 202
     assert str(told[2]).endswith("the loss was back at step 202")
