@@ -19,14 +19,17 @@ from mfwrap.runner.own_code import OwnKind, OwnType
 Reward = Callable[..., Any]
 """A reward function of TRL: takes keywords, and returns a number or ``None`` for each answer."""
 
+FindRow = Callable[[Mapping[str, Any]], str | None]
+"""Returns file and line of a row with some columns; ``None`` if it is unknown."""
+
 
 @final
 @dataclass(frozen=True)
 class MakeReward:
     """Builds a reward function for data with some columns."""
 
-    make: Callable[[Collection[str]], Reward]
-    """Builds the function; takes the names of the columns."""
+    make: Callable[[Collection[str], FindRow], Reward]
+    """Builds the function; takes the names of the columns, and tells rows of errors."""
 
     takes: frozenset[str]
     """Names of the arguments of the function, which may be columns."""
@@ -34,9 +37,9 @@ class MakeReward:
     check: Callable[[Collection[str]], None]
     """Raises `RecipeError` if the function needs an argument that data with some columns lack."""
 
-    def __call__(self, columns: Collection[str]) -> Reward:
-        """Return the reward function for data with these columns."""
-        return self.make(columns)
+    def __call__(self, columns: Collection[str], find: FindRow = lambda _: None) -> Reward:
+        """Return the reward function for data with these columns; `find` tells rows of errors."""
+        return self.make(columns, find)
 
 
 _OWN = OwnKind(
@@ -112,7 +115,7 @@ def _read_reward(
         reward = known[kind]
 
     check = functools.partial(_check_columns, objects, path, kind, reward)
-    return MakeReward(lambda _: reward, frozenset(keywords_of(reward)), check)
+    return MakeReward(lambda *_: reward, frozenset(keywords_of(reward)), check)
 
 
 def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
@@ -131,12 +134,13 @@ def _own_reward(objects: RecipeObjects, path: Path, own: OwnType) -> MakeReward:
             says = f"unknown key of {name}, which takes any; did you mean {similar[0]!r}?"
             raise objects.document.error((*path, key), says)
 
-    def make(columns: Collection[str]) -> Reward:
+    def make(columns: Collection[str], find: FindRow) -> Reward:
         given = {} if is_class else settings
         reward = objects.call(path, found, **settings) if is_class else found
         passed = {*_PASSED, *columns} - WITHHELD - given.keys()
         taken = passed if takes_any(reward) else passed & keywords_of(reward).keys()
-        return _checked(name, functools.partial(reward, **given), taken)
+        told = functools.partial(_told, {*columns} - WITHHELD, find)
+        return _checked(name, functools.partial(reward, **given), taken, told)
 
     # The columns are checked before an object is built, which may load a model.
     asked = functools.partial(called, None) if is_class else found
@@ -226,13 +230,31 @@ def _listed(name: str, numbers: Any, wanted: str) -> list[Any]:
     return list(each)
 
 
-def _number(name: str, one: Any, answer: Any) -> float | None:
+def _told(columns: Collection[str], find: FindRow, passed: Mapping[str, Any], index: int) -> str:
+    """Return an answer, its prompt, the row of the data, and the step, for a message.
+
+    Args:
+        columns: Names of the columns that TRL passes.
+        find: Tells the row.
+        passed: What TRL has passed.
+        index: Number of the answer, from 0.
+    """
+    prompt = passed["prompts"][index]
+    values = {name: passed[name][index] for name in columns if name in passed}
+    row = find({"prompt": prompt, **values})
+    said = f"{shown(passed['completions'][index])}, an answer to {shown(prompt)}"
+    said += f" ({row})" if row is not None else ""
+    step = getattr(passed.get("trainer_state"), "global_step", None)
+    return said if step is None else f"{said}, after step {step}"
+
+
+def _number(name: str, one: Any, told: Callable[[], str]) -> float | None:
     """Return what a reward function has returned for an answer as a float; ``None`` for nothing.
 
     Args:
         name: Name in the recipe.
         one: What the function has returned for the answer.
-        answer: The answer.
+        told: Returns the answer for a message.
 
     Raises:
         TypeError: If it is not a number. A text that looks like one is none.
@@ -245,22 +267,28 @@ def _number(name: str, one: Any, answer: Any) -> float | None:
     except (RuntimeError, TypeError, ValueError):  # such as a tensor of several numbers
         number = None
     if number is None:
-        msg = f"{name} must return numbers (or None), got {shown(one)} for {shown(answer)}"
+        msg = f"{name} must return numbers (or None), got {shown(one)} for {told()}"
         raise TypeError(msg)
     if not math.isfinite(number):
         # TRL takes NaN for None; infinity makes the advantages of all answers NaN.
-        msg = f"{name} must return finite numbers (or None), got {number} for {shown(answer)}"
+        msg = f"{name} must return finite numbers (or None), got {number} for {told()}"
         raise ValueError(msg)
     return number
 
 
-def _checked(name: str, reward: Reward, taken: Collection[str]) -> Reward:
+def _checked(
+    name: str,
+    reward: Reward,
+    taken: Collection[str],
+    told: Callable[[Mapping[str, Any], int], str],
+) -> Reward:
     """Return a reward function that gets the arguments that it takes, and whose result is checked.
 
     Args:
         name: Name in the recipe.
         reward: The function.
         taken: Names of the arguments to pass.
+        told: Returns an answer for a message; takes what TRL has passed, and the answer's number.
     """
 
     def compute(**passed: Any) -> list[float | None]:
@@ -271,7 +299,10 @@ def _checked(name: str, reward: Reward, taken: Collection[str]) -> Reward:
         if len(listed) != len(answers):
             msg = f"{name} must return {wanted}, got {len(listed)}: {shown(listed)}"
             raise TypeError(msg)
-        return [_number(name, one, answer) for one, answer in zip(listed, answers, strict=True)]
+        return [
+            _number(name, one, functools.partial(told, passed, index))
+            for index, one in enumerate(listed)
+        ]
 
     compute.__name__ = name.rpartition(".")[2]  # the name in TRL's log
     compute.__wrapped__ = reward  # type: ignore[attr-defined]  # (where errors are looked for)

@@ -317,7 +317,7 @@ def build_trainer(
         is_main = arguments.process_index == 0
         rows = checked_rows(recipe, numbers.append, say if is_main else lambda _: None)
         arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
-        keywords = _keywords(recipe, rows)
+        keywords = _keywords(recipe, rows, next(iter(numbers), None))
         inputs = input_facts(recipe, rows, keywords["model"])
         keywords |= _adapter(recipe, keywords)
         _say_of_model(recipe, keywords, say, leaves_out_rows=skip_rows is not None)
@@ -373,6 +373,24 @@ def _name_rows(recipe: Recipe, trainer: Any, rows: Rows, number: int) -> None:
     if not packs and len(trainer.train_dataset) == len(rows.train):
         find = recipe.data.source_of_training_row
         trainer.name_rows(functools.partial(find, number=number))
+
+
+def _training_row(
+    recipe: Recipe, rows: Rows, number: int | None, columns: Mapping[str, Any]
+) -> str | None:
+    """Return file and line of the first training row with some columns; ``None`` if unknown.
+
+    Args:
+        recipe: The recipe.
+        rows: Its rows.
+        number: Number of rows that were read; ``None`` if it is unknown, as of a stream.
+        columns: Values of the columns.
+    """
+    if number is None:
+        return None
+    found = (at for at, row in enumerate(rows.train) if columns.items() <= row.items())
+    index = next(found, None)
+    return None if index is None else recipe.data.source_of_training_row(index, number)
 
 
 def _callbacks(recipe: Recipe, folder: Path) -> tuple[MetricsRecorder, list[Any]]:
@@ -544,8 +562,14 @@ def _with_sources(recipe: Recipe, keywords: dict[str, Any]) -> dict[str, Any]:
     return keywords | without | {"loss_by": names}
 
 
-def _keywords(recipe: Recipe, rows: Rows) -> dict[str, Any]:
-    """Return the keywords of the Trainer, with the model before it gets an adapter."""
+def _keywords(recipe: Recipe, rows: Rows, number: int | None) -> dict[str, Any]:
+    """Return the keywords of the Trainer, with the model before it gets an adapter.
+
+    Args:
+        recipe: The recipe.
+        rows: Its rows.
+        number: Number of rows that were read; ``None`` if it is unknown.
+    """
     keywords = task_keywords(recipe, recipe.model, rows)
     if (
         recipe.task.arguments() is not TrainingArguments
@@ -562,7 +586,8 @@ def _keywords(recipe: Recipe, rows: Rows) -> dict[str, Any]:
             says = "expected 0, because TRL loads the reference from `model.path`, which is not set"
             raise recipe.document.error(("training", "beta"), f"{says}, got {beta}")
         columns = _common_columns(keywords["train_dataset"], keywords["eval_dataset"])
-        keywords["reward_funcs"] = [make(columns) for make in recipe.make_rewards]
+        find = functools.partial(_training_row, recipe, rows, number)
+        keywords["reward_funcs"] = [make(columns, find) for make in recipe.make_rewards]
     if recipe.make_loss is not None:
         keywords["loss"] = recipe.make_loss(keywords["model"])
     if recipe.teacher is not None:

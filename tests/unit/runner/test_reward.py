@@ -1,6 +1,7 @@
 """Rewards of TRL and of the user's own: what they get, what they return, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -407,6 +408,33 @@ def test_errors_of_a_reward(text, tmp_path, capsys, command, name, says):
 
     assert left.value.code == {"validate": 2, "train": 1}[command]
     assert says in lines[-1]
+
+
+@pytest.mark.parametrize("name", ["infinite", "texts"])
+def test_the_answer_of_a_wrong_reward(text, tmp_path, name):
+    """The error names the prompt, its row, and the step; a prompt alone may be in several rows."""
+    rows = [{"prompt": f"{n}?", "site": site} for site in ("web", "books") for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trainer, _ = build_trainer(checked(text({"type": f"my_rewards.{name}"})))
+    with pytest.raises((TypeError, ValueError)) as raised:
+        trainer.train()
+    told = re.search(
+        r"an answer to '(\d\?)' \(rows\.jsonl:(\d+)\), after step 0$", str(raised.value)
+    )
+
+    assert told is not None
+    assert rows[int(told[2]) - 1]["prompt"] == told[1]
+
+
+def test_a_row_is_told_by_all_its_columns(text):
+    """A function that does not take them gets the same row as TRL; without one, none is named."""
+    (make,) = checked(text({"type": "my_rewards.infinite"})).make_rewards
+    given = []
+    reward = make(["prompt", "site"], given.append)
+    with pytest.raises(ValueError, match=r"got -inf for 'xy', an answer to 'a\?'$"):
+        reward(**PASSED)
+
+    assert given == [{"prompt": "a?", "site": "web"}]
 
 
 def test_a_reward_of_trl_for_messages(text, tmp_path, capsys):
