@@ -115,7 +115,8 @@ def read_run(folder: Path) -> RunRecord:
         folder: Run folder.
 
     Raises:
-        FileNotFoundError: If the folder does not exist or holds no numbers of a run.
+        FileNotFoundError: If the folder does not exist, or holds neither numbers nor the error of a
+            run.
         ValueError: If a file cannot be read.
     """
     anomalies: list[tuple[int, list[dict[str, Any]]]] = []
@@ -146,7 +147,8 @@ def read_run(folder: Path) -> RunRecord:
     }
     norms = {rank: _local_norms(of_rank) for rank, of_rank in curves.items()}
     losses = {rank: of_rank["loss"] for rank, of_rank in curves.items() if "loss" in of_rank}
-    if not curves[0] and not any(norms.values()):
+    facts = read_facts(folder)
+    if not curves[0] and not any(norms.values()) and "error" not in facts:
         raise not_a_run_folder(folder)
     return RunRecord(
         folder.resolve().name,
@@ -157,7 +159,7 @@ def read_run(folder: Path) -> RunRecord:
         notes_of(anomalies),
         limits[-1] if limits else None,
         losses if any(losses) else {},
-        read_facts(folder),
+        facts,
         samples,
     )
 

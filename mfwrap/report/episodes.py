@@ -117,14 +117,15 @@ def headline(runs: Sequence[RunRecord]) -> str:
 def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
     diverged = next((one for one in run.episodes if one.has_diverged), None)
-    if diverged is not None:
-        name += _diverged(diverged)
-    name += _untaught(run)
+    told = "" if diverged is None else _diverged(diverged)
+    told += _untaught(run)
+    # What has ended a failed run comes first.
+    before, after = (f"{_end(run)} ", "") if "error" in run.facts else ("", f" {_end(run)}")
     events = _events(run, number)
     if not events:
         noted = f", but {_counted(len(run.notes), 'note')} below" if run.notes else ""
-        none = f'<p class="headline">{name}No anomalies were recorded{noted}. {_end(run)}</p>'
-        return none + _notes(run, number)
+        none = f"{name}{before}{told}No anomalies were recorded{noted}.{after}"
+        return f'<p class="headline">{none}</p>{_notes(run, number)}'
     counts = [_counted(len(run.episodes), "episode")] if run.episodes else []
     counts += [_counted(len(run.rollbacks), "rollback")] if run.rollbacks else []
     alike: dict[tuple[str, str], list[_Event]] = {}
@@ -135,9 +136,10 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     chosen = sorted(chosen[:_MOST_IN_SHORT], key=lambda group: group[0].first)
     left = len(events) - sum(map(len, chosen))
     rest = f'<p class="note">{left} more of other kinds in the table below.</p>' if left else ""
+    counted = f"<strong>{told}{' and '.join(counts)} in {run.last_step()} steps.</strong>"
     return (
-        f'<p class="headline"><strong>{name}{" and ".join(counts)} in {run.last_step()} steps.'
-        f"</strong> {_end(run)}</p>{''.join(map(_in_short, chosen))}{rest}{_notes(run, number)}"
+        f'<p class="headline">{name}{before}{counted}{after}</p>'
+        f"{''.join(map(_in_short, chosen))}{rest}{_notes(run, number)}"
     )
 
 

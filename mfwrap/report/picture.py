@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from mfwrap.checkpoints.whole import whole_file
 from mfwrap.records.evaluations import AVERAGED
-from mfwrap.records.run_record import Curve, RunRecord, read_run
+from mfwrap.records.run_record import Curve, RunRecord, not_a_run_folder, read_run
 from mfwrap.report.curves import COLORS, NOT_FINITE_COLOR, NUMBER, binned, overflow_steps, smoothed
 from mfwrap.report.own_files import WRITER
 
@@ -59,6 +59,8 @@ def draw_run(
         ValueError: If a file in `folder` cannot be read, or no step has a loss.
     """
     run = read_run(folder)
+    if not run.curves:  # it failed in its first step
+        raise not_a_run_folder(folder)
     loss = run.curves.get("loss")
     if loss is None:
         msg = f"{folder} has no step with a loss, so there is nothing to plot"

@@ -99,11 +99,6 @@ def test_the_trainers_log_fills_gaps(tmp_path):
             FileNotFoundError,
             r"recorded no step; it failed: see .*error_rank_0\.txt$",
         ),
-        (
-            {"run.json": '{"error": "ValueError: row 3"}'},
-            FileNotFoundError,
-            r"recorded no step; it failed: ValueError: row 3$",
-        ),
         ({"anomalies.jsonl": '{"step": 1}\n'}, FileNotFoundError, "is not a run folder: neither"),
         (
             {"metrics.jsonl": "[1]\n{}\n"},

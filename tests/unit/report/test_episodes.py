@@ -153,13 +153,25 @@ def test_how_the_run_ended(tmp_path, state, shown):
 
 @pytest.mark.parametrize("stop", ["", "."])
 def test_the_error_of_a_run(tmp_path, stop):
-    """The headline ends with it and one full stop; its text is never interpreted as HTML."""
+    """The headline has it with one full stop; its text is never interpreted as HTML."""
     error = f"ValueError: <b> in row 3{stop}"
     facts = {"state": "failed after step 9 (ValueError)", "error": error}
     (tmp_path / "run.json").write_text(json.dumps(facts))
 
     said = "at step 10. Its error: <code>ValueError: &lt;b&gt; in row 3</code>."
     assert said in headline([run_of(tmp_path, [])])
+
+
+@pytest.mark.parametrize("anomalies", [[], [RATE]])
+def test_a_failed_run(tmp_path, anomalies):
+    """The headline begins with the failure."""
+    facts = {"state": "failed after step 10 (ValueError)", "error": "ValueError: row 3"}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    page = words(headline([run_of(tmp_path, anomalies)]))
+
+    assert page.startswith("The run failed after step 10 (ValueError), with loss")
+    rest = "1 episode in 10 steps." if anomalies else "No anomalies were recorded."
+    assert f"Its error: ValueError: row 3. {rest}" in page
 
 
 def test_a_run_by_rewards(tmp_path):

@@ -47,6 +47,21 @@ def test_runs_of_one_name_are_numbered(page_file):
     assert "run (1), run (2)</h1>" in page_file.read_text(encoding="utf-8")
 
 
+def test_a_run_that_failed_in_its_first_step(tmp_path):
+    """Its page has the error and the settings, also beside other runs."""
+    other = write_run(tmp_path / "other")
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    error = "ValueError: row 3"
+    facts = {"state": "failed after step 0 (ValueError)", "error": error, "command": ["train"]}
+    (failed / "run.json").write_text(json.dumps(facts))
+    for folders in ([failed], [failed, other]):
+        write_run_page(folders, tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text(encoding="utf-8")
+        said = "The run failed after step 0 (ValueError). Its error: <code>ValueError: row 3</code>"
+        assert said in text
+
+
 def test_no_run(tmp_path):
     """Without a run folder an error is raised, and no page is written."""
     with pytest.raises(

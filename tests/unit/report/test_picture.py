@@ -146,6 +146,14 @@ def test_no_loss(tmp_path):
     assert not (tmp_path / "run.png").exists()
 
 
+def test_a_run_that_failed_in_its_first_step(tmp_path):
+    """There is nothing to plot; the message has the error."""
+    (tmp_path / "run.json").write_text('{"error": "ValueError: row 3"}')
+
+    with pytest.raises(FileNotFoundError, match=r"no step; it failed: ValueError: row 3$"):
+        draw_run(tmp_path, tmp_path / "run.png")
+
+
 def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     """If writing fails, the old picture stays, and no partial file is left."""
     folder = write_run(tmp_path / "run")
