@@ -3,12 +3,12 @@
 import itertools
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
+from datasets import Dataset, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments, default_data_collator
 
@@ -42,6 +42,9 @@ _WIDTH = 100
 
 _SPACE = "\N{OPEN BOX}"
 """Stands for a space at the beginning or at the end of a text."""
+
+_PACKED = "seq_lengths"
+"""Column in which TRL keeps the lengths of the rows that a packed sequence has."""
 
 _NO_ROWS = "expected held-out rows to show, got none"
 
@@ -105,7 +108,7 @@ def preview(recipe: Recipe, num_rows: int = 5, *, held_out: bool = False) -> lis
     finally:
         if bars:
             enable_progress_bars()
-    parts = ([said] if said else []) + list(_shown(recipe, prepared, batch))
+    parts = ([said] if said else []) + list(_shown(recipe, prepared, shown, batch))
     return [line for lines in parts for line in (*lines, "")] + [_shapes(batch)]
 
 
@@ -179,16 +182,29 @@ def _of_trainer(
         )
         loader = trainer.get_train_dataloader()
         rows = loader.dataset if key == "train_dataset" else trainer.eval_dataset
+        if isinstance(rows, Dataset) and _PACKED in rows.column_names:
+            number = sum(map(len, rows[_PACKED]))
+            kind = "first " if number >= _MAX_ROWS else ""
+            length = f"{trainer.args.max_length} tokens"
+            say(f"the {kind}{number:,} rows fill {len(rows):,} sequences of {length}")
         return rows, loader.collate_fn, trainer.processing_class
 
 
-def _shown(recipe: Recipe, prepared: _Prepared, batch: Mapping[str, Any]) -> Iterator[list[str]]:
+def _shown(
+    recipe: Recipe,
+    prepared: _Prepared,
+    rows: Sequence[Mapping[str, Any]],
+    batch: Mapping[str, Any],
+) -> Iterator[list[str]]:
     """Yield the lines of each row."""
     if Rows(prepared.rows).are_inputs or is_own(recipe.document.data["task"]):
         yield from _inputs(batch)
         return
     if "input_ids" not in batch:
         yield from _numbers(prepared, batch)
+        return
+    if len(batch["input_ids"]) < len(rows) or _PACKED in rows[0]:
+        yield from _joined(prepared, rows)
         return
     tokens, kept = batch["input_ids"], batch.get("attention_mask")
     kept = torch.ones_like(tokens) if kept is None else kept
@@ -213,6 +229,20 @@ def _shown(recipe: Recipe, prepared: _Prepared, batch: Mapping[str, Any]) -> Ite
         else:
             label = int(batch["labels"][index])
             yield [*sequence.language(title, None), *_field("label", prepared.names[label])]
+
+
+def _joined(prepared: _Prepared, sequences: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield the lines of each row of sequences that the collator joins to a single one."""
+    for number, sequence in enumerate(sequences, start=1):
+        batch = prepared.collate([sequence])
+        tokens, targets = batch["input_ids"][0], batch["labels"][0].ne(-100)
+        lengths = sequence.get(_PACKED) or [len(tokens)]
+        ends = list(itertools.accumulate(lengths))
+        for at, (end, length) in enumerate(zip(ends, lengths, strict=True), start=1):
+            ids = tokens[end - length : end]
+            row = _Sequence(prepared.tokenizer, ids, torch.ones_like(ids).bool())
+            title = f"sequence {number}, row {at} of {len(lengths)}"
+            yield row.language(title, targets[end - length : end])
 
 
 class _Sequence:

@@ -65,6 +65,34 @@ def test_prompts_are_masked(file):
     ]
 
 
+def test_packed_rows(file):
+    """Each sequence is shown as long as it is, by its rows; the collator joins all of them."""
+    rows = [{"prompt": "Is it?", "completion": " " + "yes" * number} for number in range(1, 5)]
+    recipe = recipe_of("supervised_tuning", file(*rows), max_length=32, packing=True)
+    lines = preview(recipe, 2)
+
+    assert "the 4 rows fill 2 sequences of 32 tokens" in lines
+    assert [line for line in lines if line.startswith("sequence")] == [
+        "sequence 1, row 1 of 2: 20 tokens, 14 of them count in the loss",
+        "sequence 1, row 2 of 2: 11 tokens, 5 of them count in the loss",
+        "sequence 2, row 1 of 2: 17 tokens, 11 of them count in the loss",
+        "sequence 2, row 2 of 2: 14 tokens, 8 of them count in the loss",
+    ]
+    assert lines[-1].startswith("as one batch: input_ids (1, 62)")
+
+
+def test_rows_without_padding(file):
+    """The collator joins rows that are not packed, too."""
+    rows = [{"prompt": "Is it?", "completion": " Yes."}] * 2
+    recipe = recipe_of("supervised_tuning", file(*rows), padding_free=True, max_length=None)
+    lines = preview(recipe)
+
+    title = "row 1 of 1: 12 tokens, 6 of them count in the loss"
+    for number in (1, 2):
+        assert f"sequence {number}, {title}" in lines
+    assert lines[-1].startswith("as one batch: input_ids (1, 24)")
+
+
 def test_spaces_at_the_ends(file):
     """A space that a reader would not see is marked; spaces between words are not."""
     rows = [{"prompt": " Is  it? ", "completion": "  "}, {"prompt": "a", "completion": "b"}]

@@ -304,6 +304,35 @@ def test_packed_answers(json_lines, form, strategy):
     assert number(packed) == number(plain) > 0
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_are_kept_apart(json_lines, attention):
+    """Without FlashAttention, too, the loss of packed rows is that of the single rows."""
+    rows = [{"prompt": f"{n} and", "completion": f" {n + 1}" * (n + 1)} for n in range(6)]
+    data = json_lines(rows) | {"eval_fraction": 0.5}
+    settings = {"max_length": 256, "per_device_eval_batch_size": 8}
+    packed, plain = (
+        trainer_of(
+            "supervised_tuning",
+            data,
+            model=LANGUAGE | {"attn_implementation": attention},
+            packing=packs,
+            **settings,
+        )
+        for packs in (True, False)
+    )
+    with torch.no_grad():
+        for parameter, other in zip(
+            packed.model.parameters(), plain.model.parameters(), strict=True
+        ):
+            # Large weights, so that each token depends on those before it.
+            parameter.copy_(parameter.sign() * parameter.abs().sqrt())
+            other.copy_(parameter)
+
+    assert len(packed.eval_dataset) == 1 < len(plain.eval_dataset)
+    losses = [trainer.evaluate()["eval_loss"] for trainer in (packed, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_converted_rows_keep_their_source(json_lines):
     """Rows that are converted still name where they come from."""
     names = ["web", "books"] * 4
