@@ -21,7 +21,7 @@ from mfwrap.runner.finishing import finish
 from mfwrap.runner.lengths import check_answers
 from mfwrap.runner.recipe import Recipe, read_document
 from mfwrap.runner.run import build_trainer, checked_rows
-from mfwrap.runner.tuning import rows_line
+from mfwrap.runner.tuning import Counted, rows_line
 
 _MAX_PARAMETERS = 30_000_000
 """A model with more parameters is not trained: its step may take minutes on a CPU."""
@@ -65,10 +65,10 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
     with quiet(), recipe.code.importable():
         reason = _reason_to_skip(recipe)
         if reason is not None:
-            numbers: list[int] = []
+            counts: list[Counted] = []
             said: list[str] = []
-            rows = checked_rows(recipe, numbers.append, said.append)
-            lines = [*said, rows_line(recipe, rows, next(iter(numbers), None))]
+            rows = checked_rows(recipe, counts.append, said.append)
+            lines = [*said, rows_line(recipe, rows, next(iter(counts), None))]
         else:
             lines = _try(recipe)
     for line in filter(None, lines):

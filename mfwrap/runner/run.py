@@ -70,7 +70,7 @@ from mfwrap.runner.recipe import (
 from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.reward import missing_values
 from mfwrap.runner.training import optimized, with_checked_loss
-from mfwrap.runner.tuning import tuning_of
+from mfwrap.runner.tuning import Counted, tuning_of
 from mfwrap.runner.way_on import telling_the_way_on, warn_of_divergence
 from mfwrap.trainer.display.console import StepProgressCallback
 
@@ -313,11 +313,13 @@ def build_trainer(
     # Set the seed before the model's weights are initialized. The Trainer sets the seed only later.
     set_seed(arguments.seed)
     with arguments.main_process_first():
-        numbers: list[int] = []
+        counts: list[Counted] = []
         is_main = arguments.process_index == 0
-        rows = checked_rows(recipe, numbers.append, say if is_main else lambda _: None)
-        arguments = _tuned(recipe, rows, next(iter(numbers), None), say)
-        keywords = _keywords(recipe, rows, next(iter(numbers), None))
+        rows = checked_rows(recipe, counts.append, say if is_main else lambda _: None)
+        counted = next(iter(counts), None)
+        number = None if counted is None else counted.rows
+        arguments = _tuned(recipe, rows, counted, say)
+        keywords = _keywords(recipe, rows, number)
         inputs = input_facts(recipe, rows, keywords["model"])
         keywords |= _adapter(recipe, keywords)
         _say_of_model(recipe, keywords, say, leaves_out_rows=skip_rows is not None)
@@ -354,8 +356,8 @@ def build_trainer(
         if isinstance(callback, StepProgressCallback):
             callback.says_end = False  # a recipe evaluates and saves afterwards, and says so
     _normalize_loss(recipe, trainer)
-    if numbers:
-        _name_rows(recipe, trainer, rows, numbers[0])
+    if number is not None:
+        _name_rows(recipe, trainer, rows, number)
     return trainer, recorder
 
 
@@ -475,10 +477,10 @@ def _length(rows: Any) -> int | None:
 
 
 def _tuned(
-    recipe: Recipe, rows: Rows, number: int | None, say: Callable[[str], None]
+    recipe: Recipe, rows: Rows, counted: Counted | None, say: Callable[[str], None]
 ) -> TrainingArguments:
     """Return the arguments of the training, and say what the rows are."""
-    tuning = tuning_of(recipe, rows, number)
+    tuning = tuning_of(recipe, rows, counted)
     if tuning is None:
         return recipe.arguments
     if recipe.arguments.process_index == 0:
@@ -638,14 +640,14 @@ def _teacher(recipe: Recipe, teacher: ModelSettings, keywords: Mapping[str, Any]
 
 def checked_rows(
     recipe: Recipe,
-    count: Callable[[int], None] = lambda _: None,
+    count: Callable[[Counted], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Rows:
     """Read the data of a recipe, and check that all rows fit the task.
 
     Args:
         recipe: The recipe.
-        count: Called with the number of rows, before some are held out or left out; not called for
+        count: Called with the numbers of rows, before some are held out or left out; not called for
             rows of a stream, and for rows that are inputs of the model.
         say: Called with a line about each column that a reward takes and some rows lack, and with a
             warning about each column of numbers that a value far from the others spoils, see
@@ -679,7 +681,8 @@ def checked_rows(
         if not held_out:
             checked.append(table)
             if not recipe.data.is_streamed:
-                count(len(table))
+                empty = sum(form.num_unanswered(table) for form in forms)
+                count(Counted(len(table), empty))
                 far_values(recipe, table, say)
         if classes is not None:
             classes.check(table, names, is_closed=held_out and not recipe.data.is_streamed)

@@ -30,13 +30,21 @@ class Tuning(NamedTuple):
     itself, that no chat template is applied to them."""
 
 
-def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
+class Counted(NamedTuple):
+    """Numbers of the rows that were read, before some are held out or left out."""
+
+    rows: int
+    unanswered: int
+    """Number of those in which an answer to be learned has no text."""
+
+
+def rows_line(recipe: Recipe, rows: Rows, counted: Counted | None) -> str | None:
     """Return what the rows of a recipe are; ``None`` if its task has one form of rows.
 
     Args:
         recipe: The recipe.
         rows: Its rows, checked.
-        number: Number of rows that were read; ``None`` for those of a stream.
+        counted: Numbers of the rows; ``None`` for those of a stream.
     """
     if not recipe.task.forms or rows.are_inputs:
         return None
@@ -49,21 +57,20 @@ def rows_line(recipe: Recipe, rows: Rows, number: int | None) -> str | None:
     unused = f"columns not used: {unused:.100}" if unused else ""
     if isinstance(rows.train, Dataset) and (left := form.unused_in_turns(rows.train)):
         unused = "; ".join(filter(None, [unused, f"not used: {', '.join(left)}"]))
-    said, parts = "streamed rows", [rows.train]
-    if number is not None:
+    said, empty = "streamed rows", 0
+    if counted is not None:
+        number, empty = counted
         said = f"{number:,} row{'' if number == 1 else 's'}"
         held_out = 0 if rows.evaluation is None else len(rows.evaluation)
         # Rows of a file of their own are not among those that are counted here, and neither
         # `max_train_samples` nor `max_eval_samples` may have left out any.
         if held_out and number == len(rows.train) + held_out:
             said = f"{said} ({len(rows.train):,} to train on, {held_out:,} held out)"
-            parts.append(rows.evaluation)
     said = f"{said} of {form.name}{f' ({unused})' if unused else ''}"
-    empty = sum(form.num_unanswered(part) for part in parts if isinstance(part, Dataset))
     return f"{said}, {empty:,} with an empty answer" if empty else said
 
 
-def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
+def tuning_of(recipe: Recipe, rows: Rows, counted: Counted | None) -> Tuning | None:
     """Return how the rows of a recipe are trained on; ``None`` if nothing is to be said of them.
 
     Of conversations, only the assistant's turns count in the loss, unless the recipe says otherwise
@@ -72,7 +79,7 @@ def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
     Args:
         recipe: The recipe.
         rows: Its rows, checked.
-        number: Number of rows that were read; ``None`` for those of a stream.
+        counted: Numbers of the rows; ``None`` for those of a stream.
 
     Raises:
         RecipeError: If the rows need a chat template and there is none, or if only the assistant's
@@ -88,7 +95,7 @@ def tuning_of(recipe: Recipe, rows: Rows, number: int | None) -> Tuning | None:
         raw = _without_template(recipe)
     if form is None:
         return None if raw is None else Tuning(recipe.arguments, raw)
-    line = rows_line(recipe, rows, number)
+    line = rows_line(recipe, rows, counted)
     arguments: Any = recipe.arguments
     if tokenizer is not None and form.is_of_turns and hasattr(arguments, "assistant_only_loss"):
         arguments = _with_answers_only(recipe, tokenizer)

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mfwrap.cli import cli
 from mfwrap.runner import RecipeError, run_recipe
 from mfwrap.runner.preview import preview
+from mfwrap.runner.rehearsal import rehearse
 from mfwrap.runner.run import build_trainer, checked_rows
-from mfwrap.runner.tuning import rows_line, tuning_of
+from mfwrap.runner.tuning import Counted, rows_line, tuning_of
 from support.recipe_data import LANGUAGE, learned, recipe_of, save_tokenizer
 
 # Ignore the warnings that TRL and datasets emit.
@@ -111,7 +112,7 @@ def test_lines(section, task, row, training, line):
 
     assert line_of(recipe) == f"3 rows of {line}"
     rows = f"3 rows of {line}".partition(";")[0]
-    assert rows_line(recipe, checked_rows(recipe), 3) == rows
+    assert rows_line(recipe, checked_rows(recipe), Counted(3, 0)) == rows
 
 
 def test_prompts_that_get_no_chat_template(section):
@@ -164,6 +165,18 @@ def test_empty_answers_are_counted(section, task, full, empty):
     recipe = recipe_of(task, section([full | empty] * 4, eval_fraction=0.5), max_length=64)
     assert "4 rows (2 to train on, 2 held out) of " in line_of(recipe)
     assert ", 4 with an empty answer; " in line_of(recipe)
+
+
+def test_empty_answers_of_rows_that_are_left_out(section):
+    """They count among all rows that were read, also where only a few are kept for a trial."""
+    rows = section([{"prompt": "a", "completion": ""}] * 8, eval_fraction=0.5)
+    said = []
+    rehearse(recipe_of("supervised_tuning", rows, max_length=64), said.append)
+    recipe = recipe_of("supervised_tuning", {**rows, "max_train_samples": 3}, max_length=64)
+
+    for line in (said[-1], line_of(recipe)):
+        assert line.startswith("8 rows of ")
+        assert ", 8 with an empty answer; " in line
 
 
 @pytest.mark.parametrize(
@@ -223,7 +236,7 @@ def test_a_task_with_one_form():
     """Nothing is said about the rows of a task that takes only one form."""
     recipe = recipe_of("causal_lm", {"type": "python_topics"})
 
-    assert tuning_of(recipe, checked_rows(recipe), 3) is None
+    assert tuning_of(recipe, checked_rows(recipe), Counted(3, 0)) is None
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,19 @@ def test_packed_rows_are_kept_apart(json_lines, attention):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_held_out_rows_that_are_not_packed(json_lines):
+    """With ``eval_packing: false``, they are those of a run without packing, in the same order."""
+    rows = [{"prompt": f"{n} and", "completion": f" {n + 1}" * (n % 3 + 1)} for n in range(8)]
+    data = json_lines(rows) | {"eval_fraction": 0.5}
+    plain, packed = (
+        trainer_of("supervised_tuning", data, max_length=64, **packing).eval_dataset["input_ids"][:]
+        for packing in ({}, {"packing": True, "eval_packing": False})
+    )
+
+    assert len(plain) == 4
+    assert packed == plain
+
+
 def test_converted_rows_keep_their_source(json_lines):
     """Rows that are converted still name where they come from."""
     names = ["web", "books"] * 4
