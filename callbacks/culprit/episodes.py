@@ -217,7 +217,7 @@ class OpenEpisode:
         """Return the fields that complete the record of the first anomaly, ready for JSON."""
         names = ("step", "kind", "last_step", "num_steps", "num_skipped")
         latest = {} if self.latest is None else {"latest": self.latest}
-        diverged = {"diverged": self.course()} if self.course() else {}
+        diverged: dict[str, Any] = {"diverged": self.course()} if self.course() else {}
         diverged |= {} if self.back_at is None else {"back": self.back_at}
         known = {name: getattr(self, name) for name in names}
         rows = {"num_searched": self.num_searched, "later_samples": self.later_samples}

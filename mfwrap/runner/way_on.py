@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
 from mfwrap.checkpoints.run_folders import step_of_checkpoint
 from mfwrap.records import read_json_lines
 from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.runner.folder import checkpoints
+
+_ANEW = "no checkpoint is from before: start anew with --overwrite"
 
 
 @contextlib.contextmanager
@@ -32,11 +35,13 @@ def warn_of_divergence(folder: Path, say: Callable[[str], None]) -> None:
         first = episode.records[0]
         if episode.has_diverged:
             good = _before(episode, checkpoints(folder))
-            which = f"{good[-1].name} is the newest" if good else "no checkpoint is"
+            which = f"{good[-1].name} is the newest from before" if good else _ANEW
+            if not good and first.get("cause") == "learning_rate":
+                which += " and a lower learning rate"
             why = first.get("explanation") or first["diverged"]
             say(
-                f"warning: the training diverged at step {episode.step} ({why}); {which} from "
-                "before; see the run page"
+                f"warning: the training diverged at step {episode.step} ({why}); {which}; see the "
+                "run page"
             )
             return
 
@@ -78,7 +83,10 @@ def _has_spoilt(episode: Episode, last_step: int) -> bool:
 def _before(episode: Episode, saved: list[Path]) -> list[Path]:
     """Return the checkpoints from before an episode.
 
-    The weights that the step before it has left are those that it had, and may be its cause.
+    The weights that the step before it has left are those that it had, and may be its cause. If the
+    rate was too high from the start on, no weights are good.
     """
+    if episode.records[0].get("suggestion") == LOWER_RATE:
+        return []
     first = episode.records[0].get("since", episode.step)
     return [each for each in saved if step_of_checkpoint(each) < first - 1]

@@ -293,7 +293,8 @@ class MFTrainerMixin(_Base):
         """
         if "ema" not in vars(self):
             return self.attached.ema
-        return vars(self)["ema"]
+        own: ExponentialMovingAverage | None = vars(self)["ema"]
+        return own
 
     @ema.setter
     def ema(self, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ _CONVERT = (
 it keeps all weights. Tied weights are stored twice."""
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.\w+")
+"""Files of a Trainer beside weights, which are none."""
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -203,7 +207,8 @@ def _weight_files(setting: str, folder: Path) -> list[Path]:
                 msg = f"`{setting}` {says}; {_WHOLE}"
                 raise ValueError(msg)
         return [folder / name for name in sorted(names)]
-    pickled = sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern))
+    files = {file.name for pattern in _PICKLED for file in folder.glob(pattern)}
+    pickled = sorted(name for name in files if _OF_A_TRAINER.fullmatch(name) is None)
     if pickled:
         saved = sorted(file.name for file in folder.glob(_SAVED))
         todo = f"convert them, which runs no code of them: {_CONVERT} {shlex.quote(str(folder))}"

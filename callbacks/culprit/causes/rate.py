@@ -12,6 +12,10 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     update_per_rate,
 )
 
+LOWER_RATE = "lower the learning rate, or warm it up over more steps"
+"""What to do if updates have been too large, not since a jump of the rate. The weights from before
+such updates are those of the start."""
+
 LARGE_RATIO = 1.0
 """Smallest ratio of an update to its weights that is too large, wherever it comes from."""
 
@@ -107,7 +111,7 @@ def large_updates(
         "learning_rate",
         f"the update of step {first.step}{at_rate} changed the weights by {ratio:.3g} "
         "times their size (0.001 is ordinary)",
-        "lower the learning rate, or warm it up over more steps",
+        LOWER_RATE,
     )
 
 
@@ -139,9 +143,7 @@ def large_all_along(evidence: CauseEvidence) -> Cause | None:
     if ratio < _ALL_LARGE:
         advice = "lower the learning rate if data and program are as before"
         return Cause(UNKNOWN_CAUSE, explanation, advice)
-    return Cause(
-        "learning_rate", explanation, "lower the learning rate, or warm it up over more steps"
-    )
+    return Cause("learning_rate", explanation, LOWER_RATE)
 
 
 def growing_updates(evidence: CauseEvidence) -> Cause | None:

@@ -89,6 +89,9 @@ loss is the negated return."""
 _FIRST_LOSSES = 64
 """Number of losses up to which one is compared with the first ones."""
 
+_LOWERED = 0.2
+"""Largest ratio of a learning rate to the highest one before that is a remedy of large updates."""
+
 _RISES = ((1, 6, min, 1.2, 0.1), (3, 20, statistics.median, 1.1, 0.3))
 """Numbers of first and of last losses; the one of the last that must be higher, and the smallest
 ratio to the median of the first; the smallest ratio of the largest update to the weights."""
@@ -184,7 +187,7 @@ class LossCourse:
         loss: float,
         *,
         norm_score: float = math.nan,
-        update_ratio: float = math.nan,
+        update: tuple[float, float] = (math.nan, math.nan),
         counts: bool = True,
     ) -> CourseKind | None:
         """Judge a loss, and include it in the course.
@@ -192,7 +195,7 @@ class LossCourse:
         Args:
             loss: Loss of a step. One that is not finite is ignored.
             norm_score: Score of its global norm, see `NormCourse`.
-            update_ratio: Ratio of the step's update to the weights.
+            update: Ratio of the step's update to the weights, and its learning rate.
             counts: Whether the update was applied. Otherwise the loss is not included.
         """
         self.shift = None
@@ -235,7 +238,7 @@ class LossCourse:
             self._plain.add(loss)
             if not math.isnan(log):
                 self._log.add(log)
-            self.shift = self._first_losses.add(loss, update_ratio) or self._shift()
+            self.shift = self._first_losses.add(loss, *update) or self._shift()
             self._since_shift = self._since_shift + 1 if self.shift is None else 0
             self._num_shifts += self._since_shift == _SHIFT_ENDS
             found = self._runs_away(found)
@@ -294,7 +297,7 @@ class LossCourse:
         self._first = list(state["first"])
         self.first = statistics.median(self._first) if self._first else None
         # A run that goes on from an older state is past its first losses.
-        unknown = {"losses": [], "largest_update": 0.0, "has_ended": True}
+        unknown = {"losses": [], "largest_update": 0.0, "rate": 0.0, "has_ended": True}
         self._first_losses.load_state_dict(state.get("first_losses", unknown))
         self._plain.load_state_dict(state["plain"])
         self._log.load_state_dict(state["log"])
@@ -387,11 +390,11 @@ class _FirstLosses:
 
     def __init__(self) -> None:
         self._losses: list[float] = []
-        self._largest_update = 0.0
+        self._largest_update = self._rate = 0.0
         self._has_ended = False
 
-    def add(self, loss: float, update_ratio: float) -> Shift | None:
-        """Include a loss, and the ratio of the update after it to the weights, NaN if unknown.
+    def add(self, loss: float, update_ratio: float, rate: float) -> Shift | None:
+        """Include a loss, and the update after it: its ratio to the weights, and its rate.
 
         Returns:
             The rise that the loss has shown, once; ``None`` without one.
@@ -400,13 +403,16 @@ class _FirstLosses:
             return None
         self._losses.append(loss)
         found = self._shift()
-        # A loss of zero or less has no ratio to others.
-        is_last = loss <= 0 or len(self._losses) == _FIRST_LOSSES
+        # A loss of zero or less has no ratio to others. A much lower rate is the remedy, or the end
+        # of a schedule.
+        is_last = loss <= 0 or len(self._losses) == _FIRST_LOSSES or rate < _LOWERED * self._rate
         self._has_ended = found is not None or is_last
         if self._has_ended:
             self._losses = []
         if math.isfinite(update_ratio):
             self._largest_update = max(self._largest_update, update_ratio)
+        if math.isfinite(rate):
+            self._rate = max(self._rate, rate)
         return found
 
     def _shift(self) -> Shift | None:
@@ -423,12 +429,14 @@ class _FirstLosses:
         return {
             "losses": self._losses,
             "largest_update": self._largest_update,
+            "rate": self._rate,
             "has_ended": self._has_ended,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses = list(state["losses"])
         self._largest_update, self._has_ended = state["largest_update"], state["has_ended"]
+        self._rate = state["rate"]
 
 
 @final

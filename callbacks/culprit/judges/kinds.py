@@ -67,7 +67,7 @@ class StepKinds:
         self._of_course = self._course.add(
             numbers.loss,
             norm_score=self._norms.score,
-            update_ratio=scores.update_ratio,
+            update=(scores.update_ratio, scores.learning_rate),
             counts=applied,
         )
         # The step has told nobody that its update was to be skipped.

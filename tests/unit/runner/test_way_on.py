@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
 from mfwrap.records.run_record import read_run
 from mfwrap.report.episodes import headline
 from mfwrap.runner import parse_recipe
@@ -82,8 +83,8 @@ def test_a_failed_run_goes_on_from_before_the_divergence(tmp_path):
     [
         ((20, 40, 60), "checkpoint-20 is the newest from before"),
         ((39, 40, 60), "checkpoint-39 is the newest from before"),
-        ((40, 60), "no checkpoint is from before"),
-        ((), "no checkpoint is from before"),
+        ((40, 60), "no checkpoint is from before: start anew with --overwrite"),
+        ((), "no checkpoint is from before: start anew with --overwrite"),
     ],
 )
 def test_where_a_training_has_diverged(tmp_path, saved, said):
@@ -98,6 +99,19 @@ def test_where_a_training_has_diverged(tmp_path, saved, said):
 
     start = "warning: the training diverged at step 43 (it is); "
     assert lines == [f"{start}{said}; see the run page"]
+
+
+def test_a_rate_that_was_too_high_from_the_start(tmp_path):
+    """The checkpoints from before the loss rose have weights that it has moved too far."""
+    first = {"step": 34, "since": 29, "kind": "loss_shift", "cause": "learning_rate"}
+    first |= {"explanation": "too high", "suggestion": LOWER_RATE}
+    end = {"step": 34, "kind": "loss_shift", "last_step": 65, "num_steps": 29, "diverged": "it is"}
+    write_lines(tmp_path / "anomalies.jsonl", [first, end])
+    (tmp_path / "checkpoint-25").mkdir()
+    lines = []
+    warn_of_divergence(tmp_path, lines.append)
+
+    assert "start anew with --overwrite and a lower learning rate; see the run page" in lines[0]
 
 
 def test_a_run_that_has_come_back(tmp_path):

@@ -362,7 +362,7 @@ def test_the_level_of_a_shift_is_its_middle_loss():
     """The loss of the step in which it is found may be far above the others, which stay, too."""
     losses = LossCourse()
     rises = [4.67, 7.78, 8.34, 10.1, 8.44, 8.12, 18.7]
-    kinds = [losses.add(loss, update_ratio=0.2) for loss in rises]
+    kinds = [losses.add(loss, update=(0.2, 1.0)) for loss in rises]
     assert kinds[-1] == "loss_shift"
     episodes = Episodes(10, losses)
 

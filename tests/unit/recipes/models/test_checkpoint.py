@@ -81,6 +81,16 @@ def test_pickled_weights_are_refused(folder):
         check(folder)
 
 
+def test_files_of_a_trainer_are_no_weights(folder):
+    """A folder that has lost its weights lacks them, whatever a Trainer has left beside them."""
+    (folder / "model.safetensors").unlink()
+    (folder / "training_args.bin").touch()
+    (folder / "rng_state_0.pth").touch()
+
+    with pytest.raises(ValueError, match=r"must have weights \(model.safetensors or"):
+        check(folder)
+
+
 @pytest.mark.parametrize("name", ["pickled", "my pickled model"])
 def test_the_command_that_converts_pickled_weights(tmp_path, name):
     """As printed, it keeps every weight bit for bit, also those of an untied head and of shards."""

@@ -457,7 +457,7 @@ and 10 times, the right one; and of a classifier at 100 times, with a warm-up of
 
 def of_first_steps(steps, course, share=1.0):
     """Return what is found in the first steps of a run, by step."""
-    kinds = ((n, course.add(loss, update_ratio=share * ratio)) for n, (loss, ratio) in steps)
+    kinds = ((n, course.add(loss, update=(share * ratio, 1.0))) for n, (loss, ratio) in steps)
     return [(number, kind) for number, kind in kinds if kind is not None]
 
 
@@ -473,6 +473,14 @@ def test_a_loss_above_that_of_the_start(steps, step):
     assert of_first_steps(steps[:5], course) == []
     later.load_state_dict(json.loads(json.dumps(course.state_dict())))
     assert of_first_steps(steps[5:], course) == of_first_steps(steps[5:], later) == expected
+
+
+def test_a_rate_that_was_lowered_after_large_updates():
+    """What the updates before have done is no reason to lower it again."""
+    course = LossCourse()
+    steps = [(loss, ratio, 1.0 if n < 4 else 0.1) for n, (loss, ratio) in enumerate(ADAM)]
+
+    assert [course.add(loss, update=tuple(update)) for loss, *update in steps] == [None] * len(ADAM)
 
 
 def test_a_run_that_goes_on_from_an_older_state_is_past_its_first_losses():
