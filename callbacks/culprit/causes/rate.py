@@ -38,6 +38,10 @@ _ORDINARY = 0.03
 _FEWEST = 2
 """Smallest number of updates that tell that they were large all along."""
 
+_MANY, _GROWN = 8, 1.2
+"""Number of large updates without a rise of the loss that have not made it rise now, unless they
+have grown by this factor."""
+
 _ALL_LARGE, _DOUBTFUL = 0.1, 0.01
 """Smallest middle ratio of all updates before a rise that makes the rate its cause, and the one
 that is worth a word if nothing else is known. Small networks learn well at ratios of 0.06."""
@@ -140,10 +144,17 @@ def large_all_along(evidence: CauseEvidence) -> Cause | None:
     explanation = (
         f"{what}the updates before{at_rate} changed the weights by {by} (0.001 is ordinary)"
     )
-    if ratio < _ALL_LARGE:
+    if ratio < _ALL_LARGE or (not early and _are_usual(ratios)):
         advice = "lower the learning rate if data and program are as before"
         return Cause(UNKNOWN_CAUSE, explanation, advice)
     return Cause("learning_rate", explanation, LOWER_RATE)
+
+
+def _are_usual(ratios: Sequence[float]) -> bool:
+    """Tell whether many updates were as large and have not grown: the run has learned with them."""
+    half = len(ratios) // 2
+    first, last = ratios[:half], ratios[half:]
+    return len(ratios) >= _MANY and statistics.median(last) < _GROWN * statistics.median(first)
 
 
 def growing_updates(evidence: CauseEvidence) -> Cause | None:

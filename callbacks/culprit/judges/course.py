@@ -92,9 +92,10 @@ _FIRST_LOSSES = 64
 _LOWERED = 0.2
 """Largest ratio of a learning rate to the highest one before that is a remedy of large updates."""
 
-_RISES = ((1, 6, min, 1.2, 0.1), (3, 20, statistics.median, 1.1, 0.3))
-"""Numbers of first and of last losses; the one of the last that must be higher, and the smallest
-ratio to the median of the first; the smallest ratio of the largest update to the weights."""
+_RISES = ((20, 1, 6, min, 1.2, 0.1), (64, 3, 20, statistics.median, 1.1, 0.3))
+"""Number of losses up to which a rise is looked for; numbers of first and of last losses; the one
+of the last that must be higher, and the smallest ratio to the median of the first; the smallest
+ratio of the largest update to the weights."""
 
 CourseKind = Literal["loss_spike", "loss_drop", "loss_shift"]
 
@@ -417,7 +418,9 @@ class _FirstLosses:
 
     def _shift(self) -> Shift | None:
         update = self._largest_update
-        for num_first, number, chosen, least, least_update in _RISES:
+        for most, num_first, number, chosen, least, least_update in _RISES:
+            if len(self._losses) > most:
+                continue
             first = statistics.median(self._losses[:num_first])
             last = self._losses[num_first:][-number:]
             is_high = len(last) == number and chosen(last) > least * first

@@ -99,6 +99,17 @@ def test_updates_that_were_large_all_along(ratio, name):
     assert bool(found.suggestion) is said
 
 
+@pytest.mark.parametrize(("growth", "name"), [(1.0, "unknown"), (1.1, "learning_rate")])
+def test_many_large_updates_with_which_a_run_has_learned(growth, name):
+    """They have not made the loss rise all at once, unless they have grown."""
+    shift = Shift("loss", 9.4, 269.0, num_steps=2)
+    steps = trace(*[{"update_ratio": 0.15 * growth**n} for n in range(8)], HIGH_LOSS, HIGH_LOSS)
+    found = cause("loss_shift", steps, shift=shift, since=steps[-2].step, is_first=False)
+
+    assert found.name == name
+    assert "times their size each" in found.explanation
+
+
 @pytest.mark.parametrize(("ratio", "is_said"), [(0.15, True), (0.06, True), (0.02, False)])
 def test_a_spike_after_updates_that_were_large_all_along(ratio, is_said):
     """A high loss comes from them, unless they were small enough to be ordinary."""

@@ -475,6 +475,16 @@ def test_a_loss_above_that_of_the_start(steps, step):
     assert of_first_steps(steps[5:], course) == of_first_steps(steps[5:], later) == expected
 
 
+def test_a_loss_that_rises_after_it_has_fallen():
+    """A run that has learned with its large first updates has another fault than they are."""
+    losses = [4.0 - 0.05 * n for n in range(25)] + [30.0] * 8
+    steps = [*enumerate(((loss, 0.5) for loss in losses), 1)]
+    found_late = of_first_steps(steps, LossCourse())
+
+    assert [step for step, _ in found_late if step < 26] == []
+    assert found_late == of_first_steps(steps, LossCourse(), share=1e-6)
+
+
 def test_a_rate_that_was_lowered_after_large_updates():
     """What the updates before have done is no reason to lower it again."""
     course = LossCourse()
