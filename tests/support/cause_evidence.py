@@ -60,6 +60,11 @@ def trace(*changes: dict[str, Any], applied: bool = True) -> tuple:
     return tuple(steps)
 
 
+def of_the_start(steps: tuple) -> tuple:
+    """Return steps as the first ones of a run."""
+    return tuple(each._replace(step=number) for number, each in enumerate(steps, 1))
+
+
 def cause(
     kind: str = "loss_spike",
     steps: tuple | None = None,

@@ -144,17 +144,22 @@ def large_all_along(evidence: CauseEvidence) -> Cause | None:
     explanation = (
         f"{what}the updates before{at_rate} changed the weights by {by} (0.001 is ordinary)"
     )
-    if ratio < _ALL_LARGE or (not early and _are_usual(ratios)):
+    if ratio < _ALL_LARGE or (not early and _are_usual(ratios, steps[0].step)):
         advice = "lower the learning rate if data and program are as before"
         return Cause(UNKNOWN_CAUSE, explanation, advice)
     return Cause("learning_rate", explanation, LOWER_RATE)
 
 
-def _are_usual(ratios: Sequence[float]) -> bool:
-    """Tell whether many updates were as large and have not grown: the run has learned with them."""
+def _are_usual(ratios: Sequence[float], first_step: int) -> bool:
+    """Tell whether the run has learned with updates that were as large, and have not grown.
+
+    Args:
+        ratios: Ratios of the updates that are known, to the weights.
+        first_step: Step of the first of them. There may have been many before.
+    """
     half = len(ratios) // 2
-    first, last = ratios[:half], ratios[half:]
-    return len(ratios) >= _MANY and statistics.median(last) < _GROWN * statistics.median(first)
+    first, last = statistics.median(ratios[:half]), statistics.median(ratios[half:])
+    return (len(ratios) >= _MANY or first_step > _EARLY) and last < _GROWN * first
 
 
 def growing_updates(evidence: CauseEvidence) -> Cause | None:

@@ -5,7 +5,7 @@ import pytest
 from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.rates import RateRise
-from support.cause_evidence import HIGH_LOSS, cause, trace
+from support.cause_evidence import HIGH_LOSS, cause, of_the_start, trace
 
 
 def test_a_rate_far_above_the_rates_before():
@@ -84,12 +84,18 @@ def test_the_rate_that_was_set(initial, is_named):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "name"), [(0.15, "learning_rate"), (0.06, "unknown"), (0.001, "unknown")]
+    ("ratio", "begin", "name"),
+    [
+        (0.15, of_the_start, "learning_rate"),
+        (0.15, tuple, "unknown"),
+        (0.06, of_the_start, "unknown"),
+        (0.001, of_the_start, "unknown"),
+    ],
 )
-def test_updates_that_were_large_all_along(ratio, name):
-    """A loss that stays high after a row of large updates; doubtful ones are only mentioned."""
+def test_updates_that_were_large_all_along(ratio, begin, name):
+    """A loss that stays high after the large first updates; doubtful ones are only mentioned."""
     shift = Shift("loss", 9.4, 269.0, num_steps=2)
-    steps = trace(*[{"update_ratio": ratio}] * 5, HIGH_LOSS, HIGH_LOSS)
+    steps = begin(trace(*[{"update_ratio": ratio}] * 5, HIGH_LOSS, HIGH_LOSS))
     found = cause("loss_shift", steps, shift=shift, since=steps[-2].step, is_first=False)
     said = f"changed the weights by {ratio:.3g} times their size each" in found.explanation
 

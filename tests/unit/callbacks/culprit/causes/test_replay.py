@@ -7,7 +7,7 @@ from mfwrap.callbacks.culprit.replay.difference import Difference
 from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.replay import Origin
 from mfwrap.callbacks.culprit.replay.verdict import TOO_LARGE, Verdict
-from support.cause_evidence import NAMES, NAN, cause, trace
+from support.cause_evidence import NAMES, NAN, cause, of_the_start, trace
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,8 @@ def test_a_program_after_an_update_that_was_too_large():
 
 def test_a_program_after_updates_that_were_large_all_along():
     """Since the earlier call, the weights have moved by half of their size."""
-    steps = trace(*[{"update_ratio": 0.15}] * 4, {"update_ratio": 0.15, "global_norm": 4.0})
+    changes = [{"update_ratio": 0.15}] * 4 + [{"update_ratio": 0.15, "global_norm": 4.0}]
+    steps = of_the_start(trace(*changes))
     known = {"program": CHANGED, "loss_score": 20.0, "loss": 6.0, "earlier_losses": ()}
     found = cause(steps=steps, rank=known)
     assert found.name == "learning_rate"
