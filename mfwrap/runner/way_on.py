@@ -12,7 +12,10 @@ from mfwrap.records import read_json_lines
 from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.runner.folder import checkpoints
 
-_ANEW = "no checkpoint is from before: start anew with --overwrite"
+_ANEW = "no checkpoint has good weights: start anew with --overwrite"
+
+_EARLY = 100
+"""Last step at which updates that were too large are as old as the run."""
 
 
 @contextlib.contextmanager
@@ -57,12 +60,12 @@ def _way_on(folder: Path, saved: list[Path], last_step: int) -> str:
     spoilt = next((one for one in _episodes(folder) if _has_spoilt(one, last_step)), None)
     if spoilt is None or (good := _before(spoilt, saved)) == saved:
         return f"once it is mended, --resume=auto continues from {saved[-1].name}"
-    when = f"before step {spoilt.step}, where it went wrong"
     if good:
+        when = f"before step {spoilt.step}, where it went wrong"
         return f"once it is mended, --resume={good[-1]} continues from {when}"
     return (
-        f"no checkpoint is from {when}: once it is mended, for example by a lower learning rate, "
-        "start anew with --overwrite"
+        f"no checkpoint has good weights, as it went wrong at step {spoilt.step}: once it is "
+        "mended, for example by a lower learning rate, start anew with --overwrite"
     )
 
 
@@ -81,12 +84,12 @@ def _has_spoilt(episode: Episode, last_step: int) -> bool:
 
 
 def _before(episode: Episode, saved: list[Path]) -> list[Path]:
-    """Return the checkpoints from before an episode.
+    """Return the checkpoints with weights from before an episode.
 
     The weights that the step before it has left are those that it had, and may be its cause. If the
     rate was too high from the start on, no weights are good.
     """
-    if episode.records[0].get("suggestion") == LOWER_RATE:
+    if episode.records[0].get("suggestion") == LOWER_RATE and episode.step <= _EARLY:
         return []
     first = episode.records[0].get("since", episode.step)
     return [each for each in saved if step_of_checkpoint(each) < first - 1]

@@ -63,7 +63,7 @@ def test_all_checkpoints_of_a_failed_run_have_ruined_weights(tmp_path):
 
     step = int(re.search(r"before step (\d+), where it went wrong", note)[1])
     assert 5 <= step <= 8
-    assert note.startswith("no checkpoint is from before step")
+    assert note.startswith("no checkpoint has good weights, as it went wrong at step")
     assert note.endswith("by a lower learning rate, start anew with --overwrite")
     assert f"Diverged at step {step}." in page
     assert "The run failed after step" in page
@@ -83,8 +83,8 @@ def test_a_failed_run_goes_on_from_before_the_divergence(tmp_path):
     [
         ((20, 40, 60), "checkpoint-20 is the newest from before"),
         ((39, 40, 60), "checkpoint-39 is the newest from before"),
-        ((40, 60), "no checkpoint is from before: start anew with --overwrite"),
-        ((), "no checkpoint is from before: start anew with --overwrite"),
+        ((40, 60), "no checkpoint has good weights: start anew with --overwrite"),
+        ((), "no checkpoint has good weights: start anew with --overwrite"),
     ],
 )
 def test_where_a_training_has_diverged(tmp_path, saved, said):
@@ -101,17 +101,27 @@ def test_where_a_training_has_diverged(tmp_path, saved, said):
     assert lines == [f"{start}{said}; see the run page"]
 
 
-def test_a_rate_that_was_too_high_from_the_start(tmp_path):
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (
+            34,
+            "no checkpoint has good weights: start anew with --overwrite and a lower learning rate",
+        ),
+        (5034, "checkpoint-25 is the newest from before"),
+    ],
+)
+def test_a_rate_that_was_too_high_from_the_start(tmp_path, step, said):
     """The checkpoints from before the loss rose have weights that it has moved too far."""
-    first = {"step": 34, "since": 29, "kind": "loss_shift", "cause": "learning_rate"}
+    first = {"step": step, "since": step - 5, "kind": "loss_shift", "cause": "learning_rate"}
     first |= {"explanation": "too high", "suggestion": LOWER_RATE}
-    end = {"step": 34, "kind": "loss_shift", "last_step": 65, "num_steps": 29, "diverged": "it is"}
-    write_lines(tmp_path / "anomalies.jsonl", [first, end])
+    end = {"step": step, "kind": "loss_shift", "last_step": step + 31, "num_steps": 29}
+    write_lines(tmp_path / "anomalies.jsonl", [first, {**end, "diverged": "it is"}])
     (tmp_path / "checkpoint-25").mkdir()
     lines = []
     warn_of_divergence(tmp_path, lines.append)
 
-    assert "start anew with --overwrite and a lower learning rate; see the run page" in lines[0]
+    assert f"; {said}; see the run page" in lines[0]
 
 
 def test_a_run_that_has_come_back(tmp_path):
