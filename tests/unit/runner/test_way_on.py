@@ -61,7 +61,7 @@ def test_all_checkpoints_of_a_failed_run_have_ruined_weights(tmp_path):
     note = failed(tmp_path, 4)
     page = headline([read_run(tmp_path)])
 
-    step = int(re.search(r"before step (\d+), where it went wrong", note)[1])
+    step = int(re.search(r"went wrong at step (\d+):", note)[1])
     assert 5 <= step <= 8
     assert note.startswith("no checkpoint has good weights, as it went wrong at step")
     assert note.endswith("by a lower learning rate, start anew with --overwrite")

@@ -102,3 +102,14 @@ def test_a_momentum_that_the_state_does_not_have(tmp_path):
 
     assert [group["momentum"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
     assert "momentum 0.0, not 0.9" in said[0]
+
+
+def test_a_second_training_of_the_same_trainer(tmp_path):
+    """What the schedule has changed in the first one is no changed setting of the second."""
+    trainer = one_cycle(new_trainer(MFTrainer, tmp_path, **SAVING), total=12)
+    first = train(trainer)
+    with messages_of(LOG) as said:
+        again = train(trainer, resume=tmp_path / "checkpoint-3")
+
+    assert said == []
+    assert values(again, "learning_rate")[-3:] == values(first, "learning_rate")[3:6]
