@@ -3,12 +3,13 @@
 import contextlib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from mfwrap.arguments import callers_stacklevel
+from mfwrap.checkpoints.run_folders import checkpoints_of_run
 from mfwrap.records.episodes import Episode, episodes_of, notes_of
 from mfwrap.records.evaluations import AVERAGED, NO_RESULT, named
 from mfwrap.records.forms import Form, fitting, to_number
@@ -92,6 +93,9 @@ class RunRecord:
     samples: ModelSamples = field(default_factory=ModelSamples)
     """What the model has said about a few inputs."""
 
+    checkpoints: Sequence[Path] = ()
+    """Folders ``checkpoint-<step>``, in the order of their steps."""
+
     def first_step(self) -> int:
         """Return the first step of any curve; 0 if there is no curve."""
         return min((curve.steps[0] for curve in self.curves.values() if curve.steps), default=0)
@@ -161,6 +165,7 @@ def read_run(folder: Path) -> RunRecord:
         losses if any(losses) else {},
         facts,
         samples,
+        checkpoints_of_run(folder),
     )
 
 

@@ -5,6 +5,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import KINDS, SHIFTS
@@ -15,6 +16,7 @@ from mfwrap.records.rollbacks import RollbackRecord
 from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord
 from mfwrap.report.about import breakable
 from mfwrap.report.curves import NUMBER
+from mfwrap.report.good_checkpoints import newest_good
 from mfwrap.report.samples import compared, samples_of
 
 _UNKNOWN = "\N{EN DASH}"
@@ -117,7 +119,7 @@ def headline(runs: Sequence[RunRecord]) -> str:
 def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
     diverged = next((one for one in run.episodes if one.has_diverged), None)
-    told = "" if diverged is None else _diverged(diverged)
+    told = "" if diverged is None else _diverged(diverged, run.checkpoints)
     told += _untaught(run)
     # What has ended a failed run comes first.
     before, after = (f"{_end(run)} ", "") if "error" in run.facts else ("", f" {_end(run)}")
@@ -143,11 +145,14 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _diverged(episode: Episode) -> str:
-    """Say that the loss has not come back. Another computation of it is no divergence."""
+def _diverged(episode: Episode, saved: Sequence[Path]) -> str:
+    """Say that the loss has not come back, and which checkpoint is from before.
+
+    Another computation of the loss is no divergence.
+    """
     if episode.cause in _OF_LOSS:
         return f"The loss has not come back since step {episode.step}. "
-    return f"Diverged at step {episode.step}. "
+    return f"Diverged at step {episode.step}{newest_good(episode, saved)}. "
 
 
 def _untaught(run: RunRecord) -> str:

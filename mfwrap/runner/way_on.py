@@ -6,16 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
-from mfwrap.checkpoints.run_folders import step_of_checkpoint
 from mfwrap.records import read_json_lines
 from mfwrap.records.episodes import Episode, episodes_of
+from mfwrap.report.good_checkpoints import good_checkpoints
 from mfwrap.runner.folder import checkpoints
 
 _ANEW = "no checkpoint has good weights: start anew with --overwrite"
-
-_EARLY = 100
-"""Last step at which updates that were too large are as old as the run."""
 
 
 @contextlib.contextmanager
@@ -37,7 +33,7 @@ def warn_of_divergence(folder: Path, say: Callable[[str], None]) -> None:
     for episode in _episodes(folder):
         first = episode.records[0]
         if episode.has_diverged:
-            good = _before(episode, checkpoints(folder))
+            good = good_checkpoints(episode, checkpoints(folder))
             which = f"{good[-1].name} is the newest from before" if good else _ANEW
             if not good and first.get("cause") == "learning_rate":
                 which += " and a lower learning rate"
@@ -58,7 +54,7 @@ def _way_on(folder: Path, saved: list[Path], last_step: int) -> str:
         last_step: Last step of the run.
     """
     spoilt = next((one for one in _episodes(folder) if _has_spoilt(one, last_step)), None)
-    if spoilt is None or (good := _before(spoilt, saved)) == saved:
+    if spoilt is None or (good := good_checkpoints(spoilt, saved)) == saved:
         return f"once it is mended, --resume=auto continues from {saved[-1].name}"
     if good:
         when = f"before step {spoilt.step}, where it went wrong"
@@ -82,14 +78,3 @@ def _has_spoilt(episode: Episode, last_step: int) -> bool:
     goes_on = episode.num_skipped > 0 and episode.last_step >= last_step - 1
     return episode.has_diverged or goes_on
 
-
-def _before(episode: Episode, saved: list[Path]) -> list[Path]:
-    """Return the checkpoints with weights from before an episode.
-
-    The weights that the step before it has left are those that it had, and may be its cause. If the
-    rate was too high from the start on, no weights are good.
-    """
-    if episode.records[0].get("suggestion") == LOWER_RATE and episode.step <= _EARLY:
-        return []
-    first = episode.records[0].get("since", episode.step)
-    return [each for each in saved if step_of_checkpoint(each) < first - 1]

@@ -65,7 +65,7 @@ def test_all_checkpoints_of_a_failed_run_have_ruined_weights(tmp_path):
     assert 5 <= step <= 8
     assert note.startswith("no checkpoint has good weights, as it went wrong at step")
     assert note.endswith("by a lower learning rate, start anew with --overwrite")
-    assert f"Diverged at step {step}." in page
+    assert f"Diverged at step {step}; no checkpoint is good." in page
     assert "The run failed after step" in page
 
 

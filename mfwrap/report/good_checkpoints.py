@@ -1,0 +1,32 @@
+"""Tell which checkpoints of a run have weights from before an episode."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
+from mfwrap.checkpoints.run_folders import step_of_checkpoint
+from mfwrap.records.episodes import Episode
+
+_EARLY = 100
+"""Last step at which updates that were too large are as old as the run."""
+
+
+def good_checkpoints(episode: Episode, saved: Sequence[Path]) -> list[Path]:
+    """Return the checkpoints with weights from before an episode.
+
+    The weights that the step before it has left are those that it had, and may be its cause. If the
+    rate was too high from the start on, no weights are good.
+    """
+    record = episode.records[0]
+    if record.get("suggestion") == LOWER_RATE and episode.step <= _EARLY:
+        return []
+    first = record.get("since", episode.step)
+    return [each for each in saved if step_of_checkpoint(each) < first - 1]
+
+
+def newest_good(episode: Episode, saved: Sequence[Path]) -> str:
+    """Return a clause with the newest good checkpoint; empty for a run without checkpoints."""
+    if not saved:
+        return ""
+    good = good_checkpoints(episode, saved)
+    return f"; {good[-1].name} is the newest from before" if good else "; no checkpoint is good"
