@@ -133,6 +133,10 @@ class ExponentialMovingAverage:
             raise ValueError(msg)
         if isinstance(parameters, Iterator):
             parameters = list(parameters)
+        self.settings: dict[str, Any] = {"sigma_rel": self._sigmas} if self._sigmas else {}
+        """Decay and warm-up, or the lengths, and how often it averages."""
+        self.settings |= {} if self._sigmas else {"decay": decay, "warmup": self._warmup}
+        self.settings["update_every"] = self._update_every
         self._from_module = isinstance(parameters, nn.Module)
         self._buffer_places = buffer_places(parameters)
         self._sharded_parts = sharded_parts(parameters) if isinstance(parameters, nn.Module) else []

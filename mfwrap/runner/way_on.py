@@ -77,4 +77,3 @@ def _has_spoilt(episode: Episode, last_step: int) -> bool:
     """
     goes_on = episode.num_skipped > 0 and episode.last_step >= last_step - 1
     return episode.has_diverged or goes_on
-

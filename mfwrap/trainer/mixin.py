@@ -269,7 +269,7 @@ class MFTrainerMixin(_Base):
         self.__evaluation = Evaluation(self, per_token=eval_per_token_loss)
         self.__optimizer_settings = OptimizerSettings()
         self.__termination = RankTermination()
-        self.run_facts = TrainerFacts(self, self.__termination)
+        self.run_facts = TrainerFacts(self, self.__termination, self.__skip.rows)
         self.say_resume: Callable[[str], None] = _LOG.info
         """Called in the main process with the line that names the checkpoint of a resume."""
         self.__watch: RankWatch | None = None

@@ -13,6 +13,7 @@ from mfwrap.compatibility.transformers import has_own
 from mfwrap.records.run_facts import RunFacts, lasting_facts
 from mfwrap.records.run_files import record_folders
 from mfwrap.termination import RankTermination
+from mfwrap.trainer.data.row_skip import RowSkip
 from mfwrap.trainer.view import TrainerView
 
 
@@ -25,11 +26,13 @@ class TrainerFacts:
     Args:
         trainer: The trainer.
         termination: Says at the end whether a signal has stopped the training.
+        rows: Rows that the training leaves out.
     """
 
-    def __init__(self, trainer: TrainerView, termination: RankTermination) -> None:
+    def __init__(self, trainer: TrainerView, termination: RankTermination, rows: RowSkip) -> None:
         self._trainer = trainer
         self._termination = termination
+        self._rows = rows
         self._facts: RunFacts | None = None
         self._ended: RunFacts | None = None
         self.has_failed = False
@@ -121,12 +124,20 @@ class TrainerFacts:
 
     def _configuration(self) -> Mapping[str, Any]:
         trainer: Any = self._trainer
+        rows = {"skip_rows": self._rows.present_fact} if self._rows.present else {}
         if self._given is not None:
-            return self._given
+            return {**self._given, **rows}
         step = dataclasses.asdict(trainer.attached.config)
         for name in ("gradient_accumulation_steps", "use_clip_grad", "max_grad_norm"):
             del step[name]  # the Trainer's arguments decide
-        return {"training": trainer.args.to_dict(), "step": step, **trainer.batch_growth.settings()}
+        average = trainer.attached.ema
+        return {
+            "training": trainer.args.to_dict(),
+            "step": step,
+            **({} if average is None else {"ema": dict(average.settings)}),
+            **rows,
+            **trainer.batch_growth.settings(),
+        }
 
     def _tokens(self, state: TrainerState) -> int | None:
         """Return the tokens of the run so far; the Trainer has counted their operations."""

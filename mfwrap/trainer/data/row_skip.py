@@ -80,10 +80,12 @@ class RowSkip:
     @property
     def fact(self) -> str:
         """Description of the rows that were given, to be compared across ranks."""
-        if self._given is None:
-            return "none"
-        checksum = zlib.crc32(str(sorted(map(tuple, self._given))).encode())
-        return f"{len(self._given)} with checksum {checksum:08x}"
+        return "none" if self._given is None else _described(self._given)
+
+    @property
+    def present_fact(self) -> str:
+        """Description of the rows that the present training leaves out."""
+        return _described(self.present) if self.present else "none"
 
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:
@@ -306,3 +308,8 @@ def _without_targets(batch: Any) -> Any:
         if isinstance(batch.get(name), Tensor)
     }
     return {**batch, **ignored}
+
+
+def _described(rows: frozenset[SkippedRow]) -> str:
+    checksum = zlib.crc32(str(sorted(map(tuple, rows))).encode())
+    return f"{len(rows)} with checksum {checksum:08x}"

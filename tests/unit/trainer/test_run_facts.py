@@ -1,12 +1,13 @@
 """MFTrainer says in the run folder what the run was, if a monitor writes records there."""
 
+import functools
 import signal
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from mfwrap import StepConfig
+from mfwrap import ExponentialMovingAverage, StepConfig
 from mfwrap.callbacks import MetricsRecorder, TrainingStateMonitor
 from mfwrap.records import read_json_lines
 from mfwrap.records.run_record import read_facts
@@ -45,6 +46,28 @@ def test_settings_time_and_tokens(tmp_path):
     times = [line["seconds"] for line in lines]
     assert times == sorted(times)
     assert read_facts(tmp_path)["resumed"] == [4]
+
+
+def test_what_the_run_gets_beside_arguments(tmp_path):
+    """The average and the rows left out are settings too; a resume leaves out its run's rows."""
+    average = functools.partial(ExponentialMovingAverage, decay=0.9, warmup=True)
+    options = {"save_strategy": "steps", "save_steps": 2}
+    told = []
+    for extras in ({"ema": average}, {"ema": average, "skip_rows": [(0, 3)]}, {"ema": average}):
+        callbacks = [TrainingStateMonitor(**MONITOR)]
+        steps = {"max_steps": 2 + 2 * len(told)}
+        trainer = new_trainer(
+            MFTrainer, tmp_path, callbacks=callbacks, extras=extras, **steps, **options
+        )
+        trainer.train(resume_from_checkpoint="auto")
+        told.append(read_facts(tmp_path)["configuration"])
+
+    averages = [one["ema"] for one in told]
+    assert averages == [{"decay": 0.9, "warmup": True, "update_every": 1}] * 3
+    rows = [one.get("skip_rows", "") for one in told]
+    assert rows[0] == ""
+    assert rows[1].startswith("1 with checksum")
+    assert rows[2] == rows[1]
 
 
 def test_a_resume_after_the_last_update(tmp_path):
