@@ -15,14 +15,17 @@ from mfwrap.callbacks.shared.progress import RunSettings, Samples
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
+from mfwrap.records.forms import to_number
 from mfwrap.records.json_lines import JsonLines, last_record, last_value, to_plain
 from mfwrap.records.rewards import ALIKE, FEW, REWARD, constant_rewards, why_untaught
-from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
 
-_OF_LOGS = (*BY_SOURCE, REWARD, ALIKE, "completions/mean_length")
-"""Beginnings of names in the Trainer's log that are recorded: of sources and of TRL's rewards."""
+_OF_TRAINER = {
+    "epoch", "grad_norm", "learning_rate", "loss", "num_input_tokens_seen", "num_tokens", "step",
+}  # fmt: skip
+"""Numbers of the Trainer's and TRL's logs that the records of the steps or ``progress.jsonl`` have.
+"""
 
 
 @final
@@ -31,12 +34,12 @@ class MetricsRecorder(MonitorCallback):
 
     If an `EMACallback` evaluates averaged weights, their metrics get the prefix ``ema_``.
 
-    If the network reports losses beside their sum, the record has them by name in ``losses``. If
-    the Trainer logs the loss by source, a record for each log has ``loss/<source>`` and
-    ``tokens/<source>``, of all steps since the log before and of all ranks. In the same way, a
-    training by rewards has ``reward``, ``rewards/<name>/mean``, ``frac_reward_zero_std`` and
-    ``completions/mean_length`` of TRL. If the rewards have taught nothing in the first five logs,
-    or in all of a shorter training, the main process logs a warning.
+    If the network reports losses beside their sum, the record has them by name in ``losses``.
+
+    A record for each log of the Trainer has the numbers that the steps lack: what a subclass or
+    TRL logs, such as ``reward``, and ``loss/<source>`` and ``tokens/<source>`` of all steps since
+    the log before and of all ranks. If rewards have taught nothing in the first five logs, or in
+    all of a shorter training, the main process logs a warning.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
@@ -98,9 +101,9 @@ class MetricsRecorder(MonitorCallback):
         logs: Mapping[str, Any] | None = None,
         **__: Any,
     ) -> None:
-        """Write the steps since the last call, and losses by source and rewards of the log."""
+        """Write the steps since the last call, and the numbers of the log that they lack."""
         self.write_steps()
-        kept = {name: one for name, one in (logs or {}).items() if name.startswith(_OF_LOGS)}
+        kept = _of_user(logs or {})
         if kept:
             self.write({"step": state.global_step, **kept})
         if self.evaluation_lines and self._lines is not None and kept.get(REWARD) is not None:
@@ -309,3 +312,16 @@ def _losses(reports: Sequence[StepReport]) -> list[dict[str, float]]:
     values = [loss for report in reports for loss in report.losses.values()]
     read = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(read) for name in report.losses} for report in reports]
+
+
+def _of_user(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a log that are not the Trainer's; none of an evaluation or the end."""
+    if any(name.endswith("_runtime") for name in logs):
+        return {}
+    return {
+        name: number
+        for name, value in logs.items()
+        if name not in _OF_TRAINER
+        and not name.startswith("eval_")
+        and (number := to_number(value)) is not None
+    }

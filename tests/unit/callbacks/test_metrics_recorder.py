@@ -1,6 +1,7 @@
 """In addition to its steps, a run records throughput, `max_grad_norm` and evaluations."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -60,17 +61,19 @@ def test_throughput_of_a_batch_that_grows(tmp_path):
     ]
 
 
-def test_rewards_are_recorded(tmp_path):
-    """The rewards in the Trainer's log are recorded; evaluations are not recorded twice."""
+def test_numbers_of_others_are_recorded(tmp_path):
+    """The log's numbers are recorded that the steps lack; evaluations are not recorded twice."""
     arguments, state = arguments_of(tmp_path), TrainerState(global_step=5)
     recorder = MetricsRecorder(tmp_path)
     recorder.on_train_begin(arguments, state, None)
-    rewards = {"reward": 0.5, "rewards/short/mean": 0.5, "completions/mean_length": 7.0}
-    recorder.on_log(arguments, state, None, logs={"loss": 1.0, "entropy": 2.0, **rewards})
+    own = {"distillation": 0.5, "rewards/short/mean": 0.5, "entropy": 2.0, "broken": math.nan}
+    recorder.on_log(arguments, state, None, logs={"loss": 1.0, "learning_rate": 0.1, **own})
     recorder.on_log(arguments, state, None, logs={"eval_loss": 1.0, "eval_reward": 0.25})
+    recorder.on_log(arguments, state, None, logs={"own_loss": 1.0, "own_runtime": 0.25})
+    recorder.on_log(arguments, state, None, logs={"best": "model"})
 
     records = read_json_lines(tmp_path / "metrics.jsonl")
-    assert [one for one in records if "step" in one] == [{"step": 5, **rewards}]
+    assert [one for one in records if "step" in one] == [{"step": 5, **own, "broken": "nan"}]
 
 
 @pytest.mark.parametrize(
