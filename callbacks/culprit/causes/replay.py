@@ -159,7 +159,8 @@ def verdict(evidence: CauseEvidence) -> Cause | None:
         return Cause(
             "loss",
             f"the fault is outside of the network: {found.detail}",
-            "look at the code between the network's output and the backward",
+            "look at the code between the network's output and the backward; the row is named if "
+            "the network computes the loss",
             micro_batch=outlier(evidence.blamed.factors),
         )
     if found is not None and found.detail == TOO_LARGE:
