@@ -1,6 +1,7 @@
 """A picture of a run: loss, global norm, and local norms by layer and step."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ _STYLE: Any = {
     "axes.titleweight": "bold",
     "legend.frameon": False,
 }
+
+_OUTER = re.compile(r"^(base_model\.model\.)?(model\.)?|(\.default)?\.weight$")
+"""What most layers' names begin or end with, in PEFT and transformers."""
+
+_MOST_LABELS = 13
+"""Largest number of layers whose names fit beside the map of norms."""
 
 
 def draw_run(
@@ -147,7 +154,9 @@ def _draw_local_norms(axes: Axes, groups: Mapping[str, Curve]) -> Any:
         cmap=mpl.colormaps["viridis"].with_extremes(bad=NOT_FINITE_COLOR),
         norm=LogNorm(*np.percentile(positive, (1, 99))) if positive.size else None,
     )
-    axes.set_yticks(range(len(groups)), [name.removeprefix("model.") for name in groups])
+    names = [_OUTER.sub("", name) for name in groups]
+    places = range(0, len(names), math.ceil(len(names) / _MOST_LABELS))
+    axes.set_yticks(places, [names[place] for place in places])
     axes.invert_yaxis()
     axes.grid(visible=False)
     return mesh

@@ -1,5 +1,6 @@
 """Show a training in a terminal as one progress bar, with lines above it for what goes wrong."""
 
+import collections
 import contextlib
 import shlex
 import shutil
@@ -21,6 +22,9 @@ from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.display.step_numbers import ShownStep
 from mfwrap.trainer.events import monitors
+
+_MOST_OF_FAMILY = 12
+"""Largest number of values of one family, such as ``local_norm/<parameter>``, that are printed."""
 
 
 def _fitted(line: str, width: int) -> str:
@@ -124,7 +128,7 @@ class StepProgressCallback(ProgressCallback):
         """Show the last step; print the results of an evaluation unless a callback does."""
         logs = logs or {}
         if self._numbers is None and not self._is_hidden:
-            super().on_log(args, state, control, logs=logs, **known)  # type: ignore[no-untyped-call]  # (transformers)
+            super().on_log(args, state, control, logs=_readable(logs), **known)  # type: ignore[no-untyped-call]  # (transformers)
             return
         if self._numbers is not None:
             self._numbers.flush()
@@ -216,7 +220,21 @@ class StepPrinterCallback(PrinterCallback):
         is_evaluation = any(name.startswith("eval_") for name in logs or {})
         steps = any(one.step_lines != "never" for one in own)
         if not (any(one.evaluation_lines for one in own) if is_evaluation else steps):
-            super().on_log(args, state, control, logs=logs, **known)  # type: ignore[no-untyped-call]  # (transformers)
+            shown = _readable(logs or {})
+            super().on_log(args, state, control, logs=shown, **known)  # type: ignore[no-untyped-call]  # (transformers)
+
+
+def _readable(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a log without the numbers of each parameter, which would fill a screen.
+
+    Trackers and ``trainer_state.json`` get them all.
+    """
+    families = collections.Counter(name.partition("/")[0] for name in logs if "/" in name)
+    return {
+        name: value
+        for name, value in logs.items()
+        if families[name.partition("/")[0]] <= _MOST_OF_FAMILY
+    }
 
 
 @contextlib.contextmanager

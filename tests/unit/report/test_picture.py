@@ -1,5 +1,7 @@
 """The picture of a run shows a panel for each kind of number that was recorded."""
 
+import itertools
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -172,6 +174,38 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypat
     assert not list(folder.glob("*.partial"))
 
 
+def drawn(folder, monkeypatch):
+    """Return the figure that is drawn of a run."""
+    figures, save = [], Figure.savefig
+
+    def saved(figure, *args, **keywords):
+        figures.append(figure)
+        save(figure, *args, **keywords)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    draw_run(folder, folder / "run.png")
+    return figures[0]
+
+
+def test_many_layers_have_labels_that_do_not_overlap(tmp_path, monkeypatch):
+    """An adapter has two matrices with long names for each weight that it adapts."""
+    names = [
+        f"base_model.model.model.layers.{number}.q_proj.lora_{one}.default.weight"
+        for number in range(40)
+        for one in "AB"
+    ]
+    norms = {name: 1.0 + number for number, name in enumerate(names)}
+    lines = [{"step": step, "loss": 1.0, "local_norm": norms} for step in (1, 2)]
+    write_lines(tmp_path / "training_state.jsonl", lines)
+    figure = drawn(tmp_path, monkeypatch)
+
+    labels = [one for one in figure.axes[-2].get_yticklabels() if one.get_text()]
+    places = sorted((one.get_window_extent().y0, one.get_window_extent().y1) for one in labels)
+    assert labels[0].get_text() == "layers.0.q_proj.lora_A"
+    assert len(labels) > 8
+    assert all(high <= low for (_, high), (low, _) in itertools.pairwise(places))
+
+
 @pytest.mark.parametrize(
     ("norm", "labels"), [(2.4e6, {"1e+06", "100000"}), (1.2, {"1"}), (30.0, {"20"})]
 )
@@ -182,17 +216,7 @@ def test_texts_of_the_picture(tmp_path, monkeypatch, norm, labels):
         for n in range(1, 9)
     ]
     write_lines(tmp_path / "metrics.jsonl", [*lines, {"step": 8, "eval_loss": 1.25}])
-    drawn, save = [], Figure.savefig
-
-    def saved(figure, *args, **keywords):
-        drawn.append(figure)
-        save(figure, *args, **keywords)
-
-    monkeypatch.setattr(Figure, "savefig", saved)
-
-    draw_run(tmp_path, tmp_path / "run.png")
-
-    loss, norms = drawn[0].axes
+    loss, norms = drawn(tmp_path, monkeypatch).axes
     low, high = norms.get_ylim()
     seen = [one.label1.get_text() for one in norms.yaxis.majorTicks if low <= one.get_loc() <= high]
     assert labels & {*seen}

@@ -13,7 +13,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, T
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
-from mfwrap.callbacks import EMACallback, MFLossMonitor
+from mfwrap import StepConfig
+from mfwrap.callbacks import EMACallback, MFLossMonitor, TrainingStateMonitor
 from mfwrap.termination import RankTermination
 from mfwrap.trainer import MFTrainer
 from mfwrap.trainer.display.console import StepProgressCallback
@@ -180,6 +181,31 @@ def test_in_a_file(recipe):
     assert not re.search(r"\d+/6 \[", written)
     assert "\r" not in written
     assert "{'loss'" not in written
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_norms_of_each_parameter_are_not_printed(tmp_path, capfd, is_quiet):
+    """They would fill the screen at each log; the Trainer's log has them."""
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        logging_steps=1,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=is_quiet,
+    )
+    step, monitor = StepConfig(local_norm=True), TrainingStateMonitor(local_norm_format="trackers")
+    trainer = MFTrainer(
+        tiny_llama(), arguments, train_dataset=Counting(8), callbacks=[monitor], step=step
+    )
+    trainer.train()
+    printed = capfd.readouterr().out
+
+    assert "'loss_scale'" in printed
+    assert "local_norm" not in printed
+    assert "local_norm/lm_head.weight" in trainer.state.log_history[0]
 
 
 @pytest.mark.parametrize("monitored", [True, False])
