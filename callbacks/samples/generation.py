@@ -14,6 +14,9 @@ from mfwrap.callbacks.samples.prompt import Prompt, decoded, on_device_of
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: mappings with ``role`` and ``content``."""
 
+CUT = " [...]"
+"""Mark of an answer that has not ended after the largest number of tokens."""
+
 _IGNORED = -100
 
 
@@ -129,7 +132,7 @@ class Generation:
         return self._prompt(ids[:first], decoded(ids[:first], self._tokenizer), reference)
 
     def answer(self, model: Any, prompt: Prompt) -> str:
-        """Return what the model generates after a prompt.
+        """Return what the model generates after a prompt, with `CUT` if it had not ended.
 
         Synchronizes with the device. If all ranks generate together, call it on all of them.
         """
@@ -143,7 +146,14 @@ class Generation:
         found = model.generate(
             **inputs, generation_config=self._config, synced_gpus=self._is_shared
         )
-        return decoded(found[0, start:], self._tokenizer)
+        new = found[0, start:]
+        is_full = len(new) - self._has_encoder >= self._config.max_new_tokens
+        return decoded(new, self._tokenizer) + CUT * (is_full and not self._ends(new[-1]))
+
+    def _ends(self, token: Tensor) -> bool:
+        """Tell whether a token ends a text."""
+        ends: Any = self._config.eos_token_id
+        return int(token) in (ends if isinstance(ends, list) else [ends])
 
     def _prompt(self, ids: Tensor, text: str, reference: str | None = None) -> Prompt:
         if self._num_positions is not None:

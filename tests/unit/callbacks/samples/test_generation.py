@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from mfwrap.callbacks.samples.generation import Generation, can_generate
+from mfwrap.callbacks.samples.generation import CUT, Generation, can_generate
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from support.small_networks import Classifier
 from support.trainer_runs import messages_of, tiny_llama
@@ -105,7 +105,7 @@ def test_a_model_with_an_encoder():
 
     assert (prompt.text, prompt.reference) == ("1 2 3", "4 5")
     expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
-    assert task.answer(model, prompt) == " ".join(map(str, expected[0].tolist()))
+    assert task.answer(model, prompt) == " ".join(map(str, expected[0].tolist())) + CUT
 
 
 def test_prompt_and_answer_fit_the_positions():
@@ -117,9 +117,22 @@ def test_prompt_and_answer_fit_the_positions():
 
     assert prompt.inputs["input_ids"].tolist() == [[*range(8, 18)]]
     assert prompt.text == " ".join(map(str, range(18)))
-    assert len(task.answer(model, prompt).split()) == 6
+    assert len(task.answer(model, prompt).removesuffix(CUT).split()) == 6
     short = generation(model, max_new_tokens=64)
-    assert len(short.answer(model, short.of_row(row([1, 2, 3, 4], [-100] * 3 + [4]))).split()) == 13
+    said = short.answer(model, short.of_row(row([1, 2, 3, 4], [-100] * 3 + [4])))
+    assert len(said.removesuffix(CUT).split()) == 13
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_answer_that_has_not_ended_is_marked(ends):
+    """A token that ends a text may be the last one that is allowed."""
+    model = tiny_llama().eval()
+    token = int(model(torch.tensor([[1, 2]])).logits[0, -1].argmax())
+    model.generation_config.eos_token_id = [token, 0] if ends else token + 1
+    task = generation(model, max_new_tokens=1)
+    said = task.answer(model, task.of_row(row([1, 2, 3], [-100, -100, 3])))
+
+    assert said == (str(token) if ends else f"{token} [...]")
 
 
 def test_the_settings_of_the_model_stay():
@@ -152,7 +165,8 @@ def test_a_seed_draws_the_same_text():
     )  # fmt: skip
 
     for _ in range(2):
-        assert task.answer(model, prompt) == " ".join(map(str, expected[0, 2:].tolist()))
+        said = " ".join(map(str, expected[0, 2:].tolist()))
+        assert task.answer(model, prompt) == said + CUT
 
 
 def test_what_can_generate():

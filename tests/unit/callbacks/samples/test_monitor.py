@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM, Trainer
 
 from mfwrap import ExponentialMovingAverage
 from mfwrap.callbacks import EMACallback, SampleMonitor
+from mfwrap.callbacks.samples.generation import CUT
 from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.records import read_json_lines
 from mfwrap.report.page import page_text
@@ -39,7 +40,7 @@ def samples(folder, *, averaged=None):
 
 
 def answer(model, prompt):
-    """Return the four tokens that a model generates after a prompt."""
+    """Return the four tokens that a model generates after a prompt, which end no text."""
     found = model.eval().generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -47,7 +48,7 @@ def answer(model, prompt):
         do_sample=False,
         pad_token_id=0,
     )
-    return " ".join(map(str, found[0, prompt.shape[1] :].tolist()))
+    return " ".join(map(str, found[0, prompt.shape[1] :].tolist())) + CUT
 
 
 def run(kind, folder, *callbacks, average=False, **settings):
@@ -165,7 +166,7 @@ def test_prompts(tmp_path):
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
     )
     last = tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True).strip()
-    assert found[-1]["text"] == last
+    assert found[-1]["text"] == last + CUT
     assert [line.partition(", in")[0] for line in said] == [
         f"Samples of step {step}" for step in (0, 3, 4)
     ]
