@@ -303,8 +303,9 @@ def build_trainer(
             as, if the task takes several forms of rows, with lines about those of them that
             ``training.max_length`` leaves out or cuts, with the order of the classes if it is that
             of a checkpoint, and with a warning if a classifier of a checkpoint gets a new head or
-            classes of other names, if a checkpoint has weights that the model does not use, or if
-            sequences may be longer than those that a checkpoint was trained with.
+            classes of other names, if a checkpoint has weights that the model does not use or far
+            more tokens than its tokenizer, or if sequences may be longer than those that a
+            checkpoint was trained with.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -495,7 +496,7 @@ def _say_of_model(
     *,
     leaves_out_rows: bool,
 ) -> None:
-    """Warn of weights that are not used, of another head, and of positions that were not trained.
+    """Warn of unused weights, another head or tokenizer, and positions that were not trained.
 
     Before, say the order of the classes if it follows from the checkpoint. If rows are left out,
     also warn that a model still has them in its mean and deviation.
@@ -509,6 +510,7 @@ def _say_of_model(
         say(order)
     notes = [
         recipe.model.other_head(inner),
+        recipe.model.other_tokenizer(inner, keywords.get("processing_class")),
         untrained_positions(recipe, network),
         _STILL_COUNTED if leaves_out_rows and has_scale else None,
     ]

@@ -52,6 +52,10 @@ from mfwrap.tensors.embedding_tables import num_embeddings, num_positions
 _BYTES = "bytes"
 _NEWEST = "main"
 _ONE_CLASS = "single_label_classification"
+
+_LEAST_USED = 0.8
+"""Smallest share of a model's embeddings that its own tokenizer uses; the others fill up a size."""
+
 """The ``problem_type`` of a model that gives each row one class."""
 
 
@@ -443,6 +447,31 @@ class ModelSettings(RecipeSection):
             f"the data have {', '.join(now):.200}, so the rows of the head go on as the classes of "
             "the data, in this order; if they are the same classes, name them in the data as the "
             "checkpoint does"
+        )
+
+    def other_tokenizer(self, network: Any, tokenizer: Any) -> str | None:
+        """Say that a checkpoint has far more tokens than its tokenizer, which may be another's.
+
+        Args:
+            network: The model.
+            tokenizer: Its tokenizer, or what processes other inputs.
+
+        Returns:
+            One sentence; ``None`` if the numbers fit, or one of them is unknown.
+        """
+        number = num_embeddings(network)
+        if (
+            self.path is None
+            or number is None
+            or not isinstance(tokenizer, PreTrainedTokenizerBase)
+        ):
+            return None
+        if len(tokenizer) >= _LEAST_USED * number:
+            return None
+        return (
+            f"model.path: {self.path!r} has embeddings of {number:,} tokens, and its tokenizer "
+            f"has {len(tokenizer):,}; if it is the tokenizer of another model, nothing that the "
+            "weights have learned fits"
         )
 
     def folder(self) -> Path | None:

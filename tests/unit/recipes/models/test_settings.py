@@ -311,6 +311,22 @@ def test_a_head_for_other_classes(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("size", "is_other"), [(261, False), (320, False), (4_096, True)])
+def test_a_tokenizer_of_another_model(json_lines, tmp_path, size, is_other):
+    """A model may have a few embeddings more than tokens, but not many."""
+    config = BertConfig(**BERT["config"], vocab_size=size)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    section = json_lines([{"text": "a", "label": "xy"[n % 2]} for n in range(6)])
+    lines = []
+    model = {"path": str(tmp_path / "base")}
+    build_trainer(recipe_of("sequence_classification", section, model=model), say=lines.append)
+
+    found = [line for line in lines if "embeddings of" in line]
+    assert bool(found) == is_other
+    assert all("has embeddings of 4,096 tokens, and its tokenizer has 261;" in one for one in found)
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [
