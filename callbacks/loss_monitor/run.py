@@ -99,7 +99,9 @@ class MonitoredRun:
         self._shared_names: list[str] | None = None
         self._num_steps = 0
         self._pass_over_data = 0
-        self._last_step = self._last_printed = self._last_logged = global_step
+        self._last_step = self._last_logged = global_step
+        # A run that resumes between two lines goes on with the steps of an uninterrupted run.
+        self._last_printed = global_step - global_step % self._per_print_times
         self.has_outputs = False
         """Whether any step of this run has had an output."""
 
@@ -190,7 +192,7 @@ class MonitoredRun:
     def _moment(self, global_step: int, device: torch.device | None = None) -> _Moment:
         position = self._length.position(global_step)
         make_record = None
-        num_steps = max(global_step - self._last_printed, 1)
+        num_steps = max(global_step - max(self._last_printed, self._length.first_step), 1)
         if self._is_due(global_step):
             size = self.samples.mean(global_step, num_steps)
             seconds, flops = self.clock.end_lap(), self._flops(size)

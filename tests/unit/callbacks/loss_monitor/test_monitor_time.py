@@ -7,7 +7,7 @@ import pytest
 from support.monitored_loop import Loop, output, shown
 
 
-@pytest.mark.parametrize("start", [0, 100])
+@pytest.mark.parametrize("start", [0, 99])
 def test_steps_between_records(start, caplog):
     """With `per_print_times=3`, a record has its step's loss and the mean time of three steps."""
     loop = Loop(per_print_times=3, max_steps=200, epochs=1)
@@ -20,6 +20,19 @@ def test_steps_between_records(start, caplog):
     assert shown(caplog, r"step:\[ *(\d+)") == [str(start + 3), str(start + 6)]
     assert shown(caplog, r"loss:\[(.*?)\]") == ["3.000/2.000", "6.000/3.500"]
     assert shown(caplog, r"per_step_time: (\d+)ms") == ["500", "1250"]
+
+
+def test_a_run_that_resumes_between_two_records(caplog):
+    """It goes on with the steps of an uninterrupted run; the first time is that of two steps."""
+    loop = Loop(per_print_times=3, max_steps=200, epochs=1)
+    loop.state.global_step = 100
+    loop.send("on_train_begin")
+    for number in range(1, 6):
+        loop.step(output(float(number)), seconds=number / 4)
+    loop.send("on_train_end")
+
+    assert shown(caplog, r"step:\[ *(\d+)") == ["102", "105"]
+    assert shown(caplog, r"per_step_time: (\d+)ms") == ["375", "1000"]
 
 
 def test_a_count_that_goes_back(caplog):
