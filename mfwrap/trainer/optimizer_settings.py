@@ -1,10 +1,12 @@
 """Give the optimizer of a resumed training the settings that have changed since its checkpoint.
 
 A stock Trainer loads the settings of the checkpoint over them: a learning rate or a weight decay
-that is set for the resume has no effect, in silence.
+that is set for the resume has no effect, in silence. If the schedule has another length, its first
+update has the rate of the former schedule, which is 0 for a training that had ended.
 """
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -24,6 +26,9 @@ _RATE = "initial_lr"
 
 _TAKEN = frozenset({_RATE, "max_lr", "min_lr", "weight_decay", "betas", "eps"})
 """Options that may change on the way. Another momentum, for example, needs another state."""
+
+_ROUNDING = 1e-6
+"""Largest relative difference of equal rates, one of which may be a float32."""
 
 _Setting = float | int | tuple[float | int, ...]
 
@@ -70,7 +75,7 @@ class OptimizerSettings:
             return
         rates = _rates_of(schedule)
         taken, kept = set(), set()
-        for number, (group, then, now) in enumerate(zip(groups, saved, self._groups, strict=True)):
+        for group, then, now in zip(groups, saved, self._groups, strict=True):
             former = _numbers(then)
             for name in former.keys() & now.keys() & group.keys():
                 if now[name] == former[name]:
@@ -81,8 +86,11 @@ class OptimizerSettings:
                     continue
                 taken.add(f"{shown} {now[name]} in place of {former[name]}")
                 group[name] = now[name]
-                if name == _RATE and rates is not None:
-                    rates(number, group)
+        change = None if rates is None else _follow(rates, groups)
+        if change is not None and not any("learning rate" in one for one in taken):
+            taken.add(
+                f"learning rate {change} for the next update, because its schedule has changed"
+            )
         if taken and this_rank() == 0:
             _LOG.warning("the optimizer goes on with %s", ", ".join(sorted(taken)))
         if kept and this_rank() == 0:
@@ -107,8 +115,22 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
-def _rates_of(schedule: Any) -> Callable[[int, dict[str, Any]], None] | None:
-    """Return what sets the rates of a parameter group to those that follow from its initial one.
+def _follow(
+    rates: Callable[[int, Mapping[str, Any]], float], groups: Sequence[dict[str, Any]]
+) -> str | None:
+    """Set the rates of the next update; return how the first one that differs has changed."""
+    change = None
+    for number, group in enumerate(groups):
+        if _RATE in group:
+            loaded, rate = float(group["lr"]), rates(number, group)
+            if not math.isclose(rate, loaded, rel_tol=_ROUNDING):
+                group["lr"] = rate
+                change = change or f"{rate:.4g} in place of {loaded:.4g}"
+    return change
+
+
+def _rates_of(schedule: Any) -> Callable[[int, Mapping[str, Any]], float] | None:
+    """Return what gives a schedule the initial rate of a parameter group, and returns the next one.
 
     Most schedules of torch make each rate from the one before, and cannot take another.
 
@@ -120,13 +142,14 @@ def _rates_of(schedule: Any) -> Callable[[int, dict[str, Any]], None] | None:
     """
     schedule = getattr(schedule, "scheduler", schedule)
 
-    def set_rates(number: int, group: dict[str, Any]) -> None:
+    def set_rates(number: int, group: Mapping[str, Any]) -> float:
         initial = group[_RATE]
         schedule.base_lrs[number] = initial
         if isinstance(schedule, LambdaLR):
-            group["lr"] = initial * schedule.lr_lambdas[number](schedule.last_epoch)
+            rate: float = initial * schedule.lr_lambdas[number](schedule.last_epoch)
         else:
-            group["lr"] = schedule.get_lr()[number]
-        set_last_rate(schedule, number, group["lr"])
+            rate = schedule.get_lr()[number]
+        set_last_rate(schedule, number, rate)
+        return rate
 
     return set_rates if isinstance(schedule, (LambdaLR, FormulaLR, GroupedLR)) else None

@@ -41,6 +41,23 @@ def test_a_rate_that_was_changed(schedule, kind, tmp_path):
     assert "learning rate 0.001 in place of 0.01" in said[0]
 
 
+@pytest.mark.filterwarnings("ignore:no state of the step:UserWarning")  # of a stock checkpoint
+@pytest.mark.parametrize("kind", [MFTrainer, Trainer], ids=["MFTrainer", "stock"])
+def test_a_run_that_gets_more_steps(kind, tmp_path):
+    """Its first update has the rate of the longer schedule, not the 0 at the end of the shorter."""
+    settings = {**SAVING, "lr_scheduler_type": "linear"}
+    train(new_trainer(kind, tmp_path / "run", **settings))
+    settings["max_steps"] = 12
+    trainer = new_trainer(MFTrainer, tmp_path / "run", **settings)
+    with messages_of(LOG) as said:
+        resumed = train(trainer, resume=tmp_path / "run" / "checkpoint-6")
+
+    rates = [0.01 * (12 - step) / 12 for step in range(6, 12)]
+    assert values(resumed, "learning_rate")[-6:] == pytest.approx(rates, rel=1e-12)
+    [line] = said
+    assert "learning rate 0.005 in place of 0 for the next update" in line
+
+
 def test_other_settings(tmp_path):
     """A weight decay and the betas of Adam, of the groups that have them, are taken, too."""
     checkpoint, _ = half_run(tmp_path / "first", weight_decay=0.1)
