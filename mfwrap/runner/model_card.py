@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from datasets import Dataset
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 from transformers.modelcard import make_markdown_table
@@ -275,7 +276,8 @@ def _transformers_usage(run: FinishedRun, name: str, place: str) -> str:
     elif tokenizer is not None:
         asked = '"This is a text."'
         if task.hub_task == "text-generation":
-            is_chat = recipe.model.path is not None and bool(tokenizer.chat_template)
+            has_template = recipe.model.path is not None and bool(tokenizer.chat_template)
+            is_chat = has_template and not _has_learned_texts(run.trainer.train_dataset)
             asked = _CHAT if is_chat else '"This is", max_new_tokens=32'
             if recipe.peft is not None:  # the base model may end its texts by another token
                 asked += ", eos_token_id=tokenizer.eos_token_id"
@@ -289,6 +291,13 @@ def _transformers_usage(run: FinishedRun, name: str, place: str) -> str:
     named = (f"from {one} import {', '.join(names)}" for one, names in sorted(imports.items()))
     code = "\n".join([*named, "", *lines])
     return f"{note}After `pip install {install}`{where}:\n\n```python\n{code}\n```"
+
+
+def _has_learned_texts(rows: Any) -> bool:
+    """Return whether rows are texts without turns, to which no chat template was applied."""
+    first = rows[0] if isinstance(rows, Dataset) and len(rows) else {}
+    is_text = any(isinstance(first.get(name), str) for name in ("prompt", "text"))
+    return is_text and "messages" not in first
 
 
 def _image_processor(run: FinishedRun) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import Dataset
 from huggingface_hub import ModelCard
 
 from mfwrap.recipes.data.library import DatasetsSource
@@ -174,7 +175,8 @@ def card_with(tmp_path):
     recipe = parse_recipe(recipe_text(**sections), "r.yaml", [f"training.output_dir={tmp_path}"])
     trainer, _ = build_trainer(recipe)
 
-    def card_with(metrics=None, *, chats=False, repository=None, name="model", **settings):
+    def card_with(metrics=None, *, chats=False, rows=(), repository=None, name="model", **settings):
+        trainer.train_dataset = Dataset.from_list(list(rows))
         trainer.processing_class.chat_template = "{{ messages }}" if chats else None
         if repository:
             trainer.hub_model_id = repository
@@ -219,6 +221,22 @@ def test_a_chat_has_messages(card_with):
 
     assert '"role": "user"' not in card_with(model=base).text
     assert '"role": "user"' in card_with(chats=True, model=base).text
+
+
+@pytest.mark.parametrize(
+    ("row", "is_chat"),
+    [
+        ({"prompt": "3 + 3 = ", "answer": "6"}, False),
+        ({"text": "a story"}, False),
+        ({"prompt": [{"role": "user", "content": "3 + 3"}]}, True),
+        ({"prompt": "not used", "messages": [{"role": "user", "content": "3 + 3"}]}, True),
+    ],
+)
+def test_a_chat_model_that_has_learned_from_texts(card_with, row, is_chat):
+    """It is asked with a text, because no chat template was applied."""
+    card = card_with(chats=True, model=ModelSettings(path="org/base"), rows=[row])
+
+    assert ('"role": "user"' in card.text) == is_chat
 
 
 def test_the_place_of_a_model(card_with):
