@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, final
 
 import torch
@@ -36,10 +37,11 @@ class MetricsRecorder(MonitorCallback):
 
     If the network reports losses beside their sum, the record has them by name in ``losses``.
 
-    A record for each log of the Trainer has the numbers that the steps lack: what a subclass or
-    TRL logs, such as ``reward``, and ``loss/<source>`` and ``tokens/<source>`` of all steps since
-    the log before and of all ranks. If rewards have taught nothing in the first five logs, or in
-    all of a shorter training, the main process logs a warning.
+    A record for each log of the Trainer has the numbers that the steps lack: what a subclass or TRL
+    logs, such as ``reward`` (the mean, if it logs several times in a step), and ``loss/<source>``
+    and ``tokens/<source>`` of all steps since the log before and of all ranks. If rewards have
+    taught nothing in the first five logs, or in all of a shorter training, the main process logs a
+    warning.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
@@ -62,6 +64,8 @@ class MetricsRecorder(MonitorCallback):
         self._reports: list[tuple[int, StepReport]] = []
         self._limit: float | None = None
         self._is_training = False
+        self._own: dict[str, list[float]] = {}
+        self._own_step = 0
 
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
@@ -72,6 +76,7 @@ class MetricsRecorder(MonitorCallback):
             OSError: If files cannot be written to the run folder.
         """
         self._reports.clear()
+        self._own.clear()
         self._is_training, self._lines, self._limit = True, None, None
         if not state.is_world_process_zero:
             return
@@ -105,12 +110,23 @@ class MetricsRecorder(MonitorCallback):
         self.write_steps()
         kept = _of_user(logs or {})
         if kept:
-            self.write({"step": state.global_step, **kept})
+            self._write_own(state.global_step, kept)
         if self.evaluation_lines and self._lines is not None and kept.get(REWARD) is not None:
             said = "step %d, reward: %.6g"
             run_logger(EvalCallback.__module__).info(said, state.global_step, kept[REWARD])
         if ALIKE in kept:
             self._warn_of_rewards(state, FEW)
+
+    def _write_own(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write numbers of a log, or their means over those of the step so far.
+
+        A ``compute_loss`` that logs does so for each micro-batch.
+        """
+        if step != self._own_step:
+            self._own, self._own_step = {}, step
+        for name, number in numbers.items():
+            self._own.setdefault(name, []).append(number)
+        self.write({"step": step, **{name: fmean(self._own[name]) for name in numbers}})
 
     def _warn_of_rewards(self, state: TrainerState, *numbers: int) -> None:
         """Warn if the Trainer has logged rewards so many times, and they have taught nothing."""

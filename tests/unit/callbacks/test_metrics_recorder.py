@@ -76,6 +76,22 @@ def test_numbers_of_others_are_recorded(tmp_path):
     assert [one for one in records if "step" in one] == [{"step": 5, **own, "broken": "nan"}]
 
 
+def test_a_log_of_each_micro_batch(tmp_path):
+    """The last record of a step has the mean of its logs, so a NaN in one of them stays."""
+    arguments, state = arguments_of(tmp_path), TrainerState(global_step=5)
+    recorder = MetricsRecorder(tmp_path)
+    recorder.on_train_begin(arguments, state, None)
+    for step, first, second in ((5, 1.0, 2.0), (6, math.nan, 4.0), (7, 3.0, 5.0)):
+        state.global_step = step
+        for number in (first, second):
+            recorder.on_log(arguments, state, None, logs={"distillation": number})
+
+    curve = read_run(tmp_path).curves["distillation"]
+    assert curve.steps == [5, 6, 7]
+    assert [curve.values[0], curve.values[2]] == [1.5, 4.0]
+    assert math.isnan(curve.values[1])
+
+
 @pytest.mark.parametrize(
     ("logs", "before", "at"),
     [
