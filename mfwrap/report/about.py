@@ -127,7 +127,7 @@ def _in_short(number: Any) -> str:
 def _differences(runs: Sequence[RunRecord]) -> str:
     """Return a table of the settings in which runs differ; nothing for one run."""
     known = [run for run in runs if run.facts]
-    settings = [_settings(run) for run in known]
+    settings = [{**_settings(run), **_command(run)} for run in known]
     if len(known) < 2:
         return ""
     names = [
@@ -153,6 +153,18 @@ def _differences(runs: Sequence[RunRecord]) -> str:
         '<h2>Differences</h2><div class="wide"><table id="differences" class="rows"><thead><tr>'
         f"<th>Setting</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
+
+
+def _command(run: RunRecord) -> dict[str, str]:
+    """Return the command, whose own arguments may be the only ones that differ; without a folder.
+
+    Two runs of a recipe differ in the folder in any case.
+    """
+    words = run.facts.get("command")
+    if not isinstance(words, list):
+        return {}
+    others = (str(word) for word in words if re.split("[/=]", str(word))[-1] != run.name)
+    return {"command": " ".join(others)}
 
 
 def _settings(run: RunRecord) -> dict[str, str]:

@@ -122,6 +122,22 @@ def test_differences(tmp_path):
     assert "Differences" not in about(runs[::2])
 
 
+def test_a_setting_of_the_script_differs(tmp_path):
+    """The commands are compared, but for the folder of the run."""
+    commands = {
+        name: ["s.py", "--out", f"runs/{name}", "--temperature", value]
+        for name, value in (("a", "1"), ("b", "4"), ("c", "1"))
+    }
+    runs = {
+        name: run(tmp_path / name, {**FACTS, "command": command})
+        for name, command in commands.items()
+    }
+
+    page = about([runs["a"], runs["b"]])
+    assert '<td class="value" data-column="b">s.py --out --temperature 4</td>' in page
+    assert "All recorded settings are the same" in about([runs["a"], runs["c"]])
+
+
 def test_details_are_folded_and_no_markup(tmp_path):
     """Command and settings are folded; their text is never interpreted as HTML."""
     facts = FACTS | {"resume_command": "python train.py --resume"}
