@@ -164,7 +164,8 @@ class StepProgressCallback(ProgressCallback):
         loss = next(entries, None)
         result = steps if loss is None else f"{steps}, loss {loss:.4g}"
         if state.best_metric is not None:
-            result = f"{result}, best {args.metric_for_best_model} {state.best_metric:.4g}"
+            name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+            result = f"{result}, best {name} {state.best_metric:.4g}"
         folder = Path(args.output_dir)
         has_records = any(folder.glob("*.jsonl")) or any(folder.glob("checkpoint-*"))
         page = shlex.join(["mfwrap", "report", str(folder)])
