@@ -125,18 +125,19 @@ class StepProgressCallback(ProgressCallback):
         logs: Mapping[str, Any] | None = None,
         **known: Any,
     ) -> None:
-        """Show the last step; print the results of an evaluation unless a callback does."""
+        """Show the last step; print what a subclass logs, and results unless a callback does."""
         logs = logs or {}
         if self._numbers is None and not self._is_hidden:
             super().on_log(args, state, control, logs=_readable(logs), **known)  # type: ignore[no-untyped-call]  # (transformers)
             return
         if self._numbers is not None:
             self._numbers.flush()
-        if any(one.evaluation_lines for one in monitors(self._handler.callbacks)):
+        own = _of_subclass(logs)
+        if not own and any(one.evaluation_lines for one in monitors(self._handler.callbacks)):
             return
         said = [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in results_of(logs, prefix_of(state)).items()
+            for name, value in (own or results_of(logs, prefix_of(state))).items()
         ]
         if said and state.is_world_process_zero:
             line = f"step {state.global_step}: {', '.join(said)}"
@@ -219,10 +220,20 @@ class StepPrinterCallback(PrinterCallback):
         """Print a log, unless a callback prints each step, or, of an evaluation, its results."""
         own = monitors(self._handler.callbacks)
         is_evaluation = any(name.startswith("eval_") for name in logs or {})
-        steps = any(one.step_lines != "never" for one in own)
-        if not (any(one.evaluation_lines for one in own) if is_evaluation else steps):
+        is_said = any(one.step_lines != "never" for one in own)
+        if is_evaluation:
+            is_said = any(one.evaluation_lines for one in own)
+        if not is_said or _of_subclass(logs or {}):
             shown = _readable(logs or {})
             super().on_log(args, state, control, logs=shown, **known)  # type: ignore[no-untyped-call]  # (transformers)
+
+
+def _of_subclass(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a log that is of no step, evaluation or end: no callback says them."""
+    others = (
+        name == "loss" or name.startswith("eval_") or name.endswith("_runtime") for name in logs
+    )
+    return {} if any(others) else {name: one for name, one in logs.items() if name != "epoch"}
 
 
 def _readable(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,6 +208,35 @@ def test_norms_of_each_parameter_are_not_printed(tmp_path, capfd, is_quiet):
     assert "local_norm/lm_head.weight" in trainer.state.log_history[0]
 
 
+class _LogsMore(MFTrainer):
+    def compute_loss(self, *args, **keywords):
+        self.log({"distillation": 0.25})
+        return super().compute_loss(*args, **keywords)
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_subclass_logs_is_shown(tmp_path, monkeypatch, capfd, is_terminal, is_quiet):
+    """A monitor that says the steps in place of the Trainer's dict does not know it."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=is_quiet,
+    )
+    monitor = MFLossMonitor()
+    _LogsMore(tiny_llama(), arguments, train_dataset=Counting(8), callbacks=[monitor]).train()
+    written = "".join(capfd.readouterr())
+
+    assert len(re.findall(r"distillation'?:? '?0\.25", written)) == 2
+    assert "{'loss'" not in written
+
+
 @pytest.mark.parametrize("monitored", [True, False])
 def test_without_a_bar(tmp_path, capfd, caplog, monitored):
     """With an MFLossMonitor, the Trainer prints no dict of a step; evaluations stay."""
