@@ -105,6 +105,9 @@ class RankEvidence:
     micro_losses: tuple[float, ...] = ()
     """Loss of each micro-batch as the network returned it; empty without a recorder."""
 
+    outer_losses: tuple[float, ...] = ()
+    """Loss of each micro-batch as the Trainer got it; empty in a loop or without a recorder."""
+
     factors: tuple[float, ...] = ()
     """Gradient that the backward of each micro-batch passed to its loss; empty if unknown."""
 

@@ -227,6 +227,11 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         if self._run is not None:
             self._run.note_batch(batch)
 
+    def take_loss(self, loss: Tensor) -> None:
+        """Receive the loss of a micro-batch, to tell which one is not finite."""
+        if self._run is not None:
+            self._run.note_loss(loss)
+
     def take_samples(self, samples: Callable[[int], int] | None) -> None:
         """Receive the function that counts samples if the batch grows."""
         self._grown = samples

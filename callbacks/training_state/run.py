@@ -401,6 +401,11 @@ class TrainingStateRun:
         if self._recorder is not None:
             self._recorder.note_batch(batch)
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the loss of a micro-batch; see `StepRecorder.note_loss`."""
+        if self._recorder is not None:
+            self._recorder.note_loss(loss)
+
     def _forward_numbers(self) -> ForwardNumbers | None:
         watched, self._is_watched = self._is_watched, False
         return self._watches.end() if watched and self._watches is not None else None

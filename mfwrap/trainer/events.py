@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerControl
 from transformers.trainer_utils import SaveStrategy
@@ -101,6 +101,12 @@ class MonitorCallback(TrainerCallback):
         """Receive a micro-batch after its forward and backward, as the Trainer's step got it.
 
         Called if the callback names rows. It must not synchronize with the device.
+        """
+
+    def take_loss(self, loss: Tensor) -> None:
+        """Receive the loss of the micro-batch that `take_batch` has got, shape ``()``.
+
+        It must not synchronize with the device.
         """
 
     def take_samples(self, samples: Callable[[int], int] | None) -> None:

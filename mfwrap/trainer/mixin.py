@@ -583,6 +583,7 @@ class MFTrainerMixin(_Base):
             end(loss, num_items)
         for monitor in () if stands_in else self.__skip.noted.takers:
             monitor.take_batch(batch)
+            monitor.take_loss(loss)
         loss = self.__losses.add(loss, share)
         return torch.zeros_like(loss) if stands_in else loss
 

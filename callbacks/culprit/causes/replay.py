@@ -156,12 +156,13 @@ def verdict(evidence: CauseEvidence) -> Cause | None:
     if _has_diverged(evidence):
         return None
     if found is not None and found.result == "not_covered" and not _begins_inside(evidence):
+        places = (outlier(evidence.blamed.factors), outlier(evidence.blamed.outer_losses))
         return Cause(
             "loss",
             f"the fault is outside of the network: {found.detail}",
             "look at the code between the network's output and the backward; the row is named if "
             "the network computes the loss",
-            micro_batch=outlier(evidence.blamed.factors),
+            micro_batch=next((each for each in places if each is not None), None),
         )
     if found is not None and found.detail == TOO_LARGE:
         loss = evidence.blamed.loss

@@ -146,6 +146,9 @@ class StepRecorder:
         """Calls of the last completed step, in their order."""
         self.earlier_step: list[RecordedCall] = []
         """Calls of the step before the last completed one."""
+        self._losses: list[Tensor] = []
+        self.last_losses: list[Tensor] = []
+        """Loss of each micro-batch of the last completed step, from `note_loss`."""
         self._columns: list[dict[str, Tensor]] = []
         self.last_columns: list[dict[str, Tensor]] = []
         """Whether each row is finite, shape ``(B,)``, bool, in the columns that `note_batch` has
@@ -169,6 +172,7 @@ class StepRecorder:
             self._num_noted[name] = self._num_noted.get(name, 0) + 1
             self._num_bad[name] = self._num_bad.get(name, 0) + ~are_finite.all()
         self.last_columns, self._columns = self._columns, []
+        self.last_losses, self._losses = self._losses, []
         self._num_steps += 1
 
     def note_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -195,6 +199,14 @@ class StepRecorder:
             }
         )
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the loss of a micro-batch, which may be computed outside of the network.
+
+        Does not synchronize with the device.
+        """
+        if self.is_on and self._this_step:
+            self._losses.append(loss.detach())
+
     def is_often_bad(self, column: str) -> bool:
         """Tell whether a column was not finite before in a quarter of all micro-batches, or more.
 
@@ -209,6 +221,7 @@ class StepRecorder:
             handle.remove()
         self.earlier_step, self.last_step, self._this_step = [], [], []
         self.last_columns, self._columns = [], []
+        self.last_losses, self._losses = [], []
 
     def record(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]

@@ -633,6 +633,40 @@ def test_rows_are_not_searched_if_the_fault_is_outside_of_the_network(tmp_path):
     assert record["samples_detail"] == "not searched: the fault is outside of the network"
 
 
+class _Linear(torch.nn.Linear):
+    def forward(self, inputs, labels=None):
+        return super().forward(inputs)
+
+
+class _SpoilingOne(MFTrainer):
+    number = 0
+
+    def compute_loss(self, model, inputs, return_outputs=None, **kwargs):
+        """Spoil the eleventh micro-batch, the second of step 4."""
+        self.number += 1
+        loss = model(**inputs).square().mean()
+        return loss * math.nan if self.number == 11 else loss
+
+
+def test_the_micro_batch_of_a_fault_outside_of_the_network(tmp_path):
+    """The Trainer's loss of each micro-batch tells which one is not finite."""
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=5,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=3,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
+    _SpoilingOne(_Linear(2, 3), arguments, train_dataset=ROWS, callbacks=[monitor]).train()
+    (record,) = records_of(tmp_path)
+
+    assert (record["step"], record["cause"], record["micro_batch"]) == (4, "loss", 1)
+
+
 @pytest.mark.parametrize(("rate", "is_found"), [(0.3, True), (0.001, False)])
 def test_a_rate_that_is_too_high_from_the_first_update_on(rate, is_found):
     """The first update is far larger than the weights, and the next ones are not."""
