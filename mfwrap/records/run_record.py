@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mfwrap.arguments import callers_stacklevel
-from mfwrap.checkpoints.run_folders import checkpoints_of_run
 from mfwrap.records.episodes import Episode, episodes_of, notes_of
 from mfwrap.records.evaluations import AVERAGED, NO_RESULT, named
 from mfwrap.records.forms import Form, fitting, to_number
@@ -165,7 +164,7 @@ def read_run(folder: Path) -> RunRecord:
         losses if any(losses) else {},
         facts,
         samples,
-        checkpoints_of_run(folder),
+        _checkpoints(folder),
     )
 
 
@@ -282,12 +281,18 @@ def _trainer_state(folder: Path) -> Path | None:
     """Return the path of the Trainer's state, in the folder or else in its newest checkpoint."""
     if (folder / TRAINER_STATE).is_file():
         return folder / TRAINER_STATE
+    states = [path / TRAINER_STATE for path in _checkpoints(folder)]
+    return next((path for path in reversed(states) if path.is_file()), None)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run; `mfwrap.checkpoints` would load torch."""
     steps = {
         int(match[1]): path
-        for path in folder.glob(f"checkpoint-*/{TRAINER_STATE}")
-        if (match := _CHECKPOINT.fullmatch(path.parent.name))
+        for path in folder.glob("checkpoint-*")
+        if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir()
     }
-    return steps[max(steps)] if steps else None
+    return [steps[step] for step in sorted(steps)]
 
 
 def _log_of(path: Path) -> list[dict[str, Any]]:
