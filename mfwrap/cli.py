@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -158,7 +159,7 @@ def _train(
 
     chosen = True if resume == _RESUME_NEWEST else resume or False
     check_resume(checked.arguments.output_dir or "", chosen, overwrite=overwrite)
-    _hide_progress_bars(checked)
+    _quiet_libraries(checked)
     try:
         result = run_recipe(
             checked, resume=chosen, overwrite=overwrite, skip_rows=skip_rows, say=say
@@ -463,8 +464,12 @@ def _advice(error: click.ClickException) -> str:
     return "See mfwrap --help."
 
 
-def _hide_progress_bars(recipe: "Recipe") -> None:
-    """Hide all bars but the training's; hide it, too, if the recipe or standard error says so."""
+def _quiet_libraries(recipe: "Recipe") -> None:
+    """Hide all bars but the training's; hide it, too, if the recipe or standard error says so.
+
+    Also hide a warning that no recipe can mend: TRL reads the attribute at each evaluation.
+    """
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415  (slow)
 
     disable_progress_bar()  # of loading and saving models
