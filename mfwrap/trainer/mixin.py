@@ -81,7 +81,7 @@ from mfwrap.trainer.hub_token import without_saved_token
 from mfwrap.trainer.kept_attributes import restore_attributes, save_attributes
 from mfwrap.trainer.log import Losses, with_outputs
 from mfwrap.trainer.model_card import extended_card
-from mfwrap.trainer.optimizer_settings import OptimizerSettings
+from mfwrap.trainer.optimizer_settings import ContinuedSchedule, OptimizerSettings
 from mfwrap.trainer.outer_weights import restore_outer_weights, save_outer_weights
 from mfwrap.trainer.preflight import (
     check_construction,
@@ -809,11 +809,15 @@ class MFTrainerMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         let_cpu_ranks_load()
         self.__optimizer_settings.note(self.optimizer)
-        with replaced(self.attached.attachment, is_loading=True):
+        if checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            saved = (self.__position.saved or {}).get("optimizer_settings")
-            self.__optimizer_settings.apply(self.optimizer, self.lr_scheduler, saved)
+            return
+        schedule = self.lr_scheduler
+        loading = replaced(self, lr_scheduler=ContinuedSchedule(schedule))
+        with replaced(self.attached.attachment, is_loading=True), loading:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        saved = (self.__position.saved or {}).get("optimizer_settings")
+        self.__optimizer_settings.apply(self.optimizer, schedule, saved)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

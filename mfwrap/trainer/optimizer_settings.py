@@ -27,6 +27,12 @@ _RATE = "initial_lr"
 _TAKEN = frozenset({_RATE, "max_lr", "min_lr", "weight_decay", "betas", "eps"})
 """Options that may change on the way. Another momentum, for example, needs another state."""
 
+_BY_FORMULA = (LambdaLR, FormulaLR, GroupedLR)
+"""Schedules whose rates follow from the initial rate and the number of updates."""
+
+_PROGRESS = ("base_lrs", "last_epoch")
+"""What the state of a schedule has beside its settings, and beside private names."""
+
 _ROUNDING = 1e-6
 """Largest relative difference of equal rates, one of which may be a float32."""
 
@@ -152,4 +158,51 @@ def _rates_of(schedule: Any) -> Callable[[int, Mapping[str, Any]], float] | None
         set_last_rate(schedule, number, rate)
         return rate
 
-    return set_rates if isinstance(schedule, (LambdaLR, FormulaLR, GroupedLR)) else None
+    return set_rates if isinstance(schedule, _BY_FORMULA) else None
+
+
+@final
+class ContinuedSchedule:
+    """Stand in for a schedule while a Trainer loads its state, which may be of another schedule.
+
+    A schedule whose rates follow from a formula goes on at the step of the checkpoint, with its own
+    settings. torch would give it those of the checkpoint, also of a schedule of another kind.
+
+    Args:
+        schedule: The schedule, with or without accelerate's wrapper.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a checkpoint.
+
+        Raises:
+            ValueError: If it is that of a schedule of another kind, and the rates of this one do
+                not follow from a formula.
+        """
+        schedule = getattr(self._schedule, "scheduler", self._schedule)
+        own = schedule.state_dict()
+        ours, theirs = _settings(own), _settings(state)
+        # Another version of torch may have added a setting to the same schedule.
+        is_other = not (ours <= theirs or theirs <= ours)
+        if is_other and not isinstance(schedule, _BY_FORMULA):
+            kind, has = type(schedule).__name__, ", ".join(sorted(theirs))
+            msg = (
+                f"the checkpoint has the state of another schedule than {kind} (with {has}), which "
+                "cannot begin in the middle; resume with the former schedule, or with a "
+                "`lr_scheduler_type` of transformers"
+            )
+            raise ValueError(msg)
+        if isinstance(schedule, (FormulaLR, GroupedLR)) or is_other:
+            progress = {one: state[one] for one in state if one in _PROGRESS or one[0] == "_"}
+            state = {**own, **progress}
+        self._schedule.load_state_dict(state)
+
+
+def _settings(state: Mapping[str, Any]) -> set[str]:
+    return {name for name in state if name not in {*_PROGRESS, "verbose"} and name[0] != "_"}

@@ -4,9 +4,10 @@ import functools
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from transformers import Trainer
 
+from mfwrap.schedules import CosineWithWarmUpLR
 from mfwrap.trainer import MFTrainer
 from support.trainer_runs import messages_of, new_trainer, train, values
 
@@ -56,6 +57,61 @@ def test_a_run_that_gets_more_steps(kind, tmp_path):
     assert values(resumed, "learning_rate")[-6:] == pytest.approx(rates, rel=1e-12)
     [line] = said
     assert "learning rate 0.005 in place of 0 for the next update" in line
+
+
+class _Scheduled(MFTrainer):
+    """A trainer that makes its schedule by the attribute `kind`, a function of the optimizer."""
+
+    kind = None
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.kind is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = type(self).kind(optimizer or self.optimizer)
+        return self.lr_scheduler
+
+
+def scheduled(kind):
+    """Return a class of trainers with a schedule."""
+    return type("_Scheduled", (_Scheduled,), {"kind": staticmethod(kind)})
+
+
+def cosine(total):
+    """Return what makes a schedule of mfwrap of a length."""
+    return functools.partial(CosineWithWarmUpLR, total_steps=total, warmup_steps=0)
+
+
+def growing(optimizer):
+    """Return a schedule that makes each rate from the one before."""
+    return ExponentialLR(optimizer, 1.1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(growing, None), (growing, cosine(12)), (cosine(6), cosine(12)), (cosine(6), None)],
+    ids=["torch to transformers", "torch to mfwrap", "longer", "mfwrap to transformers"],
+)
+def test_another_schedule(first, second, tmp_path):
+    """A schedule with a formula goes on at the step of the checkpoint, with its own settings."""
+    settings = {**SAVING, "lr_scheduler_type": "linear", "max_steps": 12, "save_steps": 6}
+    kind = MFTrainer if second is None else scheduled(second)
+    _, rates = half_run(tmp_path / "whole", kind, **settings)
+    train(new_trainer(scheduled(first), tmp_path / "run", **{**settings, "max_steps": 6}))
+    trainer = new_trainer(kind, tmp_path / "run", **settings)
+    with messages_of(LOG) as said:
+        resumed = train(trainer, resume=tmp_path / "run" / "checkpoint-6")
+
+    assert values(resumed, "learning_rate")[-6:] == pytest.approx(rates[6:], rel=1e-12)
+    assert "because its schedule has changed" in said[0]
+
+
+def test_another_schedule_that_cannot_begin_in_the_middle(tmp_path):
+    """It is refused, because torch would give it the settings of the former one, or fail."""
+    checkpoint, _ = half_run(tmp_path / "run")
+    trainer = new_trainer(scheduled(growing), tmp_path / "run", **SAVING)
+
+    with pytest.raises(ValueError, match="of another schedule than ExponentialLR"):
+        train(trainer, resume=checkpoint)
 
 
 def test_other_settings(tmp_path):
