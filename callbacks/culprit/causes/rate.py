@@ -144,6 +144,13 @@ def large_all_along(evidence: CauseEvidence) -> Cause | None:
     explanation = (
         f"{what}the updates before{at_rate} changed the weights by {by} (0.001 is ordinary)"
     )
+    initial = evidence.blamed.initial_rate
+    if initial is not None and rate > _SCALED * initial and ratio > _ORDINARY:
+        return Cause(
+            "learning_rate",
+            f"{explanation}; the schedule has raised the learning rate from {initial:.3g}",
+            "correct the schedule, or begin with a lower learning rate",
+        )
     if ratio < _ALL_LARGE or (not early and _are_usual(ratios, steps[0].step)):
         advice = "lower the learning rate if data and program are as before"
         return Cause(UNKNOWN_CAUSE, explanation, advice)

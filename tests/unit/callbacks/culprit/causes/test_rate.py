@@ -116,6 +116,22 @@ def test_many_large_updates_with_which_a_run_has_learned(growth, name):
     assert "times their size each" in found.explanation
 
 
+@pytest.mark.parametrize(
+    ("initial", "ratio", "name"),
+    [(5e-6, 0.06, "learning_rate"), (5e-6, 0.02, "unknown"), (1e-3, 0.06, "unknown")],
+)
+def test_a_schedule_that_has_raised_the_rate(initial, ratio, name):
+    """A rate above that of the start makes updates suspicious that are large, not only huge."""
+    shift = Shift("loss", 9.4, 269.0, num_steps=2)
+    steps = trace(*[{"update_ratio": ratio}] * 8, HIGH_LOSS, HIGH_LOSS)
+    known = {"shift": shift, "since": steps[-2].step, "is_first": False}
+    found = cause("loss_shift", steps, rank={"initial_rate": initial}, **known)
+
+    assert found.name == name
+    said = "the schedule has raised the learning rate from 5e-06"
+    assert (said in found.explanation) is (name == "learning_rate")
+
+
 @pytest.mark.parametrize(("ratio", "is_said"), [(0.15, True), (0.06, True), (0.02, False)])
 def test_a_spike_after_updates_that_were_large_all_along(ratio, is_said):
     """A high loss comes from them, unless they were small enough to be ordinary."""
