@@ -92,7 +92,11 @@ _FIRST_LOSSES = 64
 _LOWERED = 0.2
 """Largest ratio of a learning rate to the highest one before that is a remedy of large updates."""
 
-_RISES = ((20, 1, 6, min, 1.2, 0.1), (64, 3, 20, statistics.median, 1.1, 0.3))
+_RISES = (
+    (20, 1, 6, min, 1.2, 0.1),
+    (20, 1, 5, min, 1.15, 0.3),
+    (64, 3, 20, statistics.median, 1.1, 0.3),
+)
 """Number of losses up to which a rise is looked for; numbers of first and of last losses; the one
 of the last that must be higher, and the smallest ratio to the median of the first; the smallest
 ratio of the largest update to the weights."""
