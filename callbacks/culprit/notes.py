@@ -30,6 +30,10 @@ it is below 2, and up to 4 if the initialization depends on the depth."""
 _ODD_LOSS = 3.0
 """Smallest ratio of the first loss, less one, to the loss of guessing that is odd."""
 
+_WORSE = 0.1
+"""Smallest distance of the first loss of a loaded language model above that of guessing that is
+odd. A model that was saved before any training is about at that of guessing."""
+
 _ZERO_STEPS = 3
 """Number of updates in a row with a learning rate of zero, or that change nothing, that are odd: a
 warm-up begins with one, and a schedule may end with another."""
@@ -172,6 +176,11 @@ class RunNotes:
             said += "were alike"
             look = "look at the initialization of the head, and whether the loss is a sum"
             notes.append(Cause("first_loss", said, look))
+        elif numbers.loss > guess + _WORSE and _is_loaded(network):
+            said = f"the first loss is {numbers.loss:.4g}, worse than the {guess:.4g} of guessing "
+            said += f"among all {number} tokens, though the weights were loaded"
+            look = "look whether the tokenizer is the model's own, and whether the loss is a sum"
+            notes.append(Cause("first_loss", said, look))
         return notes
 
     def _of_any(
@@ -301,6 +310,12 @@ def _depends_on_mode(network: nn.Module) -> bool:
         isinstance(module, BatchNorm) or (isinstance(module, _DROPOUTS) and module.p > 0)
         for module in network.modules()
     )
+
+
+def _is_loaded(network: nn.Module) -> bool:
+    """Return whether a language model was loaded, also one inside an adapter."""
+    name = getattr(getattr(network, "config", None), "_name_or_path", "")
+    return type(network).__name__.endswith(_LANGUAGE) and bool(name)
 
 
 def _num_classes(network: nn.Module) -> int:

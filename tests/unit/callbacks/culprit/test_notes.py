@@ -114,6 +114,19 @@ def test_a_first_loss_above_that_of_guessing(tmp_path):
     assert "and 4.852 if all 128 classes were alike" in note["explanation"]
 
 
+@pytest.mark.parametrize(("name", "is_noted"), [("org/model", True), ("", False)])
+def test_a_loaded_model_that_is_worse_than_guessing(tmp_path, name, is_noted):
+    """Its tokens may be those of another model; a model without training may be as bad."""
+    network = language_model(tie_word_embeddings=False).train()
+    network.config._name_or_path = name
+    with torch.no_grad():
+        network.lm_head.weight *= 30
+    notes = notes_of(tmp_path, network)
+
+    assert [note["cause"] for note in notes] == ["first_loss"] * is_noted
+    assert all("worse than the 4.852 of guessing among all 128" in n["explanation"] for n in notes)
+
+
 def test_evaluation_mode(tmp_path):
     """It is noted if modules depend on it."""
     assert notes_of(tmp_path / "no dropout", plain := language_model(**NO_DROPOUT).eval()) == []
