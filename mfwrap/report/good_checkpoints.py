@@ -1,14 +1,17 @@
 """Tell which checkpoints of a run have weights from before an episode."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
+from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE
 from mfwrap.checkpoints.run_folders import step_of_checkpoint
 from mfwrap.records.episodes import Episode
 
 _EARLY = 100
 """Last step at which updates that were too large are as old as the run."""
+
+_ADVISED = re.compile(rf"{BEFORE_STEP} (\d+)")
 
 
 def good_checkpoints(episode: Episode, saved: Sequence[Path]) -> list[Path]:
@@ -18,6 +21,9 @@ def good_checkpoints(episode: Episode, saved: Sequence[Path]) -> list[Path]:
     rate was too high from the start on, no weights are good.
     """
     record = episode.records[0]
+    if advised := _ADVISED.search(record.get("suggestion") or ""):
+        # The rate of that step is at fault, and no weights before it.
+        return [each for each in saved if step_of_checkpoint(each) < int(advised[1])]
     if record.get("suggestion") == LOWER_RATE and episode.step <= _EARLY:
         return []
     first = record.get("since", episode.step)

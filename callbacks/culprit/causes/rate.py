@@ -16,6 +16,9 @@ LOWER_RATE = "lower the learning rate, or warm it up over more steps"
 """What to do if updates have been too large, not since a jump of the rate. The weights from before
 such updates are those of the start."""
 
+BEFORE_STEP = "go back to a checkpoint from before step"
+"""Advice if the rate was good until then; the number of the step follows."""
+
 LARGE_RATIO = 1.0
 """Smallest ratio of an update to its weights that is too large, wherever it comes from."""
 
@@ -65,7 +68,7 @@ def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
                 "learning_rate",
                 f"the learning rate of step {each.step} was {each.scores.lowest_rate:.3g}: with a "
                 "negative rate an update raises the loss",
-                f"correct the schedule, and go back to a checkpoint from before step {each.step}",
+                f"correct the schedule, and {BEFORE_STEP} {each.step}",
             )
         if each.rate_rise is not None:
             now, number = each.rate_rise.now, each.rate_rise.num_steps
@@ -74,8 +77,7 @@ def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
                 "learning_rate",
                 f"the learning rate of step {each.step} was {now:.3g}: it has risen {span} to "
                 f"{each.rate_rise.ratio:.3g} times the highest rate before",
-                "correct the schedule, and go back to a checkpoint from before step "
-                f"{each.step - number + 1}",
+                f"correct the schedule, and {BEFORE_STEP} {each.step - number + 1}",
             )
     return None
 
