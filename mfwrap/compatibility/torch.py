@@ -205,6 +205,12 @@ def set_last_rate(schedule: Any, number: int, rate: float) -> None:
     schedule._last_lr[number] = rate
 
 
+def formula_rates(schedule: Any) -> list[Any] | None:
+    """Return the rates of a torch schedule by its formula; ``None`` if it has none."""
+    formula = getattr(schedule, "_get_closed_form_lr", None)
+    return None if formula is None else list(formula())
+
+
 def schedules_inside(schedule: Any) -> list[Any]:
     """Return the schedules inside a SequentialLR or ChainedScheduler; empty for any other."""
     return list(getattr(schedule, "_schedulers", ()))

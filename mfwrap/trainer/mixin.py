@@ -812,8 +812,8 @@ class MFTrainerMixin(_Base):
         if checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        schedule = self.lr_scheduler
-        loading = replaced(self, lr_scheduler=ContinuedSchedule(schedule))
+        schedule = ContinuedSchedule(self.lr_scheduler)
+        loading = replaced(self, lr_scheduler=schedule)
         with replaced(self.attached.attachment, is_loading=True), loading:
             super()._load_optimizer_and_scheduler(checkpoint)
         saved = (self.__position.saved or {}).get("optimizer_settings")

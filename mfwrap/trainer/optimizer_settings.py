@@ -5,6 +5,7 @@ that is set for the resume has no effect, in silence. If the schedule has anothe
 update has the rate of the former schedule, which is 0 for a training that had ended.
 """
 
+import inspect
 import logging
 import math
 import weakref
@@ -14,7 +15,7 @@ from typing import Any, final
 from torch.optim.lr_scheduler import LambdaLR
 
 from mfwrap.collectives import this_rank
-from mfwrap.compatibility.torch import set_last_rate
+from mfwrap.compatibility.torch import formula_rates, set_last_rate
 from mfwrap.schedules.formula import FormulaLR
 from mfwrap.schedules.grouped import GroupedLR
 from mfwrap.tensors.wrappers import unwrapped_optimizer
@@ -28,7 +29,7 @@ _TAKEN = frozenset({_RATE, "max_lr", "min_lr", "weight_decay", "betas", "eps"})
 """Options that may change on the way. Another momentum, for example, needs another state."""
 
 _BY_FORMULA = (LambdaLR, FormulaLR, GroupedLR)
-"""Schedules whose rates follow from the initial rate and the number of updates."""
+"""Schedules that compute each rate from the initial rate and the number of updates."""
 
 _PROGRESS = ("base_lrs", "last_epoch")
 """What the state of a schedule has beside its settings, and beside private names."""
@@ -64,7 +65,10 @@ class OptimizerSettings:
             self._groups = [_numbers(group) for group in getattr(inner, "param_groups", ())]
 
     def apply(
-        self, optimizer: Any, schedule: Any, saved: Sequence[Mapping[str, Any]] | None
+        self,
+        optimizer: Any,
+        schedule: "ContinuedSchedule",
+        saved: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         """Set what differs from the checkpoint that optimizer and schedule have loaded.
 
@@ -79,8 +83,8 @@ class OptimizerSettings:
             saved = [{_RATE: group[_RATE]} for group in map(_numbers, groups) if _RATE in group]
         if not len(groups) == len(saved) == len(self._groups):
             return
-        rates = _rates_of(schedule)
-        taken, kept = set(), set()
+        rates = _rates_of(schedule.inner)
+        taken, kept = set(), set(schedule.kept)
         for group, then, now in zip(groups, saved, self._groups, strict=True):
             former = _numbers(then)
             for name in former.keys() & now.keys() & group.keys():
@@ -92,7 +96,9 @@ class OptimizerSettings:
                     continue
                 taken.add(f"{shown} {now[name]} in place of {former[name]}")
                 group[name] = now[name]
-        change = None if rates is None else _follow(rates, groups)
+        # A formula of torch rounds otherwise than its steps, so it is only used if it must be.
+        has_changed = schedule.has_changed or isinstance(schedule.inner, _BY_FORMULA) or taken
+        change = _follow(rates, groups) if rates is not None and has_changed else None
         if change is not None and not any("learning rate" in one for one in taken):
             taken.add(
                 f"learning rate {change} for the next update, because its schedule has changed"
@@ -138,15 +144,14 @@ def _follow(
 def _rates_of(schedule: Any) -> Callable[[int, Mapping[str, Any]], float] | None:
     """Return what gives a schedule the initial rate of a parameter group, and returns the next one.
 
-    Most schedules of torch make each rate from the one before, and cannot take another.
+    Some schedules of torch only make each rate from the one before, and cannot take another.
 
     Args:
-        schedule: The schedule, with or without accelerate's wrapper.
+        schedule: The schedule, without accelerate's wrapper.
 
     Returns:
         A function of the number of the group and the group; ``None`` if the schedule has none.
     """
-    schedule = getattr(schedule, "scheduler", schedule)
 
     def set_rates(number: int, group: Mapping[str, Any]) -> float:
         initial = group[_RATE]
@@ -154,11 +159,15 @@ def _rates_of(schedule: Any) -> Callable[[int, Mapping[str, Any]], float] | None
         if isinstance(schedule, LambdaLR):
             rate: float = initial * schedule.lr_lambdas[number](schedule.last_epoch)
         else:
-            rate = schedule.get_lr()[number]
+            rate = (formula_rates(schedule) or schedule.get_lr())[number]
         set_last_rate(schedule, number, rate)
         return rate
 
-    return set_rates if isinstance(schedule, _BY_FORMULA) else None
+    return set_rates if _has_formula(schedule) else None
+
+
+def _has_formula(schedule: Any) -> bool:
+    return isinstance(schedule, _BY_FORMULA) or formula_rates(schedule) is not None
 
 
 @final
@@ -174,6 +183,12 @@ class ContinuedSchedule:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
+        self.inner = getattr(schedule, "scheduler", schedule)
+        """The schedule without wrapper."""
+        self.has_changed = False
+        """Whether the schedule has other settings than that of the checkpoint."""
+        self.kept: list[str] = []
+        """Settings of the checkpoint that the schedule has taken in place of its own."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule, name)
@@ -185,22 +200,27 @@ class ContinuedSchedule:
             ValueError: If it is that of a schedule of another kind, and the rates of this one do
                 not follow from a formula.
         """
-        schedule = getattr(self._schedule, "scheduler", self._schedule)
-        own = schedule.state_dict()
+        own, has_formula = self.inner.state_dict(), _has_formula(self.inner)
         ours, theirs = _settings(own), _settings(state)
         # Another version of torch may have added a setting to the same schedule.
         is_other = not (ours <= theirs or theirs <= ours)
-        if is_other and not isinstance(schedule, _BY_FORMULA):
-            kind, has = type(schedule).__name__, ", ".join(sorted(theirs))
+        kind = type(self.inner).__name__
+        if is_other and not has_formula:
+            has = ", ".join(sorted(theirs))
             msg = (
                 f"the checkpoint has the state of another schedule than {kind} (with {has}), which "
                 "cannot begin in the middle; resume with the former schedule, or with a "
                 "`lr_scheduler_type` of transformers"
             )
             raise ValueError(msg)
-        if isinstance(schedule, (FormulaLR, GroupedLR)) or is_other:
+        given = inspect.signature(type(self.inner)).parameters.keys() & ours & theirs
+        changed = sorted(name for name in given if own[name] != state[name])
+        self.has_changed = is_other or bool(changed)
+        if has_formula and self.has_changed:
             progress = {one: state[one] for one in state if one in _PROGRESS or one[0] == "_"}
             state = {**own, **progress}
+        elif changed:
+            self.kept = [f"{kind}'s {one} {state[one]}, not {own[one]}" for one in changed]
         self._schedule.load_state_dict(state)
 
 

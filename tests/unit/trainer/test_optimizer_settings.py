@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, ExponentialLR, OneCycleLR
 from transformers import Trainer
 
 from mfwrap.schedules import CosineWithWarmUpLR
@@ -86,10 +86,25 @@ def growing(optimizer):
     return ExponentialLR(optimizer, 1.1)
 
 
+def falling(optimizer):
+    """Return a schedule of the same kind with another setting."""
+    return ExponentialLR(optimizer, 0.9)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(growing, None), (growing, cosine(12)), (cosine(6), cosine(12)), (cosine(6), None)],
-    ids=["torch to transformers", "torch to mfwrap", "longer", "mfwrap to transformers"],
+    [
+        (growing, None),
+        (growing, cosine(12)),
+        (cosine(6), cosine(12)),
+        (cosine(6), None),
+        (cosine(6), growing),
+        (growing, falling),
+    ],
+    ids=[
+        *("torch to transformers", "torch to mfwrap", "longer", "mfwrap to transformers"),
+        *("mfwrap to torch", "another gamma"),
+    ],
 )
 def test_another_schedule(first, second, tmp_path):
     """A schedule with a formula goes on at the step of the checkpoint, with its own settings."""
@@ -108,9 +123,10 @@ def test_another_schedule(first, second, tmp_path):
 def test_another_schedule_that_cannot_begin_in_the_middle(tmp_path):
     """It is refused, because torch would give it the settings of the former one, or fail."""
     checkpoint, _ = half_run(tmp_path / "run")
-    trainer = new_trainer(scheduled(growing), tmp_path / "run", **SAVING)
+    restarts = functools.partial(CosineAnnealingWarmRestarts, T_0=4)
+    trainer = new_trainer(scheduled(restarts), tmp_path / "run", **SAVING)
 
-    with pytest.raises(ValueError, match="of another schedule than ExponentialLR"):
+    with pytest.raises(ValueError, match="of another schedule than CosineAnnealingWarmRestarts"):
         train(trainer, resume=checkpoint)
 
 
@@ -154,7 +170,7 @@ def test_a_schedule_that_makes_each_rate_from_the_one_before(tmp_path):
     """It goes on as in the checkpoint, and that is said."""
     make = functools.partial(new_trainer, MFTrainer, **SAVING)
     train(one_cycle(make(tmp_path / "whole"), total=7))
-    resumed = one_cycle(make(tmp_path / "resumed"), total=7, max_lr=0.1)
+    resumed = one_cycle(make(tmp_path / "resumed"), total=8, max_lr=0.1)
     with messages_of(LOG) as said:
         train(resumed, resume=tmp_path / "whole" / "checkpoint-3")
 
@@ -162,6 +178,7 @@ def test_a_schedule_that_makes_each_rate_from_the_one_before(tmp_path):
     assert len(said) == 1
     assert "keeps of its checkpoint" in said[0]
     assert "learning rate 0.0004, not 0.004" in said[0]
+    assert "OneCycleLR's total_steps 7, not 8" in said[0]
 
 
 def test_a_momentum_that_the_state_does_not_have(tmp_path):
