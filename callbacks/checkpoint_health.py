@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mfwrap.callbacks.good_checkpoints import undiverged_checkpoints
 from mfwrap.records.json_lines import read_json_lines
 
 HEALTH_FILE = "checkpoint_health.jsonl"
@@ -36,6 +37,9 @@ class CheckpointHealth:
 def newest_healthy_checkpoint(run_folder: str | Path) -> Path | None:
     """Return the newest checkpoint that exists and was recorded as healthy.
 
+    If a `TrainingStateMonitor` has found that the loss has left its course and not come back, the
+    checkpoints since then do not count.
+
     Args:
         run_folder: Folder of ``checkpoint-*`` and ``checkpoint_health.jsonl``.
 
@@ -49,6 +53,7 @@ def newest_healthy_checkpoint(run_folder: str | Path) -> Path | None:
     folder = Path(run_folder)
     healthy = [name for name, is_healthy in recorded_health(folder).items() if is_healthy]
     existing = [folder / name for name in healthy if (folder / name).is_dir()]
+    existing = undiverged_checkpoints(folder, existing)
     return max(existing, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 

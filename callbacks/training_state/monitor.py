@@ -378,7 +378,7 @@ def _missing_values(
         missing.append(
             "local norms, losses and the layer of an anomaly: the loop passes no `step_output`"
         )
-    elif not hasattr(output, "local_norm"):
+    elif not hasattr(output, "local_norm") and not settings.replay:  # which finds the layer, too
         missing.append(
             "the layer of an anomaly: it needs mfwrap's step with "
             "StepConfig(local_norm=True), in a recipe runner_wrapper.local_norm"

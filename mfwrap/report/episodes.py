@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import KINDS, SHIFTS
+from mfwrap.callbacks.good_checkpoints import newest_good
 from mfwrap.records.episodes import Episode
 from mfwrap.records.forms import to_number
 from mfwrap.records.rewards import ALIKE, FEW, REWARD, constant_rewards, why_untaught
@@ -16,7 +17,6 @@ from mfwrap.records.rollbacks import RollbackRecord
 from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord
 from mfwrap.report.about import breakable
 from mfwrap.report.curves import NUMBER
-from mfwrap.report.good_checkpoints import newest_good
 from mfwrap.report.samples import compared, samples_of
 
 _UNKNOWN = "\N{EN DASH}"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mfwrap.callbacks.good_checkpoints import good_checkpoints
 from mfwrap.records import read_json_lines
 from mfwrap.records.episodes import Episode, episodes_of
-from mfwrap.report.good_checkpoints import good_checkpoints
 from mfwrap.runner.folder import checkpoints
 
 _ANEW = "no checkpoint has good weights: start anew with --overwrite"

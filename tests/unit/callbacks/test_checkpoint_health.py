@@ -31,6 +31,20 @@ def test_the_last_record_counts(tmp_path):
     assert newest_healthy_checkpoint(tmp_path / "none") is None
 
 
+def test_a_checkpoint_after_a_divergence_does_not_count(tmp_path):
+    """Its weights are finite, and the loss has not come back."""
+    lines, anomalies = JsonLines(tmp_path / HEALTH_FILE), JsonLines(tmp_path / "anomalies.jsonl")
+    for step in (20, 40, 60):
+        name = f"checkpoint-{step}"
+        lines.append(asdict(CheckpointHealth(checkpoint=name, step=step, healthy=True)))
+        (tmp_path / name).mkdir()
+    anomalies.append({"step": 45, "since": 43, "kind": "loss_shift"})
+    assert newest_healthy_checkpoint(tmp_path) == tmp_path / "checkpoint-60"
+
+    anomalies.append({"step": 45, "kind": "loss_shift", "last_step": 60, "diverged": "so it is"})
+    assert newest_healthy_checkpoint(tmp_path) == tmp_path / "checkpoint-40"
+
+
 KNOWN = {
     "loss": 1.0,
     "global_norm": 2.0,

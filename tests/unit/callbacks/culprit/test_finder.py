@@ -336,6 +336,16 @@ def test_without_local_norms(tmp_path, caplog):
     ]
 
 
+def test_a_replay_needs_no_local_norms(tmp_path, caplog):
+    """It finds the layer of a value that is not finite, so nothing is missing."""
+    monitor = TrainingStateMonitor(folder=tmp_path, replay=True)
+    train_blocks(monitor, [Fault(25, "activation", block=3)], local_norm=False)
+    (record,) = records_of(tmp_path)
+
+    assert (record["step"], record["layer"]) == (25, "blocks.3")
+    assert "cannot show" not in caplog.text
+
+
 def test_a_loop_without_the_event_before_the_optimizer(tmp_path):
     """Without ``on_pre_optimizer_step`` the record says that the replay used later weights."""
     fault = Fault(25, "activation", block=3, micro_batch=1)

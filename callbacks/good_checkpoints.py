@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE
 from mfwrap.checkpoints.run_folders import step_of_checkpoint
-from mfwrap.records.episodes import Episode
+from mfwrap.records.episodes import Episode, episodes_of
+from mfwrap.records.json_lines import read_json_lines
 
 _EARLY = 100
 """Last step at which updates that were too large are as old as the run."""
@@ -28,6 +29,19 @@ def good_checkpoints(episode: Episode, saved: Sequence[Path]) -> list[Path]:
         return []
     first = record.get("since", episode.step)
     return [each for each in saved if step_of_checkpoint(each) < first - 1]
+
+
+def undiverged_checkpoints(folder: Path, saved: Sequence[Path]) -> list[Path]:
+    """Return the checkpoints from before the loss has left its course for good, if it has.
+
+    Args:
+        folder: Run folder, which has ``anomalies.jsonl`` if a monitor has found anything.
+        saved: Some of its checkpoints.
+    """
+    file = folder / "anomalies.jsonl"
+    episodes = episodes_of([(0, read_json_lines(file) if file.is_file() else [])])
+    first = next((one for one in episodes if one.has_diverged), None)
+    return list(saved) if first is None else good_checkpoints(first, saved)
 
 
 def newest_good(episode: Episode, saved: Sequence[Path]) -> str:
