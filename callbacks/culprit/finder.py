@@ -222,10 +222,18 @@ class CulpritFinder:
         is_covered = found.replay in {None, "reproduced"} or origin is not None
         may_be_in_rows = where not in _NOT_IN_ROWS and is_covered
         search = self._searched(found.kind, step) if may_be_in_rows else None
+        search = search or self._without_targets(verdicts[own.rank], numbers.step)
         if found.replay == "not_covered" and origin is None:
             search = RowSearch((), "not searched: the fault is outside of the network")
         # A rank may have had an anomaly of its own, so that this step is not its first.
         return with_samples(found, gather_objects(search))
+
+    def _without_targets(self, verdict: Verdict | None, step: int) -> RowSearch | None:
+        """Return the rows of a micro-batch of this rank in which no row has targets."""
+        origin = None if verdict is None else verdict.origin
+        if origin is None or origin.where != "targets" or self._samples is None:
+            return None
+        return self._samples.of_micro_batch(origin.micro_batch, step)
 
     def _searched(self, kind: Kind, step: HostStep) -> RowSearch | None:
         """Return the rows of this rank that stand out in a step that is not finite."""

@@ -225,8 +225,11 @@ def _replay_micro_batch(
         torch.enable_grad(),
     ):
         loss = loss_of(inputs.run(recorder))
-        if watch.origin is not None and watch.origin.where == "loss":
-            return origin_of_loss(inputs)
+        if watch.origin is not None and watch.origin.where in {"loss", "activation"}:
+            found = origin_of_loss(inputs)
+            # A part of the network, such as a student, may compute a loss of its own.
+            if watch.origin.where == "loss" or found.where == "targets":
+                return found
         if watch.origin is None and loss is not None and loss.requires_grad:
             seed = inputs.loss_gradient
             if seed is None:

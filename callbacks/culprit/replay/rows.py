@@ -42,7 +42,7 @@ _NUM_GROUPS = 32
 _NUM_LEFT_OUT = 16
 """Number of groups of a micro-batch that are left out in turn."""
 
-_MOST_NAMED = 8
+MOST_NAMED = 8
 """Largest number of rows that are named."""
 
 _OUTLIER = 5.0
@@ -411,6 +411,11 @@ def _run_apart(passes: _Passes, shares: Sequence[Sequence[float]], *, is_finite:
         alike = any(math.isinf(value.size) for value in values.values())
         if alike:
             return RowSearch((), f"{how}: all of a micro-batch are non-finite")
+        if not is_finite and (odd := _bad_without_targets(passes, shares)):
+            rows = tuple(map(passes.place_of, odd[:MOST_NAMED]))
+            return RowSearch(
+                rows, f"{how}: only {len(odd)} without targets make the loss non-finite"
+            )
         losses = [(part.micro_batch, passes.own_loss(part, one)) for part, one in values.items()]
         low, high = min(loss for _, loss in losses), max(loss for _, loss in losses)
         what = f"none of {len(losses)} stands alone, with losses from {low:.4g} to {high:.4g}"
@@ -422,9 +427,29 @@ def _run_apart(passes: _Passes, shares: Sequence[Sequence[float]], *, is_finite:
             loss=passes.own_loss(part, values[part]),
             gradient_norm=values[part].norm,
         )
-        for part in worst[:_MOST_NAMED]
+        for part in worst[:MOST_NAMED]
     ]
     return RowSearch(tuple(named), f"{how}: {len(worst)} of {len(values)} stand out")
+
+
+def _bad_without_targets(passes: _Passes, shares: Sequence[Sequence[float]]) -> list[_Part]:
+    """Return rows without targets that make a micro-batch non-finite.
+
+    Alone, a row without targets has no mean loss in any network, so it is run with all rows that
+    have targets. A second term of the loss may be a mean over the targets of each row.
+    """
+    found = []
+    for number, of_batch in enumerate(shares):
+        others = tuple(row for row, share in enumerate(of_batch) if share > 0)
+        without = [row for row, share in enumerate(of_batch) if share == 0][:_MOST_SINGLE_ROWS]
+        if not (others and without) or math.isinf(passes.value(_Part(number, others)).size):
+            continue
+        found += [
+            _Part(number, (row,))
+            for row in without
+            if math.isinf(passes.value(_Part(number, (*others, row))).size)
+        ]
+    return found
 
 
 def _groups(parts: Sequence[_Part], num_rows: int, num_groups: int) -> list[_Part]:

@@ -9,7 +9,7 @@ from typing import Any, final
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow, Kind
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, tensors_in
-from mfwrap.callbacks.culprit.replay.rows import RowSearch, find_rows
+from mfwrap.callbacks.culprit.replay.rows import MOST_NAMED, RowSearch, find_rows
 from mfwrap.callbacks.shared.step_values import StepNumbers
 from mfwrap.collectives import this_rank
 from mfwrap.records.skipped_rows import RowPlace, RowPlaces
@@ -75,8 +75,21 @@ class SampleSearch:
         )
         if not found.rows:
             return found._replace(span=self._span(numbers.step))
-        rows = self._with_places(found.rows, numbers.step)
-        return found._replace(rows=tuple(map(self._with_text, rows)) if self._shows_texts else rows)
+        return self._shown(found, numbers.step)
+
+    def of_micro_batch(self, number: int, step: int) -> RowSearch:
+        """Return the rows of a micro-batch of this rank, none of which has targets.
+
+        Args:
+            number: Number of the micro-batch.
+            step: The step.
+        """
+        num_rows = BatchRows(self._recorder.last_step[number]).num_rows
+        rows = (
+            BadRow(rank=this_rank(), micro_batch=number, row=row)
+            for row in range(min(num_rows, MOST_NAMED))
+        )
+        return self._shown(RowSearch(tuple(rows), "all of a micro-batch have no targets"), step)
 
     def of_input(self, name: str, step: int) -> RowSearch:
         """Return the rows of this rank whose input is far larger than that of the others.
@@ -103,6 +116,11 @@ class SampleSearch:
             return RowSearch((), SPOILT_BY_UPDATE, span=self._span(step))
         detail = f"rows whose `{name}` is more than {_LARGER:.0f} times as large as that of others"
         return RowSearch(self._with_places(rows, step), detail, is_exact=True)
+
+    def _shown(self, found: RowSearch, step: int) -> RowSearch:
+        """Return rows with their places in the training data and, if it is asked for, texts."""
+        rows = self._with_places(found.rows, step)
+        return found._replace(rows=tuple(map(self._with_text, rows)) if self._shows_texts else rows)
 
     def _with_places(self, rows: tuple[BadRow, ...], step: int) -> tuple[BadRow, ...]:
         """Return rows of this rank with their places in the training data."""

@@ -204,6 +204,36 @@ def test_rows_without_targets_are_not_run():
     assert search(step.recorder).rows == ()
 
 
+class _TwoTerms(nn.Module):
+    """A mean over all targets, and a little of the mean of each row's mean over its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 1, 5))
+
+    def forward(self, inputs, labels):
+        errors, is_target = (inputs * self.weight) ** 2, labels != -100
+        of_rows = (errors * is_target).sum(1) / is_target.sum(1)
+        return (errors[is_target].mean() + 1e-3 * of_rows.mean(),)
+
+
+@pytest.mark.parametrize("bad", [(2,), (0, 3)])
+def test_rows_without_targets_that_spoil_a_second_term(bad):
+    """They are run with all others, because alone they have no loss in any network."""
+    network = _TwoTerms()
+    recorder = StepRecorder(network)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(6, 5, generator=generator)
+    labels = torch.full((6, 5), -100)
+    for row in range(6):
+        labels[row, : 0 if row in bad else 1 + row % 4] = 1
+    network(inputs=inputs, labels=labels)[0].backward()
+    recorder.end_step()
+    found = search(recorder, loss=math.nan)
+
+    assert places(found) == [(0, row) for row in bad], found.detail
+
+
 def outside(network):
     """Run a step whose loss is computed in the loop."""
     network.layers(rows_of("regression", 4)["images"]).mean().backward()
