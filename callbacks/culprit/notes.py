@@ -238,8 +238,9 @@ class RunNotes:
             notes.append(Cause("no_update", said, look))
         if self._num_dead == _UPDATES:
             said = f"all gradients of the last {_UPDATES} updates were zero, so nothing is learned"
-            look = "look for outputs or losses that no longer depend on the weights, such as units "
-            look += "that are always off; if the weights are ruined, go back to a checkpoint"
+            look = "look for a loss that does not depend on the weights, such as rewards that are "
+            look += "the same for all answers, or units that are always off; if the weights are "
+            look += "ruined, go back to a checkpoint"
             notes.append(Cause("no_gradient", said, look))
         if self._num_zero_rates == _ZERO_STEPS:
             said = f"the learning rate of the last {_ZERO_STEPS} updates was zero"

@@ -177,7 +177,10 @@ def _untaught(run: RunRecord) -> str:
 def _notes(run: RunRecord, number: int) -> str:
     """Return what should not be so in any run, which may be meant."""
     listed = []
-    for note in run.notes[:_MOST_ROWS]:
+    # Rewards that teach nothing make all gradients zero, and the headline says the first.
+    is_told = bool(_untaught(run))
+    notes = [one for one in run.notes if not (is_told and one.get("cause") == "no_gradient")]
+    for note in notes[:_MOST_ROWS]:
         step = note["step"]
         link = f'<a href="#loss" data-run="{number}" data-step="{step}" data-last="{step}">'
         words = "; ".join(_escaped(note.get(name) or "" for name in ("explanation", "suggestion")))
