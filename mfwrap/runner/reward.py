@@ -177,6 +177,12 @@ def _check_columns(
                 f"{name} has the argument {argument!r}, which is neither set here nor a column of "
                 f"both the training and the held-out rows{hint(argument, others)}"
             )
+            if argument in WITHHELD & {*columns}:
+                says = (
+                    f"{name} has the argument {argument!r}, a column that TRL does not pass to "
+                    f"rewards; rename it, as in data.columns: {{answer: {argument}}}, and take "
+                    "`answer`"
+                )
             raise objects.document.error((*path, "type"), says)
 
 

@@ -80,6 +80,10 @@ class OfSites:
         return of_sites(completions, site)
 
 
+def of_completion(completions, completion):
+    return [1.0 for _ in completions]
+
+
 def of_stie(completions, stie):
     return [1.0 for _ in completions]
 
@@ -247,6 +251,16 @@ def test_an_own_reward_is_maximized(text):
 def test_what_is_refused(text, reward, says):
     """An error is one sentence that names the key."""
     assert says in refusal(text(reward))
+
+
+def test_a_column_that_is_not_passed(text, tmp_path):
+    """It is there, so the sentence says how to get it."""
+    written = text({"type": "my_rewards.of_completion"})
+    rows = [{"prompt": f"{n}?", "completion": "a"} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    said = "'completion', a column that TRL does not pass to rewards; rename it, as in data.columns"
+    assert said in refusal(written)
 
 
 @pytest.mark.parametrize(
