@@ -168,13 +168,13 @@ def save_tensors(
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with _without_process_group_warning():
-            save(_apart(tensors), storage_writer=writer, process_group=group)
+            save(apart(tensors), storage_writer=writer, process_group=group)
     except CheckpointException as error:
         _, (cause, _) = min(error.failures.items())
         raise cause from None
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of which no two share memory, as safetensors needs them: tied ones are copied.
 
     A copy is contiguous, too.

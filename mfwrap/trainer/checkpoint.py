@@ -35,6 +35,7 @@ from mfwrap.checkpoints.run_folders import (
     set_aside_later_checkpoints,
     step_of_checkpoint,
 )
+from mfwrap.checkpoints.step_files import apart
 from mfwrap.checkpoints.verification import (
     check_checkpoint,
     is_checkpoint,
@@ -626,6 +627,9 @@ class Checkpoints:
     def keeping_weight_names(self) -> Iterator[None]:
         """Within the block, make ``save_pretrained`` keep the network's own weight names.
 
+        A model that is not of transformers gets copies of its tied weights, which safetensors
+        refuses.
+
         The Trainer loads a checkpoint without converting names, so a checkpoint must hold the
         network's own names. With ``save_on_each_node``, the block also makes ``save_pretrained``
         write on one process of each node. By default, ``save_pretrained`` writes on global rank 0
@@ -634,6 +638,10 @@ class Checkpoints:
         Within the block, the trainer has a view of the model; the model itself stays as it is.
         """
         model: Any = self._trainer.model
+        if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+            with replaced(self._trainer, model=lookalike(model, state_dict=_state_apart)):
+                yield
+            return
         if self._staging is None or not isinstance(model, PreTrainedModel):
             yield
             return
@@ -782,3 +790,10 @@ def _foreign_weights(trainer: TrainerView, folder: Path) -> str | None:
     if reason and not trains_shards(trainer) and is_in_original_format(folder, trainer.model):
         return None
     return reason
+
+
+def _state_apart(view: Any, *args: Any, **keywords: Any) -> dict[str, Any]:
+    """Return the state of the model that a view of it shows, without shared memory."""
+    state: dict[str, Any] = super(type(view), view).state_dict(*args, **keywords)
+    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    return {**state, **apart(tensors)}

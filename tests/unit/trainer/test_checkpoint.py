@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -25,6 +26,8 @@ from support.resumed_training import (
     resume,
     trained,
 )
+from support.trainer_runs import new_trainer as new_tiny_trainer
+from support.trainer_runs import tiny_llama
 from support.training_state import assert_same_state
 
 EVERY_OTHER = RunSettings(save_steps=2)
@@ -339,6 +342,41 @@ def test_only_the_model_is_saved(tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"checkpoint-4: config\.json is missing; there is no"):
         resume(folder, tmp_path / "resumed", PLAIN)
+
+
+class _Wrapped(torch.nn.Module):
+    """A module that has a model with tied weights, and is no model of transformers itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = tiny_llama()
+        self.student.lm_head.weight = self.student.get_input_embeddings().weight
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return {"loss": self.student(input_ids, attention_mask, labels=labels).loss}
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_tied_weights_in_a_module_of_the_users_own(tmp_path, async_save):
+    """They have a checkpoint, with both names, from which a run resumes to the same end."""
+    settings = {"max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
+
+    def run(folder, resume=None):
+        extras = {"async_save": async_save}
+        trainer = new_tiny_trainer(MFTrainer, folder, model=_Wrapped(), extras=extras, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.student
+
+    whole = run(tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    resumed = run(tmp_path / "resumed", str(checkpoint))
+    saved = load_file(checkpoint / "model.safetensors")
+
+    assert resumed.lm_head.weight is resumed.get_input_embeddings().weight
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name])
+    tied = ("student.lm_head.weight", "student.model.embed_tokens.weight")
+    assert torch.equal(*(saved[name] for name in tied))
 
 
 class Pushing(MFTrainer):
