@@ -136,8 +136,15 @@ class RunFacts:
 
     def _write(self, state: str) -> None:
         facts = self._facts | {"state": state, "seconds": round(self._clock() - self._start, 3)}
-        with whole_file(self._folder / FACTS) as partial:
-            partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        _write_facts(self._folder, facts)
+
+
+def fail_resume(folder: Path, error: Exception) -> None:
+    """Write in the facts of a run that it could not continue; nothing for a new run."""
+    facts = read_facts(folder)
+    if facts:
+        state = f"failed to continue ({type(error).__name__})"
+        _write_facts(folder, facts | {"error": _in_one_line(error), "state": state})
 
 
 def lasting_facts(configuration: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
@@ -168,6 +175,11 @@ def hardware() -> dict[str, Any]:
         named = getattr(module, "get_device_name", kind.type.upper)
         name = f"{ranks} x {named()}" if ranks > 1 else str(named())
     return {"name": name, "device": "cpu" if kind is None else kind.type, "ranks": ranks}
+
+
+def _write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    with whole_file(folder / FACTS) as partial:
+        partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _processor() -> str:

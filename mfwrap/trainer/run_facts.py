@@ -10,11 +10,11 @@ import torch
 from transformers import TrainerState
 
 from mfwrap.compatibility.transformers import has_own
-from mfwrap.records.run_facts import RunFacts, lasting_facts
+from mfwrap.records.run_facts import RunFacts, fail_resume, lasting_facts
 from mfwrap.records.run_files import record_folders
 from mfwrap.termination import RankTermination
 from mfwrap.trainer.data.row_skip import RowSkip
-from mfwrap.trainer.view import TrainerView
+from mfwrap.trainer.view import TrainerView, run_folder_of
 
 
 @final
@@ -99,12 +99,14 @@ class TrainerFacts:
         except Exception as error:
             facts, self._facts = self._facts, None
             self.has_failed = facts is not None
-            # On a full disk, the first error is the one to tell.
-            with contextlib.suppress(OSError):
+            # On a full disk, or with a damaged file, the first error is the one to tell.
+            with contextlib.suppress(OSError, ValueError):
                 if facts is not None:
                     facts.fail(error, self._trainer.state.global_step)
                 elif self._ended is not None:
                     self._ended.fail(error)
+                elif self._given is not None and self._trainer.is_world_process_zero():
+                    fail_resume(run_folder_of(self._trainer), error)
             raise
 
     def _of_trainer(self, folders: Sequence[Path], state: TrainerState) -> RunFacts:

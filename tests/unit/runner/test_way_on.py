@@ -78,6 +78,24 @@ def test_a_failed_run_goes_on_from_before_the_divergence(tmp_path):
     assert (tmp_path / "checkpoint-50").is_dir()
 
 
+def test_a_run_that_could_not_continue(tmp_path):
+    """Its page begins with the error, though the training before it had finished."""
+    training = {"output_dir": str(tmp_path), "max_steps": 4, "save_strategy": "steps"}
+    training |= {"save_steps": 2, "report_to": "none"}
+    run_recipe(parse_recipe(recipe_text(training=training), "r.yaml"))
+    schedule = {"type": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts", "T_0": 4}
+    text = recipe_text(training=training | {"max_steps": 6}, lr_schedule=schedule)
+    recipe = parse_recipe(text, "r.yaml", allow_code=True)
+
+    with pytest.raises(ValueError, match="the state of another schedule"):
+        run_recipe(recipe, resume=True)
+    page = headline([read_run(tmp_path)])
+    assert "The run failed to continue (ValueError)" in page
+    assert "Its error: <code>ValueError: the checkpoint has the state of another schedule" in page
+    run_recipe(parse_recipe(recipe_text(training=training | {"max_steps": 6}), "r"), resume=True)
+    assert "The training finished at step 6" in headline([read_run(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
