@@ -278,7 +278,7 @@ def _transformers_usage(run: FinishedRun, name: str, place: str) -> str:
         if task.hub_task == "text-generation":
             has_template = recipe.model.path is not None and bool(tokenizer.chat_template)
             is_chat = has_template and not _has_learned_texts(run.trainer.train_dataset)
-            asked = _CHAT if is_chat else '"This is", max_new_tokens=32'
+            asked = _CHAT if is_chat else '"This is", max_new_tokens=32, do_sample=False'
             if recipe.peft is not None:  # the base model may end its texts by another token
                 asked += ", eos_token_id=tokenizer.eos_token_id"
         imports.setdefault("transformers", []).extend(["AutoTokenizer", "pipeline"])
@@ -390,7 +390,7 @@ def _own_usage(run: FinishedRun, own: OwnModel, place: str) -> str:
     return f"{said}After `pip install {install}`:\n\n```python\n{code}\n```"
 
 
-_CHAT = '[{"role": "user", "content": "What can you do?"}], max_new_tokens=64'
+_CHAT = '[{"role": "user", "content": "What can you do?"}], max_new_tokens=64, do_sample=False'
 
 
 def _network(run: FinishedRun, parameters: Mapping[str, int]) -> str:
