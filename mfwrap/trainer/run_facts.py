@@ -132,9 +132,14 @@ class TrainerFacts:
         step = dataclasses.asdict(trainer.attached.config)
         for name in ("gradient_accumulation_steps", "use_clip_grad", "max_grad_norm"):
             del step[name]  # the Trainer's arguments decide
-        average = trainer.attached.ema
+        average, args = trainer.attached.ema, trainer.args
+        # transformers hides a token, also one that is not set.
+        training = {
+            name: None if getattr(args, name, value) is None else value
+            for name, value in args.to_dict().items()
+        }
         return {
-            "training": trainer.args.to_dict(),
+            "training": training,
             "step": step,
             **({} if average is None else {"ema": dict(average.settings)}),
             **rows,

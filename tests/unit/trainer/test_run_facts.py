@@ -30,6 +30,7 @@ def test_settings_time_and_tokens(tmp_path):
     assert facts["configuration"]["training"]["gradient_accumulation_steps"] == 2
     assert facts["configuration"]["step"]["local_norm"] is True
     assert "gradient_accumulation_steps" not in facts["configuration"]["step"]
+    assert facts["configuration"]["training"]["hub_token"] is None
     assert "resumed" not in facts
     callbacks = [TrainingStateMonitor(**MONITOR)]
     trainer = new_trainer(MFTrainer, tmp_path, max_steps=6, callbacks=callbacks, **options)
