@@ -1,6 +1,7 @@
 """Record steps and evaluations in ``metrics.jsonl``, and throughput in ``throughput.jsonl``."""
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,14 +20,16 @@ from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.records.forms import to_number
 from mfwrap.records.json_lines import JsonLines, last_record, last_value, to_plain
 from mfwrap.records.rewards import ALIKE, FEW, REWARD, constant_rewards, why_untaught
+from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
 
-_OF_TRAINER = {
-    "epoch", "grad_norm", "learning_rate", "loss", "num_input_tokens_seen", "num_tokens", "step",
-}  # fmt: skip
-"""Numbers of the Trainer's and TRL's logs that the records of the steps or ``progress.jsonl`` have.
-"""
+_OF_TRAINING = (*BY_SOURCE, REWARD, ALIKE, "completions/mean_length")
+"""Beginnings of names in the Trainer's training log that are recorded: of sources and of TRL's
+rewards. The records of the steps have the others, or trackers."""
+
+_OTHERS = re.compile("epoch|step|eval_.*")
+"""Names in other logs that are of the Trainer."""
 
 
 @final
@@ -37,11 +40,12 @@ class MetricsRecorder(MonitorCallback):
 
     If the network reports losses beside their sum, the record has them by name in ``losses``.
 
-    A record for each log of the Trainer has the numbers that the steps lack: what a subclass or TRL
-    logs, such as ``reward`` (the mean, if it logs several times in a step), and ``loss/<source>``
-    and ``tokens/<source>`` of all steps since the log before and of all ranks. If rewards have
-    taught nothing in the first five logs, or in all of a shorter training, the main process logs a
-    warning.
+    A record for each log of the Trainer has what the steps lack: ``loss/<source>`` and
+    ``tokens/<source>`` of all steps since the log before and of all ranks, and ``reward``,
+    ``rewards/<name>/mean``, ``frac_reward_zero_std`` and ``completions/mean_length`` of TRL. Of a
+    log of its own of a subclass it has all numbers; the mean, if there are several in a step. If
+    rewards have taught nothing in the first five logs, or in all of a shorter training, the main
+    process logs a warning.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
@@ -108,7 +112,7 @@ class MetricsRecorder(MonitorCallback):
     ) -> None:
         """Write the steps since the last call, and the numbers of the log that they lack."""
         self.write_steps()
-        kept = _of_user(logs or {})
+        kept = _recorded(logs or {})
         if kept:
             self._write_own(state.global_step, kept)
         if self.evaluation_lines and self._lines is not None and kept.get(REWARD) is not None:
@@ -330,14 +334,15 @@ def _losses(reports: Sequence[StepReport]) -> list[dict[str, float]]:
     return [{name: next(read) for name in report.losses} for report in reports]
 
 
-def _of_user(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a log that are not the Trainer's; none of an evaluation or the end."""
+def _recorded(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a log that are recorded; none of an evaluation or the end."""
     if any(name.endswith("_runtime") for name in logs):
         return {}
+    # The Trainer's training log has both; a subclass may log a loss of its own.
+    is_of_training = {"loss", "learning_rate"} <= logs.keys()
     return {
         name: number
         for name, value in logs.items()
-        if name not in _OF_TRAINER
-        and not name.startswith("eval_")
+        if (name.startswith(_OF_TRAINING) if is_of_training else not _OTHERS.fullmatch(name))
         and (number := to_number(value)) is not None
     }

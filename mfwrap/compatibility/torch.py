@@ -57,6 +57,7 @@ NAMES = (
     ForeignName("torch.optim", "Optimizer._optimizer_step_pre_hooks"),
     ForeignName("torch.optim", "Optimizer._optimizer_step_post_hooks"),
     ForeignName("torch.optim.lr_scheduler", "LRScheduler._last_lr"),
+    ForeignName("torch.optim.lr_scheduler", "StepLR._get_closed_form_lr"),
     ForeignName("torch.optim.lr_scheduler", "LRScheduler._step_count"),
     ForeignName("torch.optim.lr_scheduler", "SequentialLR._schedulers"),
     ForeignName("torch.nn.parallel", "DistributedDataParallel._comm_hooks"),

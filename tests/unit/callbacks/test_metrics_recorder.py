@@ -66,14 +66,20 @@ def test_numbers_of_others_are_recorded(tmp_path):
     arguments, state = arguments_of(tmp_path), TrainerState(global_step=5)
     recorder = MetricsRecorder(tmp_path)
     recorder.on_train_begin(arguments, state, None)
-    own = {"distillation": 0.5, "rewards/short/mean": 0.5, "entropy": 2.0, "broken": math.nan}
-    recorder.on_log(arguments, state, None, logs={"loss": 1.0, "learning_rate": 0.1, **own})
+    own = {"distillation": 0.5, "entropy": 2.0, "broken": math.nan}
+    rewards = {"reward": 0.5, "rewards/short/mean": 0.5, "completions/mean_length": 7.0}
+    training = {"loss": 1.0, "learning_rate": 0.1, "loss_scale": 1.0, "entropy": 2.0}
+    recorder.on_log(arguments, state, None, logs=training | rewards)
+    recorder.on_log(arguments, state, None, logs={"epoch": 0.5, **own})
     recorder.on_log(arguments, state, None, logs={"eval_loss": 1.0, "eval_reward": 0.25})
     recorder.on_log(arguments, state, None, logs={"own_loss": 1.0, "own_runtime": 0.25})
     recorder.on_log(arguments, state, None, logs={"best": "model"})
 
     records = read_json_lines(tmp_path / "metrics.jsonl")
-    assert [one for one in records if "step" in one] == [{"step": 5, **own, "broken": "nan"}]
+    assert [one for one in records if "step" in one] == [
+        {"step": 5, **rewards},
+        {"step": 5, **own, "broken": "nan"},
+    ]
 
 
 def test_a_log_of_each_micro_batch(tmp_path):
