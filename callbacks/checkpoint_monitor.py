@@ -22,6 +22,7 @@ from mfwrap.callbacks.checkpoint_health import (
     health_of,
     recorded_health,
 )
+from mfwrap.callbacks.good_checkpoints import to_return_to
 from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states, bad_weights
 from mfwrap.callbacks.shared.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.run_log import run_logger
@@ -74,7 +75,8 @@ class CheckpointMonitor(MonitorCallback, ExportableState):
         save_checkpoint_seconds: Seconds from one checkpoint to the next; 0 turns saving by time
             off.
         keep_checkpoint_max: Number of newest checkpoints to keep; 0 keeps all. The newest healthy
-            checkpoint and the Trainer's best checkpoint are kept in addition.
+            checkpoint, that from before a divergence, and the Trainer's best checkpoint are kept in
+            addition.
         use_checkpoint_health_monitor: Record the health of each checkpoint.
         embedding_local_norm_threshold: A checkpoint is unhealthy if the local norm of an
             embedding's gradient reaches this number; ``None`` turns the check off. This number is a
@@ -390,14 +392,16 @@ def rotate_checkpoints(run_folder: Path, num_kept: int, best: str | None) -> Non
     Args:
         run_folder: Folder of the checkpoints.
         num_kept: Number of newest checkpoints to keep, >= 1. The newest checkpoint that was
-            recorded as healthy is kept in addition.
+            recorded as healthy is kept in addition, and if a `TrainingStateMonitor` has found that
+            the loss has left its course, the newest healthy one from before.
         best: Folder of the Trainer's best checkpoint, which is kept in addition; ``None`` if there
             is no best checkpoint.
     """
     ordered = own_checkpoints(run_folder)
     kept = set(ordered[-num_kept:])
     healthy = recorded_health(run_folder)
-    kept |= set([path for path in ordered if healthy.get(path.name)][-1:])
+    found = [path for path in ordered if healthy.get(path.name)]
+    kept |= {*found[-1:], *to_return_to(run_folder, found or ordered)}
     if best is not None:
         kept |= {path for path in ordered if path.resolve() == Path(best).resolve()}
     remove_checkpoints([path for path in ordered if path not in kept], run_folder)

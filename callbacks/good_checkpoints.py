@@ -12,6 +12,9 @@ from mfwrap.records.json_lines import read_json_lines
 _EARLY = 100
 """Last step at which updates that were too large are as old as the run."""
 
+_UNDECIDED = 64
+"""Number of steps after an episode within which it is found whether the loss comes back."""
+
 _ADVISED = re.compile(rf"{BEFORE_STEP} (\d+)")
 
 
@@ -38,10 +41,29 @@ def undiverged_checkpoints(folder: Path, saved: Sequence[Path]) -> list[Path]:
         folder: Run folder, which has ``anomalies.jsonl`` if a monitor has found anything.
         saved: Some of its checkpoints.
     """
-    file = folder / "anomalies.jsonl"
-    episodes = episodes_of([(0, read_json_lines(file) if file.is_file() else [])])
-    first = next((one for one in episodes if one.has_diverged), None)
+    first = next((one for one in _episodes(folder) if one.has_diverged), None)
     return list(saved) if first is None else good_checkpoints(first, saved)
+
+
+def to_return_to(folder: Path, saved: Sequence[Path]) -> list[Path]:
+    """Return the newest checkpoint from before a divergence, or an episode that may become one.
+
+    Args:
+        folder: Run folder, as for `undiverged_checkpoints`.
+        saved: Some of its checkpoints, in the order of their steps.
+
+    Returns:
+        At most one checkpoint.
+    """
+    since = step_of_checkpoint(saved[-1]) - _UNDECIDED if saved else 0
+    risks = (one for one in _episodes(folder) if one.has_diverged or one.last_step >= since)
+    first = next(risks, None)
+    return [] if first is None else good_checkpoints(first, saved)[-1:]
+
+
+def _episodes(folder: Path) -> list[Episode]:
+    file = folder / "anomalies.jsonl"
+    return episodes_of([(0, read_json_lines(file) if file.is_file() else [])])
 
 
 def newest_good(episode: Episode, saved: Sequence[Path]) -> str:

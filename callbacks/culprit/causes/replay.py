@@ -220,7 +220,7 @@ def difference(evidence: CauseEvidence) -> Cause | None:
     return Cause(
         "gradient",
         f"in the order of the backward, a gradient of {found.name} is the first that is {times}",
-        "look at hooks and custom backwards there",
+        "look at hooks and custom backwards there, and for a division by a value near zero",
         tensors=(found.name,),
         where="gradient",
     )

@@ -265,6 +265,40 @@ def test_what_is_left(num_kept, best, healthy, left, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("anomalies", "left"),
+    [
+        ([], [100, 110]),
+        ([{"step": 62, "kind": "loss_spike"}], [60, 100, 110]),
+        ([{"step": 35, "kind": "loss_spike"}], [100, 110]),
+        (
+            [
+                {"step": 35, "since": 33, "kind": "loss_shift"},
+                {"step": 35, "kind": "loss_shift", "last_step": 44, "diverged": "so"},
+            ],
+            [20, 100, 110],
+        ),
+    ],
+    ids=["none", "undecided", "long ago", "diverged"],
+)
+@pytest.mark.parametrize("records_health", [True, False])
+def test_what_a_run_that_goes_wrong_can_return_to(anomalies, left, records_health, tmp_path):
+    """The newest checkpoint from before is kept, also while the loss may still come back."""
+    health = open_records(tmp_path / HEALTH_FILE, 0)
+    for step in (20, 60, 100, 110):
+        name = f"checkpoint-{step}"
+        (tmp_path / name).mkdir()
+        list_own(tmp_path / name)
+        if records_health:
+            health.append(asdict(CheckpointHealth(checkpoint=name, step=step, healthy=True)))
+    for each in anomalies:
+        open_records(tmp_path / "anomalies.jsonl", 1000).append(each)
+    rotate_checkpoints(tmp_path, 2, None)
+
+    found = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*"))
+    assert found == left
+
+
+@pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
         ({}, ValueError, "`save_checkpoint_steps` or `save_checkpoint_seconds` must be > 0"),
