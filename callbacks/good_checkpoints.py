@@ -41,7 +41,7 @@ def undiverged_checkpoints(folder: Path, saved: Sequence[Path]) -> list[Path]:
         folder: Run folder, which has ``anomalies.jsonl`` if a monitor has found anything.
         saved: Some of its checkpoints.
     """
-    first = next((one for one in _episodes(folder) if one.has_diverged), None)
+    first = next((one for one in episodes_in(folder) if one.has_diverged), None)
     return list(saved) if first is None else good_checkpoints(first, saved)
 
 
@@ -56,12 +56,13 @@ def to_return_to(folder: Path, saved: Sequence[Path]) -> list[Path]:
         At most one checkpoint.
     """
     since = step_of_checkpoint(saved[-1]) - _UNDECIDED if saved else 0
-    risks = (one for one in _episodes(folder) if one.has_diverged or one.last_step >= since)
+    risks = (one for one in episodes_in(folder) if one.has_diverged or one.last_step >= since)
     first = next(risks, None)
     return [] if first is None else good_checkpoints(first, saved)[-1:]
 
 
-def _episodes(folder: Path) -> list[Episode]:
+def episodes_in(folder: Path) -> list[Episode]:
+    """Return the episodes that the main process has recorded in a run folder."""
     file = folder / "anomalies.jsonl"
     return episodes_of([(0, read_json_lines(file) if file.is_file() else [])])
 

@@ -42,9 +42,9 @@ class MetricsRecorder(MonitorCallback):
 
     A record for each log of the Trainer has what the steps lack: ``loss/<source>`` and
     ``tokens/<source>`` of all steps since the log before and of all ranks, and ``reward``,
-    ``rewards/<name>/mean``, ``frac_reward_zero_std`` and ``completions/mean_length`` of TRL. Of a
-    log of its own of a subclass it has all numbers; the mean, if there are several in a step. If
-    rewards have taught nothing in the first five logs, or in all of a shorter training, the main
+    ``rewards/<name>/mean``, ``frac_reward_zero_std`` and ``completions/mean_length`` of TRL. A log
+    that a subclass writes itself is recorded whole; several in a step are recorded as their mean.
+    If rewards have taught nothing in the first five logs, or in all of a shorter training, the main
     process logs a warning.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mfwrap.callbacks.good_checkpoints import good_checkpoints
-from mfwrap.records import read_json_lines
-from mfwrap.records.episodes import Episode, episodes_of
+from mfwrap.callbacks.good_checkpoints import episodes_in, good_checkpoints
+from mfwrap.records.episodes import Episode
 from mfwrap.runner.folder import checkpoints
 
 _ANEW = "no checkpoint has good weights: start anew with --overwrite"
@@ -30,7 +29,7 @@ def telling_the_way_on(trainer: Any, folder: Path) -> Iterator[None]:
 
 def warn_of_divergence(folder: Path, say: Callable[[str], None]) -> None:
     """Warn if the loss has left its course for good; the line that said so is far above the end."""
-    for episode in _episodes(folder):
+    for episode in episodes_in(folder):
         first = episode.records[0]
         if episode.has_diverged:
             good = good_checkpoints(episode, checkpoints(folder))
@@ -53,7 +52,7 @@ def _way_on(folder: Path, saved: list[Path], last_step: int) -> str:
         saved: Its checkpoints.
         last_step: Last step of the run.
     """
-    spoilt = next((one for one in _episodes(folder) if _has_spoilt(one, last_step)), None)
+    spoilt = next((one for one in episodes_in(folder) if _has_spoilt(one, last_step)), None)
     if spoilt is None or (good := good_checkpoints(spoilt, saved)) == saved:
         return f"once it is mended, --resume=auto continues from {saved[-1].name}"
     if good:
@@ -63,11 +62,6 @@ def _way_on(folder: Path, saved: list[Path], last_step: int) -> str:
         f"no checkpoint has good weights, as it went wrong at step {spoilt.step}: once it is "
         "mended, for example by a lower learning rate, start anew with --overwrite"
     )
-
-
-def _episodes(folder: Path) -> list[Episode]:
-    file = folder / "anomalies.jsonl"
-    return episodes_of([(0, read_json_lines(file) if file.is_file() else [])])
 
 
 def _has_spoilt(episode: Episode, last_step: int) -> bool:

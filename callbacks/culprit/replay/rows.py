@@ -413,9 +413,7 @@ def _run_apart(passes: _Passes, shares: Sequence[Sequence[float]], *, is_finite:
             return RowSearch((), f"{how}: all of a micro-batch are non-finite")
         if not is_finite and (odd := _bad_without_targets(passes, shares)):
             rows = tuple(map(passes.place_of, odd[:MOST_NAMED]))
-            return RowSearch(
-                rows, f"{how}: only {len(odd)} without targets make the loss non-finite"
-            )
+            return RowSearch(rows, f"{how}: {len(odd)} without targets made the loss non-finite")
         losses = [(part.micro_batch, passes.own_loss(part, one)) for part, one in values.items()]
         low, high = min(loss for _, loss in losses), max(loss for _, loss in losses)
         what = f"none of {len(losses)} stands alone, with losses from {low:.4g} to {high:.4g}"

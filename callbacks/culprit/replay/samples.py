@@ -89,7 +89,7 @@ class SampleSearch:
             BadRow(rank=this_rank(), micro_batch=number, row=row)
             for row in range(min(num_rows, MOST_NAMED))
         )
-        return self._shown(RowSearch(tuple(rows), "all of a micro-batch have no targets"), step)
+        return self._shown(RowSearch(tuple(rows), "no row of the micro-batch has targets"), step)
 
     def of_input(self, name: str, step: int) -> RowSearch:
         """Return the rows of this rank whose input is far larger than that of the others.
