@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE
-from mfwrap.checkpoints.run_folders import step_of_checkpoint
+from mfwrap.checkpoints.run_folders import checkpoints_of_run, step_of_checkpoint
 from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.records.json_lines import read_json_lines
 
@@ -14,6 +14,8 @@ _EARLY = 100
 
 _UNDECIDED = 64
 """Number of steps after an episode within which it is found whether the loss comes back."""
+
+_NONE_GOOD = "no checkpoint has good weights: start anew"
 
 _ADVISED = re.compile(rf"{BEFORE_STEP} (\d+)")
 
@@ -43,6 +45,27 @@ def undiverged_checkpoints(folder: Path, saved: Sequence[Path]) -> list[Path]:
     """
     first = next((one for one in episodes_in(folder) if one.has_diverged), None)
     return list(saved) if first is None else good_checkpoints(first, saved)
+
+
+def divergence_in(folder: Path) -> str:
+    """Say that the loss of a run has left its course for good, and which weights are from before.
+
+    Args:
+        folder: Run folder, as for `undiverged_checkpoints`.
+
+    Returns:
+        One sentence; empty if the training has not diverged.
+    """
+    episode = next((one for one in episodes_in(folder) if one.has_diverged), None)
+    if episode is None:
+        return ""
+    first = episode.records[0]
+    good = good_checkpoints(episode, checkpoints_of_run(folder))
+    which = f"{good[-1].name} is the newest from before" if good else _NONE_GOOD
+    if not good and first.get("cause") == "learning_rate":
+        which += " with a lower learning rate"
+    why = first.get("explanation") or first["diverged"]
+    return f"the training diverged at step {episode.step} ({why}); {which}"
 
 
 def to_return_to(folder: Path, saved: Sequence[Path]) -> list[Path]:

@@ -446,14 +446,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _advice(error: click.ClickException) -> str:
     """Return what to do about a wrong command line."""
+    context = getattr(error, "ctx", None)
+    has_recipe = context is not None and any(p.name == "overrides" for p in context.command.params)
     if not isinstance(error, click.NoSuchOption):
+        if has_recipe and "extra argument" in error.message and "=" in error.message:
+            return "Values of the recipe are set by --set KEY=VALUE."
         return "See mfwrap --help."
     options = {name: {o for p in one.params for o in p.opts} for name, one in cli.commands.items()}
     others = [f"mfwrap {name}" for name, known in options.items() if error.option_name in known]
     if others:
         return f"It is an option of {' and '.join(others)}."
-    context = getattr(error, "ctx", None)
-    has_recipe = context is not None and any(p.name == "overrides" for p in context.command.params)
     if has_recipe and not error.possibilities:
         from transformers import TrainingArguments  # noqa: PLC0415  (slow)
 

@@ -49,6 +49,8 @@ class EpisodeLog:
         self._is_main = is_main
         self._num_skips = 0
         """Skipped updates in a row, the last step included."""
+        self._num_overflows = 0
+        """Overflows in a row, the last step included."""
 
     def add(self, anomaly: Anomaly | None, numbers: StepNumbers, *, is_shared: bool) -> None:
         """Add the judgement of a step.
@@ -59,6 +61,7 @@ class EpisodeLog:
             is_shared: Whether all ranks have found the anomaly.
         """
         number = self._num_skips = numbers.consecutive_skips
+        self._num_overflows = self._num_overflows + 1 if numbers.overflow else 0
         if number >= _FEWEST_SKIPS and number.bit_count() == 1:
             self._tell_skips(f"step {numbers.step}: ")
         if anomaly is None:
@@ -88,8 +91,10 @@ class EpisodeLog:
 
     def _tell_skips(self, where: str = "") -> None:
         if self._is_main:
+            all_overflow = self._num_overflows >= self._num_skips
+            why = ", each with an overflow" if all_overflow else ""
             run_logger(__package__).warning(
-                "%sno update was made in the last %d steps", where, self._num_skips
+                "%sno update was made in the last %d steps%s", where, self._num_skips, why
             )
 
     def _write_end(self, episode: OpenEpisode | None) -> None:

@@ -54,6 +54,10 @@ _AFTER_RUNNING_AWAY = (
 _USUAL_CAUSES = frozenset({UNKNOWN_CAUSE, DIVERGED, "data", "rank_data"})
 """Causes that may be of the run's own nature."""
 
+_EARLY, _LONG, _NO_LOWER = 20, 20, 0.97
+"""Step before which a run has hardly learned anything, the smallest number of steps in which it
+should have, and the smallest ratio of a loss that is no lower than before."""
+
 _WITH_GOOD_WEIGHTS = frozenset({UNKNOWN_CAUSE, "data", "rank_data", "loss", "setting"})
 """Causes of a higher loss that may leave the weights as good as they were."""
 
@@ -90,6 +94,9 @@ class OpenEpisode:
 
     usual_loss: float | None = None
     """Loss that was expected before the loss left its course; ``None`` if it has not."""
+
+    loss_before: float | None = None
+    """Loss that was expected at the first step; ``None`` if it was unknown."""
 
     last_losses: list[float] = field(default_factory=list)
     """Loss of each of the last steps since it has left its course."""
@@ -139,6 +146,8 @@ class OpenEpisode:
         """
         self.last_anomaly, self.reach = anomaly.step, reach
         is_later = anomaly.step > self.step
+        if not is_later:
+            self.loss_before = anomaly.usual_loss
         if anomaly.samples_detail is not None:
             self.num_searched += 1
             self.names_samples = bool(anomaly.samples)
@@ -278,6 +287,10 @@ class Episodes:
         """The last episode, which may be over."""
         self.astray: OpenEpisode | None = None
         """The first episode that is over and whose loss has not been back at any step since."""
+        self._early: OpenEpisode | None = None
+        """The first episode, if it began early and its cause is the learning rate."""
+        self._step = 0
+        """Last step."""
 
     def goes_on(self, step: int, kind: Kind, *, is_shared: bool) -> bool:
         """Tell whether an anomaly goes on with the last episode.
@@ -299,6 +312,12 @@ class Episodes:
         is_alike = is_shared == episode.is_shared or episode.kind not in NON_FINITE
         reach = 1 if episode.kind in NON_FINITE else _GAP
         return gap <= reach and (is_alike or kind not in NON_FINITE)
+
+    @property
+    def are_followed(self) -> bool:
+        """Whether good steps tell more about an episode, too."""
+        goes_on = self.last is not None and not self.last.is_over
+        return goes_on or self.astray is not None or self._early is not None
 
     @property
     def names_samples(self) -> bool:
@@ -335,7 +354,7 @@ class Episodes:
         Returns:
             Whether the anomaly begins an episode, and the episode that this has ended.
         """
-        episode = self.last
+        self._step, episode = anomaly.step, self.last
         shift = None if self._course is None else self._course.shift
         risen = loss if shift is None else shift.now
         goes_on = self.goes_on(anomaly.step, anomaly.kind, is_shared=is_shared)
@@ -361,6 +380,8 @@ class Episodes:
             num_skipped=int(bool(anomaly.skipped)),
         )
         self.last.follow(anomaly, loss, risen, self._reach(anomaly.kind))
+        if anomaly.step < _EARLY and anomaly.cause == "learning_rate":
+            self._early = self._early or self.last
         return True, ended
 
     def pass_over(self, numbers: StepNumbers) -> OpenEpisode | None:
@@ -393,7 +414,7 @@ class Episodes:
         has not once been back for 64 steps, or until the training ends. If it comes back later,
         that is told, too.
         """
-        astray = self.astray
+        self._step, astray = numbers.step, self.astray
         if astray is None or not astray.is_over:
             return None
         astray.look(numbers.loss)
@@ -407,7 +428,28 @@ class Episodes:
 
     def close(self) -> list[OpenEpisode]:
         """End the training; return the episodes whose records are to be completed."""
-        return [one for one in (self._stayed_away(), self.end()) if one is not None]
+        ends = (self._stayed_away(), self.end(), self._learned_nothing())
+        return list({one.step: one for one in ends if one is not None}.values())
+
+    def _learned_nothing(self) -> OpenEpisode | None:
+        """Return the early episode after which the loss has come back, but not fallen any further.
+
+        So it is with weights that the first updates have ruined and with a rate that has gone down
+        again since.
+        """
+        early, course = self._early, self._course
+        if early is None or course is None or not early.is_over or not early.loss_before:
+            return None
+        is_short = self._step - early.step < _LONG
+        is_told = bool(early.run_away) and early.back_at is None
+        if is_short or is_told or not 0 < _NO_LOWER * early.loss_before <= course.last:
+            return None
+        early.run_away = (
+            f"the loss is no lower at the end than before: {course.last:.4g}, after "
+            f"{early.loss_before:.4g}"
+        )
+        early.back_at = None
+        return early
 
     def _stayed_away(self) -> OpenEpisode | None:
         """Return the episode that the loss has not come back from, unless that is told already."""
@@ -449,16 +491,20 @@ class Episodes:
         return episode if episode.num_steps > 1 or episode.refined else None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the last episode, ready for JSON, and the one that the loss is not back from."""
+        """Return the last episode, ready for JSON, and the others that may have more to tell."""
         if self.last is None:
             return None
-        return asdict(self.last) | {"astray": self.astray and asdict(self.astray)}
+        others = {"astray": self.astray, "early": self._early}
+        return asdict(self.last) | {name: one and asdict(one) for name, one in others.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state that `state_dict` returned."""
         known = dict(state or {})
-        astray = known.pop("astray", None)
+        others = [known.pop(name, None) for name in ("astray", "early")]
         self.last = OpenEpisode(**known) if known else None
-        self.astray = OpenEpisode(**astray) if astray else None
-        if self.last is not None and self.astray is not None and self.last.step == astray["step"]:
-            self.astray = self.last
+        self.astray, self._early = (self._known(one) for one in others)
+
+    def _known(self, state: Mapping[str, Any] | None) -> OpenEpisode | None:
+        """Return the episode of a state, which may be the last one."""
+        is_last = state and self.last is not None and self.last.step == state["step"]
+        return self.last if is_last else OpenEpisode(**state) if state else None

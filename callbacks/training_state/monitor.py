@@ -290,9 +290,12 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             self._run.end_episode()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Write and judge the last step, and close all files."""
+        """Write and judge the last step, close all files, and warn if the training has diverged."""
         self._flush()
+        run = self._run
         self._close()
+        if run is not None:
+            run.warn_of_divergence()
         self._known = {}
 
     @training_weights()

@@ -18,8 +18,10 @@ from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepScores
+from mfwrap.callbacks.good_checkpoints import divergence_in
 from mfwrap.callbacks.shared.progress import RunPosition, Samples, StepClock, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
+from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import (
     PackedValues,
     StepNumbers,
@@ -115,7 +117,7 @@ class TrainingStateRun:
         """Last steps with an anomaly, for a rollback; the monitor empties it."""
         self.has_outputs = False
         """Whether any step of this run has had an output."""
-        self._settings = settings
+        self._settings, self._folder = settings, folder if is_main else None
         self._length = run_length(settings, state, args, train_dataloader, grows=grown is not None)
         first_step = self._length.position(global_step).step
         self.writers = MetricWriters(settings, args, folder, is_main=is_main, first_step=first_step)
@@ -386,6 +388,16 @@ class TrainingStateRun:
         if self._recorder is not None:
             self._recorder.close()
 
+    def warn_of_divergence(self) -> None:
+        """Warn if the loss has left its course for good: the line that said so may be far above.
+
+        Call this when the training has ended, after `close`.
+        """
+        if self.finder is None or self._folder is None:
+            return
+        if said := divergence_in(self._folder):
+            run_logger(__package__).warning("%s; see `mfwrap report %s`", said, self._folder)
+
     def _is_due(self, global_step: int) -> bool:
         return global_step % self._settings.step_interval == 0
 
@@ -470,15 +482,14 @@ class TrainingStateRun:
             )
             is_shared = self.finder.is_shared
             episodes = self.finder.episodes
-            goes_on = episodes.last is not None and not episodes.last.is_over
-            if anomaly is not None or goes_on or episodes.astray is not None:
+            if anomaly is not None or episodes.are_followed:
                 self._log.add(anomaly, numbers, is_shared=is_shared)
-            if self.finder.episodes.last is not None:
+            if episodes.last is not None:
                 self.finder.forget(numbers.step)
             notes = self.finder.notes.of_step(numbers, judgement, scores)
             if notes:
-                said = None if anomaly is None else anomaly.cause
-                self._log.note(one for one in notes if one.cause.name != said)
+                said = {one.cause for one in (anomaly, episodes.last) if one is not None}
+                self._log.note(one for one in notes if one.cause.name not in said)
             if anomaly is not None:
                 self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None

@@ -71,7 +71,7 @@ from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.reward import missing_values
 from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.runner.tuning import Counted, tuning_of
-from mfwrap.runner.way_on import telling_the_way_on, warn_of_divergence
+from mfwrap.runner.way_on import telling_the_way_on
 from mfwrap.trainer.display.console import StepProgressCallback
 
 _STILL_COUNTED = (
@@ -233,7 +233,6 @@ def _run(
     if trainer.is_world_process_zero():
         write_result(folder, run.metrics, checkpoint)
         _warn_of_skips(run.updates, say)
-        warn_of_divergence(folder, say)
     return RunResult(folder, run.metrics, checkpoint)
 
 

@@ -1,16 +1,14 @@
-"""Say from which checkpoint a training that has failed or diverged can go on."""
+"""Say from which checkpoint a training that has failed can go on."""
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mfwrap.callbacks.good_checkpoints import episodes_in, good_checkpoints
 from mfwrap.records.episodes import Episode
 from mfwrap.runner.folder import checkpoints
-
-_ANEW = "no checkpoint has good weights: start anew with --overwrite"
 
 
 @contextlib.contextmanager
@@ -25,23 +23,6 @@ def telling_the_way_on(trainer: Any, folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError, ValueError):
                 error.add_note(_way_on(folder, saved, trainer.state.global_step))
         raise
-
-
-def warn_of_divergence(folder: Path, say: Callable[[str], None]) -> None:
-    """Warn if the loss has left its course for good; the line that said so is far above the end."""
-    for episode in episodes_in(folder):
-        first = episode.records[0]
-        if episode.has_diverged:
-            good = good_checkpoints(episode, checkpoints(folder))
-            which = f"{good[-1].name} is the newest from before" if good else _ANEW
-            if not good and first.get("cause") == "learning_rate":
-                which += " and a lower learning rate"
-            why = first.get("explanation") or first["diverged"]
-            say(
-                f"warning: the training diverged at step {episode.step} ({why}); {which}; see the "
-                "run page"
-            )
-            return
 
 
 def _way_on(folder: Path, saved: list[Path], last_step: int) -> str:

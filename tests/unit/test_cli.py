@@ -557,6 +557,8 @@ def test_report_refuses(arguments, message, runs, capsys):
             ["--set", "training.max_steps", "3"],
             "--set: expected section.key=value, got 'training.max_steps'",
         ),
+        (["model.path=mine", "a=1"], "Values of the recipe are set by --set KEY=VALUE."),
+        (["hello"], "Got unexpected extra argument (hello) See mfwrap --help."),
         (["--rows", "1"], "It is an option of mfwrap data."),
         (["--overwrit"], "Did you mean '--overwrite'? See mfwrap --help."),
     ],

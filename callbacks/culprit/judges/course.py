@@ -179,10 +179,14 @@ class LossCourse:
         self._was_negative = self._has_run_away = False
 
     @property
+    def last(self) -> float:
+        """Median of the last five losses; NaN if they are unknown."""
+        return self._plain.expected(0)
+
+    @property
     def run_away(self) -> str:
         """What a loss without a lower bound has done, in a clause; empty if it has not."""
-        last = self._plain.expected(0)
-        largest = max(map(abs, self._first), default=math.inf)
+        last, largest = self.last, max(map(abs, self._first), default=math.inf)
         if not last < -_RUN_AWAY * max(largest, 1.0):
             return ""
         return f"the loss has run away to {last:.4g}, after {self.first:.4g} at first"

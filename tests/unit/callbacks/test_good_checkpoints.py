@@ -1,10 +1,11 @@
-"""The run page names the checkpoint that a run that has diverged can return to."""
+"""Log and run page name the checkpoint that a run that has diverged can return to."""
 
 import re
 
 import pytest
 
 from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
+from mfwrap.callbacks.good_checkpoints import divergence_in
 from mfwrap.records.run_record import read_run
 from mfwrap.report.episodes import headline
 from support.run_folders import write_lines
@@ -43,3 +44,47 @@ def test_weights_from_before_a_jump_of_the_rate(tmp_path):
         (tmp_path / f"checkpoint-{each}").mkdir()
 
     assert "checkpoint-30 is the newest from before" in headline([read_run(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ((20, 40, 60), "checkpoint-20 is the newest from before"),
+        ((39, 40, 60), "checkpoint-39 is the newest from before"),
+        ((40, 60), "no checkpoint has good weights: start anew"),
+        ((), "no checkpoint has good weights: start anew"),
+    ],
+)
+def test_where_a_training_has_diverged(tmp_path, saved, said):
+    """The checkpoint of the step before has the weights that the bad step had."""
+    first = {"step": 43, "since": 41, "kind": "loss_shift", "cause": "unknown"}
+    end = {"step": 43, "kind": "loss_shift", "last_step": 60, "num_steps": 18, "diverged": "it is"}
+    write_lines(tmp_path / "anomalies.jsonl", [first, end])
+    for step in saved:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert divergence_in(tmp_path) == f"the training diverged at step 43 (it is); {said}"
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (34, "no checkpoint has good weights: start anew with a lower learning rate"),
+        (5034, "checkpoint-25 is the newest from before"),
+    ],
+)
+def test_a_rate_that_was_too_high_from_the_start(tmp_path, step, said):
+    """The checkpoints from before the loss rose have weights that it has moved too far."""
+    first = {"step": step, "since": step - 5, "kind": "loss_shift", "cause": "learning_rate"}
+    first |= {"explanation": "too high", "suggestion": LOWER_RATE}
+    end = {"step": step, "kind": "loss_shift", "last_step": step + 31, "num_steps": 29}
+    write_lines(tmp_path / "anomalies.jsonl", [first, {**end, "diverged": "it is"}])
+    (tmp_path / "checkpoint-25").mkdir()
+    assert divergence_in(tmp_path).endswith(f"; {said}")
+
+
+def test_a_run_that_has_come_back(tmp_path):
+    """It has not diverged, so that nothing is said."""
+    first = {"step": 43, "since": 41, "kind": "loss_shift", "cause": "unknown"}
+    end = {"step": 43, "kind": "loss_shift", "last_step": 60, "num_steps": 18, "diverged": "it is"}
+    write_lines(tmp_path / "anomalies.jsonl", [first, end, {**end, "back": 90}])
+    assert not divergence_in(tmp_path)

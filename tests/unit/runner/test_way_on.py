@@ -1,18 +1,15 @@
-"""A run that has failed or diverged says from which checkpoint it can go on."""
+"""A run that has failed says from which checkpoint it can go on."""
 
 import re
 
 import pytest
 import torch
 
-from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
 from mfwrap.records.run_record import read_run
 from mfwrap.report.episodes import headline
 from mfwrap.runner import parse_recipe
 from mfwrap.runner.run import run_recipe
-from mfwrap.runner.way_on import warn_of_divergence
 from support.recipe_texts import recipe_text
-from support.run_folders import write_lines
 
 # Ignore the warnings that datasets emits.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -94,60 +91,3 @@ def test_a_run_that_could_not_continue(tmp_path):
     assert "Its error: <code>ValueError: the checkpoint has the state of another schedule" in page
     run_recipe(parse_recipe(recipe_text(training=training | {"max_steps": 6}), "r"), resume=True)
     assert "The training finished at step 6" in headline([read_run(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("saved", "said"),
-    [
-        ((20, 40, 60), "checkpoint-20 is the newest from before"),
-        ((39, 40, 60), "checkpoint-39 is the newest from before"),
-        ((40, 60), "no checkpoint has good weights: start anew with --overwrite"),
-        ((), "no checkpoint has good weights: start anew with --overwrite"),
-    ],
-)
-def test_where_a_training_has_diverged(tmp_path, saved, said):
-    """The checkpoint of the step before has the weights that the bad step had."""
-    first = {"step": 43, "since": 41, "kind": "loss_shift", "cause": "unknown"}
-    end = {"step": 43, "kind": "loss_shift", "last_step": 60, "num_steps": 18, "diverged": "it is"}
-    write_lines(tmp_path / "anomalies.jsonl", [first, end])
-    for step in saved:
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    lines = []
-    warn_of_divergence(tmp_path, lines.append)
-
-    start = "warning: the training diverged at step 43 (it is); "
-    assert lines == [f"{start}{said}; see the run page"]
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        (
-            34,
-            "no checkpoint has good weights: start anew with --overwrite and a lower learning rate",
-        ),
-        (5034, "checkpoint-25 is the newest from before"),
-    ],
-)
-def test_a_rate_that_was_too_high_from_the_start(tmp_path, step, said):
-    """The checkpoints from before the loss rose have weights that it has moved too far."""
-    first = {"step": step, "since": step - 5, "kind": "loss_shift", "cause": "learning_rate"}
-    first |= {"explanation": "too high", "suggestion": LOWER_RATE}
-    end = {"step": step, "kind": "loss_shift", "last_step": step + 31, "num_steps": 29}
-    write_lines(tmp_path / "anomalies.jsonl", [first, {**end, "diverged": "it is"}])
-    (tmp_path / "checkpoint-25").mkdir()
-    lines = []
-    warn_of_divergence(tmp_path, lines.append)
-
-    assert f"; {said}; see the run page" in lines[0]
-
-
-def test_a_run_that_has_come_back(tmp_path):
-    """It has not diverged, so that nothing is said."""
-    first = {"step": 43, "since": 41, "kind": "loss_shift", "cause": "unknown"}
-    end = {"step": 43, "kind": "loss_shift", "last_step": 60, "num_steps": 18, "diverged": "it is"}
-    write_lines(tmp_path / "anomalies.jsonl", [first, end, {**end, "back": 90}])
-    lines = []
-    warn_of_divergence(tmp_path, lines.append)
-
-    assert lines == []

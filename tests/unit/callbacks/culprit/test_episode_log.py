@@ -10,9 +10,10 @@ from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers
 from mfwrap.records.json_lines import read_json_lines
 
 
-def numbers(step: int, num_skips: int = 0) -> StepNumbers:
+def numbers(step: int, num_skips: int = 0, *, overflow: bool = False) -> StepNumbers:
     """Return numbers of an ordinary step, or of one whose update was skipped as those before."""
-    return numbers_of(step, StepValues(loss=1.0, consecutive_skips=num_skips))
+    values = StepValues(loss=1.0, consecutive_skips=num_skips, overflow=overflow)
+    return numbers_of(step, values)
 
 
 def written(folder, *, is_main: bool, is_shared: bool) -> list[tuple]:
@@ -50,19 +51,21 @@ def test_an_end_is_written_at_the_next_good_steps(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_main", [True, False])
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_updates_that_are_all_skipped(caplog, is_main, goes_on):
+@pytest.mark.parametrize("overflow", [True, False])
+def test_updates_that_are_all_skipped(caplog, is_main, goes_on, overflow):
     """The log says so at growing intervals, and at the end unless the last update was made."""
     log = EpisodeLog(Episodes(10, LossCourse()), None, 0, first_step=0, is_main=is_main)
     for step in range(2, 42):
         bad = Anomaly(step=step, kind="gradient_not_finite", ranks=(), layer=None, skipped=True)
-        log.add(bad, numbers(step, step - 1), is_shared=True)
+        log.add(bad, numbers(step, step - 1, overflow=overflow), is_shared=True)
     if not goes_on:
         log.add(None, numbers(42), is_shared=False)
     log.close()
 
     said = [line for line in caplog.messages if "no update was made" in line]
+    why = ", each with an overflow" if overflow else ""
     expected = [
-        *(f"step {1 + n}: no update was made in the last {n} steps" for n in (8, 16, 32)),
-        *(["no update was made in the last 40 steps"] if goes_on else []),
+        *(f"step {1 + n}: no update was made in the last {n} steps{why}" for n in (8, 16, 32)),
+        *([f"no update was made in the last 40 steps{why}"] if goes_on else []),
     ]
     assert said == (expected if is_main else [])

@@ -445,3 +445,38 @@ def test_a_divergence_that_goes_on(cause, step):
         episodes.pass_over(numbers(number, loss=5.0))
 
     assert episodes.diverged_step == step
+
+
+@pytest.mark.parametrize(
+    ("cause", "at", "num_steps", "loss", "is_told"),
+    [
+        ("learning_rate", 3, 40, 5.45, True),
+        ("learning_rate", 3, 40, 5.0, False),
+        ("data", 3, 40, 5.45, False),
+        ("learning_rate", 30, 40, 5.45, False),
+        ("learning_rate", 3, 15, 5.45, False),
+    ],
+)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_loss_that_falls_no_lower(cause, at, num_steps, loss, is_told, is_resumed):
+    """Weights that the first updates have ruined give losses like those at first."""
+    losses = LossCourse()
+    episodes = Episodes(10, losses)
+    for value in [5.5] * (at - 1) + [30.0] * 3:
+        losses.add(value)
+    bad = anomaly(at, "update_spike", usual_loss=5.5, cause=cause)
+    episodes.add(bad, 6.0, is_shared=False)
+    for step in range(at + 1, at + num_steps):
+        losses.add(loss)
+        episodes.watch(numbers(step, loss))
+        episodes.pass_over(numbers(step, loss))
+    if is_resumed:
+        state = json.loads(json.dumps(episodes.state_dict()))
+        episodes = Episodes(10, losses)
+        episodes.load_state_dict(state)
+        episodes.watch(numbers(at + num_steps, loss))
+
+    said = [one.as_record()["diverged"] for one in episodes.close()]
+    expected = ["the loss is no lower at the end than before: 5.45, after 5.5"]
+    assert said == (expected if is_told else [])
+    assert episodes.close() == []
