@@ -61,6 +61,10 @@ should have, and the smallest ratio of a loss that is no lower than before."""
 _WITH_GOOD_WEIGHTS = frozenset({UNKNOWN_CAUSE, "data", "rank_data", "loss", "setting"})
 """Causes of a higher loss that may leave the weights as good as they were."""
 
+_AT_RATE, _SAME_RATE = 64, 0.5
+"""Number of steps after an episode of the learning rate in which this is still to blame, and the
+smallest ratio to the rate of then that is still as high."""
+
 _BACK = 5
 """Number of steps after an episode in which numbers that are usual again seem unusual."""
 
@@ -94,6 +98,9 @@ class OpenEpisode:
 
     usual_loss: float | None = None
     """Loss that was expected before the loss left its course; ``None`` if it has not."""
+
+    rate: float | None = None
+    """Learning rate of the first step; ``None`` if unknown."""
 
     loss_before: float | None = None
     """Loss that was expected at the first step; ``None`` if it was unknown."""
@@ -378,6 +385,7 @@ class Episodes:
             cause=anomaly.cause,
             last_step=anomaly.step,
             num_skipped=int(bool(anomaly.skipped)),
+            rate=anomaly.learning_rate,
         )
         self.last.follow(anomaly, loss, risen, self._reach(anomaly.kind))
         if anomaly.step < _EARLY and anomaly.cause == "learning_rate":
@@ -399,6 +407,19 @@ class Episodes:
             episode.num_steps += 1
             episode.num_skipped += numbers.skipped
         return self.end() if episode.has_ended_before(numbers.step) else None
+
+    def step_of_rate(self, step: int, rate: float) -> int | None:
+        """Return the step of the last episode if its cause was a rate that is still as high.
+
+        Args:
+            step: Step that may be a consequence.
+            rate: Its learning rate; NaN if unknown.
+        """
+        last = self.last
+        if last is None or last.cause != "learning_rate" or last.rate is None:
+            return None
+        is_near = step - last.last_step <= _AT_RATE
+        return last.step if is_near and rate >= _SAME_RATE * last.rate else None
 
     @property
     def diverged_step(self) -> int | None:

@@ -255,7 +255,11 @@ class CulpritFinder:
     def _own_evidence(self, kind: Kind, step: HostStep) -> RankEvidence:
         is_first, shift = self._is_first(kind, step), self._kinds.shift(kind)
         own = self._gatherer.gather(kind, step, is_first=is_first, shift=shift)
-        return dataclasses.replace(own, diverged_step=self.episodes.diverged_step)
+        return dataclasses.replace(
+            own,
+            diverged_step=self.episodes.diverged_step,
+            rate_step=self.episodes.step_of_rate(step.numbers.step, step.scores.learning_rate),
+        )
 
     def _replayed_on_all(
         self, step: HostStep, own: RankEvidence, *, is_exact: bool
@@ -419,6 +423,7 @@ class CulpritFinder:
                 diverged_step=min(
                     filter(None, (each.diverged_step for each in ranks)), default=None
                 ),
+                rate_step=first.rate_step,
                 run_away=self.judges.course.run_away if found.kind == "loss_drop" else "",
                 global_norm=numbers.global_norm,
             )

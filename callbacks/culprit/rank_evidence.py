@@ -60,6 +60,9 @@ class RankEvidence:
     diverged_step: int | None = None
     """First step of an earlier divergence that has ruined the weights; ``None`` without one."""
 
+    rate_step: int | None = None
+    """Step of the last episode, if a rate that is still as high was its cause; else ``None``."""
+
     first_loss: float | None = None
     """Median of the first losses of the run; ``None`` if it is unknown."""
 

@@ -77,7 +77,8 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     """Return the cause that the first matching rule finds; ``unknown`` if none does.
 
     A later step of an episode is explained only by what was measured, or by a sample of the state:
-    anything else may be a consequence. After a divergence, anything may be one that is not certain.
+    anything else may be a consequence. So it is at a learning rate that was a cause before. After a
+    divergence, anything may be one that is not certain.
     A provisional cause yields to that of a later rule.
     """
     asked = {"certain", "measured"}
@@ -85,6 +86,9 @@ def cause_of(evidence: CauseEvidence) -> Cause:
         asked.add("inferred")
     finding = evidence.run_away or str(evidence.shift or forward.finding(evidence))
     known = Cause(UNKNOWN_CAUSE, finding, "")
+    if evidence.rate_step is not None:
+        asked.discard("inferred")
+        known = _still_at_rate(finding, evidence)
     if evidence.diverged_step is not None:
         asked = {"certain"}
         known = _consequence(finding, evidence.diverged_step)
@@ -94,6 +98,12 @@ def cause_of(evidence: CauseEvidence) -> Cause:
             return cause
         known = cause or known
     return known
+
+
+def _still_at_rate(finding: str, evidence: CauseEvidence) -> Cause:
+    still = f"at a learning rate about as high as that of step {evidence.rate_step}, whose cause "
+    still += "it was"
+    return Cause("learning_rate", f"{finding}; {still}" if finding else still, rate.LOWER_RATE)
 
 
 def _consequence(finding: str, step: int) -> Cause:

@@ -120,6 +120,9 @@ class CauseEvidence:
     diverged_step: int | None = None
     """First step of an earlier divergence that has ruined the weights; ``None`` without one."""
 
+    rate_step: int | None = None
+    """Step of the last episode, if a rate that is still as high was its cause; else ``None``."""
+
     run_away: str = ""
     """What a loss without a lower bound has done, if it has dropped in this step."""
 

@@ -448,6 +448,26 @@ def test_a_divergence_that_goes_on(cause, step):
 
 
 @pytest.mark.parametrize(
+    ("cause", "step", "rate", "found"),
+    [
+        ("learning_rate", 30, 0.6, 3),
+        ("learning_rate", 30, 0.4, None),
+        ("learning_rate", 70, 1.0, None),
+        ("learning_rate", 30, float("nan"), None),
+        ("data", 30, 1.0, None),
+    ],
+)
+def test_a_rate_that_is_still_as_high(cause, step, rate, found):
+    """It is to blame for a while, unless it has been lowered."""
+    episodes = Episodes(10, LossCourse())
+    assert episodes.step_of_rate(step, rate) is None
+    bad = anomaly(3, "update_spike", cause=cause, learning_rate=1.0)
+    episodes.add(bad, 6.0, is_shared=False)
+
+    assert episodes.step_of_rate(step, rate) == found
+
+
+@pytest.mark.parametrize(
     ("cause", "at", "num_steps", "loss", "is_told"),
     [
         ("learning_rate", 3, 40, 5.45, True),

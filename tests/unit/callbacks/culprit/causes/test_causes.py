@@ -8,6 +8,7 @@ import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import Cause
+from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
 from mfwrap.callbacks.culprit.episodes import DIVERGED
 from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.judges.rates import RateRise
@@ -35,6 +36,16 @@ def test_what_follows_a_divergence(origin):
     shift = cause("loss_shift", shift=Shift("loss", 3.0, 6.0, 3), diverged_step=2)
     assert shift.explanation.endswith("; it follows the divergence of step 2")
     assert shift.explanation.startswith("the loss")
+
+
+def test_what_comes_at_a_rate_that_was_too_high_before():
+    """What only compares the step with those before is no reason to look for anything else."""
+    assert cause().name == "data"
+    found = cause(rate_step=2)
+    assert (found.name, found.suggestion) == ("learning_rate", LOWER_RATE)
+    assert "a learning rate about as high as that of step 2" in found.explanation
+    bad = cause("loss_not_finite", origin=Origin("input", "x", 0), rate_step=2)
+    assert bad.name == "data"
 
 
 def test_what_cannot_follow_from_a_divergence():
