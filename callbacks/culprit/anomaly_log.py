@@ -44,7 +44,7 @@ an optimizer's state."""
 
 KINDS: Mapping[str, str] = {
     "loss_not_finite": "non-finite loss",
-    "gradient_not_finite": "non-finite gradient",
+    "gradient_not_finite": "non-finite gradient norm",
     "spike": "gradient norm spike",
     "loss_spike": "loss spike",
     "loss_drop": "loss far too low",

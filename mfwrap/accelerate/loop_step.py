@@ -200,8 +200,11 @@ class LoopStep:
         """Report named losses of a micro-batch with its update; see `StepReport`.
 
         Args:
-            losses: Tensors of one element by name.
+            losses: Tensors of one element by name. Ignored in an evaluation: if gradients are off
+                and none of them has one.
         """
+        if not torch.is_grad_enabled() and not any(v.requires_grad for v in losses.values()):
+            return
         self._forget_reported()
         device = self.loss_scale.value.device
         self._losses.append(

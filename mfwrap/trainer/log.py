@@ -298,6 +298,8 @@ class StepLog:
         # Since the last log: the number of filtered losses, and the sum of their weights.
         self._left_out = self._zero()
         self._left_share = self._zero().double()
+        # Since the last log, by name: the sum of a loss beside the step's, and the number of terms.
+        self._named: dict[str, tuple[Tensor, Tensor]] = {}
         # Since the start of the training: the numbers of non-finite losses and of overflows.
         self._non_finite_losses = self._zero()
         self._overflows = self._zero()
@@ -347,6 +349,11 @@ class StepLog:
         """Count an update."""
         self.num_steps += 1
         self._overflows = self._overflows + report.output.overflow
+        for name, loss in report.losses.items():
+            total, number = self._named.get(name, (torch.zeros_like(loss), self._zero()))
+            is_counted = loss.isfinite() if self.filters else torch.ones_like(loss, dtype=bool)
+            kept = torch.where(is_counted, loss, 0.0)
+            self._named[name] = (total + kept, number + is_counted)
 
     @property
     def has_left_out_all(self) -> bool:
@@ -368,6 +375,8 @@ class StepLog:
         self, logs: dict[str, float], report: StepReport
     ) -> tuple[dict[str, float], float]:
         """Add the step's values to the Trainer's log entry, and correct the mean loss in it.
+
+        Losses that are reported by name are means of the steps since the last log, too.
 
         Synchronizes with the device once. The counts since the last log start again at 0. The
         counts since the start of the training (overflows, non-finite losses) continue.
@@ -391,7 +400,8 @@ class StepLog:
             "non_finite_losses": self._non_finite_losses,
         }
         counts = list(scalars)[1:]
-        scalars |= {f"losses/{name}": loss for name, loss in report.losses.items()}
+        named, self._named = self._named, {}
+        scalars |= {f"losses/{name}": total / number for name, (total, number) in named.items()}
         names = report.local_norm_names if isinstance(output, LocalNormStepOutput) else ()
         vectors = [output.local_norm] if isinstance(output, LocalNormStepOutput) else []
         if report.learning_rate_names:

@@ -13,6 +13,7 @@ from mfwrap.callbacks.culprit.causes.evidence import (
     has_moved_far,
     has_ordinary_gradients,
     has_spoilt,
+    odd_micro_batch,
     outlier,
     rises_of_loss,
 )
@@ -104,7 +105,7 @@ def bad(evidence: CauseEvidence) -> Cause | None:
             "rank_data",
             f"only the loss of rank {blamed.rank} has risen, to {blamed.loss:.4g}",
             "look at the data of this rank",
-            micro_batch=number,
+            micro_batch=odd_micro_batch(blamed),
         )
     has_rows = blamed.search is not None and bool(blamed.search.rows)
     if number is None and not has_rows:
@@ -170,11 +171,14 @@ def _either(rose: str, evidence: CauseEvidence, *, is_calm: bool) -> Cause | Non
     if not is_calm and not _is_ordinary(evidence):
         return None
     what = "the gradients of all layers are" if is_calm else "the updates were"
+    number = odd_micro_batch(evidence.blamed)
+    where = "this step" if number is None else f"micro-batch {number}"
     return Cause(
         UNKNOWN_CAUSE,
-        f"{rose}, and {what} ordinary: either the data of this step are at fault, or the "
+        f"{rose}, and {what} ordinary: either the data of {where} are at fault, or the "
         "computation of the loss",
         "look at the samples of this step, and at what has changed in the program",
+        micro_batch=number,
     )
 
 

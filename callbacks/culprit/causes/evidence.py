@@ -221,6 +221,11 @@ def outlier(values: Sequence[float]) -> int | None:
     return None
 
 
+def odd_micro_batch(blamed: RankEvidence) -> int | None:
+    """Return the number of the only micro-batch with another loss, also of one outside."""
+    return outlier(blamed.micro_losses or blamed.outer_losses)
+
+
 def counted(names: Sequence[str], kind: str) -> str:
     """Name the first of some tensors, and say how many others there are."""
     return f"{names[0]} and {len(names) - 1} other {kind}" if len(names) > 1 else names[0]

@@ -101,6 +101,10 @@ def scaled(evidence: CauseEvidence) -> Cause | None:
     # Of a loss that is less than at first, the gradients rise like the loss with any bad data.
     is_little = blamed.first_loss is not None and blamed.loss < blamed.first_loss
     is_explained = has_spoilt(evidence.before) or evidence.raised is not None
+    # A factor is in the losses of all rows, and that of the program in those of all micro-batches.
+    has_rows = blamed.search is not None and bool(blamed.search.rows)
+    is_outer = not blamed.micro_losses and outlier(blamed.outer_losses) is not None
+    is_explained |= has_rows or is_outer
     if not rises or not rise >= _SCALED or is_little or is_explained:
         return None
     middle, num_odd = rises[len(rises) // 2], int(_ODD * len(rises))

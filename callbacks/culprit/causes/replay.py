@@ -35,6 +35,9 @@ largest distance of outputs that are as before."""
 _LARGE_LOSS = 1e6
 """Smallest loss that is no loss of an ordinary network."""
 
+_FAR_ABOVE = 100.0
+"""Ratio to the usual loss from which on a loss tells why its gradients are not finite."""
+
 _FAR = 3.0
 """Smallest distance of an output that no few updates explain, whatever the loss is."""
 
@@ -156,10 +159,13 @@ def verdict(evidence: CauseEvidence) -> Cause | None:
     if _has_diverged(evidence):
         return None
     if found is not None and found.result == "not_covered" and not _begins_inside(evidence):
-        places = (outlier(evidence.blamed.factors), outlier(evidence.blamed.outer_losses))
+        blamed = evidence.blamed
+        places = (outlier(blamed.factors), outlier(blamed.outer_losses))
+        is_large = _FAR_ABOVE * abs(blamed.usual_loss) < abs(blamed.loss) < math.inf
+        rose = f"the loss is {blamed.loss:.4g} (usually {blamed.usual_loss:.4g}), and "
         return Cause(
             "loss",
-            f"the fault is outside of the network: {found.detail}",
+            f"{rose if is_large else ''}the fault is outside of the network: {found.detail}",
             "look at the code between the network's output and the backward; the row is named if "
             "the network computes the loss",
             micro_batch=next((each for each in places if each is not None), None),

@@ -163,6 +163,18 @@ def test_named_losses_belong_to_their_update():
     assert training.update().losses == {"mtp_loss": torch.tensor(5.0)}
 
 
+def test_named_losses_of_an_evaluation_belong_to_no_update():
+    """A method that computes the loss is called in evaluations, too."""
+    training = Training()
+    loss = torch.tensor(5.0, requires_grad=True)
+    with torch.no_grad():
+        training.step.report_losses({"mtp_loss": loss.double()})
+    assert training.update().losses == {}
+    with torch.no_grad():
+        training.step.report_losses({"mtp_loss": loss})
+    assert training.update().losses == {"mtp_loss": torch.tensor(5.0)}
+
+
 def test_an_optimizer_that_is_not_known_has_skipped_nothing():
     """`was_skipped` returns False for an optimizer that was not added."""
     assert Training().step.was_skipped(SGD([nn.Parameter(torch.ones(()))])) is False

@@ -397,6 +397,45 @@ class WithRouter(nn.Module):
         return {"loss": 1 + router, "aux_loss": router}
 
 
+class ReportsItsTerms(MFTrainer):
+    """A Trainer that reports a loss of its own, also in evaluations."""
+
+    def compute_loss(self, model, inputs, **options):
+        """Report the router's part."""
+        output = model(**inputs)
+        self.attached.report_losses({"router": output["aux_loss"]})
+        return (output["loss"], output) if options.get("return_outputs") else output["loss"]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_losses_that_a_trainer_reports_itself(tmp_path, evaluates):
+    """They are those of the training, and the log has their means since the last log."""
+    recorder = MetricsRecorder(tmp_path)
+    trainer = new_trainer(
+        ReportsItsTerms,
+        tmp_path,
+        model=WithRouter(),
+        data=[{"inputs": torch.tensor(float(row))} for row in range(32)],
+        callbacks=[recorder],
+        extras={"data_collator": None},
+        max_steps=4,
+        learning_rate=0.0,
+        logging_steps=2,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=1,
+    )
+    trainer.eval_dataset = [{"inputs": torch.tensor(1e6)} for _ in range(4)]
+    trainer.train()
+
+    lines = [line for line in read_json_lines(tmp_path / "metrics.jsonl") if "losses" in line]
+    own = [line["losses"]["router"] for line in lines]
+    assert own == pytest.approx([line["loss"] - 1 for line in lines], rel=1e-6)
+    logged = [entry for entry in trainer.state.log_history if "losses/router" in entry]
+    means = [sum(own[:2]) / 2, sum(own[2:]) / 2]
+    assert [entry["losses/router"] for entry in logged] == pytest.approx(means, rel=1e-6)
+    assert [entry["loss"] - 1 for entry in logged] == pytest.approx(means, rel=1e-6)
+
+
 def test_the_losses_of_an_output_are_reported(tmp_path):
     """The log, the metrics, the monitor's lines and its curves have the output's `aux_loss`."""
     monitor = MFLossMonitor(tensorboard_dir=tmp_path / "events")

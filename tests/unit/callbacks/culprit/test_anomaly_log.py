@@ -30,13 +30,16 @@ LINES = {
     "group": (
         {"kind": "gradient_not_finite", "gradients": (GROUP,), "skipped": True},
         (
-            "step 7: non-finite gradient in layer a.0 on rank 1: "
+            "step 7: non-finite gradient norm in layer a.0 on rank 1: "
             "gradient norm of a.0.weight is inf (usually 0.5); update skipped"
         ),
     ),
     "first group": (
         {"kind": "gradient_not_finite", "gradients": (NEW_GROUP,)},
-        "step 7: non-finite gradient in layer a.0 on rank 1: gradient norm of a.0.weight is inf",
+        (
+            "step 7: non-finite gradient norm in layer a.0 on rank 1: gradient norm of a.0.weight "
+            "is inf"
+        ),
     ),
     "not reproduced": (
         {
@@ -48,7 +51,7 @@ LINES = {
             "num_clean_replays": 3,
         },
         (
-            "step 7: non-finite gradient in layer a.0 on rank 1: "
+            "step 7: non-finite gradient norm in layer a.0 on rank 1: "
             "gradient norm of a.0.weight is inf (usually 0.5), 3 exact replays did not reproduce "
             "it, one of them with deterministic kernels: code that depends on anything else, or "
             "the hardware"
@@ -62,7 +65,10 @@ LINES = {
             "replay": "not_reproduced",
             "replay_detail": "later weights",
         },
-        "step 7: non-finite gradient on rank 1: a replay with later weights did not reproduce it",
+        (
+            "step 7: non-finite gradient norm on rank 1: a replay with later weights did not "
+            "reproduce it"
+        ),
     ),
     "activation": (
         {
@@ -88,8 +94,8 @@ LINES = {
             "skipped": True,
         },
         (
-            "step 7: non-finite gradient on rank 1: buffers norm.running_mean, norm.running_var "
-            "became non-finite; update skipped"
+            "step 7: non-finite gradient norm on rank 1: buffers norm.running_mean, "
+            "norm.running_var became non-finite; update skipped"
         ),
     ),
     "later weights": (
@@ -102,7 +108,7 @@ LINES = {
             "replay": "reproduced",
         },
         (
-            "step 7: non-finite gradient in layer a.0 on rank 1, micro-batch 0: "
+            "step 7: non-finite gradient norm in layer a.0 on rank 1, micro-batch 0: "
             "the first non-finite gradient is that of a.0.mlp, found by a replay with later weights"
         ),
     ),
@@ -156,8 +162,8 @@ LINES = {
             "replay_detail": "only by the second of two replays",
         },
         (
-            "step 7: non-finite gradient in layer a.0 on rank 1: the first non-finite gradient is "
-            "that of a.0.mlp, found only by the second of two replays"
+            "step 7: non-finite gradient norm in layer a.0 on rank 1: the first non-finite "
+            "gradient is that of a.0.mlp, found only by the second of two replays"
         ),
     ),
     "no targets": (
@@ -261,7 +267,10 @@ LINES = {
             "name": "a.0.bias",
             "explanation": "a.0.bias changed between two steps",
         },
-        "step 7: non-finite gradient in layer a.0 on rank 1: a.0.bias changed between two steps",
+        (
+            "step 7: non-finite gradient norm in layer a.0 on rank 1: a.0.bias changed between two "
+            "steps"
+        ),
     ),
     "loss alone": (
         {"kind": "loss_not_finite", "layer": None, "global_norm": 0.0, "skipped": False},

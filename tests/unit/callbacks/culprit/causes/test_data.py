@@ -40,6 +40,16 @@ def test_without_anything_that_speaks_for_one_of_them_both_are_named():
     )
 
 
+def test_a_micro_batch_of_a_loss_outside_of_the_network():
+    """It is named, though its data and its computation cannot be told apart."""
+    found = cause(rank={**UNKNOWN, "outer_losses": (3.0, 3.1, 60.0)})
+
+    assert (found.name, found.micro_batch) == ("unknown", 2)
+    assert "either the data of micro-batch 2 are at fault, or the computation" in found.explanation
+    whole = cause(rank={**UNKNOWN, "outer_losses": (22.0, 21.0, 20.0)})
+    assert (whole.name, whole.micro_batch) == ("unknown", None)
+
+
 def test_one_rank_alone():
     """With the same weights on all ranks, it is the data of this rank."""
     calm = dataclasses.replace(RANK, rank=1)

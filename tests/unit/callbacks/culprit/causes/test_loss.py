@@ -2,6 +2,7 @@
 
 import pytest
 
+from mfwrap.callbacks.culprit.anomaly_log import BadRow
 from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
@@ -38,6 +39,18 @@ def test_what_is_no_factor_in_the_loss():
     assert few.name == "loss"
     most = cause("spike", trace(HIGH_LOSS), rank={**many, "norms": (*[0.1] * 9, *[10.0] * 11)})
     assert most.name != "loss"
+
+
+def test_a_part_of_the_step_that_has_all_of_the_rise_is_no_factor():
+    """A factor in a loss of the program raises all micro-batches, and all rows of one."""
+    alike = {"loss": 30.0, "norms": (9.0, 10.0, 11.0)}
+    one = {**alike, "outer_losses": (1.5, 1.4, 27.0)}
+    all_of_them = {**alike, "outer_losses": (10.0, 9.9, 10.1)}
+    row = {"search": RowSearch((BadRow(rank=0, micro_batch=0, row=2),), "")}
+
+    assert cause("spike", trace(HIGH_LOSS), rank=all_of_them).name == "loss"
+    assert cause("spike", trace(HIGH_LOSS), rank=one).name != "loss"
+    assert cause("spike", trace(HIGH_LOSS), rank={**alike, **row}).name == "data"
 
 
 def test_a_factor_outside_of_the_network_explains_statistics_that_have_moved():

@@ -72,6 +72,17 @@ def test_verdicts_of_a_replay():
 
 
 @pytest.mark.parametrize(
+    ("loss", "start"),
+    [(4e28, "the loss is 4e+28 (usually 3), and the fault is"), (9.0, "the fault is")],
+)
+def test_a_loss_outside_of_the_network_that_is_far_too_large(loss, start):
+    """It may be why the norm of the gradients overflows."""
+    outside = Verdict("not_covered", "the loss is computed outside of the network")
+    found = cause("gradient_not_finite", verdict=outside, rank={"loss": loss})
+    assert found.explanation.startswith(start)
+
+
+@pytest.mark.parametrize(
     ("norms", "name"),
     [((NAN, NAN, 1.0), "gradient"), ((NAN, NAN, 0.0), "gradient"), ((NAN, NAN, NAN), "loss")],
 )
