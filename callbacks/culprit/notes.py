@@ -184,7 +184,8 @@ class RunNotes:
         elif numbers.loss > guess + _WORSE and _is_loaded(network):
             said = f"the first loss is {numbers.loss:.4g}, worse than the {guess:.4g} of guessing "
             said += f"among all {number} tokens, though the weights were loaded"
-            look = "look whether the tokenizer is the model's own, and whether the loss is a sum"
+            look = "look whether the tokenizer is the model's own, and whether the loss is a sum, "
+            look += "unless the model has never seen such texts"
             notes.append(Cause("first_loss", said, look))
         return notes
 

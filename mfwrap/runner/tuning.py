@@ -173,10 +173,10 @@ def _with_answers_only(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Tr
             get_training_chat_template(tokenizer)
         except ValueError as error:
             says = (
-                "cannot be true, which is its default for conversations, because neither does the "
-                "tokenizer's template mark the turns of the assistant ({% generation %}), nor does "
-                "TRL know the template; set model.chat_template to chatml or to another template "
-                "that marks them, or this key to false to train on all turns"
+                "cannot be true, its default for conversations: the tokenizer's chat template does "
+                "not mark the turns of the assistant ({% generation %}), and TRL does not know it; "
+                "set model.chat_template to chatml or to another template that marks them, or this "
+                "key to false to train on all turns"
             )
             raise recipe.document.error(("training", "assistant_only_loss"), says) from error
     arguments = copy.copy(recipe.arguments)
