@@ -60,10 +60,16 @@ def divergence_in(folder: Path) -> str:
     if episode is None:
         return ""
     first = episode.records[0]
-    good = good_checkpoints(episode, checkpoints_of_run(folder))
-    which = f"{good[-1].name} is the newest from before" if good else _NONE_GOOD
-    if not good and first.get("cause") == "learning_rate":
-        which += " with a lower learning rate"
+    saved = checkpoints_of_run(folder)
+    good = good_checkpoints(episode, saved)
+    if good:
+        which = f"{good[-1].name} is the newest from before"
+    elif saved:
+        which = _NONE_GOOD
+        which += " with a lower learning rate" if first.get("cause") == "learning_rate" else ""
+    else:
+        # A loop of the user's own may save them under any name.
+        which = first.get("suggestion") or f"go back to a checkpoint from before this step"
     why = first.get("explanation") or first["diverged"]
     return f"the training diverged at step {episode.step} ({why}); {which}"
 

@@ -13,7 +13,7 @@ from mfwrap.records.fingerprints import (
 )
 from mfwrap.records.forms import to_number
 from mfwrap.records.json_lines import rank_files, read_json_lines
-from mfwrap.records.run_record import not_a_run_folder, trainer_log
+from mfwrap.records.run_record import not_a_run_folder, read_facts, trainer_log
 from mfwrap.runner.document import RECIPE_FILE, RecipeDocument, read_text
 
 Numbers: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -27,7 +27,10 @@ log has means over several steps. The first source that both runs have counts.""
 
 _ALIASES = {"grad_norm": "global_norm", "local_loss": "loss", "device_accum_local_loss": "loss"}
 _SINGULAR = {"losses": "loss", "learning_rates": "learning_rate"}
-_NO_SETTINGS = ("output_dir", "logging_dir", "run_name", "tensorboard_dir", "folder")
+_NO_SETTINGS = (
+    *("output_dir", "logging_dir", "run_name", "tensorboard_dir", "folder"),
+    *("resume_from_checkpoint", "report_to", "disable_tqdm"),
+)
 """Last keys of settings that do not change the numbers of a run."""
 
 
@@ -44,7 +47,7 @@ class RecordedRun:
     """Facts about the run that were recorded with its numbers: ``seed``, ``device``, ..."""
 
     recipe: Mapping[str, Any]
-    """Values of ``recipe.yaml`` by dotted key."""
+    """Values of ``recipe.yaml`` by dotted key; without that file, settings in ``run.json``."""
 
     numbers: Mapping[str, Mapping[int, Numbers]]
     """Numbers by source, then by rank."""
@@ -131,9 +134,11 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _recipe(folder: Path) -> dict[str, Any]:
     path = folder / RECIPE_FILE
-    if not path.is_file():
-        return {}
-    leaves = _leaves("", RecipeDocument.parse(read_text(path), str(path)).data)
+    if path.is_file():
+        settings = RecipeDocument.parse(read_text(path), str(path)).data
+    else:
+        settings = read_facts(folder).get("configuration") or {}
+    leaves = _leaves("", settings)
     return {key: value for key, value in leaves if key.rpartition(".")[2] not in _NO_SETTINGS}
 
 

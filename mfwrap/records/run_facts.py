@@ -23,6 +23,7 @@ from mfwrap.records.json_lines import last_value
 from mfwrap.records.run_files import open_records, set_aside
 from mfwrap.records.run_record import FACTS, NOT_ENDED, read_facts
 from mfwrap.records.secret_keys import command_without_secrets, without_secrets
+from mfwrap.records.settings import changed_settings
 
 PROGRESS = "progress.jsonl"
 _FORMAT_VERSION = 1
@@ -37,8 +38,8 @@ class RunFacts:
     """Write ``run.json`` and ``progress.jsonl`` in a run folder, in the main process.
 
     ``progress.jsonl`` has the seconds of training, and the tokens if they are known, at some steps.
-    A training that resumes goes on counting from its checkpoint, and keeps the command of the run's
-    start beside its own. Secrets are not written.
+    A training that resumes goes on counting from its checkpoint, keeps the command of the run's
+    start beside its own, and notes which settings are others than before. Secrets are not written.
 
     Args:
         folder: Run folder.
@@ -72,8 +73,7 @@ class RunFacts:
     ) -> None:
         self._folder, self._clock, self._max_steps = folder, clock, max_steps
         self._lines = open_records(folder / PROGRESS, first_step)
-        before = float(last_value(folder / PROGRESS, "seconds", float) or 0)
-        self._start = clock() - before
+        self._start = clock() - float(last_value(folder / PROGRESS, "seconds", float) or 0)
         # Not `first_step`: a checkpoint may be older than the record of its own step.
         self._last_step = last_value(folder / PROGRESS, "step", int) or 0
         former = read_facts(folder) if first_step else {}
@@ -83,6 +83,17 @@ class RunFacts:
             resumed = sorted({*resumed, first_step})
         if not first_step:
             set_aside(folder / FACTS)
+        lasting = lasting_facts(configuration, model)
+        before = former.get("configuration") or {}
+        changed = changed_settings(before, lasting["configuration"]) if before else []
+        old, new = (_contents(one) for one in (former, {"code": code, "inputs": inputs}))
+        changed += [f"content of {name}" for name in new if old.get(name, new[name]) != new[name]]
+        # Settings that were changed after an older checkpoint are changed from there on now.
+        changes = [
+            {**one, "step": min(one["step"], first_step)} for one in former.get("changes") or []
+        ]
+        if changed:
+            changes.append({"step": first_step, "settings": changed})
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         command = command_without_secrets(_command())
         first_command = former.get("command") or command
@@ -92,8 +103,9 @@ class RunFacts:
             **({"resume_command": command} if command != first_command else {}),
             "started": former.get("started") or now,
             **({"resumed": resumed} if resumed else {}),
+            **({"changes": changes} if changes else {}),
             "hardware": hardware(),
-            **lasting_facts(configuration, model),
+            **lasting,
             **({} if code is None else {"code": code}),
             **({"inputs": dict(inputs)} if inputs else {}),
         }
@@ -160,6 +172,12 @@ def lasting_facts(configuration: Mapping[str, Any], model: nn.Module | None) -> 
         "versions": version_facts(),
         "configuration": without_secrets(configuration),
     }
+
+
+def _contents(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digests of code, data and base model in facts of a run, by name."""
+    code = (facts.get("code") or {}).get("sha256") or {}
+    return {f"{module}.py": one for module, one in code.items()} | (facts.get("inputs") or {})
 
 
 def hardware() -> dict[str, Any]:

@@ -26,6 +26,7 @@ _FACTS: Mapping[str, Form] = {
     "seconds": float,
     "error": str,
     "resumed": [int],
+    "changes": [{"step": int, "settings": [str]}],
 }
 """Forms of facts that are read in parts."""
 

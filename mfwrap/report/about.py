@@ -3,21 +3,19 @@
 import html
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.rewards import REWARD
 from mfwrap.records.run_record import Curve, RunRecord
+from mfwrap.records.settings import flattened
 from mfwrap.report.curves import NUMBER
 
 _UNKNOWN = "\N{EN DASH}"
 _SECONDS = (("day", 86400), ("h", 3600), ("min", 60))
 _PLACES = ("output_dir", "run_name", "logging_dir")
 """Settings that differ between any two runs, and say nothing about them."""
-
-_MOST_CHARACTERS = 300
-"""Longest setting that is written out."""
 
 
 def about(runs: Sequence[RunRecord]) -> str:
@@ -181,19 +179,6 @@ def _settings(run: RunRecord) -> dict[str, str]:
     return flattened({**(facts.get("configuration") or {}), **known})
 
 
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested settings as text by dotted names, such as ``training.learning_rate``."""
-    found: dict[str, str] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{prefix}{name}.")
-        else:
-            text = str(value)
-            cut = f"{text[:_MOST_CHARACTERS]}..." if len(text) > _MOST_CHARACTERS else text
-            found[f"{prefix}{name}"] = cut
-    return found
-
-
 def _details(run: RunRecord, runs: Sequence[RunRecord]) -> str:
     """Return the command and all settings of a run, folded."""
     if not run.facts:
@@ -206,6 +191,9 @@ def _details(run: RunRecord, runs: Sequence[RunRecord]) -> str:
         for term, fact in facts.items()
         if fact
     )
+    for change in run.facts.get("changes") or ():
+        settings = html.escape("; ".join(change["settings"]))
+        listed += f"<dt>Changed at step {change['step']}</dt><dd>{settings}</dd>"
     rows = "".join(
         f'<tr><td class="name">{breakable(name)}</td>'
         f'<td class="value">{html.escape(value)}</td></tr>'

@@ -162,11 +162,12 @@ class OwnCode:
         }
 
     def changed_since(self, run_folder: pathlib.Path) -> list[str]:
-        """Return the modules whose file differs from that of an earlier start of a run."""
+        """Return the files of modules that differ from those of an earlier start of a run."""
         before, now = _recorded(run_folder).get("sha256"), self.facts(run_folder)
         if not isinstance(before, dict) or now is None:
             return []
-        return [name for name, one in now["sha256"].items() if before.get(name, one) != one]
+        digests = now["sha256"].items()
+        return [f"{name}.py" for name, one in digests if before.get(name, one) != one]
 
     def place_of(self, error: BaseException) -> str:
         """Return `` at file:line`` of an error in code beside the recipe; otherwise nothing."""

@@ -636,19 +636,18 @@ def _check_model(
 
     A model from a configuration is built on the meta device, which takes no memory, and returned.
     """
-    _check_tokenizer(objects, task, model)
-    kind = model.model_type
-    if kind is None:
-        return None
-    known = task.model_types()
-    if kind not in known:
-        says = f"expected a model type that this task can train, got {kind!r}{hint(kind, known)}"
+    # A model that the task cannot train may have no tokenizer, and needs none.
+    kind, known = model.model_type, task.model_types()
+    if kind is not None and kind not in known:
+        says = f"expected a model type that this task can train, got {kind!r}"
+        says += hint(kind, known) if model.config is not None else ""
         # `AutoModel`, which builds the encoders of embeddings, builds models of images, too.
         others = [name for name in TASKS if name != "embedding"]
         able = [name for name in others if kind in TASKS[name].model_types()]
         says = f"{says}; tasks that can train it: {', '.join(able)}" if able else says
         key = ("config", "model_type") if model.config is not None else ("path",)
         raise objects.document.error(("model", *key), says)
+    _check_tokenizer(objects, task, model)
     if model.config is None:
         return None
 

@@ -49,6 +49,9 @@ _OWN = OwnKind(
 _PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments that TRL passes in addition to the columns of the data."""
 
+_ANSWERS = frozenset({"completions", "completion_ids"})
+"""Those of them that differ between the answers to one prompt."""
+
 WITHHELD = frozenset({"prompt", "completion"})
 """Columns that TRL does not pass."""
 
@@ -158,7 +161,7 @@ def _check_columns(
     columns: Collection[str],
     given: Collection[str] = (),
 ) -> None:
-    """Raise `RecipeError` if a reward function needs an argument that it does not get.
+    """Raise `RecipeError` if a reward function lacks the answers, or gets no value for an argument.
 
     Args:
         objects: Builder for the recipe.
@@ -170,6 +173,10 @@ def _check_columns(
     """
     passed = {*_PASSED, *columns} - WITHHELD - {*given}
     taken = keywords_of(reward)
+    if not takes_any(reward) and not _ANSWERS & taken.keys():
+        got = ", ".join(sorted(taken.keys() - {*given})) or "none"
+        says = f"{name} must have the argument `completions`, the answers of the model, got {got}"
+        raise objects.document.error((*path, "type"), says)
     for argument, is_required in taken.items():
         if is_required and argument not in {*passed, *given}:
             others = passed - taken.keys()  # what it takes already cannot be meant

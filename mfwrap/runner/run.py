@@ -30,6 +30,7 @@ from mfwrap.recipes.models.own import OwnModel
 from mfwrap.recipes.models.settings import ModelSettings, make_text_model
 from mfwrap.recipes.tasks.inputs import build_for_inputs
 from mfwrap.records.run_record import TRAINER_STATE
+from mfwrap.records.settings import changed_since
 from mfwrap.records.skipped_rows import SkippedRow, SkipRows, skipped_rows
 from mfwrap.runner.document import (
     RECIPE_FILE,
@@ -245,7 +246,9 @@ def _remove_end(folder: Path) -> None:
 def _say_changes(
     recipe: Recipe, folder: Path, inputs: Mapping[str, Any], say: Callable[[str], None]
 ) -> None:
-    """Warn if a run that is resumed gets other code, data or another base model than before."""
+    """Say what a run that is resumed gets other than before: settings, code, data, base model."""
+    if settings := changed_since(folder, recipe.document.data):
+        say(f"the run continues with other settings: {'; '.join(settings)}")
     changed = [*recipe.code.changed_since(folder), *changed_inputs(recipe, folder, inputs)]
     if changed:
         names = ", ".join(changed)

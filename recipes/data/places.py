@@ -11,6 +11,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (no __all__)
 
 _PACKAGE = "package:"
+_MOST_SHOWN = 6
+"""Number of folders that are named."""
+
 _LIKE_A_SLIP = 0.85
 """Similarity of two words above which one may be the other with a slip of the pen."""
 
@@ -114,8 +117,13 @@ def _inside(folder: Path, files: Collection[str]) -> str:
     # Not `rglob`: the folder may be a whole disk. A cache of the hub has the folder `snapshots`.
     places = [f"{inner}/{file}" for inner in ("*", "snapshots/*") for file in files]
     found = sorted({each.parent for at in places for each in folder.glob(at)}, key=_in_order)
-    if found:
+    are_of_one_run = all(re.fullmatch(r"(checkpoint|step)?[-_]?\d+", one.name) for one in found)
+    if len(found) == 1 or (found and are_of_one_run):
         return f"; did you mean {str(found[-1])!r}?"
+    if found:
+        shown = ", ".join(repr(str(one)) for one in found[:_MOST_SHOWN])
+        more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+        return f"; did you mean one of {shown}{more}?"
     is_other = any(folder.glob("*.gguf"))
     if is_other:
         return "; weights in GGUF are for inference: name the model that they were made of"

@@ -223,7 +223,8 @@ class LossCourse:
         if loss < 0 < self._log.num_distances and not self._was_negative:
             # However little is known, the sign is.
             score, log_score = self.score, -math.inf
-        if self._plain.num_distances < _FEWEST_LOSSES - 1:
+        # A loss on both sides of zero, such as that of a policy, may be anything for longer.
+        if self._plain.num_distances < (_EARLY if self._was_negative else _FEWEST_LOSSES - 1):
             score = math.nan
         is_far = score > LOSS_LIMIT and (log_score > _LOG_LIMIT or not is_positive)
         if _FEWEST_LOSSES - 1 <= self._plain.num_distances < _EARLY:

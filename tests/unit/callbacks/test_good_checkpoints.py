@@ -52,7 +52,7 @@ def test_weights_from_before_a_jump_of_the_rate(tmp_path):
         ((20, 40, 60), "checkpoint-20 is the newest from before"),
         ((39, 40, 60), "checkpoint-39 is the newest from before"),
         ((40, 60), "no checkpoint has good weights: start anew"),
-        ((), "no checkpoint has good weights: start anew"),
+        ((), "go back to a checkpoint from before this step"),
     ],
 )
 def test_where_a_training_has_diverged(tmp_path, saved, said):

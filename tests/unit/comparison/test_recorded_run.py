@@ -1,5 +1,7 @@
 """What a run has recorded is read by file and rank."""
 
+import json
+
 from mfwrap.comparison.recorded_run import read_recorded_run
 from support.run_folders import write_lines, write_run, write_trainer_run
 
@@ -24,6 +26,14 @@ def test_sources_and_ranks(tmp_path):
     assert run.recipe == {"training.seed": 3}
     assert run.facts == {"max_grad_norm": 1.5}
     assert run.steps == {0, 1, 2, 3}
+
+
+def test_settings_of_a_script(tmp_path):
+    """Without a recipe, they are those that the run has noted itself."""
+    folder = write_run(tmp_path / "run", num_steps=3)
+    facts = {"configuration": {"training": {"learning_rate": 0.2, "output_dir": "x"}}}
+    (folder / "run.json").write_text(json.dumps(facts))
+    assert read_recorded_run(folder).recipe == {"training.learning_rate": 0.2}
 
 
 def test_a_trainers_log(tmp_path):

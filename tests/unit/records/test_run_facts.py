@@ -207,6 +207,24 @@ def test_where_a_run_was_resumed(tmp_path, clock):
     assert [begun(step) for step in (6, 2)] == [[4, 6], [2]]
 
 
+def test_what_a_resume_changes(tmp_path):
+    """Each resume notes other settings, code or data; they hold from an older checkpoint on."""
+
+    def begun(first_step, rate, digest, rows=8):
+        code = {"folder": "..", "sha256": {"rewards": digest}}
+        inputs = {"train": {"rows": rows}}
+        RunFacts(tmp_path, {"lr": rate}, first_step=first_step, code=code, inputs=inputs)
+        return read_facts(tmp_path).get("changes")
+
+    first = {"step": 4, "settings": ["lr 1.0, now 2.0"]}
+    second = {"step": 8, "settings": ["content of rewards.py", "content of train"]}
+    assert begun(0, 1.0, "a") is None
+    assert begun(2, 1.0, "a") is None
+    assert begun(4, 2.0, "a") == [first]
+    assert begun(8, 2.0, "b", rows=9) == [first, second]
+    assert begun(6, 2.0, "b", rows=9) == [first, second | {"step": 6}]
+
+
 def test_a_checkpoint_before_the_record_of_its_step(tmp_path, clock):
     """A run that was killed between its last checkpoint and its end records its last step."""
     facts = RunFacts(tmp_path, {}, clock=clock)

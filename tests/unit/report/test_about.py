@@ -6,7 +6,7 @@ import re
 import pytest
 
 from mfwrap.records.run_record import read_run
-from mfwrap.report.about import about, duration, flattened
+from mfwrap.report.about import about, duration
 from support.run_folders import write_lines
 
 FACTS = {
@@ -167,13 +167,10 @@ def test_durations(seconds, shown):
     assert duration(seconds) == shown
 
 
-def test_nested_settings_have_dotted_names():
-    """Nested settings are flat; a long one is cut."""
-    settings = {"a": {"b": {"c": 1}, "d": {}}, "e": [1, {"f": 2}], "g": 400 * "x"}
-
-    assert flattened(settings) == {
-        "a.b.c": "1",
-        "a.d": "{}",
-        "e": "[1, {'f': 2}]",
-        "g": 300 * "x" + "...",
-    }
+def test_what_a_resume_has_changed(tmp_path):
+    """It is listed with the step, and nothing is without a list."""
+    changes = [{"step": 4, "settings": ["training.lr 1.0, now <2.0", "ema not set, now 0.9"]}]
+    for given, is_shown in ((changes, True), ([], False), ("x", False), ([{"step": 4}], False)):
+        found = about([run(tmp_path / "one", FACTS | {"changes": given})])
+        said = "<dt>Changed at step 4</dt><dd>training.lr 1.0, now &lt;2.0; ema not set, now 0.9<"
+        assert (said in found) == ("Changed at" in found) == is_shown

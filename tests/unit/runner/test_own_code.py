@@ -594,7 +594,7 @@ def test_a_changed_file_is_said(tmp_path):
 
     since = f"since {tmp_path / 'run'} was started"
     resumes = f"resuming from {checkpoint}, step 4 of 8"
-    warning = f"warning: my_helpers changed {since}; the run continues with it"
+    warning = f"warning: my_helpers.py changed {since}; the run continues with it"
     assert said == [warning, resumes, resumes]
 
 

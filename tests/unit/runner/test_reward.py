@@ -71,6 +71,10 @@ def of_answers(completions, answer):
     return [1.0 for _ in completions]
 
 
+def of_no_answers(answers, site):
+    return [1.0 for _ in answers]
+
+
 def of_sites(completions, site):
     return [float(name == "web") for name in site]
 
@@ -243,6 +247,10 @@ def test_an_own_reward_is_maximized(text):
         (
             {"type": "accuracy_reward"},
             "reward.type: accuracy_reward has the argument 'solution', which is neither set",
+        ),
+        (
+            {"type": "my_rewards.of_no_answers"},
+            "must have the argument `completions`, the answers of the model, got answers, site",
         ),
         # It takes `completions` already, which is similar.
         ({"type": "accuracy_reward"}, "the held-out rows; known: ['"),

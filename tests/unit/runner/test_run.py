@@ -545,3 +545,17 @@ def test_a_training_that_has_diverged(tmp_path, caplog, rate, diverges):
     assert len(said) == diverges
     expected = r"the training diverged at step \d+ \(.*\); .*; see `mfwrap report .*`"
     assert all(re.fullmatch(expected, line) for line in said)
+
+
+def test_settings_that_a_resume_changes(tmp_path):
+    """A line names them with both values; the same recipe says nothing of them."""
+    training = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
+    lines = []
+    for steps, resume in ((2, False), (2, True), (4, True)):
+        text = recipe_text(training=training | {"max_steps": steps})
+        lines.append("--")
+        run_recipe(parse_recipe(text, "r.yaml"), resume=resume, say=lines.append)
+
+    said = [line for line in lines if line == "--" or "other settings" in line]
+    change = "the run continues with other settings: training.max_steps 2, now 4"
+    assert said == ["--", "--", "--", change]

@@ -89,6 +89,12 @@ def test_where_the_model_is(tmp_path):
     with pytest.raises(ValueError, match=says):
         check_place("path", str(tmp_path / "run"), ("config.json",), "a model folder")
 
+    for name in "abcdefgh":
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").touch()
+    with pytest.raises(ValueError, match=r"did you mean one of '.*a', '.*b', .*/f' and 2 more\?$"):
+        check_place("path", str(tmp_path / "models"), ("config.json",), "a model folder")
+
     (tmp_path / "small").mkdir()
     (tmp_path / "small/model.Q4.gguf").touch()
     with pytest.raises(ValueError, match=r"without config\.json; weights in GGUF are for inf"):

@@ -349,6 +349,16 @@ def test_a_loss_below_zero_drops_as_well():
         assert course.add(later) == kind
 
 
+def test_a_loss_of_both_signs_may_be_anything_at_first():
+    """Such as that of a policy, which sees each of its first batches twice."""
+    losses = [-0.0416, -0.0416, -0.1536, -0.1674, -0.0775, -0.0864, 0.4, 0.38]
+    course = LossCourse()
+    assert [course.add(loss) for loss in losses] == [None] * 8
+    for loss in noisy(-0.1, 20):
+        course.add(loss)
+    assert course.add(-9.0) == "loss_drop"
+
+
 def test_a_loss_that_was_below_zero_before_may_be_so_again():
     """However long ago, also across a resume."""
     course = LossCourse()
