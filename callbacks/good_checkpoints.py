@@ -69,7 +69,7 @@ def divergence_in(folder: Path) -> str:
         which += " with a lower learning rate" if first.get("cause") == "learning_rate" else ""
     else:
         # A loop of the user's own may save them under any name.
-        which = first.get("suggestion") or f"go back to a checkpoint from before this step"
+        which = first.get("suggestion") or "go back to a checkpoint from before this step"
     why = first.get("explanation") or first["diverged"]
     return f"the training diverged at step {episode.step} ({why}); {which}"
 

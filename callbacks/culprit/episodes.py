@@ -390,6 +390,10 @@ class Episodes:
         self.last.follow(anomaly, loss, risen, self._reach(anomaly.kind))
         if anomaly.step < _EARLY and anomaly.cause == "learning_rate":
             self._early = self._early or self.last
+            first = None if self._course is None else self._course.first
+            # The loss just before may have risen already.
+            known = [one for one in (self.last.loss_before, first) if one is not None]
+            self.last.loss_before = min(known, default=None)
         return True, ended
 
     def pass_over(self, numbers: StepNumbers) -> OpenEpisode | None:

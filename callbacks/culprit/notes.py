@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfwrap.callbacks.culprit.causes.evidence import Cause
-from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
 from mfwrap.callbacks.culprit.judges.judges import Judges
 from mfwrap.callbacks.culprit.judges.settings import listed
 from mfwrap.callbacks.culprit.judges.step import EXPERT, JudgedStep, StepScores
@@ -42,10 +41,6 @@ warm-up begins with one, and a schedule may end with another."""
 _QUIET = 3
 """Number of steps in a row without gradients at their begin before one with them is odd. A loop may
 set them to zero in place."""
-
-_LARGE, _NUM_LARGE = 0.15, 8
-"""Smallest ratio of an update to the weights, and the number of such updates in a row, that are
-odd. Weights that begin at zero have six of them."""
 
 _UPDATES = 10
 """Number of updates after which each trained weight must have had a gradient, and in a row without
@@ -98,8 +93,8 @@ class RunNotes:
     Before the first step, sizes of weights of the same role and shape. In the first step, the mode
     of the network, and its loss beside that of guessing. After ten updates, weights without a
     gradient. In all steps, settings that change, weights that change between two steps, a
-    learning rate of zero, updates that change nothing or far too much, gradients that were not set
-    to zero or that are all zero, and a cross-entropy below zero.
+    learning rate of zero, updates that change nothing, gradients that were not set to zero or that
+    are all zero, and a cross-entropy below zero.
 
     Args:
         network: Network with or without wrappers; ``None`` if unknown.
@@ -119,7 +114,7 @@ class RunNotes:
         self._said: set[str] = set()
         self._changed: tuple[int, tuple[str, ...]] = (-_RECENT, ())
         self._num_without = self._num_zero_rates = self._num_still = self._num_updates = 0
-        self._num_dead = self._num_large = 0
+        self._num_dead = 0
         self._is_first = step == 0 and network is not None
         self._network = None if network is None else unwrapped_network(network)
         self._num_classes = 0 if self._network is None else _num_classes(self._network)
@@ -233,8 +228,6 @@ class RunNotes:
             is_dead = numbers.global_norm == 0
             self._num_dead = self._num_dead + 1 if is_dead else 0
             self._num_still = self._num_still + 1 if is_still and not is_dead else 0
-            is_large = _LARGE <= scores.update_ratio < math.inf
-            self._num_large = self._num_large + 1 if is_large else 0
             self._num_updates += 1
             if self._num_updates == _UPDATES and self._network is not None:
                 notes += _unreached(self._network, judgement.optimizer)
@@ -244,11 +237,6 @@ class RunNotes:
             look = "look whether the optimizer has these weights, and whether their type is too "
             look += "coarse for such updates"
             notes.append(Cause("no_update", said, look))
-        if self._num_large == _NUM_LARGE:
-            said = f"each of the last {_NUM_LARGE} updates changed the weights by more than "
-            said += f"{_LARGE} times their size (0.001 is ordinary), the last one at a learning "
-            said += f"rate of {scores.learning_rate:.3g}"
-            notes.append(Cause("learning_rate", said, LOWER_RATE))
         if self._num_dead == _UPDATES:
             said = f"all gradients of the last {_UPDATES} updates were zero, so nothing is learned"
             look = "look for a loss that does not depend on the weights, such as rewards that are "

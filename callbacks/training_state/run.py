@@ -488,8 +488,8 @@ class TrainingStateRun:
                 self.finder.forget(numbers.step)
             notes = self.finder.notes.of_step(numbers, judgement, scores)
             if notes:
-                said = {one.cause for one in (anomaly, episodes.last) if one is not None}
-                self._log.note(one for one in notes if one.cause.name not in said)
+                said = None if anomaly is None else anomaly.cause
+                self._log.note(one for one in notes if one.cause.name != said)
             if anomaly is not None:
                 self.bad_steps.append(_bad_steps(anomaly, is_shared=is_shared))
         is_ordinary = numbers.overflow and self.finder is not None and anomaly is None

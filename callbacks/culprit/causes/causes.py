@@ -35,6 +35,7 @@ _RULES = (
     _Rule(optimizer.epsilon, "measured"),
     _Rule(weights.changed_outside, "certain"),
     _Rule(rate.large_from_the_start, "measured"),
+    _Rule(rate.large_in_a_row, "measured"),
     _Rule(settings.changed, "certain"),
     _Rule(forward.risen, "measured"),
     _Rule(optimizer.ruined_state, "measured"),

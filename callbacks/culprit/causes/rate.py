@@ -22,6 +22,10 @@ BEFORE_STEP = "go back to a checkpoint from before step"
 LARGE_RATIO = 1.0
 """Smallest ratio of an update to its weights that is too large, wherever it comes from."""
 
+ROW_RATIO, IN_A_ROW = 0.15, 8
+"""Smallest ratio of each of some updates in a row that are too large together, and their number.
+Weights that begin at zero have six of them."""
+
 _EARLY = 2
 """Last step at which the steps that are known count as the start of the run."""
 
@@ -88,6 +92,21 @@ def large_from_the_start(evidence: CauseEvidence) -> Cause | None:
     if not steps or steps[0].step > _EARLY or steps[0].scores.num_moved > 0:
         return None
     return large_updates(evidence, steps[:_FEW_LARGE])
+
+
+def large_in_a_row(evidence: CauseEvidence) -> Cause | None:
+    """Find updates in a row that were too large together, though none was as large as a weight."""
+    steps = [each for each in evidence.trace if each.applied][-IN_A_ROW:]
+    are_large = all(ROW_RATIO <= each.scores.update_ratio < math.inf for each in steps)
+    if evidence.kind != "update_spike" or len(steps) < IN_A_ROW or not are_large:
+        return None
+    return Cause(
+        "learning_rate",
+        f"each of the last {IN_A_ROW} updates changed the weights by more than {ROW_RATIO} times "
+        "their size (0.001 is ordinary), the last one at a learning rate of "
+        f"{evidence.now.scores.learning_rate:.3g}",
+        LOWER_RATE,
+    )
 
 
 def large_updates(

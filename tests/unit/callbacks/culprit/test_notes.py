@@ -178,36 +178,6 @@ def test_a_learning_rate_of_zero(tmp_path):
     assert (note["step"], note["cause"]) == (10, "learning_rate")
 
 
-@pytest.mark.parametrize(("rate", "steps"), [(1e-3, []), (0.1, [8])])
-def test_updates_that_are_far_too_large(tmp_path, rate, steps):
-    """Eight in a row are noted once: where a warm-up goes on with them, no loss need show it."""
-
-    def warm_up(step, loop):
-        loop.optimizer.param_groups[0]["lr"] = rate * min(step, 20) / 20
-
-    notes = notes_of(tmp_path, language_model().train(), warm_up, num_steps=24)
-    assert [(one["step"], one["cause"]) for one in notes] == [(n, "learning_rate") for n in steps]
-
-
-class Bigrams(torch.nn.Module):
-    """A linear classifier whose weights begin at zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.scores = torch.nn.Embedding.from_pretrained(
-            torch.zeros(VOCABULARY, VOCABULARY), freeze=False
-        )
-
-    def forward(self, input_ids, labels):
-        """Return the loss alone."""
-        return torch.nn.functional.cross_entropy(self.scores(input_ids).mT, labels)
-
-
-def test_weights_that_begin_at_zero(tmp_path):
-    """Their first updates are as large as they are."""
-    assert notes_of(tmp_path, Bigrams(), lr=1e-2) == []
-
-
 class NegatedForCausalLM(GPT2LMHeadModel):
     """A network that returns its loss with the wrong sign."""
 
