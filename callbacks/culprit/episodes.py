@@ -263,9 +263,10 @@ class OpenEpisode:
             [self.refined.get("explanation") or self.latest or "", self.course(), back, rows]
         )
         said = "".join(f"; {clause}" for clause in told if clause)
+        bad = "1 bad step" if self.num_steps == 1 else f"{self.num_steps} bad steps"
         return (
-            f"the episode of step {self.step} ended at step {self.last_step} after "
-            f"{self.num_steps} bad steps{skipped}{said}"
+            f"the episode of step {self.step} ended at step {self.last_step} after {bad}{skipped}"
+            f"{said}"
         )
 
 
