@@ -393,8 +393,8 @@ class Episodes:
             self._early = self._early or self.last
             first = None if self._course is None else self._course.first
             # The loss just before may have risen already.
-            known = [one for one in (self.last.loss_before, first) if one is not None]
-            self.last.loss_before = min(known, default=None)
+            earlier = [one for one in (self.last.loss_before, first) if one is not None]
+            self.last.loss_before = min(earlier) if earlier else None
         return True, ended
 
     def pass_over(self, numbers: StepNumbers) -> OpenEpisode | None:
