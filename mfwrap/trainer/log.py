@@ -351,7 +351,7 @@ class StepLog:
         self._overflows = self._overflows + report.output.overflow
         for name, loss in report.losses.items():
             total, number = self._named.get(name, (torch.zeros_like(loss), self._zero()))
-            is_counted = loss.isfinite() if self.filters else torch.ones_like(loss, dtype=torch.bool)
+            is_counted = loss.isfinite() | (not self.filters)
             kept = torch.where(is_counted, loss, 0.0)
             self._named[name] = (total + kept, number + is_counted)
 
