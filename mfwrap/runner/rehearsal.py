@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mfwrap.records.rewards import is_constant
+from mfwrap.records.rewards import ALIKE, is_constant
 from mfwrap.runner.callbacks import FOLDER_KEYS
 from mfwrap.runner.document import RecipeError
 from mfwrap.runner.finishing import finish
@@ -161,6 +161,8 @@ def _rewards(trainer: Any) -> Iterator[str]:
             said.append(f"{name} {mean:.4g} (standard deviation {deviation:.4g}{alike})")
         if said:
             rewards = ", ".join(said)
+            if log.get(ALIKE) == 1 and "teaches nothing" not in rewards:
+                rewards += "; the answers to each prompt got the same, which teaches nothing"
             yield f"mean reward of the answers of the step, of up to {most} tokens: {rewards}"
 
 

@@ -504,6 +504,19 @@ def test_rewards_that_are_the_same_for_all(text, tmp_path, capsys, value):
     assert {one["global_norm"] < 1e-9 for one in records if "global_norm" in one} == {True}
 
 
+def test_rewards_that_are_the_same_for_the_answers_to_each_prompt(text, tmp_path, capsys):
+    """They differ from prompt to prompt, and teach nothing, either."""
+    (tmp_path / "my_rewards.py").write_text(
+        "def long(completions, prompts):\n    return [float(sum(one.encode())) for one in prompts]\n"
+    )
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 2}
+    (tmp_path / "r.yaml").write_text(text({"type": "my_rewards.long"}, **sizes))
+    with pytest.raises(SystemExit):
+        main(["validate", "r.yaml", "--allow-code"])
+
+    assert "; the answers to each prompt got the same, which teaches" in capsys.readouterr().out
+
+
 def test_one_of_two_rewards_that_is_always_the_same(text, tmp_path, capsys):
     """The log and the page name it, though the other one teaches."""
     rewards = [{"type": "my_rewards.ones"}, {"type": "my_rewards.capitals"}]
