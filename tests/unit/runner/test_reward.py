@@ -507,7 +507,7 @@ def test_rewards_that_are_the_same_for_all(text, tmp_path, capsys, value):
 def test_rewards_that_are_the_same_for_the_answers_to_each_prompt(text, tmp_path, capsys):
     """They differ from prompt to prompt, and teach nothing, either."""
     (tmp_path / "my_rewards.py").write_text(
-        "def long(completions, prompts):\n    return [float(sum(one.encode())) for one in prompts]\n"
+        "def long(completions, prompts):\n    return [sum(one.encode()) for one in prompts]\n"
     )
     sizes = {"per_device_train_batch_size": 8, "num_generations": 2}
     (tmp_path / "r.yaml").write_text(text({"type": "my_rewards.long"}, **sizes))
