@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mfwrap.callbacks.good_checkpoints import undiverged_checkpoints
+from mfwrap.callbacks.culprit.good_checkpoints import undiverged_checkpoints
 from mfwrap.records.json_lines import read_json_lines
 
 HEALTH_FILE = "checkpoint_health.jsonl"

@@ -22,7 +22,7 @@ from mfwrap.callbacks.checkpoint_health import (
     health_of,
     recorded_health,
 )
-from mfwrap.callbacks.good_checkpoints import to_return_to
+from mfwrap.callbacks.culprit.good_checkpoints import to_return_to
 from mfwrap.callbacks.shared.non_finite import BufferWatch, bad_optimizer_states, bad_weights
 from mfwrap.callbacks.shared.norm_history import GlobalNormHistory
 from mfwrap.callbacks.shared.run_log import run_logger

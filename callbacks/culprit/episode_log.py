@@ -62,7 +62,7 @@ class EpisodeLog:
         """
         number = self._num_skips = numbers.consecutive_skips
         self._num_overflows = self._num_overflows + 1 if numbers.overflow else 0
-        if number >= _FEWEST_SKIPS and number.bit_count() == 1:
+        if self._are_told(number):
             self._tell_skips(f"step {numbers.step}: ")
         if anomaly is None:
             self._write_end(self._episodes.watch(numbers))
@@ -85,9 +85,14 @@ class EpisodeLog:
         """
         for ended in self._episodes.close():
             self._write_end(ended)
-        if self._num_skips > 1:
+        if self._num_skips > 1 and not self._are_told(self._num_skips):
             self._tell_skips()
         self._num_skips = 0
+
+    @staticmethod
+    def _are_told(num_skips: int) -> bool:
+        """Return whether so many skips in a row are told when they happen."""
+        return num_skips >= _FEWEST_SKIPS and num_skips.bit_count() == 1
 
     def _tell_skips(self, where: str = "") -> None:
         if self._is_main:

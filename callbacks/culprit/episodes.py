@@ -295,8 +295,8 @@ class Episodes:
         """The last episode, which may be over."""
         self.astray: OpenEpisode | None = None
         """The first episode that is over and whose loss has not been back at any step since."""
-        self._early: OpenEpisode | None = None
-        """The first episode, if it began early and its cause is the learning rate."""
+        self.early: OpenEpisode | None = None
+        """The first episode that began early, and whose cause is the learning rate."""
         self._step = 0
         """Last step."""
 
@@ -320,12 +320,6 @@ class Episodes:
         is_alike = is_shared == episode.is_shared or episode.kind not in NON_FINITE
         reach = 1 if episode.kind in NON_FINITE else _GAP
         return gap <= reach and (is_alike or kind not in NON_FINITE)
-
-    @property
-    def are_followed(self) -> bool:
-        """Whether good steps tell more about an episode, too."""
-        goes_on = self.last is not None and not self.last.is_over
-        return goes_on or self.astray is not None or self._early is not None
 
     @property
     def names_samples(self) -> bool:
@@ -390,7 +384,7 @@ class Episodes:
         )
         self.last.follow(anomaly, loss, risen, self._reach(anomaly.kind))
         if anomaly.step < _EARLY and anomaly.cause == "learning_rate":
-            self._early = self._early or self.last
+            self.early = self.early or self.last
             first = None if self._course is None else self._course.first
             # The loss just before may have risen already.
             earlier = [one for one in (self.last.loss_before, first) if one is not None]
@@ -440,7 +434,10 @@ class Episodes:
         has not once been back for 64 steps, or until the training ends. If it comes back later,
         that is told, too.
         """
-        self._step, astray = numbers.step, self.astray
+        self._step = numbers.step
+        if self.astray is None:
+            self.astray = self._early_and_high()
+        astray = self.astray
         if astray is None or not astray.is_over:
             return None
         astray.look(numbers.loss)
@@ -449,7 +446,7 @@ class Episodes:
             self.astray = None
             astray.back_at = numbers.step if is_told else None
             return astray if is_told else None
-        is_long = numbers.step - astray.last_step >= _LONGEST_LEVEL
+        is_long = numbers.step - astray.last_step >= _LONGEST_LEVEL or astray is self.early
         return self._stayed_away() if is_long else None
 
     def close(self) -> list[OpenEpisode]:
@@ -457,13 +454,28 @@ class Episodes:
         ends = (self._stayed_away(), self.end(), self._learned_nothing())
         return list({one.step: one for one in ends if one is not None}.values())
 
+    def _early_and_high(self) -> OpenEpisode | None:
+        """Return the early episode if the losses since then are far above those at first.
+
+        They have risen from step to step, so that none is unusual after the one before.
+        """
+        early, course = self.early, self._course
+        if early is None or course is None or not early.is_over or early.run_away:
+            return None
+        is_short, before = self._step - early.step < _LONG, early.loss_before
+        if is_short or not before or not 0 < _HIGH * before < course.last:
+            return None
+        early.usual_loss, early.loss_level = before, (before + course.last) / 2
+        early.last_losses = [course.last] * _FEWEST_HIGH
+        return early
+
     def _learned_nothing(self) -> OpenEpisode | None:
         """Return the early episode after which the loss has come back, but not fallen any further.
 
         So it is with weights that the first updates have ruined and with a rate that has gone down
         again since.
         """
-        early, course = self._early, self._course
+        early, course = self.early, self._course
         if early is None or course is None or not early.is_over or not early.loss_before:
             return None
         is_short = self._step - early.step < _LONG
@@ -520,7 +532,7 @@ class Episodes:
         """Return the last episode, ready for JSON, and the others that may have more to tell."""
         if self.last is None:
             return None
-        others = {"astray": self.astray, "early": self._early}
+        others = {"astray": self.astray, "early": self.early}
         return asdict(self.last) | {name: one and asdict(one) for name, one in others.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -528,7 +540,9 @@ class Episodes:
         known = dict(state or {})
         others = [known.pop(name, None) for name in ("astray", "early")]
         self.last = OpenEpisode(**known) if known else None
-        self.astray, self._early = (self._known(one) for one in others)
+        self.astray, self.early = (self._known(one) for one in others)
+        if self.astray is not None and self.early is not None and self.astray == self.early:
+            self.early = self.astray
 
     def _known(self, state: Mapping[str, Any] | None) -> OpenEpisode | None:
         """Return the episode of a state, which may be the last one."""

@@ -62,6 +62,8 @@ class UpdateSource:
         optimizer = unwrapped_optimizer(self.optimizer)
         if isinstance(optimizer, Optimizer):
             group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+            # A schedule keeps the rate that was set, and moves the other one.
+            group["lr"] = group.pop("initial_lr", group["lr"])
             found["optimizer"] = {"type": type(optimizer).__name__, **group}
         return found
 

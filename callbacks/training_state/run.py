@@ -17,8 +17,8 @@ from mfwrap import DeferredReads, StepReport
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
 from mfwrap.callbacks.culprit.episode_log import EpisodeLog
 from mfwrap.callbacks.culprit.episodes import Episodes
+from mfwrap.callbacks.culprit.good_checkpoints import divergence_in
 from mfwrap.callbacks.culprit.judges.step import JudgedStep, StepScores
-from mfwrap.callbacks.good_checkpoints import divergence_in
 from mfwrap.callbacks.shared.progress import RunPosition, Samples, StepClock, run_length
 from mfwrap.callbacks.shared.run_folder import run_folder
 from mfwrap.callbacks.shared.run_log import run_logger
@@ -482,7 +482,9 @@ class TrainingStateRun:
             )
             is_shared = self.finder.is_shared
             episodes = self.finder.episodes
-            if anomaly is not None or episodes.are_followed:
+            goes_on = episodes.last is not None and not episodes.last.is_over
+            is_followed = episodes.astray is not None or episodes.early is not None
+            if anomaly is not None or goes_on or is_followed:
                 self._log.add(anomaly, numbers, is_shared=is_shared)
             if episodes.last is not None:
                 self.finder.forget(numbers.step)

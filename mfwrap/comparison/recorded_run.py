@@ -138,7 +138,7 @@ def _recipe(folder: Path) -> dict[str, Any]:
         settings = RecipeDocument.parse(read_text(path), str(path)).data
     else:
         settings = read_facts(folder).get("configuration") or {}
-    leaves = _leaves("", settings)
+    leaves = _leaves("", settings) if settings else ()
     return {key: value for key, value in leaves if key.rpartition(".")[2] not in _NO_SETTINGS}
 
 

@@ -33,6 +33,9 @@ _FACTS: Mapping[str, Form] = {
 NOT_ENDED = "not ended"
 """State in ``run.json`` of a run that goes on, or was killed."""
 
+TERM = "losses/"
+"""Start of the name of a loss beside that of the step."""
+
 _NORM = "local_norm/"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 TRAINER_STATE = "trainer_state.json"
@@ -221,10 +224,14 @@ def _local_norms(curves: Mapping[str, Curve]) -> dict[str, Curve]:
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each number in a record; local norms as ``local_norm/<group>``."""
-    norms = record.get("local_norm")
-    if isinstance(norms, Mapping):
-        record = {**record, **{f"{_NORM}{group}": norm for group, norm in norms.items()}}
+    """Yield name and value of each number in a record.
+
+    Local norms are ``local_norm/<group>``, and further losses are ``losses/<name>``.
+    """
+    for part, prefix in (("local_norm", _NORM), ("losses", TERM)):
+        inner = record.get(part)
+        if isinstance(inner, Mapping):
+            record = {**record, **{f"{prefix}{name}": one for name, one in inner.items()}}
     for name, value in record.items():
         if name not in _NO_CURVES and (number := to_number(value)) is not None:
             yield name, number

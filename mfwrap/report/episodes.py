@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import KINDS, SHIFTS
-from mfwrap.callbacks.good_checkpoints import newest_good
+from mfwrap.callbacks.culprit.good_checkpoints import newest_good
 from mfwrap.records.episodes import Episode
 from mfwrap.records.forms import to_number
 from mfwrap.records.rewards import ALIKE, FEW, REWARD, constant_rewards, why_untaught
@@ -17,7 +17,7 @@ from mfwrap.records.rollbacks import RollbackRecord
 from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord
 from mfwrap.report.about import breakable
 from mfwrap.report.curves import NUMBER
-from mfwrap.report.samples import compared, samples_of
+from mfwrap.report.samples import NONE_NAMED, compared, samples_of
 
 _UNKNOWN = "\N{EN DASH}"
 _NO_CAUSE = "unknown"
@@ -196,7 +196,8 @@ def _in_short(alike: Sequence[_Event]) -> str:
     event, more = alike[0], len(alike) - 1
     rest = ["more in the table below"] if event.samples[_MOST_NAMES:] else []
     again = f"{more} more like this, the last at step {_link(alike[-1])}"
-    if any(each.samples for each in alike[1:]):
+    named = (line for each in alike[1:] for line in each.samples)
+    if any(not line.startswith(NONE_NAMED) for line in named):
         again += "; their samples are in the table below"
     facts = {
         "Cause": _cause(event),

@@ -10,7 +10,7 @@ from mfwrap.memory import GIB
 from mfwrap.records.evaluations import AVERAGED
 from mfwrap.records.rewards import REWARD
 from mfwrap.records.row_losses import BY_SOURCE
-from mfwrap.records.run_record import Curve, RunRecord
+from mfwrap.records.run_record import TERM, Curve, RunRecord
 from mfwrap.report.curves import COLORS, overflow_steps
 from mfwrap.report.drawing import Panel, label, line, lines, rounded
 from mfwrap.report.norm_maps import by_rank, families_of, maps_by_layer, norms_by_step
@@ -70,6 +70,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
     panels = [
         rewards,
         _loss(runs),
+        _choice(runs, "terms", "Losses that were reported by name", _is_term),
         _sources(runs),
         _evaluations(runs),
         _one_curve(
@@ -104,6 +105,7 @@ def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
                     or name.startswith(_OF_SOURCE)
                     or name in of_layers
                     or _is_throughput(name)
+                    or _is_term(name)
                     or _is_evaluation(name)
                     or name in _MEMORY
                     or name in rewards.content["choices"]
@@ -207,6 +209,10 @@ def _evaluations(runs: Sequence[RunRecord]) -> Panel:
 
 def _is_evaluation(name: str) -> bool:
     return name.removeprefix(AVERAGED).startswith("eval_") and not _is_throughput(name)
+
+
+def _is_term(name: str) -> bool:
+    return name.startswith(TERM)
 
 
 def _is_throughput(name: str) -> bool:

@@ -12,6 +12,10 @@ from mfwrap.report.curves import NUMBER
 _MOST_SAMPLES = 8
 
 
+NONE_NAMED = "none named: "
+"""Start of the line that says why no row is named."""
+
+
 def samples_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the rows that stand out, the worst of each step first; else why none is named."""
     rows = [row for record in records for row in record.get("samples") or ()]
@@ -27,7 +31,7 @@ def samples_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
             indices = ", ".join(map(str, record["indices"]))
             lines.append(f"micro-batch of data set indices {html.escape(indices)}")
         if not rows and record.get("samples_detail"):
-            lines.append(f"none named: {html.escape(str(record['samples_detail']))}")
+            lines.append(f"{NONE_NAMED}{html.escape(str(record['samples_detail']))}")
     # Each sample once: later records of an episode may name a row again.
     places = dict.fromkeys(
         json.dumps({name: row[name] for name in ("epoch", "position")})

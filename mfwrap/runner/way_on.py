@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mfwrap.callbacks.good_checkpoints import episodes_in, good_checkpoints
+from mfwrap.callbacks.culprit.good_checkpoints import episodes_in, good_checkpoints
 from mfwrap.records.episodes import Episode
 from mfwrap.runner.folder import checkpoints
 

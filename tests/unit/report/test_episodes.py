@@ -264,6 +264,15 @@ def test_samples_of_alike_episodes(tmp_path):
     assert "rank 0, micro-batch 0, row 3" in words(episode_table([run]))
 
 
+def test_alike_episodes_without_samples(tmp_path):
+    """Why no row of the others is named is nothing to look for in the table."""
+    records = [{**RATE, "step": step, "samples_detail": "not searched: so"} for step in (2, 9)]
+    text = words(headline([run_of(tmp_path, records)]))
+
+    assert "Again 1 more like this, the last at step 9" in text
+    assert "in the table below" not in text
+
+
 def test_the_headline_prefers_what_has_a_cause(tmp_path):
     """Of many kinds of episodes the headline has three; those without a cause come last."""
     kinds = ["loss_spike", "spike", "update_spike", "state_spike"]

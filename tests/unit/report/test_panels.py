@@ -1,5 +1,6 @@
 """Each panel shows the numbers of the run; panels without numbers are left out."""
 
+import json
 import math
 
 import numpy as np
@@ -83,6 +84,20 @@ def test_evaluations_by_rewards(tmp_path):
     assert list(shown) == ["rewards", "evaluations", "others"]
     assert shown["evaluations"].content["choices"][0] == "eval_reward"
     assert shown["others"].content["choices"] == sorted(lengths)
+
+
+def test_losses_by_name(tmp_path):
+    """They have a menu of their own, with the losses of all steps and the means of others."""
+    records = [{"step": step, "loss": 2.0, "losses": {"kl_loss": step / 2}} for step in (1, 2)]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    log = [{"step": 2, "losses/kl_loss": 9.0, "losses/ce_loss": 3.0}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    shown = panels(tmp_path)
+
+    assert list(shown) == ["loss", "terms"]
+    assert shown["terms"].content["choices"] == ["losses/ce_loss", "losses/kl_loss"]
+    terms = traces(shown["terms"])
+    assert [trace["y"] for trace in terms.values()] == [[3.0], [0.5, 1.0]]
 
 
 def test_loss_by_source(tmp_path):

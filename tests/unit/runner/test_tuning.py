@@ -258,7 +258,7 @@ def test_a_template_without_marks(section, tmp_path):
     """If TRL cannot tell the answers, the error says what to set; with that, the run starts."""
     model = LANGUAGE | {"tokenizer": save_tokenizer(tmp_path / "base", template=PLAIN)}
     says = (
-        r"^r:\d+: training\.assistant_only_loss: cannot be true, .*, because neither .* mark "
+        r"^r:\d+: training\.assistant_only_loss: cannot be true, .*: the tokenizer.* mark "
         r"the turns of the assistant .*; set model\.chat_template to chatml or "
     )
     with pytest.raises(RecipeError, match=says):

@@ -500,3 +500,27 @@ def test_a_loss_that_falls_no_lower(cause, at, num_steps, loss, is_told, is_resu
     expected = ["the loss is no lower at the end than before: 5.45, after 5.5"]
     assert said == (expected if is_told else [])
     assert episodes.close() == []
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_loss_that_rises_from_step_to_step(is_resumed):
+    """After an early episode of the rate, none is unusual after the one before; it is told once."""
+    losses, told = LossCourse(), []
+    episodes = Episodes(10, losses)
+    for value in (6.2, 6.2):
+        losses.add(value)
+    bad = anomaly(3, "update_spike", usual_loss=6.2, cause="learning_rate")
+    episodes.add(bad, 6.3, is_shared=False)
+    for step in range(4, 60):
+        loss = 6.2 + step - 3 if step < 45 else 3.0
+        losses.add(loss)
+        if is_resumed:
+            state = json.loads(json.dumps(episodes.state_dict()))
+            episodes = Episodes(10, losses)
+            episodes.load_state_dict(state)
+        for end in (episodes.watch(numbers(step, loss)), episodes.pass_over(numbers(step, loss))):
+            told += [] if end is None else [(step, end.run_away, end.back_at)]
+
+    away = "the loss has not come back since: 24.2, after 6.2"
+    assert told == [(23, away, None), (47, away, 47)]
+    assert [one.as_record().get("diverged") for one in episodes.close()] in ([], [away])

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
-from mfwrap.callbacks.good_checkpoints import divergence_in
+from mfwrap.callbacks.culprit.good_checkpoints import divergence_in
 from mfwrap.records.run_record import read_run
 from mfwrap.report.episodes import headline
 from support.run_folders import write_lines
