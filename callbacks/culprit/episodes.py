@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, UNKNOWN_CAUSE, Anomaly, BadRow, Kind
+from mfwrap.callbacks.culprit.causes.evidence import Cause
 from mfwrap.callbacks.culprit.judges.course import LossCourse
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
@@ -296,7 +297,8 @@ class Episodes:
         self.astray: OpenEpisode | None = None
         """The first episode that is over and whose loss has not been back at any step since."""
         self.early: OpenEpisode | None = None
-        """The first episode that began early, and whose cause is the learning rate."""
+        """The first episode that began early, and whose cause is the learning rate; or a suspected
+        one, which is told only if the loss shows it."""
         self._step = 0
         """Last step."""
 
@@ -390,6 +392,34 @@ class Episodes:
             earlier = [one for one in (self.last.loss_before, first) if one is not None]
             self.last.loss_before = min(earlier) if earlier else None
         return True, ended
+
+    def suspect(self, step: int, cause: Cause) -> None:
+        """Follow the loss as after an early episode: it shows whether there has been one.
+
+        Small networks learn with large updates, too. So nothing is told unless the loss is high.
+
+        Args:
+            step: Step of the last of some large updates.
+            cause: What follows from them if the loss is high.
+        """
+        course = self._course
+        if self.early is not None or step >= _EARLY or course is None:
+            return
+        self.early = OpenEpisode(
+            step=step,
+            kind="update_spike",
+            is_shared=True,
+            cause=cause.name,
+            last_step=step,
+            last_anomaly=step,
+            loss_before=course.first,
+            refined={
+                "cause": cause.name,
+                "explanation": cause.explanation,
+                "suggestion": cause.suggestion,
+            },
+            is_over=True,
+        )
 
     def pass_over(self, numbers: StepNumbers) -> OpenEpisode | None:
         """Include a step that is no anomaly; return the last episode if it has ended before it.

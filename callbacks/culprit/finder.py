@@ -11,6 +11,7 @@ from torch import nn
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly, Kind
 from mfwrap.callbacks.culprit.causes.causes import cause_of
 from mfwrap.callbacks.culprit.causes.evidence import CauseEvidence, StepTrace
+from mfwrap.callbacks.culprit.causes.rate import IN_A_ROW, large_in_a_row
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.gathering import EvidenceGatherer, HostStep
 from mfwrap.callbacks.culprit.judges.course import LOSS_LIMIT
@@ -131,6 +132,8 @@ class CulpritFinder:
         step = HostStep(numbers, judgement, scores, weights_have_moved)
         applied = not (numbers.overflow or numbers.skipped)
         self._kinds.follow(numbers, scores, applied=applied)
+        if self._kinds.num_large == IN_A_ROW:
+            self.episodes.suspect(numbers.step, large_in_a_row(scores.learning_rate))
         trace = StepTrace(
             numbers.step,
             applied,

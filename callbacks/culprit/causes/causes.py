@@ -62,7 +62,6 @@ _RULES = (
     _Rule(data.changed_program, "inferred"),
     _Rule(loss.common_term, "inferred"),
     _Rule(data.bad, "inferred"),
-    _Rule(rate.large_in_a_row, "measured"),
     _Rule(rate.growing_updates, "measured"),
     _Rule(rate.large_updates, "measured"),
     _Rule(rate.large_all_along, "measured"),

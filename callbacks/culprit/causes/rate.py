@@ -94,17 +94,16 @@ def large_from_the_start(evidence: CauseEvidence) -> Cause | None:
     return large_updates(evidence, steps[:_FEW_LARGE])
 
 
-def large_in_a_row(evidence: CauseEvidence) -> Cause | None:
-    """Find updates in a row that were too large together, though none was as large as a weight."""
-    steps = [each for each in evidence.trace if each.applied][-IN_A_ROW:]
-    are_large = all(ROW_RATIO <= each.scores.update_ratio < math.inf for each in steps)
-    if evidence.kind != "update_spike" or len(steps) < IN_A_ROW or not are_large:
-        return None
+def large_in_a_row(rate: float) -> Cause:
+    """Return the cause of what follows updates in a row that were too large together.
+
+    Args:
+        rate: Learning rate of the last one.
+    """
     return Cause(
         "learning_rate",
-        f"each of the last {IN_A_ROW} updates changed the weights by more than {ROW_RATIO} times "
-        "their size (0.001 is ordinary), the last one at a learning rate of "
-        f"{evidence.now.scores.learning_rate:.3g}",
+        f"each of {IN_A_ROW} updates in a row changed the weights by more than {ROW_RATIO} times "
+        f"their size (0.001 is ordinary), the last one at a learning rate of {rate:.3g}",
         LOWER_RATE,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
-from mfwrap.callbacks.culprit.causes.rate import IN_A_ROW, LARGE_RATIO, ROW_RATIO
+from mfwrap.callbacks.culprit.causes.rate import LARGE_RATIO, ROW_RATIO
 from mfwrap.callbacks.culprit.judges.course import (
     LOSS_LIMIT,
     CourseKind,
@@ -53,7 +53,8 @@ class StepKinds:
         self._spike_factor = spike_factor
         self._rates = RateCourse()
         self._ratios: deque[float] = deque(maxlen=_FEW_UPDATES)
-        self._num_large = 0
+        self.num_large = 0
+        """Number of updates in a row that are too large together if there are more of them."""
         self._updates = UpdateGrowth()
         self._since_fall = _QUIET_STEPS
         self._course, self._norms = course, NormCourse()
@@ -79,7 +80,7 @@ class StepKinds:
         self._ratios.append(scores.update_ratio)
         if applied:
             is_large = ROW_RATIO <= scores.update_ratio < math.inf
-            self._num_large = self._num_large + 1 if is_large else 0
+            self.num_large = self.num_large + 1 if is_large else 0
             self.growth = self._updates.add(scores.update_ratio, scores.learning_rate)
 
     def shared(self, numbers: StepNumbers, scores: StepScores) -> Kind | None:
@@ -144,9 +145,7 @@ class StepKinds:
         return self._course.shift if kind == "loss_shift" else None
 
     def _moves_too_far(self) -> bool:
-        """Tell whether the last updates were far too large together, wherever that comes from."""
-        if self._num_large == IN_A_ROW:
-            return True
+        """Tell whether the last updates were as large as the weights, from the first step on."""
         # The first update of a rate that is far too high makes weights that the next ones no longer
         # change as much. So the geometric mean decides.
         is_known = len(self._ratios) == _FEW_UPDATES
@@ -159,7 +158,7 @@ class StepKinds:
             "updates": self._updates.state_dict(),
             "norms": self._norms.state_dict(),
             "since_fall": self._since_fall,
-            "num_large": self._num_large,
+            "num_large": self.num_large,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,4 +168,4 @@ class StepKinds:
             self._norms.load_state_dict(state["norms"])
         self._updates.load_state_dict(state["updates"])
         self._since_fall = state["since_fall"]
-        self._num_large = state.get("num_large", 0)  # missing in checkpoints of 0.1.0
+        self.num_large = state.get("num_large", 0)  # missing in checkpoints of 0.1.0

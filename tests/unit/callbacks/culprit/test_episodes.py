@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import Anomaly
+from mfwrap.callbacks.culprit.causes.rate import large_in_a_row
 from mfwrap.callbacks.culprit.episodes import Episodes
 from mfwrap.callbacks.culprit.judges.course import LossCourse
 from mfwrap.callbacks.shared.step_values import StepNumbers, StepValues, numbers_of
@@ -524,3 +525,28 @@ def test_a_loss_that_rises_from_step_to_step(is_resumed):
     away = "the loss has not come back since: 24.2, after 6.2"
     assert told == [(23, away, None), (47, away, 47)]
     assert [one.as_record().get("diverged") for one in episodes.close()] in ([], [away])
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "told"),
+    [(8, 5.6, "5.6, after 5.5"), (8, 5.0, None), (30, 5.6, None), (8, 9.0, "9, after 5.5")],
+)
+def test_large_updates_show_in_the_loss_or_not_at_all(step, loss, told):
+    """A suspected episode is told with its cause, if the loss has not fallen after it."""
+    losses = LossCourse()
+    episodes = Episodes(10, losses)
+    for _ in range(step):
+        losses.add(5.5)
+    episodes.suspect(step, large_in_a_row(0.3))
+    ends = []
+    for number in range(step + 1, step + 30):
+        losses.add(loss)
+        ends.append(episodes.watch(numbers(number, loss)))
+        ends.append(episodes.pass_over(numbers(number, loss)))
+    found = [one.as_record() for one in [*ends, *episodes.close()] if one is not None]
+
+    assert [one["step"] for one in found] == ([] if told is None else [step])
+    for one in found:
+        assert one["cause"] == "learning_rate"
+        assert one["diverged"].endswith(told)
+        assert one["explanation"].startswith("each of 8 updates in a row changed the weights by")

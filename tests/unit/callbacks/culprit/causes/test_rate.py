@@ -2,28 +2,10 @@
 
 import pytest
 
-from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
 from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.judges.growth import Growth
 from mfwrap.callbacks.culprit.judges.rates import RateRise
 from support.cause_evidence import HIGH_LOSS, cause, of_the_start, trace
-
-
-@pytest.mark.parametrize(
-    ("kind", "ratios", "is_found"),
-    [
-        ("update_spike", [0.2] * 8, True),
-        ("update_spike", [0.2] * 7, False),
-        ("update_spike", [0.2] * 4 + [0.1] + [0.2] * 3, False),
-        ("loss_spike", [0.2] * 8, False),
-    ],
-)
-def test_updates_in_a_row_that_are_too_large_together(kind, ratios, is_found):
-    """A warm-up to a rate that is too high may show in nothing else."""
-    found = cause(kind, trace(*({"update_ratio": each} for each in ratios)))
-    said = "each of the last 8 updates changed the weights by more than 0.15 times their size"
-    assert found.explanation.startswith(said) == is_found
-    assert not is_found or (found.name, found.suggestion) == ("learning_rate", LOWER_RATE)
 
 
 def test_a_rate_far_above_the_rates_before():

@@ -77,6 +77,29 @@ def test_two_updates_as_large_as_the_weights(ratios, is_found):
     assert kinds.own(scores()) == (["update_spike"] if is_found else [])
 
 
+@pytest.mark.parametrize(
+    ("ratios", "most"),
+    [
+        ([0.2] * 20, 20),
+        ([0.14] * 20, 0),
+        ([0.2] * 5 + [0.1] + [0.2] * 9, 9),
+        ([1 / step for step in range(1, 20)], 6),  # weights that begin at zero
+    ],
+)
+def test_large_updates_in_a_row_are_counted(ratios, most):
+    """Also across a resume, and they are no anomaly by themselves."""
+    kinds, counts = StepKinds(2.0, LossCourse()), []
+    for ratio in ratios:
+        state = json.loads(json.dumps(kinds.state_dict()))
+        kinds = StepKinds(2.0, LossCourse())
+        kinds.load_state_dict(state)
+        large = scores(update_ratio=ratio)
+        kinds.follow(numbers(1.0), large, applied=True)
+        counts.append(kinds.num_large)
+        assert kinds.own(large) == []
+    assert max(counts) == most
+
+
 @pytest.mark.parametrize(("norm", "is_spike"), [(1.9, False), (2.1, True), (None, False)])
 def test_a_spike_is_far_above_the_usual_norm_in_two_ways(norm, is_spike):
     """By its score, and by its ratio to the usual norm."""
