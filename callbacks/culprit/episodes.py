@@ -134,6 +134,9 @@ class OpenEpisode:
     back_at: int | None = None
     """Step at which a loss had come back that was said to stay away; ``None`` if it had not."""
 
+    has_relapsed: bool = False
+    """Whether the loss had come back, as was told, and is no lower at the end all the same."""
+
     latest: str | None = None
     """What the last anomaly has told, if it is of the same kind and grows for many steps."""
 
@@ -235,7 +238,8 @@ class OpenEpisode:
         names = ("step", "kind", "last_step", "num_steps", "num_skipped")
         latest = {} if self.latest is None else {"latest": self.latest}
         diverged: dict[str, Any] = {"diverged": self.course()} if self.course() else {}
-        diverged |= {} if self.back_at is None else {"back": self.back_at}
+        if self.back_at is not None or self.has_relapsed:
+            diverged["back"] = self.back_at
         known = {name: getattr(self, name) for name in names}
         rows = {"num_searched": self.num_searched, "later_samples": self.later_samples}
         later = rows if self.later_samples else {}
@@ -516,7 +520,7 @@ class Episodes:
             f"the loss is no lower at the end than before: {course.last:.4g}, after "
             f"{early.loss_before:.4g}"
         )
-        early.back_at = None
+        early.has_relapsed, early.back_at = early.back_at is not None, None
         return early
 
     def _stayed_away(self) -> OpenEpisode | None:

@@ -50,7 +50,7 @@ class Episode:
     @property
     def has_diverged(self) -> bool:
         """Whether the loss has left its course for good, as far as the run has gone."""
-        return "diverged" in self.records[0] and "back" not in self.records[0]
+        return "diverged" in self.records[0] and self.records[0].get("back") is None
 
 
 def episodes_of(files: Iterable[tuple[int, Sequence[Mapping[str, Any]]]]) -> list[Episode]:
