@@ -162,8 +162,8 @@ class BadRow:
         """Return a phrase with the place of the row, and the numbers by which it stands out."""
         place = self.place
         if self.loss is not None and self.gradient_norm is not None:
-            norm = f"its part of the gradient has norm {self.gradient_norm:.4g}"
-            return f"{place} has loss {self.loss:.4g}, and {norm}"
+            part = f"its part of the gradient has norm {self.gradient_norm:.4g}"
+            return f"{place} has loss {self.loss:.4g}, and {part}"
         if self.loss_without is not None and self.gradient_norm_without is not None:
             loss, norm = self.loss_without, self.gradient_norm_without
             return f"without {place} the loss is {loss:.4g} and the gradient norm {norm:.4g}"

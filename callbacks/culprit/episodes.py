@@ -564,10 +564,11 @@ class Episodes:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the last episode, ready for JSON, and the others that may have more to tell."""
-        if self.last is None:
-            return None
+        last = {} if self.last is None else asdict(self.last)
         others = {"astray": self.astray, "early": self.early}
-        return asdict(self.last) | {name: one and asdict(one) for name, one in others.items()}
+        if self.last is None and self.early is None:
+            return None
+        return last | {name: one and asdict(one) for name, one in others.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state that `state_dict` returned."""

@@ -553,17 +553,22 @@ def test_a_loss_that_comes_back_and_is_no_lower_at_the_end():
     )
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
 @pytest.mark.parametrize(
     ("step", "loss", "told"),
     [(8, 5.6, "5.6, after 5.5"), (8, 5.0, None), (30, 5.6, None), (8, 9.0, "9, after 5.5")],
 )
-def test_large_updates_show_in_the_loss_or_not_at_all(step, loss, told):
+def test_large_updates_show_in_the_loss_or_not_at_all(step, loss, told, is_resumed):
     """A suspected episode is told with its cause, if the loss has not fallen after it."""
     losses = LossCourse()
     episodes = Episodes(10, losses)
     for _ in range(step):
         losses.add(5.5)
     episodes.suspect(step, large_in_a_row(0.3))
+    if is_resumed:
+        state = json.loads(json.dumps(episodes.state_dict()))
+        episodes = Episodes(10, losses)
+        episodes.load_state_dict(state)
     ends = []
     for number in range(step + 1, step + 30):
         losses.add(loss)
