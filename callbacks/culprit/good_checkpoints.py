@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE
-from mfwrap.checkpoints.run_folders import checkpoints_of_run, step_of_checkpoint
+from mfwrap.checkpoints.run_folders import checkpoints_of_run
 from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.records.json_lines import read_json_lines
+from mfwrap.records.run_record import loop_checkpoints, step_of_saved
 
 _EARLY = 100
 """Last step at which updates that were too large are as old as the run."""
@@ -29,11 +30,11 @@ def good_checkpoints(episode: Episode, saved: Sequence[Path]) -> list[Path]:
     record = episode.records[0]
     if advised := _ADVISED.search(record.get("suggestion") or ""):
         # The rate of that step is at fault, and no weights before it.
-        return [each for each in saved if step_of_checkpoint(each) < int(advised[1])]
+        return [each for each in saved if step_of_saved(each) < int(advised[1])]
     if record.get("suggestion") == LOWER_RATE and episode.step <= _EARLY:
         return []
     first = record.get("since", episode.step)
-    return [each for each in saved if step_of_checkpoint(each) < first - 1]
+    return [each for each in saved if step_of_saved(each) < first - 1]
 
 
 def undiverged_checkpoints(folder: Path, saved: Sequence[Path]) -> list[Path]:
@@ -60,7 +61,7 @@ def divergence_in(folder: Path) -> str:
     if episode is None:
         return ""
     first = episode.records[0]
-    saved = checkpoints_of_run(folder)
+    saved = checkpoints_of_run(folder) or loop_checkpoints(folder)
     good = good_checkpoints(episode, saved)
     if good:
         which = f"{good[-1].name} is the newest from before"
@@ -68,7 +69,7 @@ def divergence_in(folder: Path) -> str:
         which = _NONE_GOOD
         which += " with a lower learning rate" if first.get("cause") == "learning_rate" else ""
     else:
-        # A loop of the user's own may save them under any name.
+        # A loop may save them in any place.
         which = first.get("suggestion") or "go back to a checkpoint from before this step"
     why = first.get("explanation") or first["diverged"]
     return f"the training diverged at step {episode.step} ({why}); {which}"
@@ -84,7 +85,7 @@ def to_return_to(folder: Path, saved: Sequence[Path]) -> list[Path]:
     Returns:
         At most one checkpoint.
     """
-    since = step_of_checkpoint(saved[-1]) - _UNDECIDED if saved else 0
+    since = step_of_saved(saved[-1]) - _UNDECIDED if saved else 0
     risks = (one for one in episodes_in(folder) if one.has_diverged or one.last_step >= since)
     first = next(risks, None)
     return [] if first is None else good_checkpoints(first, saved)[-1:]

@@ -35,13 +35,12 @@ from mfwrap.records.checkpoint_requests import CheckpointRequests
 from mfwrap.records.own_names import begin_folder, check_own
 from mfwrap.records.run_facts import PROGRESS, RunFacts
 from mfwrap.records.run_files import owning_record_folders
-from mfwrap.records.run_record import FACTS
+from mfwrap.records.run_record import FACTS, LOOP_STATE
 from mfwrap.schedules import BatchGrowth
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.wrappers import unwrapped_network, unwrapped_optimizer
 from mfwrap.trainer import MonitorCallback
 
-STATE_FILE = "mfwrap_monitor.json"
 _FORMATS = ("jsonl", "trackers")
 _STEPS_BETWEEN_TIMES = 10
 _CSV = "metrics.csv"
@@ -469,7 +468,7 @@ class _AttachedEvents:
         """Write what is pending, and the monitors' state into a checkpoint of `attach`."""
         self._monitor.flush()
         if this_rank() == 0:
-            with whole_file(folder / STATE_FILE) as partial:
+            with whole_file(folder / LOOP_STATE) as partial:
                 partial.write_text(json.dumps(self._monitor.state_dict()), encoding="utf-8")
 
     def after_save(self, folder: Path) -> None:
@@ -479,8 +478,8 @@ class _AttachedEvents:
     def after_load(self, folder: Path) -> None:
         """Continue from a checkpoint of `attach`; one without a state begins at `global_step`."""
         self._stop()
-        if (folder / STATE_FILE).is_file():
-            self._monitor.load_state_dict(json_content(folder / STATE_FILE))
+        if (folder / LOOP_STATE).is_file():
+            self._monitor.load_state_dict(json_content(folder / LOOP_STATE))
 
     def after_backward(self) -> None:
         """Write the record of the last update, before the loop logs numbers of the next one."""

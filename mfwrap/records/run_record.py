@@ -38,6 +38,9 @@ TERM = "losses/"
 
 _NORM = "local_norm/"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+LOOP_STATE = "mfwrap_monitor.json"
+"""File of `LoopMonitor` in a checkpoint of a loop, which may have any name."""
+
 TRAINER_STATE = "trainer_state.json"
 """File of the Trainer's state, in a checkpoint or in the folder of a run that has finished."""
 
@@ -168,7 +171,7 @@ def read_run(folder: Path) -> RunRecord:
         losses if any(losses) else {},
         facts,
         samples,
-        _checkpoints(folder),
+        _checkpoints(folder) or loop_checkpoints(folder),
     )
 
 
@@ -291,6 +294,26 @@ def _trainer_state(folder: Path) -> Path | None:
         return folder / TRAINER_STATE
     states = [path / TRAINER_STATE for path in _checkpoints(folder)]
     return next((path for path in reversed(states) if path.is_file()), None)
+
+
+def loop_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints that a loop has saved beside its records, in the order of steps."""
+    found = {file.parent: _loop_step(file) for file in folder.glob(f"*/{LOOP_STATE}")}
+    return sorted((one for one, step in found.items() if step is not None), key=found.__getitem__)
+
+
+def step_of_saved(checkpoint: Path) -> int:
+    """Return the step of a checkpoint of a Trainer or a loop; 0 if its state is damaged."""
+    named = _CHECKPOINT.fullmatch(checkpoint.name)
+    return int(named[1]) if named else _loop_step(checkpoint / LOOP_STATE) or 0
+
+
+def _loop_step(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        state = _json(file)
+        step = state.get("global_step") if isinstance(state, dict) else None
+        return step if type(step) is int else None
+    return None
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Log and run page name the checkpoint that a run that has diverged can return to."""
 
+import json
 import re
 
 import pytest
@@ -88,3 +89,25 @@ def test_a_run_that_has_come_back(tmp_path):
     end = {"step": 43, "kind": "loss_shift", "last_step": 60, "num_steps": 18, "diverged": "it is"}
     write_lines(tmp_path / "anomalies.jsonl", [first, end, {**end, "back": 90}])
     assert not divergence_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(143, "step_100 is the newest from before"), (43, "no checkpoint has good weights: start")],
+)
+def test_checkpoints_of_a_loop(tmp_path, step, said):
+    """Log and page know them by the monitor's state, whatever their names are."""
+    first = {"step": step, "kind": "loss_shift", "suggestion": LOWER_RATE, "since": step - 3}
+    end = {"step": step, "kind": "loss_shift", "last_step": 170, "num_steps": 9, "diverged": "so"}
+    write_lines(tmp_path / "metrics.jsonl", [{"step": n, "loss": 2.0} for n in range(1, 171)])
+    write_lines(tmp_path / "anomalies.jsonl", [first, end])
+    states = {"step_20": {"global_step": 20}, "step_100": {"global_step": 100}, "mine": {}, "x": 3}
+    for name, state in {**states, "late": {"global_step": 160}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mfwrap_monitor.json").write_text(json.dumps(state))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "mfwrap_monitor.json").write_text("{")
+
+    assert f"; {said}" in divergence_in(tmp_path)
+    page = re.sub("<.*?>", "", headline([read_run(tmp_path)]))
+    assert page.startswith(f"Diverged at step {step}; {said.partition(' ha')[0].partition(':')[0]}")
