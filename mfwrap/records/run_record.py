@@ -298,8 +298,8 @@ def _trainer_state(folder: Path) -> Path | None:
 
 def loop_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints that a loop has saved beside its records, in the order of steps."""
-    found = {file.parent: _loop_step(file) for file in folder.glob(f"*/{LOOP_STATE}")}
-    return sorted((one for one, step in found.items() if step is not None), key=found.__getitem__)
+    known = ((_loop_step(file), file.parent) for file in folder.glob(f"*/{LOOP_STATE}"))
+    return [path for _, path in sorted((step, path) for step, path in known if step is not None)]
 
 
 def step_of_saved(checkpoint: Path) -> int:
