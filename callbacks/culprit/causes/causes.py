@@ -78,8 +78,8 @@ def cause_of(evidence: CauseEvidence) -> Cause:
 
     A later step of an episode is explained only by what was measured, or by a sample of the state:
     anything else may be a consequence. So it is at a learning rate that was a cause before. After a
-    divergence, anything may be one that is not certain.
-    A provisional cause yields to that of a later rule.
+    divergence, anything may be one that is not certain. A provisional cause yields to that of a
+    later rule.
     """
     asked = {"certain", "measured"}
     if evidence.is_first or evidence.kind == "state_spike":
@@ -101,8 +101,8 @@ def cause_of(evidence: CauseEvidence) -> Cause:
 
 
 def _still_at_rate(finding: str, evidence: CauseEvidence) -> Cause:
-    still = f"at a learning rate about as high as that of step {evidence.rate_step}, whose cause "
-    still += "it was"
+    still = f"the learning rate is about as high as in step {evidence.rate_step}, where it was the "
+    still += "cause"
     return Cause("learning_rate", f"{finding}; {still}" if finding else still, rate.LOWER_RATE)
 
 

@@ -43,7 +43,7 @@ def test_what_comes_at_a_rate_that_was_too_high_before():
     assert cause().name == "data"
     found = cause(rate_step=2)
     assert (found.name, found.suggestion) == ("learning_rate", LOWER_RATE)
-    assert "a learning rate about as high as that of step 2" in found.explanation
+    assert "the learning rate is about as high as in step 2" in found.explanation
     bad = cause("loss_not_finite", origin=Origin("input", "x", 0), rate_step=2)
     assert bad.name == "data"
 
