@@ -91,3 +91,13 @@ def test_a_plain_loop_has_the_rate_of_its_last_update(make_rate):
         group["lr"] = 0.125
 
     assert source.output(torch.tensor(1.0), None).learning_rate.item() == 0.25
+
+
+def test_the_rate_that_was_set():
+    """A schedule moves the rate of each step; a resume must not take that for another setting."""
+    optimizer, network, _ = plain_loop()
+    source = source_of(optimizer, network)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.1)
+
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert source.settings["optimizer"]["lr"] == 0.5
