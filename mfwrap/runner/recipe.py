@@ -21,7 +21,6 @@ from mfwrap.names import hint
 from mfwrap.recipes.data.columns import Columns, needed_columns
 from mfwrap.recipes.data.endings import type_of
 from mfwrap.recipes.data.own import OwnSource
-from mfwrap.recipes.data.places import not_a_folder, similar_folder
 from mfwrap.recipes.data.source import DataError, DataSource
 from mfwrap.recipes.models.checkpoint import has_tokenizer
 from mfwrap.recipes.models.loading import ModelError
@@ -189,13 +188,7 @@ def parse_recipe(
 
 
 def warn_of_settings(recipe: Recipe) -> None:
-    """Warn of settings without effect, what is slow here, and what may be a misspelled folder."""
-    for section, model in (("model", recipe.model), ("teacher", recipe.teacher)):
-        path = None if model is None else model.path
-        if path is not None and similar_folder(path, ("config.json",)) is not None:
-            # The hub is asked next, which takes a minute without a network.
-            says = f"{section}.path: {not_a_folder(path)} The hub is asked for {path!r}."
-            warnings.warn(says, stacklevel=callers_stacklevel())
+    """Warn of settings without effect, and of what is slow here."""
     if recipe.arguments.fp16 and not torch.accelerator.is_available():
         says = "training.fp16: torch finds no GPU, and without one a Trainer computes in float32"
         warnings.warn(f"{says}; set it to false", stacklevel=callers_stacklevel())

@@ -6,16 +6,16 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (no __all__)
 
 _PACKAGE = "package:"
 _MOST_SHOWN = 6
 """Number of folders that are named."""
 
-_LIKE_A_SLIP = 0.85
-"""Similarity of two words above which one may be the other with a slip of the pen."""
+_MOST_SECONDS = 5.0
+"""Time in which the hub must answer whether it has a model."""
 
 _MODEL_OF_A_RUN = re.compile(r"runs/([\w-]+)/model")
 """Where the run of a recipe writes its model by default."""
@@ -60,8 +60,9 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         content: What the folder must hold, for error messages.
 
     Raises:
-        ValueError: If the name is a file, a folder without the content, neither a folder nor the
-            form of a name on the hub, or a misspelt path of a folder here.
+        ValueError: If the name is a file, a folder without the content, or neither a folder nor the
+            form of a name on the hub; also if it is similar to that of a folder here, and the hub
+            does not say within five seconds that it has such a model.
     """
     if is_folder(name):
         if not any(Path(name, file).is_file() for file in files):
@@ -72,12 +73,15 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         return
     similar = similar_folder(name, files)
     is_path = Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    if is_path or (similar is not None and _is_misspelt(name, similar)):
+    # To load from the hub what it does not have takes half a minute of attempts.
+    why_not = None if is_path or similar is None else _why_not_on_hub(name, files)
+    if is_path or why_not is not None:
         run = _MODEL_OF_A_RUN.fullmatch(name)
         made = "" if run is None else f"; the run of the recipe `{run[1]}` writes it"
         made = made or ("; this is a file, name its folder" if is_file(name) else "")
         made = made or _meant(similar)
-        msg = f"`{setting}` must be an existing folder, or a name on the hub, got {name!r}{made}"
+        got = f"{name!r}, {why_not}" if why_not else f"{name!r}"
+        msg = f"`{setting}` must be an existing folder, or a name on the hub, got {got}{made}"
         raise ValueError(msg)
     try:
         validate_repo_id(name)
@@ -86,25 +90,18 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         raise ValueError(msg) from error
 
 
-def _is_misspelt(name: str, similar: str) -> bool:
-    """Return whether a name is the misspelt one of a folder here, and not of a model on the hub.
-
-    Models of one organization have names that differ in a number, a size or a further word. A
-    folder may hold some of them, by the names that they have on the hub.
-    """
-    path, other = Path(name), Path(similar)
-    if path.parent == Path() or path.parent != other.parent:
-        return False
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return False
-    words, others = (re.split(r"[-_.]", one.name) for one in (path, other))
-    pairs = [pair for pair in zip(words, others, strict=False) if len(set(pair)) > 1]
-    return len(words) == len(others) and all(map(_is_slip, pairs))
-
-
-def _is_slip(pair: tuple[str, str]) -> bool:
-    are_words = not any(letter.isdigit() for word in pair for letter in word)
-    return are_words and difflib.SequenceMatcher(None, *pair).ratio() > _LIKE_A_SLIP
+def _why_not_on_hub(name: str, files: Collection[str]) -> str | None:
+    """Return why a name is that of no model on the hub; ``None`` for one there or in the cache."""
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+        return None
+    try:
+        HfApi().model_info(name, timeout=_MOST_SECONDS)
+    except (HFValidationError, RepositoryNotFoundError):
+        return "which the hub does not have, or not without a token"
+    # The client passes on the errors of the libraries that it is built on.
+    except Exception as error:  # noqa: BLE001  (see above)
+        return f"and the hub does not answer ({type(error).__name__})"
+    return None
 
 
 def _inside(folder: Path, files: Collection[str]) -> str:

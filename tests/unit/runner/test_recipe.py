@@ -204,15 +204,16 @@ def test_float16_without_a_gpu():
 
 
 def test_a_misspelled_folder(tmp_path, monkeypatch):
-    """A folder with a similar name is named before the hub is asked."""
+    """A folder with a similar name is named if the hub does not have the model."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "my_model").mkdir()
     (tmp_path / "my_model/config.json").touch()
     text = recipe_text(task="causal_lm", model=None, data=None, training={})
     text += "model: {path: my_modl}\ndata: {type: python_topics}\n"
 
-    says = r"^model\.path: there is no folder 'my_modl' here; did you mean 'my_model'\? The hub is"
-    with pytest.warns(UserWarning, match=says):
+    says = r"model\.path: must be an existing folder, .* 'my_modl', .*; did you mean 'my_model'\?$"
+    with pytest.raises(RecipeError, match=says):
         parse_recipe(text, "r.yaml")
 
 

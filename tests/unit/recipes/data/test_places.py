@@ -1,6 +1,5 @@
 """Paths of a recipe are checked before anything is loaded from them."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from mfwrap.recipes.data.places import (
     resolve_package,
     similar_folder,
 )
+from support.hub import client_of, serving
 
 
 @pytest.fixture
@@ -154,27 +154,29 @@ def test_a_similar_path_that_no_model_on_the_hub_has(tmp_path, monkeypatch, give
     assert str(caught.value).endswith(f"got {name!r}{meant}")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_refused"),
-    [
-        ("models/goood", True),
-        ("models/Tiny-1B-chatt", True),
-        ("models/Tiny-3B-chat", False),
-        ("models/Tiny-1B-chat-v2", False),
-        ("models/other", False),
-        ("model/good", False),
-        ("goood", False),
-    ],
-)
-def test_a_misspelt_path_that_has_the_form_of_a_name_on_the_hub(
-    tmp_path, monkeypatch, name, is_refused
-):
-    """In a folder that exists, a slip is a misspelt path; another size or word may be a model."""
+@pytest.mark.parametrize("name", ["goood", "models/goood", "models/Tiny-3B-chat"])
+def test_a_name_similar_to_a_folder_is_looked_up_on_the_hub(tmp_path, monkeypatch, name):
+    """It may be a slip or a model on the hub, so the hub is asked, once, and must know it."""
     monkeypatch.chdir(tmp_path)
     for folder in ("models/good", "models/Tiny-1B-chat", "good"):
         Path(folder).mkdir(parents=True)
         Path(folder, "config.json").touch()
-    refused = pytest.raises(ValueError, match=r"did you mean 'models/\S+'\?$")
-
-    with refused if is_refused else contextlib.nullcontext():
+    asked = f"GET /api/models/{name}"
+    with serving() as hub, client_of(hub.url):
         check_place("path", name, ("config.json",), "a model folder")
+        hub.refuses = lambda _: True
+        with pytest.raises(ValueError, match=r"the hub does not answer \(\w+\); did you mean '"):
+            check_place("path", name, ("config.json",), "a model folder")
+        check_place("path", "other", ("config.json",), "a model folder")
+        assert hub.requests == [asked, asked]
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"the hub does not answer \(OfflineModeIsEnabled\); did"):
+        check_place("path", name, ("config.json",), "a model folder")
+    cached = tmp_path / f"hub/models--{name.replace('/', '--')}"
+    for made in (cached / "refs", cached / "snapshots/1"):
+        made.mkdir(parents=True)
+    (cached / "refs/main").write_text("1")
+    (cached / "snapshots/1/config.json").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    check_place("path", name, ("config.json",), "a model folder")
