@@ -194,7 +194,7 @@ def _check_columns(
 
 
 def missing_values(
-    rewards: Sequence[MakeReward], rows: Dataset, kind: str, place: Callable[[int], str | None]
+    rewards: Sequence[MakeReward], rows: Dataset, kind: str, where: Callable[[int], str]
 ) -> Iterator[str]:
     """Yield a line for each column that a reward takes and that has no value in some rows.
 
@@ -202,18 +202,16 @@ def missing_values(
         rewards: The rewards.
         rows: Rows whose columns have the task's names.
         kind: What the rows are, such as ``"rows"``.
-        place: Returns file and line of a row by its number, counted from 1; ``None`` if unknown.
+        where: Returns the place of a row in words, by its number, counted from 1.
     """
     taken = frozenset[str]().union(*(reward.takes for reward in rewards)) - WITHHELD
     for name in filter(taken.__contains__, rows.column_names):
         values = rows.select_columns([name]).with_format("arrow")[:][name]
         if values.null_count:
             row = pc.index(pc.is_null(values), value=True).as_py() + 1
-            at = place(row)
-            first = f"in row {row} (counted from 1)" if at is None else f"at {at}"
             yield (
                 f"`{name}`, which the reward takes, is missing in {values.null_count:,} of "
-                f"{len(rows):,} {kind}, first {first}"
+                f"{len(rows):,} {kind}, first {where(row)}"
             )
 
 

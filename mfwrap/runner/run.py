@@ -685,7 +685,7 @@ def checked_rows(
         if not held_out:
             checked.append(table)
             if not recipe.data.is_streamed:
-                empty = sum(form.num_unanswered(table) for form in forms)
+                empty = [row for form in forms for row in form.unanswered(table)]
                 count(Counted(len(table), empty))
                 far_values(recipe, table, say)
         if classes is not None:
@@ -722,8 +722,8 @@ def _say_of_values(
     if recipe.data.is_streamed:
         return
     kind = "held-out rows" if held_out else "rows"
-    place = functools.partial(recipe.data.place, held_out=held_out)
-    for line in missing_values(recipe.make_rewards, table, kind, place):
+    where = functools.partial(recipe.data.where, held_out=held_out)
+    for line in missing_values(recipe.make_rewards, table, kind, where):
         say(line)
 
 

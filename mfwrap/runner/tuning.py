@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -34,8 +35,8 @@ class Counted(NamedTuple):
     """Numbers of the rows that were read, before some are held out or left out."""
 
     rows: int
-    unanswered: int
-    """Number of those in which an answer to be learned has no text."""
+    unanswered: Sequence[int]
+    """Those, counted from 1, in which an answer to be learned has no text."""
 
 
 def rows_line(recipe: Recipe, rows: Rows, counted: Counted | None) -> str | None:
@@ -57,9 +58,12 @@ def rows_line(recipe: Recipe, rows: Rows, counted: Counted | None) -> str | None
     unused = f"columns not used: {unused:.100}" if unused else ""
     if isinstance(rows.train, Dataset) and (left := form.unused_in_turns(rows.train)):
         unused = "; ".join(filter(None, [unused, f"not used: {', '.join(left)}"]))
-    said, empty = "streamed rows", 0
+    said, empty = "streamed rows", ""
     if counted is not None:
-        number, empty = counted
+        number, unanswered = counted
+        if unanswered:
+            first = recipe.data.where(unanswered[0], held_out=False)
+            empty = f", {len(unanswered):,} with an empty answer (the first {first})"
         said = f"{number:,} row{'' if number == 1 else 's'}"
         held_out = 0 if rows.evaluation is None else len(rows.evaluation)
         # Rows of a file of their own are not among those that are counted here, and neither
@@ -67,7 +71,7 @@ def rows_line(recipe: Recipe, rows: Rows, counted: Counted | None) -> str | None
         if held_out and number == len(rows.train) + held_out:
             said = f"{said} ({len(rows.train):,} to train on, {held_out:,} held out)"
     said = f"{said} of {form.name}{f' ({unused})' if unused else ''}"
-    return f"{said}, {empty:,} with an empty answer" if empty else said
+    return said + empty
 
 
 def tuning_of(recipe: Recipe, rows: Rows, counted: Counted | None) -> Tuning | None:

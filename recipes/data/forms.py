@@ -54,11 +54,12 @@ class Form:
     is_of_turns: bool = False
     """Whether a row is a conversation of which each turn of the assistant is to be learned."""
 
-    def num_unanswered(self, rows: Dataset) -> int:
-        """Return the number of rows in which an answer to be learned has no text."""
+    def unanswered(self, rows: Dataset) -> list[int]:
+        """Return the rows, counted from 1, in which an answer to be learned has no text."""
         names = [name for name in self.columns if name in _LEARNED]
         table = rows.select_columns(names) if names else ()
-        return sum(any(_is_unanswered(row[name]) for name in names) for row in table)
+        numbered = enumerate(table, start=1)
+        return [n for n, row in numbered if any(_is_unanswered(row[name]) for name in names)]
 
     def unused_in_turns(self, rows: Dataset) -> list[str]:
         """Return what of the turns, or for them, is not used, such as a key that weights a turn."""

@@ -231,6 +231,11 @@ class DataSource(RecipeSection, abc.ABC):
         del row, held_out
         return None
 
+    def where(self, row: int, *, held_out: bool) -> str:
+        """Return the place of a row in words; see `place`."""
+        at = self.place(row, held_out=held_out)
+        return f"in row {row} (counted from 1)" if at is None else f"at {at}"
+
     def source_of_training_row(self, index: int, number: int) -> str | None:
         """Return file and line of a training row; ``None`` if the rows are not lines of files.
 

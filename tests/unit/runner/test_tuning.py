@@ -1,6 +1,7 @@
 """A run says what its rows are, and trains on the answers only, or says why it cannot."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -112,7 +113,7 @@ def test_lines(section, task, row, training, line):
 
     assert line_of(recipe) == f"3 rows of {line}"
     rows = f"3 rows of {line}".partition(";")[0]
-    assert rows_line(recipe, checked_rows(recipe), Counted(3, 0)) == rows
+    assert rows_line(recipe, checked_rows(recipe), Counted(3, [])) == rows
 
 
 def test_prompts_that_get_no_chat_template(section):
@@ -158,13 +159,17 @@ def test_rows_that_are_held_out_or_left_out_are_counted(section, tmp_path):
     ],
 )
 def test_empty_answers_are_counted(section, task, full, empty):
-    """The line says how many answers have no text; of a conversation, the last one counts."""
+    """The line says how many answers have no text, and names the first one's line of the file.
+
+    Of a conversation, the last answer counts.
+    """
     recipe = recipe_of(task, section([full, full | empty, full, full | empty]), max_length=64)
 
-    assert ", 2 with an empty answer; " in line_of(recipe)
+    says = r", 2 with an empty answer \(the first at \S+:2\); "
+    assert re.search(says, line_of(recipe))
     recipe = recipe_of(task, section([full | empty] * 4, eval_fraction=0.5), max_length=64)
     assert "4 rows (2 to train on, 2 held out) of " in line_of(recipe)
-    assert ", 4 with an empty answer; " in line_of(recipe)
+    assert ", 4 with an empty answer (the first at " in line_of(recipe)
 
 
 def test_empty_answers_of_rows_that_are_left_out(section):
@@ -176,7 +181,7 @@ def test_empty_answers_of_rows_that_are_left_out(section):
 
     for line in (said[-1], line_of(recipe)):
         assert line.startswith("8 rows of ")
-        assert ", 8 with an empty answer; " in line
+        assert ", 8 with an empty answer (the first at " in line
 
 
 @pytest.mark.parametrize(
@@ -236,7 +241,7 @@ def test_a_task_with_one_form():
     """Nothing is said about the rows of a task that takes only one form."""
     recipe = recipe_of("causal_lm", {"type": "python_topics"})
 
-    assert tuning_of(recipe, checked_rows(recipe), Counted(3, 0)) is None
+    assert tuning_of(recipe, checked_rows(recipe), Counted(3, [])) is None
 
 
 @pytest.mark.parametrize(
