@@ -72,6 +72,7 @@ from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.reward import missing_values
 from mfwrap.runner.training import optimized, with_checked_loss
 from mfwrap.runner.tuning import Counted, tuning_of
+from mfwrap.runner.unknown_tokens import check_known
 from mfwrap.runner.way_on import telling_the_way_on
 from mfwrap.trainer.display.console import StepProgressCallback
 
@@ -306,8 +307,8 @@ def build_trainer(
             ``training.max_length`` leaves out or cuts, with the order of the classes if it is that
             of a checkpoint, and with a warning if a classifier of a checkpoint gets a new head or
             classes of other names, if a checkpoint has weights that the model does not use or far
-            more tokens than its tokenizer, or if sequences may be longer than those that a
-            checkpoint was trained with.
+            more tokens than its tokenizer, if sequences may be longer than those that a checkpoint
+            was trained with, or if the tokenizer does not know a part of the rows.
 
     Raises:
         RecipeError: If the data do not fit the task.
@@ -354,6 +355,7 @@ def build_trainer(
             **keywords,
         )
     check_lengths(recipe, keywords, trainer, say)
+    check_known(trainer, say)
     trainer.run_facts.describe(recipe.document.data, recipe.code.facts(folder), inputs)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StepProgressCallback):
