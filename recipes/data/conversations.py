@@ -10,7 +10,7 @@ _ROLES = {role: role for role in ("assistant", "developer", "system", "tool", "u
 """Roles in chat templates."""
 
 _SPEAKERS = _ROLES | {"gpt": "assistant", "human": "user"}
-"""Role of each speaker that ShareGPT's key ``from`` may name."""
+"""Role of each speaker that ShareGPT's key ``from`` may name, in any case of letters."""
 
 _BEFORE = frozenset({"developer", "system"})
 """Roles of turns that may precede the first turn of the user."""
@@ -42,8 +42,8 @@ def _speaker(turn: Mapping[str, Any]) -> Any:
 
 def _role(turn: Mapping[str, Any]) -> str | None:
     """Return the role of a turn; ``None`` if the turn names none, or an unknown one."""
-    known = _SPEAKERS if turn.get("role") is None else _ROLES
-    return known.get(str(_speaker(turn)))
+    speaker = str(_speaker(turn))
+    return _SPEAKERS.get(speaker.lower()) if turn.get("role") is None else _ROLES.get(speaker)
 
 
 def _fault_of_turns(turns: Any, begins: str | None, *, needs_answer: bool) -> str | None:
@@ -116,12 +116,12 @@ def _fault_of_prompt(prompt: Any) -> str | None:
     if fault is not None:
         return fault
     turns = [prompt] if isinstance(prompt, dict) else prompt
-    if _role(turns[-1]) == "user" and not _has_content(turns[-1]):
+    if _role(turns[-1]) == "user" and not has_content(turns[-1]):
         return f"a last turn without text, {shown(turns[-1])},"
-    return None if any(map(_has_content, turns)) else "only turns without text"
+    return None if any(map(has_content, turns)) else "only turns without text"
 
 
-def _has_content(turn: Mapping[str, Any]) -> bool:
+def has_content(turn: Mapping[str, Any]) -> bool:
     """Return whether a turn says anything: text that is not blank, an image, a call of a tool."""
     content = turn.get("value" if turn.get("role") is None else "content")
     if isinstance(content, list):

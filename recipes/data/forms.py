@@ -18,6 +18,7 @@ from mfwrap.recipes.data.conversations import (
     SHAREGPT_PROMPT,
     TOOLS,
     as_messages,
+    has_content,
 )
 from mfwrap.recipes.data.instructions import alpaca_prompt
 from mfwrap.recipes.data.source import DataError
@@ -129,13 +130,9 @@ def _has_two_systems(row: Row) -> bool:
 
 
 def _is_unanswered(value: Any) -> bool:
-    """Return whether a text is blank, or the last turn of the assistant in a conversation."""
+    """Return whether a text is blank, or a turn of the assistant in a conversation."""
     turns = as_messages(value, "assistant")
-    answers = [turn for turn in turns if turn["role"] == "assistant"]
-    if not answers or answers[-1].get("tool_calls"):
-        return False
-    content = answers[-1]["content"]
-    return isinstance(content, str) and not content.strip()
+    return any(turn["role"] == "assistant" and not has_content(turn) for turn in turns)
 
 
 def _completion(row: Row) -> Row:

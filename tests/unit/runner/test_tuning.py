@@ -155,13 +155,18 @@ def test_rows_that_are_held_out_or_left_out_are_counted(section, tmp_path):
         ("supervised_tuning", {"instruction": "a", "output": "b"}, {"output": " "}),
         ("supervised_tuning", {"prompt": "a", "completion": "b"}, {"completion": ""}),
         ("supervised_tuning", CHATS[0], {"conversations": [*TURNS[:3], TURNS[3] | {"value": ""}]}),
+        (
+            "supervised_tuning",
+            CHATS[0],
+            {"conversations": [TURNS[0], TURNS[1] | {"value": ""}, *TURNS[2:]]},
+        ),
         ("preference_tuning", {"prompt": "a", **PAIR}, {"rejected": ""}),
     ],
 )
 def test_empty_answers_are_counted(section, task, full, empty):
     """The line says how many answers have no text, and names the first one's line of the file.
 
-    Of a conversation, the last answer counts.
+    Of a conversation, each answer counts.
     """
     recipe = recipe_of(task, section([full, full | empty, full, full | empty]), max_length=64)
 

@@ -52,6 +52,7 @@ CALLED = [
         (MESSAGES, GOOD, None),
         (MESSAGES, CALLED, None),
         (SHAREGPT, sharegpt("human: a", "gpt: b"), None),
+        (SHAREGPT, sharegpt("Human: a", "GPT: b"), None),
         (SHAREGPT, sharegpt("system: s", "user: a", "assistant: b"), None),
         (SHAREGPT, GOOD, None),
         (SHAREGPT_PROMPT, sharegpt("human: a"), None),
