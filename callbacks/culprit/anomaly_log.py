@@ -204,8 +204,9 @@ class Anomaly:
 
     where: str | None = None
     """``"input"``, ``"targets"`` (a micro-batch without targets), ``"mask"`` (one without tokens),
-    ``"weight"``, ``"weights"`` (most weights are non-finite), ``"received"`` (what a module
-    receives), ``"activation"``, ``"loss"`` or ``"gradient"``."""
+    ``"weight"``, ``"weights"`` (most weights are non-finite), ``"other_weight"`` (one of a model
+    beside the network, such as a teacher), ``"received"`` (what a module receives),
+    ``"activation"``, ``"loss"`` or ``"gradient"``."""
 
     name: str | None = None
     """Name of the first culprit: an input of the network, a weight, or a module. A module is the
@@ -357,8 +358,8 @@ class Anomaly:
 
     def _replay_findings(self) -> list[str]:
         """Return phrases about the replay, except for an exact replay that found the fault."""
-        is_of_data = self.replay == "not_covered" and self.where == "input"
-        if self.replay is None or self.is_replay_exact is None or is_of_data:
+        is_outside = self.replay == "not_covered" and self.where is not None
+        if self.replay is None or self.is_replay_exact is None or is_outside:
             return []
         exact = "a replay" if self.is_replay_exact else "a replay with later weights"
         if self.replay == "not_covered":
@@ -393,6 +394,7 @@ class Anomaly:
             "weights": "most weights were non-finite before the step",
             "targets": f"the micro-batch has no targets, all of `{self.name}` is ignored",
             "mask": f"the micro-batch has no tokens, all of `{self.name}` is zero",
+            "other_weight": str(self.explanation),
             "loss": "the outputs of all modules of the network are finite, the loss is not",
         }
         if self.explanation is not None and (

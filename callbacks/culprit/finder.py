@@ -30,8 +30,9 @@ from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, indices_of
 from mfwrap.callbacks.culprit.replay.reference import References
 from mfwrap.callbacks.culprit.replay.replay import (
     Origin,
+    origin_in_others,
     origin_of_loss,
-    origins_in_columns,
+    origin_outside,
 )
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
 from mfwrap.callbacks.culprit.replay.samples import SampleSearch, with_samples
@@ -45,8 +46,11 @@ _MOST_GROUPS = 8
 _TRACE = 10
 """Number of steps whose scores are kept, at least."""
 
-_NOT_IN_ROWS = frozenset({"weight", "weights", "targets", "mask"})
+_NOT_IN_ROWS = frozenset({"weight", "weights", "other_weight", "targets", "mask"})
 """Places of a fault for which all rows are alike."""
+
+_NOWHERE = frozenset({"input", "targets", "mask", "other_weight"})
+"""Places of a fault that are in no layer."""
 
 _AFTER_A_WEIGHT = (None, "activation", "gradient", "loss")
 """Places at which a weight that has grown may show; ``None`` without a replay."""
@@ -225,15 +229,14 @@ class CulpritFinder:
         is_covered = found.replay in {None, "reproduced"} or origin is not None
         may_be_in_rows = where not in _NOT_IN_ROWS and is_covered
         search = self._searched(found.kind, step) if may_be_in_rows else None
-        search = search or self._without_targets(verdicts[own.rank], numbers.step)
+        search = search or self._without_targets(_origin_of(verdicts[own.rank]), numbers.step)
         if found.replay == "not_covered" and origin is None:
             search = RowSearch((), "not searched: the fault is outside of the network")
         # A rank may have had an anomaly of its own, so that this step is not its first.
         return with_samples(found, gather_objects(search))
 
-    def _without_targets(self, verdict: Verdict | None, step: int) -> RowSearch | None:
+    def _without_targets(self, origin: Origin | None, step: int) -> RowSearch | None:
         """Return the rows of a micro-batch of this rank in which no row has targets."""
-        origin = None if verdict is None else verdict.origin
         if origin is None or origin.where != "targets" or self._samples is None:
             return None
         return self._samples.of_micro_batch(origin.micro_batch, step)
@@ -305,20 +308,28 @@ class CulpritFinder:
             origin = origin_of_loss(call)
             indices = indices_of(call)
             found = dataclasses.replace(found, micro_batch=number, indices=indices)
+            if origin.where == "loss":
+                origin = origin_in_others(recorder) or origin
             if origin.where != "loss":
                 rows = origin.rows or None
-                found = dataclasses.replace(found, where=origin.where, name=origin.name, rows=rows)
+                found = dataclasses.replace(
+                    found,
+                    where=origin.where,
+                    name=origin.name,
+                    micro_batch=number if origin.where != "other_weight" else None,
+                    rows=rows,
+                )
             elif numbers.global_norm is None or not math.isfinite(numbers.global_norm):
                 # A module may have made the outputs non-finite, or the update the weights.
                 origin = self._origin_with_later_weights(own, numbers)
         if recorder is not None and origin is None:
-            origin = next(iter(origins_in_columns(recorder)), None)
+            origin = origin_outside(recorder)
             if origin is not None:
                 found = dataclasses.replace(
                     found,
                     where=origin.where,
                     name=origin.name,
-                    micro_batch=origin.micro_batch,
+                    micro_batch=_micro_batch_of(origin),
                     rows=origin.rows,
                 )
         if origin is not None and origin.where in {"activation", "gradient", "weight"}:
@@ -326,6 +337,7 @@ class CulpritFinder:
             found = dataclasses.replace(found, where=origin.where, name=origin.name, layer=layer)
         found = self._completed(found, step, ranks, origin=origin)
         search = None if found.where in _NOT_IN_ROWS else self._searched(found.kind, step)
+        search = search or self._without_targets(origin, numbers.step)
         return with_samples(found, [search])
 
     def _origin_with_later_weights(self, own: RankEvidence, numbers: StepNumbers) -> Origin | None:
@@ -469,7 +481,7 @@ class CulpritFinder:
         self, evidence: RankEvidence, origin: Origin | None, *, loss_is_finite: bool
     ) -> str | None:
         if origin is not None:
-            if origin.where in {"input", "targets", "mask"} or not (origin.name or origin.beside):
+            if origin.where in _NOWHERE or not (origin.name or origin.beside):
                 return None
             return self._layers.of(origin.name) if origin.name else ""
         if evidence.weights:
@@ -522,13 +534,23 @@ def blamed_ranks(ranks: Sequence[RankEvidence], verdicts: Sequence[Verdict | Non
     )
 
 
+def _origin_of(verdict: Verdict | None) -> Origin | None:
+    return None if verdict is None else verdict.origin
+
+
+def _micro_batch_of(origin: Origin | None) -> int | None:
+    """Return the micro-batch of an origin; weights are used in all of them."""
+    if origin is None or origin.where in {"weights", "other_weight"}:
+        return None
+    return origin.micro_batch
+
+
 def _with_replay(found: Anomaly, verdict: Verdict, *, is_exact: bool) -> Anomaly:
     """Return an anomaly with what a replay tells."""
     origin = verdict.origin
     return dataclasses.replace(
         found,
-        # Weights that an update has ruined are in all micro-batches.
-        micro_batch=None if origin is None or origin.where == "weights" else origin.micro_batch,
+        micro_batch=_micro_batch_of(origin),
         rows=None if origin is None else origin.rows,
         indices=None if origin is None else origin.indices,
         is_replay_exact=is_exact,

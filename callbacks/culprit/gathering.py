@@ -146,6 +146,7 @@ class EvidenceGatherer:
             num_weights=0 if states is None else states.num_weights,
             micro_losses=losses_of(calls),
             outer_losses=() if recorder is None else tuple(map(float, recorder.last_losses)),
+            terms=numbers.losses,
             factors=factors,
             factor_change=factor_change(factors, earlier_factors),
             earlier_losses=() if asked is None else losses_again(asked, asked.earlier_step),

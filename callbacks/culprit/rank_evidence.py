@@ -111,6 +111,9 @@ class RankEvidence:
     outer_losses: tuple[float, ...] = ()
     """Loss of each micro-batch as the Trainer got it; empty in a loop or without a recorder."""
 
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Losses that were reported by name, such as the terms of the loss."""
+
     factors: tuple[float, ...] = ()
     """Gradient that the backward of each micro-batch passed to its loss; empty if unknown."""
 

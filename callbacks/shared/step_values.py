@@ -187,6 +187,8 @@ class StepNumbers:
 
     skipped: bool
     consecutive_skips: int
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Losses that were reported by name."""
 
 
 def numbers_of(step: int, values: StepValues, *, last_scale: float | None = None) -> StepNumbers:
@@ -205,6 +207,7 @@ def numbers_of(step: int, values: StepValues, *, last_scale: float | None = None
         loss_scale=last_scale if values.scale_before is None else values.scale_before,
         skipped=bool(values.skipped),
         consecutive_skips=values.consecutive_skips or 0,
+        losses=values.losses,
     )
 
 

@@ -93,6 +93,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._num_scale_overflows = 0
         self._bad_steps: list[BadSteps] = []
         self._row_places: RowPlaces | None = None
+        self._trainer: object | None = None
         self._grown: Callable[[int], int] | None = None
         self.names_rows = settings.find_culprit and settings.replay
         self.saved_run: dict[str, Any] | None = None
@@ -214,6 +215,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
     def take_row_places(self, places: RowPlaces | None) -> None:
         """Receive the function that tells where the rows of a step are in the training data."""
         self._row_places = places
+
+    def take_trainer(self, trainer: object | None) -> None:
+        """Receive the Trainer, whose other models a loss outside of the network may use."""
+        self._trainer = trainer
 
     def record_call(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
@@ -339,6 +344,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             row_places=self._row_places,
             grown=self._grown,
         )
+        run.note_holder(self._trainer)
         if self.saved_run is not None:
             run.load_state_dict(self.saved_run)
         run.clock.restart()

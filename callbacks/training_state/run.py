@@ -147,7 +147,7 @@ class TrainingStateRun:
             )
         self._log = EpisodeLog(
             Episodes(settings.state_interval) if self.finder is None else self.finder.episodes,
-            folder,
+            None if self.finder is None else folder,
             this_rank(),
             first_step=global_step,
             is_main=is_main,
@@ -242,6 +242,7 @@ class TrainingStateRun:
                 skipped=skipped,
                 consecutive_skips=None if report is None else report.consecutive_skips,
                 scale_before=scale_before,
+                report=report,
             )
             if self.finder is not None:
                 applied = None if skipped is None else ~skipped
@@ -413,6 +414,11 @@ class TrainingStateRun:
         if self._recorder is not None:
             self._recorder.note_batch(batch)
 
+    def note_holder(self, holder: object | None) -> None:
+        """Note what calls the network, such as its Trainer; see `StepRecorder.holder`."""
+        if self._recorder is not None:
+            self._recorder.holder = holder
+
     def note_loss(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch; see `StepRecorder.note_loss`."""
         if self._recorder is not None:
@@ -449,7 +455,7 @@ class TrainingStateRun:
         if step.packed is None:
             self._write(step, host_values, None)
             return
-        num_values, num_metrics = len(step.packed.names), len(step.metrics)
+        num_values, num_metrics = len(step.packed.tensor), len(step.metrics)
         values = step.packed.unpack(host_values[:num_values])
         rest = host_values[num_values:]
         self._write(step, rest[:num_metrics], values)

@@ -97,6 +97,13 @@ class MonitorCallback(TrainerCallback):
         must not be called later than at the end of the next step.
         """
 
+    def take_trainer(self, trainer: TrainerView | None) -> None:
+        """Receive the Trainer, whose attributes may hold other models, such as a teacher.
+
+        Called before ``on_train_begin`` if the callback names rows, and at the end of the training
+        with ``None``.
+        """
+
     def take_batch(self, batch: Mapping[str, Any]) -> None:
         """Receive a micro-batch after its forward and backward, as the Trainer's step got it.
 

@@ -95,7 +95,7 @@ def cause_of(evidence: CauseEvidence) -> Cause:
     for rule in _RULES:
         cause = rule.find(evidence) if rule.basis in asked else None
         if cause is not None and not cause.is_provisional:
-            return cause
+            return loss.naming_terms(cause, evidence)
         known = cause or known
     return known
 

@@ -154,6 +154,24 @@ def ruined_outside(evidence: CauseEvidence) -> Cause | None:
     )
 
 
+def naming_terms(cause: Cause, evidence: CauseEvidence) -> Cause:
+    """Return a cause with the terms of a non-finite loss that are not finite themselves.
+
+    The terms are those that were reported by name. If all of them are non-finite, as all are after
+    a module that they share, none is named.
+    """
+    terms = evidence.blamed.terms
+    bad = [name for name, loss in terms.items() if not math.isfinite(loss)]
+    is_one_of_loss = cause.name == "loss" and evidence.kind == "loss_not_finite"
+    if not is_one_of_loss or not bad or len(bad) == len(terms):
+        return cause
+    numbers = ", ".join(f"{name} {loss:.4g}" for name, loss in terms.items())
+    return cause._replace(
+        explanation=f"{cause.explanation}; of its terms, {' and '.join(bad)} "
+        f"{'is' if len(bad) == 1 else 'are'} not finite ({numbers})"
+    )
+
+
 def vanished(evidence: CauseEvidence) -> Cause | None:
     """Find why the global norm has fallen to almost nothing."""
     norm, usual = evidence.global_norm, evidence.now.scores.usual_global_norm

@@ -87,6 +87,11 @@ def first_non_finite(evidence: CauseEvidence) -> Cause | None:
             else _NOT_BY_UPDATE,
             is_in_layer=True,
         ),
+        "other_weight": Cause(
+            "loss",
+            f"{name}, of a model beside the network, is non-finite",
+            "look at the file that this model was loaded from, or at code that changes its weights",
+        ),
         "loss": Cause(
             "loss",
             "the outputs of all modules of the network are finite, the loss is not",

@@ -10,25 +10,10 @@ import torch
 from torch import Tensor
 
 from mfwrap.callbacks.culprit.replay.recorder import RecordedCall, tensors_in
-
-_TARGETS = ("labels", "targets", "target")
-"""Names under which a batch may hold its targets."""
+from mfwrap.callbacks.culprit.replay.targets import IGNORED, is_target
 
 _TOKENS = ("input_ids", "decoder_input_ids", "tokens")
 """Names under which a batch may hold texts as token ids."""
-
-IGNORED = -100
-"""Target that torch's cross entropy ignores by default."""
-
-
-def is_target(name: str, tensor: Tensor) -> bool:
-    """Tell whether a tensor holds class indices to predict.
-
-    Args:
-        name: Dotted name of the tensor in the arguments of the network.
-        tensor: The tensor.
-    """
-    return name.rpartition(".")[2] in _TARGETS and not tensor.is_floating_point()
 
 
 @final

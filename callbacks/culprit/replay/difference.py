@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.replay.batch_rows import is_target
 from mfwrap.callbacks.culprit.replay.module_calls import ModuleCall, ModuleCalls, Value
 from mfwrap.callbacks.culprit.replay.recorder import (
     RecordedCall,
@@ -22,6 +21,7 @@ from mfwrap.callbacks.culprit.replay.replay import (
     gradients_aside,
     with_aliases,
 )
+from mfwrap.callbacks.culprit.replay.targets import is_target
 
 _ODD = 6.0
 """Smallest ratio of the sizes of a value in the two steps that is no ordinary difference."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from mfwrap.callbacks.culprit.replay.targets import IGNORED, is_target
 from mfwrap.tensors.module_hooks import keep_out_of_copies
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.training_forwards import is_training_forward, replay
@@ -153,6 +154,13 @@ class StepRecorder:
         self.last_columns: list[dict[str, Tensor]] = []
         """Whether each row is finite, shape ``(B,)``, bool, in the columns that `note_batch` has
         found in each micro-batch of the last completed step."""
+        self._targets: list[dict[str, Tensor]] = []
+        self.last_targets: list[dict[str, Tensor]] = []
+        """As `last_columns`, of columns of targets: whether any is to be predicted, shape ``()``,
+        bool."""
+        self.holder: object | None = None
+        """What calls the network and may hold other models, such as its Trainer; ``None`` if it is
+        unknown."""
         self._num_noted: dict[str, int] = {}
         self._num_bad: dict[str, Tensor] = {}
         self.is_on = True
@@ -172,31 +180,37 @@ class StepRecorder:
             self._num_noted[name] = self._num_noted.get(name, 0) + 1
             self._num_bad[name] = self._num_bad.get(name, 0) + ~are_finite.all()
         self.last_columns, self._columns = self._columns, []
+        self.last_targets, self._targets = self._targets, []
         self.last_losses, self._losses = self._losses, []
         self._num_steps += 1
 
     def note_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
         """Note which rows of a micro-batch are finite in columns that the network did not get.
 
-        A loss that is computed outside of the network may use them, such as the logits of a
-        teacher. Call it after the forward of each micro-batch. Reads each such column once, and
-        does not synchronize with the device.
+        A loss that is computed outside of the network may use them, such as targets, or the logits
+        of a teacher. Call it after the forward of each micro-batch. Reads each such column once,
+        and does not synchronize with the device.
         """
         if not (self.is_on and self._this_step):
             return
         call = self._this_step[-1]
         got = {tensor.data_ptr() for _, tensor in tensors_in([call.positional, call.keywords])}
+        others = [
+            (name, tensor.detach())
+            for name, tensor in tensors_in(batch)
+            if tensor.dim() > 0 and tensor.data_ptr() not in got and not is_distributed(tensor)
+        ]
         self._columns.append(
             {
-                name: tensor.detach().flatten(1).sum(1, dtype=torch.float32).isfinite()
+                name: tensor.flatten(1).sum(1, dtype=torch.float32).isfinite()
                 if tensor.dim() > 1
-                else tensor.detach().isfinite()
-                for name, tensor in tensors_in(batch)
+                else tensor.isfinite()
+                for name, tensor in others
                 if tensor.is_floating_point()
-                and tensor.dim() > 0
-                and tensor.data_ptr() not in got
-                and not is_distributed(tensor)
             }
+        )
+        self._targets.append(
+            {name: (tensor != IGNORED).any() for name, tensor in others if is_target(name, tensor)}
         )
 
     def note_loss(self, loss: Tensor) -> None:
@@ -219,8 +233,10 @@ class StepRecorder:
         """Stop recording and release all inputs."""
         for handle in self._handles:
             handle.remove()
+        self.holder = None
         self.earlier_step, self.last_step, self._this_step = [], [], []
         self.last_columns, self._columns = [], []
+        self.last_targets, self._targets = [], []
         self.last_losses, self._losses = [], []
 
     def record(

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from mfwrap.callbacks.culprit.replay.batch_rows import IGNORED, is_target
 from mfwrap.callbacks.culprit.replay.module_calls import ModuleCall, ModuleCalls
+from mfwrap.callbacks.culprit.replay.other_models import bad_weight_of_others
 from mfwrap.callbacks.culprit.replay.recorder import (
     RandomState,
     RecordedCall,
@@ -20,6 +20,7 @@ from mfwrap.callbacks.culprit.replay.recorder import (
     loss_of,
     tensors_in,
 )
+from mfwrap.callbacks.culprit.replay.targets import IGNORED, is_target
 from mfwrap.checkpoints.random_states import HostStates
 from mfwrap.compatibility.torch import post_accumulate_hooks
 from mfwrap.tensors.norms import norms_of_each
@@ -37,8 +38,8 @@ class Origin(NamedTuple):
 
     where: str
     """``"input"``, ``"targets"`` (a micro-batch without targets), ``"mask"`` (one that hides all
-    tokens), ``"weight"``, ``"weights"`` (most weights are non-finite), ``"activation"``, ``"loss"``
-    or ``"gradient"``."""
+    tokens), ``"weight"``, ``"weights"`` (most weights are non-finite), ``"other_weight"`` (one of a
+    model beside the network), ``"activation"``, ``"loss"`` or ``"gradient"``."""
 
     name: str
     """Name of the module, parameter or input; empty for the network itself."""
@@ -102,6 +103,34 @@ def origins_in_columns(recorder: StepRecorder) -> list[Origin]:
         if (rows := tuple((~are_finite).nonzero().flatten().tolist()))
         and not recorder.is_often_bad(name)
     ]
+
+
+def origin_outside(recorder: StepRecorder) -> Origin | None:
+    """Return what makes a loss non-finite that is computed outside of the network.
+
+    It is a column of the data that the network did not get, if it has a non-finite row or no
+    target, or a weight of another model. Synchronizes with the device.
+
+    Args:
+        recorder: Recorder of the network.
+
+    Returns:
+        ``None`` if nothing is found.
+    """
+    origin = next(iter(origins_in_columns(recorder)), None)
+    if origin is not None:
+        return origin
+    for number, columns in enumerate(recorder.last_targets):
+        for name, has_any in columns.items():
+            if not has_any:
+                return Origin("targets", name, number)
+    return origin_in_others(recorder)
+
+
+def origin_in_others(recorder: StepRecorder) -> Origin | None:
+    """Return a non-finite weight of another model as the origin; ``None`` without one."""
+    weight = bad_weight_of_others(recorder)
+    return None if weight is None else Origin("other_weight", weight, 0)
 
 
 def unscaled_norm(recorder: StepRecorder, loss_scale: float) -> float:

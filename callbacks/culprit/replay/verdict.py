@@ -8,7 +8,8 @@ import torch
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.callbacks.culprit.replay.replay import (
     Origin,
-    origins_in_columns,
+    origin_in_others,
+    origin_outside,
     replay_step,
     unscaled_norm,
 )
@@ -34,7 +35,7 @@ class Verdict(NamedTuple):
 
     origin: Origin | None = None
     """Place of the first non-finite value, if there is one and the fault was reproduced, or if it
-    is in a column of the data that the network did not get."""
+    is outside of the network: see `origin_outside`."""
 
     num_clean: int = 0
     """Number of replays in which all values were finite."""
@@ -78,13 +79,14 @@ def verdict_of(
     try:
         origin = replay_step(recorder, loss_scale)
         if origin is not None:
+            if origin.where == "loss":
+                origin = origin_in_others(recorder) or origin
             asks_scale = origin.where == "gradient" and loss_is_finite and loss_scale > 1
             norm = unscaled_norm(recorder, loss_scale) if asks_scale else None
             return Verdict("reproduced", "", origin, unscaled_norm=norm)
         outside = outside_of_replay(recorder, loss_is_finite=loss_is_finite)
         if outside is not None:
-            origin = next(iter(origins_in_columns(recorder)), None)
-            return Verdict("not_covered", outside, origin, num_clean=1)
+            return Verdict("not_covered", outside, origin_outside(recorder), num_clean=1)
         if not is_exact:
             return Verdict("not_reproduced", "later weights", num_clean=1)
         if loss_is_finite and unscaled_norm(recorder, 1.0) >= _LARGEST_NORM:

@@ -55,21 +55,26 @@ class NotedRows:
         self._epochs: deque[_NotedEpoch] = deque(maxlen=2)
 
     def begin(self) -> None:
-        """Give `places` to the monitors that name rows; call it before ``on_train_begin``."""
+        """Give `places` and the Trainer to the monitors that name rows.
+
+        Call it before ``on_train_begin``.
+        """
         callbacks = monitors(self._trainer.callback_handler.callbacks)
         self.takers = [callback for callback in callbacks if callback.names_rows]
         for callback in self.takers:
             callback.take_row_places(self.places)
+            callback.take_trainer(self._trainer)
 
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:
-        """Take `places` from the monitors after the block."""
+        """Take them from the monitors after the block."""
         self._epochs.clear()
         try:
             yield
         finally:
             for callback in self.takers:
                 callback.take_row_places(None)
+                callback.take_trainer(None)
             self.takers = []
 
     def begin_epoch(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows, is_target
+from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 
 
@@ -57,8 +57,6 @@ def test_targets_are_counted():
     labels = torch.tensor([[4, 5, -100], [-100, 6, 7]])
     assert rows(torch.ones(2, 3), labels=labels).num_targets() == [(2, 2), (1, 2)]
     assert rows(torch.ones(2, 3), labels=torch.ones(2, 3)).num_targets() == []
-    assert is_target("batch.labels", labels)
-    assert not is_target("input_ids", labels)
 
 
 def test_a_call_without_a_batch():
