@@ -19,7 +19,14 @@ from mfwrap.outputs import StepReport
 from mfwrap.records.evaluations import prefix_of, results_of
 from mfwrap.records.forms import to_number
 from mfwrap.records.json_lines import JsonLines, last_record, last_value, to_plain
-from mfwrap.records.rewards import ALIKE, FEW, REWARD, constant_rewards, why_untaught
+from mfwrap.records.rewards import (
+    ALIKE,
+    FEW,
+    REWARD,
+    constant_rewards,
+    since_when_untaught,
+    why_untaught,
+)
 from mfwrap.records.row_losses import BY_SOURCE
 from mfwrap.records.run_files import open_records
 from mfwrap.trainer import MonitorCallback
@@ -45,7 +52,7 @@ class MetricsRecorder(MonitorCallback):
     ``rewards/<name>/mean``, ``frac_reward_zero_std`` and ``completions/mean_length`` of TRL. A log
     that a subclass writes itself is recorded whole; several in a step are recorded as their mean.
     If rewards have taught nothing in the first five logs, or in all of a shorter training, the main
-    process logs a warning.
+    process logs a warning, and another one if they teach nothing any more and have fallen.
 
     The numbers stay on the device until the Trainer logs, evaluates or saves, because the Trainer
     then synchronizes anyway. Only the main process writes. If gradients are clipped, the first
@@ -70,6 +77,7 @@ class MetricsRecorder(MonitorCallback):
         self._is_training = False
         self._own: dict[str, list[float]] = {}
         self._own_step = 0
+        self._has_warned = False
 
     def on_train_begin(
         self, args: TrainingArguments | None, state: TrainerState, *_: Any, **__: Any
@@ -82,6 +90,7 @@ class MetricsRecorder(MonitorCallback):
         self._reports.clear()
         self._own.clear()
         self._is_training, self._lines, self._limit = True, None, None
+        self._has_warned = False
         if not state.is_world_process_zero:
             return
         self._lines = open_records(self._path, state.global_step)
@@ -120,6 +129,7 @@ class MetricsRecorder(MonitorCallback):
             run_logger(EvalCallback.__module__).info(said, state.global_step, kept[REWARD])
         if ALIKE in kept:
             self._warn_of_rewards(state, FEW)
+            self._warn_of_collapse(state)
 
     def _write_own(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write numbers of a log, or their means over those of the step so far.
@@ -151,6 +161,25 @@ class MetricsRecorder(MonitorCallback):
                 "the prompts or the temperature, so that answers to a prompt get different ones",
                 state.global_step,
                 why,
+            )
+
+    def _warn_of_collapse(self, state: TrainerState) -> None:
+        """Warn once if rewards teach nothing any more, and the model has become worse."""
+        if self._lines is None or self._has_warned:
+            return
+        logs = (
+            (entry["step"], entry[ALIKE], entry.get(REWARD))
+            for entry in state.log_history
+            if ALIKE in entry
+        )
+        if since := since_when_untaught(logs):
+            self._has_warned = True
+            run_logger(__name__).warning(
+                "step %d: the rewards teach nothing any more: %s; go back to a checkpoint from "
+                "before, and lower the learning rate, or raise `beta`, which keeps the model near "
+                "the one that it began as",
+                state.global_step,
+                since,
             )
 
     def on_pre_save(self, *_: Any, **__: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mfwrap.arguments import callers_stacklevel
+from mfwrap.checkpoints.written_files import listed_names
 from mfwrap.records.episodes import Episode, episodes_of, notes_of
 from mfwrap.records.evaluations import AVERAGED, NO_RESULT, named
 from mfwrap.records.forms import Form, fitting, to_number
@@ -37,6 +38,7 @@ TERM = "losses/"
 """Start of the name of a loss beside that of the step."""
 
 _NORM = "local_norm/"
+_ANOMALIES = "anomalies"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LOOP_STATE = "mfwrap_monitor.json"
 """File of `LoopMonitor` in a checkpoint of a loop, which may have any name."""
@@ -102,6 +104,9 @@ class RunRecord:
     checkpoints: Sequence[Path] = ()
     """Folders ``checkpoint-<step>``, in the order of their steps."""
 
+    is_watched: bool = True
+    """Whether a monitor has looked for anomalies."""
+
     def first_step(self) -> int:
         """Return the first step of any curve; 0 if there is no curve."""
         return min((curve.steps[0] for curve in self.curves.values() if curve.steps), default=0)
@@ -130,11 +135,14 @@ def read_run(folder: Path) -> RunRecord:
         ValueError: If a file cannot be read.
     """
     anomalies: list[tuple[int, list[dict[str, Any]]]] = []
+    # A file is made with its first record, and listed before.
+    watched = [*(listed_names(folder) or ())]
     values: dict[int, _Values] = {0: {}}
     logged: _Values = {}
     samples = ModelSamples()
     limits = _add(logged, trainer_log(folder))
     for path, name, rank in rank_files(folder):
+        watched.append(path.name)
         try:
             records = read_json_lines(path)
         except ValueError:
@@ -144,7 +152,7 @@ def read_run(folder: Path) -> RunRecord:
                 f"{path} is left out: its lines are not records", stacklevel=callers_stacklevel()
             )
             continue
-        if name.startswith("anomalies"):
+        if name.startswith(_ANOMALIES):
             anomalies.append((rank, records))
         elif name == SAMPLES:
             samples = model_samples(records)
@@ -172,6 +180,7 @@ def read_run(folder: Path) -> RunRecord:
         facts,
         samples,
         _checkpoints(folder) or loop_checkpoints(folder),
+        any(name.startswith(_ANOMALIES) for name in watched),
     )
 
 

@@ -12,7 +12,14 @@ from mfwrap.callbacks.culprit.anomaly_log import KINDS, SHIFTS
 from mfwrap.callbacks.culprit.good_checkpoints import newest_good
 from mfwrap.records.episodes import Episode
 from mfwrap.records.forms import to_number
-from mfwrap.records.rewards import ALIKE, FEW, REWARD, constant_rewards, why_untaught
+from mfwrap.records.rewards import (
+    ALIKE,
+    FEW,
+    REWARD,
+    constant_rewards,
+    since_when_untaught,
+    why_untaught,
+)
 from mfwrap.records.rollbacks import RollbackRecord
 from mfwrap.records.run_record import NOT_ENDED, Curve, RunRecord
 from mfwrap.report.about import breakable
@@ -41,6 +48,7 @@ _PLACES = {
     "targets": "targets {}, all of them ignored",
     "weight": "weight {}",
     "weights": "most weights, among them {}",
+    "other_weight": "weight {} of a model beside the network",
     "received": "input of {}",
     "activation": "output of {}",
     "gradient": "gradient of {}",
@@ -69,6 +77,12 @@ _CAUSES = {
     "weight_changed": "a changed weight",
 }
 """Causes in words, by the field ``cause``."""
+
+_UNWATCHED = (
+    "Nothing has looked for anomalies: a recipe does with "
+    "<code>monitor_config: {monitor_on: true, replay: true}</code>, and a script with a "
+    "<code>TrainingStateMonitor(replay=True)</code>."
+)
 
 _OF_LOSS = frozenset({"loss", "setting"})
 """Causes that may raise the loss and leave the network as it was."""
@@ -126,7 +140,8 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     events = _events(run, number)
     if not events:
         noted = f", but {_counted(len(run.notes), 'note')} below" if run.notes else ""
-        none = f"{name}{before}{told}No anomalies were recorded{noted}.{after}"
+        none = f"No anomalies were recorded{noted}." if run.is_watched else _UNWATCHED
+        none = f"{name}{before}{told}{none}{after}"
         return f'<p class="headline">{none}</p>{_notes(run, number)}'
     counts = [_counted(len(run.episodes), "episode")] if run.episodes else []
     counts += [_counted(len(run.rollbacks), "rollback")] if run.rollbacks else []
@@ -161,10 +176,14 @@ def _untaught(run: RunRecord) -> str:
     if len(shares.steps) < FEW and run.facts.get("state", NOT_ENDED) == NOT_ENDED:
         return ""
     at = dict(zip(rewards.steps, rewards.values, strict=True))
-    logs = zip(shares.steps, shares.values, strict=True)
-    why = why_untaught((share, at.get(step)) for step, share in logs)
+    logs = [
+        (step, share, at.get(step)) for step, share in zip(shares.steps, shares.values, strict=True)
+    ]
+    why = why_untaught((share, reward) for _, share, reward in logs)
     if why is not None:
         return f"The rewards have taught nothing: {why}. "
+    if since := since_when_untaught(logs):
+        return f"The rewards teach nothing any more: {since}. "
     by_step: dict[int, dict[str, float]] = {}
     for name, curve in run.curves.items():
         if name.startswith("rewards/"):

@@ -129,6 +129,19 @@ def test_rewards_that_teach_nothing_are_told_once(tmp_path, caplog, logs, before
     ]
 
 
+def test_rewards_that_have_fallen_and_teach_nothing_any_more(tmp_path, caplog):
+    """It is told once, in the third such log."""
+    state, recorder = TrainerState(), MetricsRecorder(tmp_path)
+    recorder.on_train_begin(arguments_of(tmp_path), state, None)
+    for state.global_step, (alike, one) in enumerate([(0.5, 0.4), *[(1.0, 0.1)] * 5], start=1):
+        entry = {"reward": one, "frac_reward_zero_std": alike}
+        state.log_history.append(entry | {"step": state.global_step})
+        recorder.on_log(arguments_of(tmp_path), state, None, logs=entry)
+
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert said.startswith("step 4: the rewards teach nothing any more: since step 2, all answers")
+
+
 def test_an_evaluation_is_recorded_once(tmp_path):
     """Of an evaluation that is repeated after the last step, only other results are written."""
     recorder = MetricsRecorder(tmp_path)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mfwrap.records.rewards import constant_rewards, why_untaught
+from mfwrap.records.rewards import constant_rewards, since_when_untaught, why_untaught
 
 SAME = "all answers to each prompt got the same reward"
 NONE = "no answer got a reward"
@@ -25,6 +25,29 @@ NONE = "no answer got a reward"
 def test_why_rewards_teach_nothing(logs, why):
     """It is said only if it is so in every log."""
     assert why_untaught(logs) == why
+
+
+@pytest.mark.parametrize(
+    ("logs", "since"),
+    [
+        ([(0.5, 0.2), (0.5, 0.4), *[(1.0, 0.1)] * 3], "since step 15, all answers to each prompt"),
+        ([(0.5, 0.2), *[(1.0, 0.1)] * 2], None),
+        ([(0.5, 0.2), *[(1.0, 1.0)] * 5], None),
+        ([(0.5, 0.2), *[(1.0, 0.2)] * 5], None),
+        ([(0.5, 0.2), *[(1.0, 0.1)] * 3, (0.75, 0.1)], None),
+        ([(0.5, 0.2), (1.0, 0.1), (0.0, None), (1.0, 0.1), (1.0, 0.0)], "since step 10, all answ"),
+        ([(1.0, 0.1)] * 5, None),
+        ([], None),
+    ],
+)
+def test_since_when_rewards_teach_nothing(logs, since):
+    """It is said of a model that has become worse, and not of one that has learned the reward."""
+    said = since_when_untaught((5 * n, *each) for n, each in enumerate(logs, start=1))
+
+    assert (said or "").startswith(since or "")
+    assert (said is None) == (since is None)
+    if said is not None and since.startswith("since step 15"):
+        assert said.endswith("have got the same reward, 0.1 in the mean, after 0.3 before")
 
 
 def log(**rewards):

@@ -128,6 +128,21 @@ def test_a_run_without_anomalies(tmp_path):
     assert episode_table([run]) == ""
 
 
+@pytest.mark.parametrize("listed", [None, "metrics.jsonl", "anomalies.jsonl"])
+def test_a_run_without_a_monitor(tmp_path, listed):
+    """No anomalies are no good news if nothing has looked; a file is listed before it is made."""
+    run_of(tmp_path, [])
+    (tmp_path / "anomalies.jsonl").unlink()
+    if listed is not None:
+        (tmp_path / "_mfwrap_files.txt").write_text(f"{listed}\n")
+    page = words(headline([read_run(tmp_path)]))
+
+    assert ("Nothing has looked for anomalies: a recipe does with" in page) == (
+        listed != "anomalies.jsonl"
+    )
+    assert ("No anomalies were recorded." in page) == (listed == "anomalies.jsonl")
+
+
 @pytest.mark.parametrize(
     ("state", "shown"),
     [
@@ -183,6 +198,10 @@ def test_a_run_by_rewards(tmp_path):
 
 
 SAME = "The rewards have taught nothing: all answers to each prompt got the same reward. "
+FALLEN = (
+    "The rewards teach nothing any more: since step 2, all answers to each prompt have got the "
+    "same reward, 0.1 in the mean, after 0.5 before. "
+)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +211,7 @@ SAME = "The rewards have taught nothing: all answers to each prompt got the same
         ("not ended", [(1.0, 0.5)] * 4, ""),
         ("not ended", [(1.0, 0.5)] * 5, SAME),
         ("finished", [(1.0, 0.5)] * 9 + [(0.5, 0.5)], ""),
+        ("finished", [(0.5, 0.5)] + [(1.0, 0.1)] * 3, FALLEN),
         ("finished", [(0.0, None)], "The rewards have taught nothing: no answer got a reward. "),
         ("finished", [], ""),
     ],
