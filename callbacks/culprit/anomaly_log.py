@@ -476,4 +476,4 @@ class AnomalyLog:
             self._lines.append(found.as_record())
         if logs:
             file = "" if self._lines is None else f"; see {self._lines.path}"
-            run_logger(__package__).warning("%s%s", found, file)
+            run_logger(__package__).warning("%s%s", str(found), file)

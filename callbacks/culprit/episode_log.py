@@ -10,7 +10,7 @@ from mfwrap.callbacks.culprit.notes import Note
 from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
-_FEWEST_SKIPS = 8
+_FEWEST = 8
 """Number of skipped updates in a row that is logged, as is each doubling of it."""
 
 
@@ -62,16 +62,26 @@ class EpisodeLog:
         """
         number = self._num_skips = numbers.consecutive_skips
         self._num_overflows = self._num_overflows + 1 if numbers.overflow else 0
-        if self._are_told(number):
+        if _is_told(number):
             self._tell_skips(f"step {numbers.step}: ")
+        last = self._episodes.last
+        before = 0 if last is None else last.num_steps
         if anomaly is None:
             self._write_end(self._episodes.watch(numbers))
             self._write_end(self._episodes.pass_over(numbers))
-            return
-        begins, ended = self._episodes.add(anomaly, numbers.loss, is_shared=is_shared)
-        self._write_end(ended)
-        if begins and (self._is_main or not is_shared):
-            self._log.write(anomaly)
+        else:
+            begins, ended = self._episodes.add(anomaly, numbers.loss, is_shared=is_shared)
+            self._write_end(ended)
+            if begins and (self._is_main or not is_shared):
+                self._log.write(anomaly)
+        if last is not None and last.num_steps > before and _is_told(last.num_steps):
+            self._tell_that_goes_on(last, numbers.step)
+
+    def _tell_that_goes_on(self, episode: OpenEpisode, step: int) -> None:
+        # Overflows in a row are told as updates that were not made.
+        told_otherwise = episode.num_skipped == episode.num_steps
+        if not (episode.is_over or told_otherwise) and (self._is_main or not episode.is_shared):
+            run_logger(__package__).warning("step %d: %s", step, episode.going_on())
 
     def note(self, notes: Iterable[Note]) -> None:
         """Write notes of this rank. What one rank notes, the others mostly note, too."""
@@ -85,19 +95,14 @@ class EpisodeLog:
         """
         for ended in self._episodes.close():
             self._write_end(ended)
-        if self._num_skips > 1 and not self._are_told(self._num_skips):
+        if self._num_skips > 1 and not _is_told(self._num_skips):
             self._tell_skips()
         self._num_skips = 0
-
-    @staticmethod
-    def _are_told(num_skips: int) -> bool:
-        """Return whether so many skips in a row are told when they happen."""
-        return num_skips >= _FEWEST_SKIPS and num_skips.bit_count() == 1
 
     def _tell_skips(self, where: str = "") -> None:
         if self._is_main:
             all_overflow = self._num_overflows >= self._num_skips
-            why = ", each with an overflow" if all_overflow else ""
+            why = ", each with non-finite gradients" if all_overflow else ""
             run_logger(__package__).warning(
                 "%sno update was made in the last %d steps%s", where, self._num_skips, why
             )
@@ -105,3 +110,9 @@ class EpisodeLog:
     def _write_end(self, episode: OpenEpisode | None) -> None:
         if episode is not None and (self._is_main or not episode.is_shared):
             self._log.write(episode)
+            episode.is_told = True
+
+
+def _is_told(number: int) -> bool:
+    """Return whether so many bad steps, or skips in a row, are told when they happen."""
+    return number >= _FEWEST and number.bit_count() == 1

@@ -146,6 +146,9 @@ class OpenEpisode:
     is_over: bool = False
     """Whether the end was returned by `Episodes.add` or `Episodes.end`."""
 
+    is_told: bool = False
+    """Whether the log has the end, so that only what is new since then is left to say."""
+
     def follow(self, anomaly: Anomaly, loss: float, risen: float, reach: int) -> None:
         """Note an anomaly of the episode, from whose step the episode lasts for `reach` steps.
 
@@ -252,6 +255,14 @@ class OpenEpisode:
         middle = statistics.median(self.last_losses)
         return f"the loss had not come back by then: {middle:.4g}, after {self.usual_loss:.4g}"
 
+    def going_on(self) -> str:
+        """Describe the episode in one line while it goes on."""
+        loss = ""
+        if self.has_diverged:
+            middle = statistics.median(self.last_losses)
+            loss = f"; the loss is {middle:.4g}, after {self.usual_loss:.4g} before"
+        return f"the episode of step {self.step} goes on after {self.num_steps} bad steps{loss}"
+
     def _rows(self) -> str:
         """Name the samples of later steps."""
         rows = [dict(row) for row in self.later_samples]
@@ -269,6 +280,8 @@ class OpenEpisode:
         )
         said = "".join(f"; {clause}" for clause in told if clause)
         bad = "1 bad step" if self.num_steps == 1 else f"{self.num_steps} bad steps"
+        if self.is_told and (news := back or self.course()):
+            return f"after the episode of step {self.step}, {news}"
         return (
             f"the episode of step {self.step} ended at step {self.last_step} after {bad}{skipped}"
             f"{said}"

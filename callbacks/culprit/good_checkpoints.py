@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from mfwrap.callbacks.culprit.anomaly_log import SHIFTS
 from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE
 from mfwrap.checkpoints.run_folders import checkpoints_of_run
 from mfwrap.records.episodes import Episode, episodes_of
@@ -72,7 +73,14 @@ def divergence_in(folder: Path) -> str:
         # A loop may save them in any place.
         which = first.get("suggestion") or "go back to a checkpoint from before this step"
     why = first.get("explanation") or first["diverged"]
-    return f"the training diverged at step {episode.step} ({why}); {which}"
+    return f"the training diverged at step {shown_from(episode)} ({why}); {which}"
+
+
+def shown_from(episode: Episode) -> int:
+    """Return the first step in which an episode shows; a shift is found some steps later."""
+    first = episode.records[0]
+    since: int = first.get("since", episode.step)
+    return since if first.get("kind") in SHIFTS else episode.step
 
 
 def to_return_to(folder: Path, saved: Sequence[Path]) -> list[Path]:

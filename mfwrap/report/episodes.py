@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import KINDS, SHIFTS
-from mfwrap.callbacks.culprit.good_checkpoints import newest_good
+from mfwrap.callbacks.culprit.good_checkpoints import newest_good, shown_from
 from mfwrap.records.episodes import Episode
 from mfwrap.records.forms import to_number
 from mfwrap.records.rewards import (
@@ -166,8 +166,8 @@ def _diverged(episode: Episode, saved: Sequence[Path]) -> str:
     Another computation of the loss is no divergence.
     """
     if episode.cause in _OF_LOSS:
-        return f"The loss has not come back since step {episode.step}. "
-    return f"Diverged at step {episode.step}{newest_good(episode, saved)}. "
+        return f"The loss has not come back since step {shown_from(episode)}. "
+    return f"Diverged at step {shown_from(episode)}{newest_good(episode, saved)}. "
 
 
 def _untaught(run: RunRecord) -> str:

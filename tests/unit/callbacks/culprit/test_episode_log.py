@@ -63,9 +63,40 @@ def test_updates_that_are_all_skipped(caplog, is_main, goes_on, overflow):
     log.close()
 
     said = [line for line in caplog.messages if "no update was made" in line]
-    why = ", each with an overflow" if overflow else ""
+    why = ", each with non-finite gradients" if overflow else ""
     expected = [
         *(f"step {1 + n}: no update was made in the last {n} steps{why}" for n in (8, 16, 32)),
         *([f"no update was made in the last 40 steps{why}"] if goes_on else []),
     ]
     assert said == (expected if is_main else [])
+
+
+def test_an_episode_that_goes_on(caplog):
+    """The log says so at growing intervals, with the loss if that has left its course."""
+    log = EpisodeLog(Episodes(10, LossCourse()), None, 0, first_step=0, is_main=True)
+    for step in range(2, 42):
+        bad = Anomaly(step=step, kind="loss_spike", ranks=(0,), layer=None, usual_loss=2.0)
+        log.add(bad, numbers_of(step, StepValues(loss=40.0)), is_shared=False)
+
+    assert [line for line in caplog.messages if "goes on" in line] == [
+        f"step {1 + n}: the episode of step 2 goes on after {n} bad steps; the loss is 40, after 2 "
+        "before"
+        for n in (8, 16, 32)
+    ]
+
+
+def test_what_is_told_after_an_end_is_not_told_again(caplog):
+    """The line has only what is new: that the loss stays away, or is back."""
+    log = EpisodeLog(Episodes(10, LossCourse()), None, 0, first_step=0, is_main=True)
+    for step in range(2, 5):
+        bad = Anomaly(step=step, kind="loss_spike", ranks=(0,), layer=None, usual_loss=2.0)
+        log.add(bad, numbers_of(step, StepValues(loss=4.0)), is_shared=False)
+    for step in range(5, 105):
+        loss = 2.9 if step < 90 else 2.0
+        log.add(None, numbers_of(step, StepValues(loss=loss)), is_shared=False)
+
+    assert caplog.messages[1:] == [
+        "the episode of step 2 ended at step 4 after 3 bad steps",
+        "after the episode of step 2, the loss has not come back since: 2.9, after 2",
+        "after the episode of step 2, the loss was back at step 92",
+    ]
