@@ -80,7 +80,7 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         made = "" if run is None else f"; the run of the recipe `{run[1]}` writes it"
         made = made or ("; this is a file, name its folder" if is_file(name) else "")
         made = made or _meant(similar)
-        got = f"{name!r}, {why_not}" if why_not else f"{name!r}"
+        got = f"{name!r}: no folder here, and {why_not}" if why_not else f"{name!r}"
         msg = f"`{setting}` must be an existing folder, or a name on the hub, got {got}{made}"
         raise ValueError(msg)
     try:
@@ -97,10 +97,10 @@ def _why_not_on_hub(name: str, files: Collection[str]) -> str | None:
     try:
         HfApi().model_info(name, timeout=_MOST_SECONDS)
     except (HFValidationError, RepositoryNotFoundError):
-        return "which the hub does not have, or not without a token"
+        return "the hub does not have it, or not without a token"
     # The client passes on the errors of the libraries that it is built on.
     except Exception as error:  # noqa: BLE001  (see above)
-        return f"and the hub does not answer ({type(error).__name__})"
+        return f"the hub does not answer ({type(error).__name__})"
     return None
 
 

@@ -72,7 +72,7 @@ def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
                 "learning_rate",
                 f"the learning rate of step {each.step} was {each.scores.lowest_rate:.3g}: with a "
                 "negative rate an update raises the loss",
-                f"correct the schedule, and {BEFORE_STEP} {each.step}",
+                f"correct the learning rate or its schedule, and {BEFORE_STEP} {each.step}",
             )
         if each.rate_rise is not None:
             now, number = each.rate_rise.now, each.rate_rise.num_steps
@@ -81,7 +81,7 @@ def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
                 "learning_rate",
                 f"the learning rate of step {each.step} was {now:.3g}: it has risen {span} to "
                 f"{each.rate_rise.ratio:.3g} times the highest rate before",
-                f"correct the schedule, and {BEFORE_STEP} {each.step - number + 1}",
+                f"correct the learning rate or its schedule, and {BEFORE_STEP} {each.step - number + 1}",
             )
     return None
 
