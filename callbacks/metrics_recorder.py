@@ -168,7 +168,7 @@ class MetricsRecorder(MonitorCallback):
         if self._lines is None or self._has_warned:
             return
         logs = (
-            (entry["step"], entry[ALIKE], entry.get(REWARD))
+            (int(entry["step"]), entry[ALIKE], entry.get(REWARD))
             for entry in state.log_history
             if ALIKE in entry
         )

@@ -153,7 +153,7 @@ def _rewards(trainer: Any) -> Iterator[str]:
             name, mean = match[1], log[match[0]]
             # TRL takes a reward that has judged no answer for NaN, or for None.
             if mean is None or math.isnan(mean):
-                said.append(f"{name} judged none of them")
+                said.append(f"{name} judged none of them, which teaches nothing")
                 continue
             deviation = log[f"rewards/{name}/std"]
             alike = ", the same for all, which teaches nothing"

@@ -479,7 +479,8 @@ def test_what_validate_says_of_rewards(text, tmp_path, capsys):
         f"r.yaml: {RAW}",
         (
             "r.yaml: mean reward of the answers of the step, of up to 4 tokens: silent judged none "
-            "of them, ones 1 (standard deviation 0, the same for all, which teaches nothing)"
+            "of them, which teaches nothing, ones 1 (standard deviation 0, the same for all, which "
+            "teaches nothing)"
         ),
     ]
 
