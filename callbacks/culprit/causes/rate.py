@@ -17,6 +17,7 @@ LOWER_RATE = "lower the learning rate, or warm it up over more steps"
 such updates are those of the start."""
 
 BEFORE_STEP = "go back to a checkpoint from before step"
+_CORRECT = f"correct the learning rate or its schedule, and {BEFORE_STEP}"
 """Advice if the rate was good until then; the number of the step follows."""
 
 LARGE_RATIO = 1.0
@@ -72,7 +73,7 @@ def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
                 "learning_rate",
                 f"the learning rate of step {each.step} was {each.scores.lowest_rate:.3g}: with a "
                 "negative rate an update raises the loss",
-                f"correct the learning rate or its schedule, and {BEFORE_STEP} {each.step}",
+                f"{_CORRECT} {each.step}",
             )
         if each.rate_rise is not None:
             now, number = each.rate_rise.now, each.rate_rise.num_steps
@@ -81,7 +82,7 @@ def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
                 "learning_rate",
                 f"the learning rate of step {each.step} was {now:.3g}: it has risen {span} to "
                 f"{each.rate_rise.ratio:.3g} times the highest rate before",
-                f"correct the learning rate or its schedule, and {BEFORE_STEP} {each.step - number + 1}",
+                f"{_CORRECT} {each.step - number + 1}",
             )
     return None
 
