@@ -17,8 +17,9 @@ LOWER_RATE = "lower the learning rate, or warm it up over more steps"
 such updates are those of the start."""
 
 BEFORE_STEP = "go back to a checkpoint from before step"
-_CORRECT = f"correct the learning rate or its schedule, and {BEFORE_STEP}"
 """Advice if the rate was good until then; the number of the step follows."""
+
+_CORRECT = f"correct the learning rate or its schedule, and {BEFORE_STEP}"
 
 LARGE_RATIO = 1.0
 """Smallest ratio of an update to its weights that is too large, wherever it comes from."""
