@@ -227,10 +227,11 @@ class CulpritFinder:
             found = _with_replay(found, verdict, is_exact=is_exact)
         found = self._completed(found, step, ranks, origin=shown, verdict=verdict)
         is_covered = found.replay in {None, "reproduced"} or origin is not None
+        is_covered |= self.recorder is not None and bool(self.recorder.last_batches)
         may_be_in_rows = where not in _NOT_IN_ROWS and is_covered
         search = self._searched(found.kind, step) if may_be_in_rows else None
         search = search or self._without_targets(_origin_of(verdicts[own.rank]), numbers.step)
-        if found.replay == "not_covered" and origin is None:
+        if found.replay == "not_covered" and origin is None and not is_covered:
             search = RowSearch((), "not searched: the fault is outside of the network")
         # A rank may have had an anomaly of its own, so that this step is not its first.
         return with_samples(found, gather_objects(search))

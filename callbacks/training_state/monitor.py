@@ -94,6 +94,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         self._bad_steps: list[BadSteps] = []
         self._row_places: RowPlaces | None = None
         self._trainer: object | None = None
+        self._run_batch: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._grown: Callable[[int], int] | None = None
         self.names_rows = settings.find_culprit and settings.replay
         self.saved_run: dict[str, Any] | None = None
@@ -216,9 +217,13 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
         """Receive the function that tells where the rows of a step are in the training data."""
         self._row_places = places
 
-    def take_trainer(self, trainer: object | None) -> None:
-        """Receive the Trainer, whose other models a loss outside of the network may use."""
-        self._trainer = trainer
+    def take_trainer(
+        self,
+        trainer: object | None,
+        run_batch: Callable[[Mapping[str, Any]], Tensor] | None = None,
+    ) -> None:
+        """Receive the Trainer, and what computes the loss of a batch again."""
+        self._trainer, self._run_batch = trainer, run_batch
 
     def record_call(
         self, network: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
@@ -344,7 +349,7 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             row_places=self._row_places,
             grown=self._grown,
         )
-        run.note_holder(self._trainer)
+        run.note_holder(self._trainer, self._run_batch)
         if self.saved_run is not None:
             run.load_state_dict(self.saved_run)
         run.clock.restart()

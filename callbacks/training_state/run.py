@@ -414,10 +414,15 @@ class TrainingStateRun:
         if self._recorder is not None:
             self._recorder.note_batch(batch)
 
-    def note_holder(self, holder: object | None) -> None:
-        """Note what calls the network, such as its Trainer; see `StepRecorder.holder`."""
+    def note_holder(
+        self, holder: object | None, run_batch: Callable[[Mapping[str, Any]], Tensor] | None
+    ) -> None:
+        """Note what calls the network, such as its Trainer, and how it computes a loss.
+
+        See `StepRecorder.holder` and `StepRecorder.run_batch`.
+        """
         if self._recorder is not None:
-            self._recorder.holder = holder
+            self._recorder.holder, self._recorder.run_batch = holder, run_batch
 
     def note_loss(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch; see `StepRecorder.note_loss`."""

@@ -117,6 +117,11 @@ def method_of(trainer: Any, name: str) -> Callable[..., Any]:
     return method
 
 
+def prepared_inputs(trainer: Any, batch: Any) -> Any:
+    """Return a micro-batch as the Trainer passes it to ``compute_loss``."""
+    return trainer._prepare_inputs(batch)
+
+
 def batch_size_of(trainer: Any) -> int:
     """Return the batch size per device, which may differ from the training arguments."""
     size: int = trainer._train_batch_size

@@ -97,11 +97,20 @@ class MonitorCallback(TrainerCallback):
         must not be called later than at the end of the next step.
         """
 
-    def take_trainer(self, trainer: TrainerView | None) -> None:
+    def take_trainer(
+        self,
+        trainer: TrainerView | None,
+        run_batch: Callable[[Mapping[str, Any]], Tensor] | None = None,
+    ) -> None:
         """Receive the Trainer, whose attributes may hold other models, such as a teacher.
 
         Called before ``on_train_begin`` if the callback names rows, and at the end of the training
         with ``None``.
+
+        Args:
+            trainer: The Trainer.
+            run_batch: Computes the loss of a batch again; see
+                `mfwrap.trainer.loss_again.loss_of_batch`.
         """
 
     def take_batch(self, batch: Mapping[str, Any]) -> None:

@@ -171,8 +171,7 @@ def verdict(evidence: CauseEvidence) -> Cause | None:
         return Cause(
             "loss",
             f"{rose if is_large else ''}the fault is outside of the network: {found.detail}",
-            "look at the code between the network's output and the backward; the row is named if "
-            "the network computes the loss",
+            "look at the code between the network's output and the backward",
             micro_batch=next((each for each in places if each is not None), None),
         )
     if found is not None and found.detail == TOO_LARGE:

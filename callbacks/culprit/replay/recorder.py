@@ -22,6 +22,10 @@ _INDICES = ("indices", "index", "idx")
 """Names under which a batch may hold the indices of its samples in the data set."""
 
 
+_MOST_BYTES = 2**26
+"""Largest size of the columns of a micro-batch that are kept beside the inputs of the network."""
+
+
 class RandomState(NamedTuple):
     """States of torch's random number generators."""
 
@@ -124,6 +128,27 @@ class RecordedCall:
             self.loss_gradient = gradient.detach()
 
 
+class RecordedBatch(RecordedCall):
+    """A micro-batch whose loss is computed outside of the network, by its Trainer.
+
+    ``keywords`` is the micro-batch. A call of it computes the loss without gradients.
+    """
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The columns of the micro-batch."""
+        return dict(self.keywords)
+
+    def run(self, recorder: "StepRecorder") -> Any:
+        """Compute the loss again, by ``run_batch`` of the recorder."""
+        if recorder.run_batch is None:
+            return {}
+        self.random.restore(recorder.device)
+        # The loss may take columns out of its batch.
+        batch = replaced(self.keywords, lambda tensor: tensor)
+        return {"loss": recorder.run_batch(batch)}
+
+
 @final
 class StepRecorder:
     """Keep inputs and loss of each call of a network, for the current and the last two steps.
@@ -158,6 +183,12 @@ class StepRecorder:
         self.last_targets: list[dict[str, Tensor]] = []
         """As `last_columns`, of columns of targets: whether any is to be predicted, shape ``()``,
         bool."""
+        self._batches: list[RecordedBatch] = []
+        self.last_batches: list[RecordedBatch] = []
+        """Micro-batches of the last completed step, each whole; empty without `run_batch`."""
+        self.run_batch: Callable[[Mapping[str, Any]], Tensor] | None = None
+        """Computes the loss of a micro-batch that is computed outside of the network; ``None`` if
+        that is not known to be possible. It may not change anything, nor start a collective."""
         self.holder: object | None = None
         """What calls the network and may hold other models, such as its Trainer; ``None`` if it is
         unknown."""
@@ -179,6 +210,9 @@ class StepRecorder:
         for name, are_finite in (pair for each in self.last_columns for pair in each.items()):
             self._num_noted[name] = self._num_noted.get(name, 0) + 1
             self._num_bad[name] = self._num_bad.get(name, 0) + ~are_finite.all()
+        # A number of a micro-batch counts all of them.
+        are_all = len(self._batches) == len(self._columns)
+        self.last_batches, self._batches = self._batches if are_all else [], []
         self.last_columns, self._columns = self._columns, []
         self.last_targets, self._targets = self._targets, []
         self.last_losses, self._losses = self._losses, []
@@ -209,9 +243,20 @@ class StepRecorder:
                 if tensor.is_floating_point()
             }
         )
+        if self.run_batch is not None and isinstance(batch, Mapping):
+            self._keep(batch, sum(tensor.nbytes for _, tensor in others))
         self._targets.append(
             {name: (tensor != IGNORED).any() for name, tensor in others if is_target(name, tensor)}
         )
+
+    def _keep(self, batch: Mapping[str, Any], num_bytes: int) -> None:
+        """Keep a micro-batch, unless what the network did not get takes too much memory."""
+        if num_bytes > _MOST_BYTES:
+            return
+        call = self._this_step[-1]
+        whole = replaced(dict(batch), lambda tensor: tensor)
+        kept = RecordedBatch((), whole, call.forward, call.random, call.autocast, self._num_steps)
+        self._batches.append(kept)
 
     def note_loss(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch, which may be computed outside of the network.
@@ -233,7 +278,8 @@ class StepRecorder:
         """Stop recording and release all inputs."""
         for handle in self._handles:
             handle.remove()
-        self.holder = None
+        self.holder = self.run_batch = None
+        self.last_batches, self._batches = [], []
         self.earlier_step, self.last_step, self._this_step = [], [], []
         self.last_columns, self._columns = [], []
         self.last_targets, self._targets = [], []

@@ -16,6 +16,7 @@ from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.micro_batches import losses_of
 from mfwrap.callbacks.culprit.replay.recorder import (
     RandomState,
+    RecordedBatch,
     RecordedCall,
     StepRecorder,
     indices_of,
@@ -131,13 +132,16 @@ def find_rows(
     try:
         loss_is_finite = loss is None or math.isfinite(loss)
         outside = outside_of_replay(recorder, loss_is_finite=loss_is_finite)
+        calls: Sequence[RecordedCall] = recorder.last_step
         if outside is not None:
             rows = () if is_finite else _of_columns(recorder)
             if rows:
                 return RowSearch(rows, "rows that are not finite in the data", is_exact=True)
+            calls = recorder.last_batches
+        if outside is not None and not calls:
             return RowSearch((), f"not searched: {outside}")
         with undisturbed(recorder):
-            passes = _Passes(recorder, loss_scale, has_weights=is_exact)
+            passes = _Passes(recorder, calls, loss_scale, has_weights=is_exact)
             shares = None if _has_batch_norm(recorder.network) else _shares(passes)
             if shares is None:
                 found = _leave_out(passes, is_finite=is_finite)
@@ -180,6 +184,7 @@ class _Value(NamedTuple):
 
     loss: float
     norm: float
+    """0 if it is unknown, because only the loss was computed."""
 
     @property
     def size(self) -> float:
@@ -193,14 +198,22 @@ class _Passes:
 
     Args:
         recorder: Recorder that holds the step.
+        calls: Its calls of the network, or its micro-batches, whose gradients are unknown.
         loss_scale: Loss scale of the step.
         has_weights: Whether the weights are those of the step.
     """
 
-    def __init__(self, recorder: StepRecorder, loss_scale: float, *, has_weights: bool) -> None:
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        calls: Sequence[RecordedCall],
+        loss_scale: float,
+        *,
+        has_weights: bool,
+    ) -> None:
         self.network, self._recorder = recorder.network, recorder
         self._has_weights = has_weights
-        self.calls = recorder.last_step
+        self.calls = calls
         self.batches = [BatchRows(call) for call in self.calls]
         self.draw_random_numbers = False
         """Whether any pass has drawn random numbers, for example for dropout."""
@@ -215,6 +228,8 @@ class _Passes:
             share: Factor of the part's loss in the loss of its micro-batch.
         """
         call = self.batches[part.micro_batch].take(part.rows)
+        if isinstance(call, RecordedBatch):
+            return _Value(self.loss(part), 0.0)
         with gradients_aside(self.network) as weights, torch.enable_grad():
             loss = loss_of(call.run(self._recorder))
             if loss is None:
@@ -245,6 +260,7 @@ class _Passes:
             call = dataclasses.replace(call, keywords=others)
         with torch.no_grad():
             loss = loss_of(call.run(self._recorder))
+        self.draw_random_numbers |= call.random.differs_from(RandomState.now(self._device))
         return math.nan if loss is None else loss.item()
 
     @property
@@ -263,6 +279,8 @@ class _Passes:
         Args:
             loss: Loss of the step.
         """
+        if any(isinstance(call, RecordedBatch) for call in self.calls):
+            return True
         own = losses_of(self.calls)
         if not own or not all(map(math.isfinite, (loss, *own))):
             return True
@@ -423,7 +441,7 @@ def _run_apart(passes: _Passes, shares: Sequence[Sequence[float]], *, is_finite:
         dataclasses.replace(
             passes.place_of(part),
             loss=passes.own_loss(part, values[part]),
-            gradient_norm=values[part].norm,
+            gradient_norm=values[part].norm or None,
         )
         for part in worst[:MOST_NAMED]
     ]

@@ -10,6 +10,7 @@ from mfwrap.compatibility.transformers import makes_batches_itself
 from mfwrap.records.skipped_rows import RowPlace, SkippedRow, unknown_source
 from mfwrap.trainer.data.dealt import Dealing, EpochRows
 from mfwrap.trainer.events import MonitorCallback, monitors
+from mfwrap.trainer.loss_again import loss_of_batch
 from mfwrap.trainer.view import TrainerView
 
 
@@ -63,7 +64,7 @@ class NotedRows:
         self.takers = [callback for callback in callbacks if callback.names_rows]
         for callback in self.takers:
             callback.take_row_places(self.places)
-            callback.take_trainer(self._trainer)
+            callback.take_trainer(self._trainer, loss_of_batch(self._trainer))
 
     @contextlib.contextmanager
     def of_training(self) -> Iterator[None]:
