@@ -204,6 +204,11 @@ class OpenEpisode:
         # Of non-finite losses, the median is NaN or infinite.
         return not statistics.median(self.last_losses) <= least
 
+    @property
+    def is_high(self) -> bool:
+        """Whether the last loss is above the usual one from before the episode."""
+        return bool(self.last_losses) and not self.is_back(self.last_losses[-1])
+
     def is_back(self, loss: float) -> bool:
         """Tell whether a loss is about the usual one from before the episode, or less."""
         usual = self.usual_loss
@@ -337,7 +342,8 @@ class Episodes:
             return gap <= _GAP
         # A non-finite loss with finite gradients, which one rank has, is no overflow of all ranks.
         is_alike = is_shared == episode.is_shared or episode.kind not in NON_FINITE
-        reach = 1 if episode.kind in NON_FINITE else _GAP
+        # After good steps, an overflow is a fault of its own, unless the loss is still high.
+        reach = _GAP if episode.kind not in NON_FINITE and episode.is_high else 1
         return gap <= reach and (is_alike or kind not in NON_FINITE)
 
     @property

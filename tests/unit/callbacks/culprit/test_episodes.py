@@ -40,8 +40,8 @@ def test_bad_steps_in_a_row_are_one_episode():
     [
         ("loss_spike", 3, True),
         ("loss_spike", 4, False),
-        ("loss_not_finite", 3, True),
-        ("loss_not_finite", 4, False),
+        ("loss_not_finite", 1, True),
+        ("loss_not_finite", 2, False),
         ("state_spike", 10, True),
         ("state_spike", 11, False),
         ("attention_logits", 10, True),
@@ -50,6 +50,20 @@ def test_bad_steps_in_a_row_are_one_episode():
 def test_how_far_an_episode_reaches(kind, gap, is_one):
     """Finite consequences may come a little later; a sample, as late as its interval."""
     assert begun(anomaly(20), anomaly(20 + gap, kind)) == ([20] if is_one else [20, 20 + gap])
+
+
+@pytest.mark.parametrize(("loss", "begins"), [(6.0, [20]), (2.1, [20, 23])])
+def test_an_overflow_after_a_spike(loss, begins):
+    """It is a consequence if the loss has stayed high, and a fault of its own after good steps."""
+    episodes, found = Episodes(10, LossCourse()), []
+    for step in range(20, 24):
+        kind = {20: "loss_spike", 23: "loss_not_finite"}.get(step)
+        now = numbers(step, 6.0 if step == 20 else loss)
+        if kind is None:
+            episodes.pass_over(now)
+        elif episodes.add(anomaly(step, kind, usual_loss=2.0), now.loss, is_shared=False)[0]:
+            found.append(step)
+    assert found == begins
 
 
 def test_an_overflow_is_over_after_a_good_step():
