@@ -22,7 +22,7 @@ from mfwrap.accelerate.classes import (
 from mfwrap.accelerate.saving import AttachedCheckpoints
 from mfwrap.accelerate.schedules import attach_scheduler
 from mfwrap.accelerate.setup import EMA, attached_handler_class, check_arguments, loop_config
-from mfwrap.arguments import check_bool
+from mfwrap.arguments import check_bool, described
 from mfwrap.average.ema import ExponentialMovingAverage
 from mfwrap.compatibility.accelerate import models_of, optimizers_of, schedulers_of
 from mfwrap.config import StepConfig
@@ -124,7 +124,19 @@ class AttachedStep:
 
         Args:
             losses: Tensors of one element by name, such as ``lm_loss`` and ``mtp_loss``.
+
+        Raises:
+            TypeError: If a loss is no tensor of one element.
         """
+        for name, loss in losses.items():
+            is_tensor = isinstance(loss, Tensor)
+            if not is_tensor or loss.numel() != 1:
+                got = f"shape {tuple(loss.shape)}" if is_tensor else f"{described(loss):.80}"
+                msg = (
+                    f"`losses` must hold tensors of one element, got {got} as {name!r}; give the "
+                    "mean of the micro-batch, without `.item()`"
+                )
+                raise TypeError(msg)
         self.attachment.step.report_losses(losses)
 
     def flush(self) -> None:

@@ -253,12 +253,16 @@ def check_log(state: Mapping[str, Any]) -> None:
     Raises:
         KeyError: If a number is missing.
         TypeError: If a value is not a number.
+        ValueError: If a loss that was reported by name has not a sum and a number.
     """
     of_steps = state["step_log"]
     numbers = [
         state[name] for name in ("loss_since_last_log", "loss_until_last_log", "last_logged")
     ]
-    numbers += [of_steps[name] for name in StepLog(torch.device("cpu")).state_dict()]
+    counts = StepLog(torch.device("cpu")).state_dict().keys() - {"named"}
+    numbers += [of_steps[name] for name in counts]
+    for total, number in of_steps.get("named", {}).values():
+        numbers += [total, number]
     for number in numbers:
         if type(number) not in {int, float}:
             msg = f"expected a number, got {number!r:.80}"
@@ -424,8 +428,8 @@ class StepLog:
         self._left_out, self._left_share = self._zero(), self._zero().double()
         return logs, logs.get("loss", 0.0) - before
 
-    def state_dict(self) -> dict[str, float]:
-        """Return all counts; synchronizes with the device."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return all counts and sums; synchronizes with the device."""
         self._settle()
         return {
             "begin": self.begin,
@@ -435,6 +439,9 @@ class StepLog:
             "left_share": float(self._left_share),
             "non_finite_losses": int(self._non_finite_losses),
             "overflows": int(self._overflows),
+            "named": {
+                name: [total.item(), number.item()] for name, (total, number) in self._named.items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -446,6 +453,11 @@ class StepLog:
         self._left_share = self._zero().double() + state["left_share"]
         self._non_finite_losses = self._zero() + state["non_finite_losses"]
         self._overflows = self._zero() + state["overflows"]
+        # Checkpoints of former versions lack them.
+        self._named = {
+            name: (torch.tensor(total, device=self._device), self._zero() + number)
+            for name, (total, number) in state.get("named", {}).items()
+        }
 
 
 def _read(scalars: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[float]:

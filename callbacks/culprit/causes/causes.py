@@ -97,7 +97,7 @@ def cause_of(evidence: CauseEvidence) -> Cause:
         if cause is not None and not cause.is_provisional:
             return loss.naming_terms(cause, evidence)
         known = cause or known
-    return known
+    return loss.naming_terms(known, evidence)
 
 
 def _still_at_rate(finding: str, evidence: CauseEvidence) -> Cause:

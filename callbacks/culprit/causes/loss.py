@@ -157,18 +157,17 @@ def ruined_outside(evidence: CauseEvidence) -> Cause | None:
 def naming_terms(cause: Cause, evidence: CauseEvidence) -> Cause:
     """Return a cause with the terms of a non-finite loss that are not finite themselves.
 
-    The terms are those that were reported by name. If all of them are non-finite, as all are after
-    a module that they share, none is named.
+    The terms are those that were reported by name.
     """
     terms = evidence.blamed.terms
     bad = [name for name, loss in terms.items() if not math.isfinite(loss)]
-    is_one_of_loss = cause.name == "loss" and evidence.kind == "loss_not_finite"
-    if not is_one_of_loss or not bad or len(bad) == len(terms):
+    may_be_loss = cause.name in {"loss", UNKNOWN_CAUSE} and evidence.kind == "loss_not_finite"
+    if not may_be_loss or not bad or len(terms) == 1:
         return cause
     numbers = ", ".join(f"{name} {loss:.4g}" for name, loss in terms.items())
     return cause._replace(
-        explanation=f"{cause.explanation}; of its terms, {' and '.join(bad)} "
-        f"{'is' if len(bad) == 1 else 'are'} not finite ({numbers})"
+        explanation=f"{cause.explanation or 'the loss is not finite'}; of its terms, "
+        f"{' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite ({numbers})"
     )
 
 

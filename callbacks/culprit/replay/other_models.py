@@ -7,8 +7,9 @@ from torch import nn
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder
 from mfwrap.tensors.shards import local_tensors
 
-_MOST_HELD = 64
-"""Largest number of items of a list or a dictionary that may hold models, and no rows of data."""
+_MOST_HELD, _DEPTH = 64, 2
+"""Largest number of items of a list or a dictionary that may hold models, and no rows of data; and
+how deep they are looked into."""
 
 
 def bad_weight_of_others(recorder: StepRecorder) -> str | None:
@@ -42,17 +43,18 @@ def bad_weight_of_others(recorder: StepRecorder) -> str | None:
 def _modules_in(attributes: Mapping[str, object], prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in attributes, and in lists, tuples and dictionaries there, with names."""
     for name, value in attributes.items():
-        if name in _OF_TORCH:
-            continue
-        full = f"{prefix}.{name}" if prefix else name
-        values: list[tuple[str, object]] = [(full, value)]
-        if isinstance(value, (Mapping, list, tuple)) and len(value) > _MOST_HELD:
-            continue
-        if isinstance(value, Mapping):
-            values = [(f"{full}.{key}", item) for key, item in value.items()]
-        elif isinstance(value, (list, tuple)):
-            values = [(f"{full}.{number}", item) for number, item in enumerate(value)]
-        yield from ((key, item) for key, item in values if isinstance(item, nn.Module))
+        if name not in _OF_TORCH:
+            yield from _held(value, f"{prefix}.{name}" if prefix else name, _DEPTH)
+
+
+def _held(value: object, name: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield name, value
+    if not isinstance(value, (Mapping, list, tuple)) or not depth or len(value) > _MOST_HELD:
+        return
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, item in items:
+        yield from _held(item, f"{name}.{key}", depth - 1)
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))

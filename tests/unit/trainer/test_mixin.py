@@ -436,6 +436,52 @@ def test_losses_that_a_trainer_reports_itself(tmp_path, evaluates):
     assert [entry["loss"] - 1 for entry in logged] == pytest.approx(means, rel=1e-6)
 
 
+@pytest.mark.parametrize("loss", [2.5, torch.ones(3), None])
+def test_a_reported_loss_is_a_tensor_of_one_element(tmp_path, loss):
+    """Anything else is refused by its name, at the call."""
+
+    class Reports(MFTrainer):
+        def compute_loss(self, model, inputs, **_):
+            self.attached.report_losses({"good": torch.ones(1), "odd": loss})
+            return model(**inputs)["loss"]
+
+    data = [{"inputs": torch.tensor(float(row))} for row in range(8)]
+    extras = {"data_collator": None}
+    trainer = new_trainer(
+        Reports, tmp_path, model=WithRouter(), data=data, extras=extras, max_steps=1
+    )
+    with pytest.raises(TypeError, match=r"tensors of one element, got .* as 'odd'; give the mean"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("logging_steps", [3, 4])
+def test_reported_losses_of_a_resume_between_two_logs(tmp_path, logging_steps):
+    """The first mean after it has the steps before the checkpoint, too, as that of the loss."""
+
+    def trained(folder, resumed=None, **settings):
+        trainer = new_trainer(
+            ReportsItsTerms,
+            folder,
+            model=WithRouter(),
+            data=[{"inputs": torch.tensor(float(row))} for row in range(32)],
+            extras={"data_collator": None},
+            learning_rate=0.0,
+            logging_steps=logging_steps,
+            save_strategy="steps",
+            save_steps=2,
+            **{"max_steps": 4, **settings},
+        )
+        trainer.train(resume_from_checkpoint=resumed)
+        return [entry for entry in trainer.state.log_history if "losses/router" in entry]
+
+    whole = trained(tmp_path / "whole")
+    assert whole
+    for entry in whole:
+        assert entry["losses/router"] == pytest.approx(entry["loss"] - 1, rel=1e-6)
+    resumed = trained(tmp_path / "resumed", str(tmp_path / "whole/checkpoint-2"))
+    assert [one["losses/router"] for one in resumed] == [one["losses/router"] for one in whole]
+
+
 def test_the_losses_of_an_output_are_reported(tmp_path):
     """The log, the metrics, the monitor's lines and its curves have the output's `aux_loss`."""
     monitor = MFLossMonitor(tensorboard_dir=tmp_path / "events")

@@ -61,8 +61,8 @@ def test_where_models_are_found():
     assert bad_weight_of_others(recorder) is None
 
     recorder.network.inner = Network()
-    recorder.network.inner.helpers = [good, bad]
-    assert bad_weight_of_others(recorder) == "inner.helpers.1.1.bias"
+    recorder.network.inner.helpers = {"old": [good, bad]}
+    assert bad_weight_of_others(recorder) == "inner.helpers.old.1.1.bias"
     del recorder.network.inner
 
     class Holder:
