@@ -175,9 +175,9 @@ class MetricsRecorder(MonitorCallback):
         if since := since_when_untaught(logs):
             self._has_warned = True
             run_logger(__name__).warning(
-                "step %d: the rewards teach nothing any more: %s; go back to a checkpoint from "
-                "before, and lower the learning rate, or raise `beta`, which keeps the model near "
-                "the one that it began as",
+                "step %d: the rewards teach nothing any more: %s; begin anew, or at a checkpoint "
+                "from before the first step that a monitor has found, with a lower learning rate "
+                "or a larger `beta`, which keeps the model near the one that it began as",
                 state.global_step,
                 since,
             )

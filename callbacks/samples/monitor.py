@@ -31,7 +31,7 @@ from mfwrap.callbacks.shared.training_weights import monitors_training
 from mfwrap.collectives import gather_objects, raising_together, section_clock, this_rank
 from mfwrap.records.json_lines import JsonLines
 from mfwrap.records.model_samples import SAMPLES
-from mfwrap.records.run_files import open_records
+from mfwrap.records.run_files import is_open, open_records
 from mfwrap.tensors.shards import is_distributed
 from mfwrap.tensors.wrappers import FSDP, is_instance_of, unwrapped_network
 from mfwrap.trainer import MonitorCallback
@@ -60,8 +60,9 @@ class SampleMonitor(MonitorCallback):
     """Record what the model says about a few held-out inputs, before, during and after training.
 
     - A model with transformers' ``generate`` (PEFT adapters, too) continues prompts. These are
-      `prompts`, or the first held-out rows: the tokens before the first target are the prompt, the
-      targets are the reference; of rows without a prompt, the first half is the prompt.
+      `prompts`, the first held-out rows, or both. Of a row, the tokens before the first target are
+      the prompt, the targets are the reference; of one without a prompt, the first half is the
+      prompt.
     - Any other model predicts for the first held-out rows: classes with their probabilities, the
       class of each word, or numbers. Images are shown.
 
@@ -83,9 +84,9 @@ class SampleMonitor(MonitorCallback):
 
     Args:
         prompts: Texts, or lists of messages with ``role`` and ``content``, for which the
-            tokenizer's chat template is used; ``None`` for held-out rows.
+            tokenizer's chat template is used; ``None`` for held-out rows alone.
         step_interval: Steps from one sample to the next; ``None`` for each evaluation.
-        num_rows: Number of held-out rows; ``None`` for 4.
+        num_rows: Number of held-out rows; ``None`` for 4, or for none with `prompts`.
         max_new_tokens: Largest number of generated tokens.
         temperature: Temperature of sampling; ``None`` takes the likeliest token each time.
         seed: Seed of each sampling, which needs `temperature`; ``None`` for 0.
@@ -95,10 +96,10 @@ class SampleMonitor(MonitorCallback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, `num_rows` is given with `prompts`, or `seed`
-            without `temperature`. When the training begins or first evaluates: if there is nothing
-            to ask, the model neither generates nor predicts, or it is sharded by version 1 of FSDP
-            or by DeepSpeed.
+        ValueError: If an argument is out of range, or `seed` is given without `temperature`. When
+            the training begins or first evaluates: if there is nothing to ask, the model neither
+            generates nor predicts, it is sharded by version 1 of FSDP or by DeepSpeed, or the
+            training has another `SampleMonitor` with the same folder.
     """
 
     def __init__(
@@ -115,16 +116,17 @@ class SampleMonitor(MonitorCallback):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._given = None if prompts is None else _checked_prompts(prompts)
-        if prompts is not None and num_rows is not None:
-            msg = f"`num_rows` must be left out if `prompts` is given, got {num_rows!r}"
-            raise ValueError(msg)
         if seed is not None and temperature is None:
             msg = f"`seed` needs `temperature`, got seed={seed!r} alone"
             raise ValueError(msg)
         self._interval = (
             None if step_interval is None else check_int("step_interval", step_interval)
         )
-        self._num_rows = check_int("num_rows", _NUM_ROWS if num_rows is None else num_rows)
+        if num_rows is None:
+            num_rows = _NUM_ROWS if prompts is None else 0
+        else:
+            check_int("num_rows", num_rows)
+        self._num_rows = num_rows
         self._max_new_tokens = check_int("max_new_tokens", max_new_tokens)
         self._temperature = (
             None
@@ -157,9 +159,10 @@ class SampleMonitor(MonitorCallback):
             OSError: If files cannot be written to the run folder.
             ValueError: If there is nothing to ask, or the model cannot answer.
         """
+        self._training = None
         make_loader, self._make_loader = self._make_loader, None
         evaluates = getattr(args, "eval_strategy", "no") != "no"
-        has_inputs = self._given is not None or make_loader is not None
+        has_inputs = self._num_rows == 0 or make_loader is not None
         if not evaluates and (self._interval is None or not has_inputs):
             lacking = "`step_interval`" if self._interval is None else "`prompts`"
             msg = f"SampleMonitor needs {lacking} in a training without evaluations, got None"
@@ -171,7 +174,15 @@ class SampleMonitor(MonitorCallback):
         with raising_together():
             if this_rank() == 0:
                 folder = required_run_folder(self._folder, args, type(self).__name__)
-                training.lines = open_records(folder / f"{SAMPLES}.jsonl", state.global_step)
+                file = folder / f"{SAMPLES}.jsonl"
+                if is_open(file):
+                    msg = (
+                        f"SampleMonitor needs a folder of its own, got a second one that writes "
+                        f"{file}; give one of them `prompts` and `num_rows`, and leave out the "
+                        "other, or set `folder`"
+                    )
+                    raise ValueError(msg)
+                training.lines = open_records(file, state.global_step)
                 training.trackers = SampleTrackers(args)
         if has_inputs:
             self._read(training, network, make_loader)
@@ -250,10 +261,10 @@ class SampleMonitor(MonitorCallback):
         with raising_together(), undisturbed(network):  # rows may be drawn at random
             if self._given is not None and isinstance(task, Generation):
                 training.prompts = [task.of_prompt(each) for each in self._given]
-            elif make_loader is not None:
+            if self._num_rows and make_loader is not None:
                 loader = make_loader()
                 batches = held_out_batches(loader, self._num_rows) if this_rank() == 0 else []
-                training.prompts = [task.of_row(each) for each in batches]
+                training.prompts += [task.of_row(each) for each in batches]
         if training.is_shared:
             training.prompts = gather_objects(training.prompts)[0]
         training.has_prompts = True

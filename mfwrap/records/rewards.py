@@ -16,8 +16,9 @@ _MEAN = re.compile(r"rewards/([^/]+)/mean")
 _ROUNDING = 1e-6
 """Largest ratio of the deviation of equal rewards, which are float32, to their mean."""
 
-_FEWEST = 3
-"""Smallest number of logs from which something is said of rewards that teach nothing any more."""
+_FEWEST, _MOST = 3, 0.9
+"""Smallest number of logs, and smallest share of prompts, of which something is said of rewards
+that teach nothing any more."""
 
 FEW = 5
 """Number of logs after which something is said of rewards that have taught nothing."""
@@ -45,24 +46,24 @@ def why_untaught(logs: Iterable[tuple[float, float | None]]) -> str | None:
 def since_when_untaught(logs: Iterable[tuple[int, float, float | None]]) -> str | None:
     """Say since when rewards have taught nothing, if the model has become worse; else ``None``.
 
-    It is said of three logs or more at the end in which all answers to each prompt had the same
-    reward, with a mean below that of the logs before. A model that has learned what the reward asks
-    for has a higher one.
+    It is said of three logs or more at the end in which the answers to nine of ten prompts, or of
+    more, had the same reward, with a mean below half of that in the logs before. A model that has
+    learned what the reward asks for has a higher one.
 
     Args:
         logs: Step, share of prompts whose answers are alike, and mean reward, in each log of the
             training from its start. The reward is ``None`` or NaN if no answer has got one.
     """
     known = [each for each in logs if each[2] is not None and not math.isnan(each[2])]
-    last = max((at for at, (_, alike, _) in enumerate(known) if alike < 1), default=-1)
+    last = max((at for at, (_, alike, _) in enumerate(known) if alike < _MOST), default=-1)
     before, since = known[: last + 1], known[last + 1 :]
     if not before or len(since) < _FEWEST:
         return None
     usual, now = (fmean(float(reward or 0) for *_, reward in part) for part in (before, since))
-    if now >= usual or is_constant(now, usual - now):
+    if now >= usual - abs(usual) / 2:
         return None
     return (
-        f"since step {since[0][0]}, all answers to each prompt have got the same reward, "
+        f"since step {since[0][0]}, all answers to nearly each prompt have got the same reward, "
         f"{now:.4g} in the mean, after {usual:.4g} before"
     )
 

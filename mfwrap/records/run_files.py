@@ -96,6 +96,11 @@ class RunFiles:
         self.folders[path.parent] = None
         return lines
 
+    def has_open(self, path: Path) -> bool:
+        """Return whether a monitor of this training writes a file."""
+        path = path.absolute()
+        return path.parent in self.folders and any(one.path == path for one in self._open)
+
     def begin_parts(self, folder: Path, global_step: int) -> bool:
         """Begin a folder of records in a run folder, whose owner removes records by their steps.
 
@@ -236,6 +241,12 @@ _RUN_FILES: ContextVar[RunFiles] = ContextVar("run_files", default=_OF_LOOPS)
 def open_records(path: Path, global_step: int) -> JsonLines:
     """Open a record file of the present training; see `RunFiles.open`."""
     return _RUN_FILES.get().open(path, global_step)
+
+
+def is_open(path: Path) -> bool:
+    """Return whether a monitor of this training writes a file; false in a loop."""
+    files = _RUN_FILES.get()
+    return files is not _OF_LOOPS and files.has_open(path)
 
 
 def begin_parts(folder: Path, global_step: int) -> bool:

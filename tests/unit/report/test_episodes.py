@@ -199,8 +199,8 @@ def test_a_run_by_rewards(tmp_path):
 
 SAME = "The rewards have taught nothing: all answers to each prompt got the same reward. "
 FALLEN = (
-    "The rewards teach nothing any more: since step 2, all answers to each prompt have got the "
-    "same reward, 0.1 in the mean, after 0.5 before. "
+    "The rewards teach nothing any more: since step 2, all answers to nearly each prompt have "
+    "got the same reward, 0.1 in the mean, after 0.5 before. "
 )
 
 

@@ -109,6 +109,36 @@ def test_the_text_is_what_generate_returns(tmp_path):
     assert first["reference"] == " ".join(map(str, row[len(row) // 2 :]))
 
 
+def test_prompts_and_rows_together(tmp_path):
+    """The prompts come first; a second monitor of the same folder is refused."""
+
+    def sampled(folder, *monitors):
+        model, tokenizer = tiny_llama(), byte_tokenizer()
+        model.resize_token_embeddings(len(tokenizer))
+        extras = {"processing_class": tokenizer}
+        trainer = new_trainer(
+            MFTrainer, folder, callbacks=monitors, model=model, extras=extras, **EVALUATES
+        )
+        train(trainer)
+
+    sampled(tmp_path, SampleMonitor(["1 2"], num_rows=2, max_new_tokens=4))
+    first = [one for one in samples(tmp_path) if one["step"] == 0]
+    assert [(one["prompt"], "reference" in one) for one in first] == [
+        (0, False),
+        (1, True),
+        (2, True),
+    ]
+
+    monitors = [SampleMonitor(num_rows=1), SampleMonitor(["1 2"])]
+    with pytest.raises(
+        ValueError, match=r"got a second one that writes .*samples\.jsonl; give one"
+    ):
+        sampled(tmp_path / "two", *monitors)
+    other = SampleMonitor(["1 2"], folder=tmp_path / "other")
+    sampled(tmp_path / "apart", monitors[0], other)
+    assert len(samples(tmp_path / "other")) == len(samples(tmp_path / "apart")) > 0
+
+
 def test_an_average_of_the_callback(tmp_path):
     """In a stock Trainer the averaged weights are those of the `EMACallback` before it."""
     average, monitor = EMACallback(0.5), SampleMonitor(num_rows=1, step_interval=1)
@@ -264,7 +294,7 @@ def test_an_error_is_raised_on_all_ranks(two_ranks, tmp_path):
         ),
         ({"prompts": []}, ValueError, "`prompts` must hold at least one prompt"),
         ({"prompts": [""]}, ValueError, "and no empty ones"),
-        ({"prompts": ["a"], "num_rows": 2}, ValueError, "`num_rows` must be left out"),
+        ({"prompts": ["a"], "num_rows": 0}, ValueError, "`num_rows` must be >= 1"),
         ({"seed": 1}, ValueError, "`seed` needs `temperature`, got seed=1 alone"),
         ({"temperature": 0}, ValueError, "`temperature` must be > 0"),
         ({"step_interval": 0}, ValueError, "`step_interval` must be >= 1, got 0"),
