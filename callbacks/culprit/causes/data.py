@@ -114,12 +114,7 @@ def bad(evidence: CauseEvidence) -> Cause | None:
             return _either(rose, evidence, is_calm=is_calm)
     where = "this step" if number is None else f"micro-batch {number}"
     if _share_again(blamed, number) < _AGAIN and not has_rows:
-        return Cause(
-            UNKNOWN_CAUSE,
-            f"{rose}, and the data of {where} do not have it if they are computed again: not they "
-            "are at fault, but what was computed with them",
-            "look for code that does something else in some steps: hooks, counters, branches",
-        )
+        return _elsewhere(rose, evidence, where)
     if _is_ordinary(evidence):
         why = "while weights and updates were ordinary"
     elif blamed.earlier_losses:
@@ -167,8 +162,19 @@ def _rise(blamed: RankEvidence) -> str:
     return f"the loss rose to {blamed.loss:.4g} (usually {blamed.usual_loss:.4g})"
 
 
+def _elsewhere(rose: str, evidence: CauseEvidence, where: str) -> Cause | None:
+    if has_spoilt(evidence.before):
+        return None  # any loss may follow, and another one with the weights that are left
+    return Cause(
+        UNKNOWN_CAUSE,
+        f"{rose}, and the data of {where} do not have it if they are computed again: not they are "
+        "at fault, but what was computed with them",
+        "look for code that does something else in some steps: hooks, counters, branches",
+    )
+
+
 def _either(rose: str, evidence: CauseEvidence, *, is_calm: bool) -> Cause | None:
-    if not is_calm and not _is_ordinary(evidence):
+    if has_spoilt(evidence.before) or not (is_calm or _is_ordinary(evidence)):
         return None
     what = "the gradients of all layers are" if is_calm else "the updates were"
     number = odd_micro_batch(evidence.blamed)

@@ -9,7 +9,7 @@ from mfwrap.callbacks.culprit.anomaly_log import BadRow
 from mfwrap.callbacks.culprit.judges.course import Shift
 from mfwrap.callbacks.culprit.replay.reference import ProgramChange
 from mfwrap.callbacks.culprit.replay.rows import RowSearch
-from support.cause_evidence import HIGH_LOSS, NAN, RANK, cause, trace
+from support.cause_evidence import HIGH_LOSS, NAN, RANK, cause, of_the_start, trace
 
 UNKNOWN = {"earlier_losses": ()}
 ROWS = {"search": RowSearch((BadRow(rank=0, micro_batch=0, row=2),), "")}
@@ -38,6 +38,18 @@ def test_without_anything_that_speaks_for_one_of_them_both_are_named():
         "the loss rose to 6 (usually 3), and the updates were ordinary: either the data of this "
         "step are at fault, or the computation of the loss"
     )
+
+
+@pytest.mark.parametrize("rank", [UNKNOWN, {"own_losses": ((6.0, 3.0),)}])
+def test_after_updates_that_have_spoilt_the_weights(rank):
+    """Any loss may follow them, so that neither data nor program are suspected."""
+    ordinary, spoilt = (trace(*[{"update_ratio": one}] * 3, HIGH_LOSS) for one in (0.001, 0.6))
+    rank = {**rank, "loss": 6.0}
+
+    assert "the loss rose to 6" in cause(steps=ordinary, rank=rank).explanation
+    found = cause(steps=of_the_start(spoilt), rank=rank)
+    assert found.name == "learning_rate"
+    assert "changed the weights by 0.6 times their size" in found.explanation
 
 
 def test_a_micro_batch_of_a_loss_outside_of_the_network():
