@@ -19,7 +19,8 @@ from mfwrap.runner.callbacks import FOLDER_KEYS
 from mfwrap.runner.document import RecipeError
 from mfwrap.runner.finishing import finish
 from mfwrap.runner.lengths import check_answers
-from mfwrap.runner.recipe import Recipe, read_document
+from mfwrap.runner.objects import RecipeObjects
+from mfwrap.runner.recipe import Recipe, data_errors, read_document
 from mfwrap.runner.run import build_trainer, checked_rows
 from mfwrap.runner.tuning import Counted, rows_line
 
@@ -57,7 +58,8 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
         parameters.
 
     Raises:
-        RecipeError: If the data do not fit the task, or the step fails.
+        RecipeError: If the data do not fit the task, the step fails, or the hub does not have the
+            model.
     """
     if recipe.data.why_unread is not None:
         return recipe.data.why_unread
@@ -113,10 +115,11 @@ def _reason_to_skip(recipe: Recipe) -> str | None:
     unknown = [name for path, name in recipe.unchecked.items() if path[0] != "callbacks"]
     if unknown:
         return f"it needs the code of {', '.join(unknown)}, which runs only with --allow-code"
-    if recipe.model.obstacle is not None:
-        return recipe.model.obstacle
-    if recipe.teacher is not None and recipe.teacher.obstacle is not None:
-        return recipe.teacher.obstacle.replace("`model.", "`teacher.", 1)
+    for section, model in (("model", recipe.model), ("teacher", recipe.teacher)):
+        if model is not None and (obstacle := model.obstacle) is not None:
+            with data_errors(RecipeObjects(recipe.document), section):
+                model.check_names()
+            return obstacle.replace("`model.", f"`{section}.", 1)
     number = recipe.model.count_parameters(recipe.task.auto_class)
     if number > _MAX_PARAMETERS:
         return f"the model has {number:,} parameters, more than {_MAX_PARAMETERS:,}"

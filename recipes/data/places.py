@@ -6,13 +6,21 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (no __all__)
 
 _PACKAGE = "package:"
 _MOST_SHOWN = 6
 """Number of folders that are named."""
+
+_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+"""Files of which a model or a tokenizer on the hub has one."""
 
 _MOST_SECONDS = 5.0
 """Time in which the hub must answer whether it has a model."""
@@ -73,8 +81,7 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         return
     similar = similar_folder(name, files)
     is_path = Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    # To load from the hub what it does not have takes half a minute of attempts.
-    why_not = None if is_path or similar is None else _why_not_on_hub(name, files)
+    why_not = None if is_path or similar is None else why_not_on_hub(name)
     if is_path or why_not is not None:
         run = _MODEL_OF_A_RUN.fullmatch(name)
         made = "" if run is None else f"; the run of the recipe `{run[1]}` writes it"
@@ -90,12 +97,24 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         raise ValueError(msg) from error
 
 
-def _why_not_on_hub(name: str, files: Collection[str]) -> str | None:
-    """Return why a name is that of no model on the hub; ``None`` for one there or in the cache."""
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+def why_not_on_hub(name: str) -> str | None:
+    """Ask the hub, once and for five seconds, whether it has a model or a tokenizer.
+
+    To load from the hub what it does not have takes half a minute of attempts.
+
+    Args:
+        name: Name on the hub.
+
+    Returns:
+        Why the name is none that can be loaded, in a clause; ``None`` if the hub or the cache has
+        it.
+    """
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES):
         return None
     try:
-        HfApi().model_info(name, timeout=_MOST_SECONDS)
+        get_hf_file_metadata(hf_hub_url(name, _FILES[0]), timeout=_MOST_SECONDS)
+    except (EntryNotFoundError, GatedRepoError):
+        return None  # the repository is there, and what else may be wrong is told when it is loaded
     except (HFValidationError, RepositoryNotFoundError):
         return "the hub does not have it, or not without a token"
     # The client passes on the errors of the libraries that it is built on.

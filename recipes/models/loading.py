@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mfwrap.recipes.data.places import is_folder, not_a_folder
+from mfwrap.recipes.data.places import is_folder, not_a_folder, why_not_on_hub
 from mfwrap.recipes.models.checkpoint import file_of_weights
 
 _unused: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
@@ -199,6 +199,7 @@ def load_tokenizer(setting: str, name: str, **settings: Any) -> PreTrainedTokeni
     Raises:
         ModelError: If it cannot be loaded, or has no tokens besides special ones.
     """
+    check_on_hub(setting, name)
     try:
         with from_hub(setting, name):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **settings)
@@ -231,6 +232,21 @@ def said_by(error: Exception) -> str:
     """Return the class of an error and what it says, at most 300 characters of whole words."""
     text = textwrap.shorten(" ".join(str(error).split()), 300, placeholder=" ...")
     return f"{type(error).__name__}: {text}"
+
+
+def check_on_hub(setting: str, name: str) -> None:
+    """Check that the hub has a model or a tokenizer, unless it is a folder.
+
+    Args:
+        setting: Key that holds the name.
+        name: Folder, or name on the hub.
+
+    Raises:
+        ModelError: If it has not, or does not answer.
+    """
+    if not is_folder(name) and (why := why_not_on_hub(name)) is not None:
+        msg = f"`{setting}` must name what can be loaded; {not_a_folder(name)}, and {why}"
+        raise ModelError(msg)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ from mfwrap.recipes.models.checkpoint import (
 from mfwrap.recipes.models.image_processor import load_numbers, make_image_processor
 from mfwrap.recipes.models.loading import (
     ModelError,
+    check_on_hub,
     from_hub,
     load_network,
     load_tokenizer,
@@ -165,6 +166,16 @@ class ModelSettings(RecipeSection):
         if self.chat_template is not None and is_on_hub(self.chat_template):
             return f"`model.chat_template` names a tokenizer on the hub: {self.chat_template}"
         return None
+
+    def check_names(self) -> None:
+        """Check that the hub has model and tokenizer, if they are names on the hub.
+
+        Raises:
+            ModelError: If it has not, or does not answer.
+        """
+        for setting, name in (("path", self.path), ("tokenizer", self.tokenizer)):
+            if name is not None and name != _BYTES:
+                check_on_hub(setting, resolve_package(setting, name))
 
     def make_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build or load the tokenizer, with a padding token.
@@ -387,6 +398,7 @@ class ModelSettings(RecipeSection):
             ModelError: If it cannot be loaded.
         """
         path = resolve_package("path", str(self.path))
+        check_on_hub("path", path)
         with _naming_config(path), from_hub("path", path):
             return AutoConfig.from_pretrained(
                 path,

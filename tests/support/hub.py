@@ -95,6 +95,14 @@ class _Request(BaseHTTPRequestHandler):
         self._answer(403, error="the stand-in refuses this request")
         return True
 
+    def do_HEAD(self) -> None:
+        if not self._is_refused():
+            self.send_response(200)
+            self.send_header("ETag", _oid(0))
+            self.send_header("X-Repo-Commit", _oid(0))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
     def do_GET(self) -> None:
         if not self._is_refused():
             sha = _oid(len(self.server.commits))
@@ -213,6 +221,7 @@ def client_of(url: str) -> Iterator[None]:
         "HF_HUB_DISABLE_TELEMETRY": True,
         "HF_HUB_DISABLE_XET": True,
         "HF_HUB_OFFLINE": False,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():

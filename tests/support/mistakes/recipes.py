@@ -183,9 +183,7 @@ def model_not_on_the_hub() -> None:
         thread.start()
         try:
             url = f"http://127.0.0.1:{hub.server_port}"
-            with client_of(url), pytest.MonkeyPatch.context() as patch:
-                files = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-                patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+            with client_of(url):
                 model = {"config": None, "path": "gpt2-smal", "tokenizer": None}
                 _train(_recipe(_LANGUAGE, model=model))
         finally:

@@ -7,6 +7,7 @@ import torch
 
 from mfwrap.runner import RecipeError
 from mfwrap.runner.rehearsal import rehearse
+from support.hub import client_of, serving
 from support.recipe_data import recipe_of
 from support.recipe_texts import SMALL_LLAMA, parsed
 
@@ -78,7 +79,12 @@ def test_what_is_not_tried():
     data = recipe_of("causal_lm", {"type": "datasets", "path": "org/name"})
 
     assert "parameters, more than 30,000,000" in (rehearse(large) or "")
-    assert rehearse(remote) == (
-        "`model.path` names a model on the hub: there is no folder 'org/name' here"
-    )
+    with serving() as hub, client_of(hub.url):
+        assert rehearse(remote) == (
+            "`model.path` names a model on the hub: there is no folder 'org/name' here"
+        )
+        hub.refuses = lambda _: True
+        expected = r"model\.path: must name what can be loaded; .*, and the hub does not answer"
+        with pytest.raises(RecipeError, match=expected):
+            rehearse(remote)
     assert rehearse(data) == "the data are on the hub"

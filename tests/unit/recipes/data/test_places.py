@@ -161,7 +161,7 @@ def test_a_name_similar_to_a_folder_is_looked_up_on_the_hub(tmp_path, monkeypatc
     for folder in ("models/good", "models/Tiny-1B-chat", "good"):
         Path(folder).mkdir(parents=True)
         Path(folder, "config.json").touch()
-    asked = f"GET /api/models/{name}"
+    asked = f"HEAD /{name}/resolve/main/config.json"
     with serving() as hub, client_of(hub.url):
         check_place("path", name, ("config.json",), "a model folder")
         hub.refuses = lambda _: True

@@ -9,6 +9,7 @@ from mfwrap.recipes.models.byte_tokenizer import byte_tokenizer
 from mfwrap.runner import RecipeError
 from mfwrap.runner.preview import preview
 from mfwrap.runner.rehearsal import rehearse
+from support.hub import client_of, serving
 from support.recipe_data import LANGUAGE, recipe_of, trainer_of
 from support.recipe_texts import SMALL_LLAMA
 
@@ -89,7 +90,11 @@ def test_a_teacher_on_the_hub(prompts):
     """It is not loaded to try the first step."""
     recipe = recipe_of("distillation", prompts, "teacher.path=org/name")
 
-    assert rehearse(recipe).startswith("`teacher.path` names a model on the hub")
+    with serving() as hub, client_of(hub.url):
+        assert rehearse(recipe).startswith("`teacher.path` names a model on the hub")
+        hub.refuses = lambda _: True
+        with pytest.raises(RecipeError, match=r"teacher\.path: must name what .* does not answer"):
+            rehearse(recipe)
 
 
 def test_prompts_are_shown(prompts, json_lines):
