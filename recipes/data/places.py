@@ -116,10 +116,10 @@ def why_not_on_hub(name: str) -> str | None:
     except (EntryNotFoundError, GatedRepoError):
         return None  # the repository is there, and what else may be wrong is told when it is loaded
     except (HFValidationError, RepositoryNotFoundError):
-        return "the hub does not have it, or not without a token"
+        return "the hub does not have it (a private one needs `hf auth login`)"
     # The client passes on the errors of the libraries that it is built on.
     except Exception as error:  # noqa: BLE001  (see above)
-        return f"the hub does not answer ({type(error).__name__})"
+        return f"the hub does not answer ({type(error).__name__}; check the connection)"
     return None
 
 
