@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mfwrap.arguments import callers_stacklevel
-from mfwrap.checkpoints.written_files import listed_names
 from mfwrap.records.episodes import Episode, episodes_of, notes_of
 from mfwrap.records.evaluations import AVERAGED, NO_RESULT, named
 from mfwrap.records.forms import Form, fitting, to_number
@@ -134,6 +133,8 @@ def read_run(folder: Path) -> RunRecord:
             run.
         ValueError: If a file cannot be read.
     """
+    from mfwrap.checkpoints.written_files import listed_names  # noqa: PLC0415  (imports torch)
+
     anomalies: list[tuple[int, list[dict[str, Any]]]] = []
     # A file is made with its first record, and listed before.
     watched = [*(listed_names(folder) or ())]
