@@ -16,6 +16,9 @@ _SHORT = 160
 """Characters of a text that are shown at once."""
 
 _BASE_64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+_CUT = " [...]"
+"""End of an answer that has reached the largest number of tokens; see `SampleMonitor`."""
+
 _NOTHING = "\N{EN DASH}"
 
 
@@ -91,8 +94,9 @@ def _answers(raw: Mapping[int, str], averaged: Mapping[int, str], step: int) -> 
 
 def _text(text: str) -> str:
     """Return a text as HTML: the rest of a long text is folded, and an empty one is called so."""
-    if not text.strip():
-        return f'<span class="note">{"only white space" if text else "empty"}</span>'
+    if not text.removesuffix(_CUT).strip():
+        cut = ", cut" if text.endswith(_CUT) else ""
+        return f'<span class="note">{f"only white space{cut}" if text else "empty"}</span>'
     if len(text) <= _SHORT:
         return f"<span>{html.escape(text)}</span>"
     start, rest = html.escape(text[:_SHORT]), html.escape(text[_SHORT:])

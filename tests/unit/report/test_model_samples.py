@@ -64,6 +64,12 @@ def test_raw_and_averaged(tmp_path):
     assert "averaged weights:</span> the same" in text
 
 
+def test_an_answer_of_white_space_that_is_cut(tmp_path):
+    """The mark of a cut answer is no text of it."""
+    text = page(tmp_path, record(1, "\n\n [...]"))
+    assert '<span class="note">only white space, cut</span>' in text
+
+
 def test_an_empty_answer(tmp_path):
     """An answer without text is called empty; a dash is an input that was not asked at a step."""
     asked, other = record(1, ""), record(2, " \n", input="another input")
