@@ -211,7 +211,8 @@ def _run(
         check_answers(recipe, trainer, say)
     if resume:
         if this_rank() == 0:
-            _say_changes(recipe, folder, trainer.run_facts.inputs, say)
+            began = _folder_of(folder, resume=resume)
+            _say_changes(recipe, began, trainer.run_facts.inputs, say)
         trainer.say_resume = say
         claim(folder, recipe.arguments)
     else:
@@ -242,6 +243,14 @@ def _remove_end(folder: Path) -> None:
     """Remove what only a run has that has finished."""
     for name in (RESULT, TRAINER_STATE):
         (folder / name).unlink(missing_ok=True)
+
+
+def _folder_of(folder: Path, *, resume: str | bool) -> Path:
+    """Return the folder of the run that is resumed, which may be another one than is written to."""
+    if resume in {True, AUTO}:
+        return folder
+    other = Path(str(resume)).parent
+    return folder if other.absolute() == folder.absolute() else other
 
 
 def _say_changes(

@@ -559,3 +559,9 @@ def test_settings_that_a_resume_changes(tmp_path):
     said = [line for line in lines if line == "--" or "other settings" in line]
     change = "the run continues with other settings: training.max_steps 2, now 4"
     assert said == ["--", "--", "--", change]
+
+    lines.clear()
+    text = recipe_text(training=training | {"output_dir": str(tmp_path / "new"), "max_steps": 6})
+    checkpoint = str(tmp_path / "checkpoint-2")
+    run_recipe(parse_recipe(text, "r.yaml"), resume=checkpoint, say=lines.append)
+    assert "the run continues with other settings: training.max_steps 4, now 6" in lines
