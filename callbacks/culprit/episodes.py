@@ -55,9 +55,10 @@ _AFTER_RUNNING_AWAY = (
 _USUAL_CAUSES = frozenset({UNKNOWN_CAUSE, DIVERGED, "data", "rank_data"})
 """Causes that may be of the run's own nature."""
 
-_EARLY, _LONG, _NO_LOWER = 20, 20, 0.97
+_EARLY, _LONG, _NO_LOWER, _LEARNED = 20, 20, 0.97, 0.9
 """Step before which a run has hardly learned anything, the smallest number of steps in which it
-should have, and the smallest ratio of a loss that is no lower than before."""
+should have, the smallest ratio of a loss that is no lower than before, and the largest one of a run
+that has learned."""
 
 _WITH_GOOD_WEIGHTS = frozenset({UNKNOWN_CAUSE, "data", "rank_data", "loss", "setting"})
 """Causes of a higher loss that may leave the weights as good as they were."""
@@ -488,6 +489,7 @@ class Episodes:
         that is told, too.
         """
         self._step = numbers.step
+        self._forget_what_did_no_harm()
         if self.astray is None:
             self.astray = self._early_and_high()
         astray = self.astray
@@ -506,6 +508,15 @@ class Episodes:
         """End the training; return the episodes whose records are to be completed."""
         ends = (self._stayed_away(), self.end(), self._learned_nothing())
         return list({one.step: one for one in ends if one is not None}.values())
+
+    def _forget_what_did_no_harm(self) -> None:
+        """Forget the early episode if the run has learned since: what comes later is not of it."""
+        early, course = self.early, self._course
+        if early is None or course is None or not early.is_over or not early.loss_before:
+            return
+        is_long = self._step - early.step >= _LONG
+        if is_long and early is not self.astray and course.last < _LEARNED * early.loss_before:
+            self.early = None
 
     def _early_and_high(self) -> OpenEpisode | None:
         """Return the early episode if the losses since then are far above those at first.

@@ -595,3 +595,21 @@ def test_large_updates_show_in_the_loss_or_not_at_all(step, loss, told, is_resum
         assert one["cause"] == "learning_rate"
         assert one["diverged"].endswith(told)
         assert one["explanation"].startswith("each of 8 updates in a row changed the weights by")
+
+
+@pytest.mark.parametrize(("learned", "is_told"), [(4.0, False), (5.4, True)])
+def test_a_run_that_has_learned_since_its_large_updates(learned, is_told):
+    """They are not to blame for a loss that rises much later."""
+    losses = LossCourse()
+    episodes = Episodes(10, losses)
+    for _ in range(8):
+        losses.add(5.5)
+    episodes.suspect(8, large_in_a_row(0.3))
+    found = []
+    for step in range(9, 70):
+        loss = learned if step < 50 else 3000.0
+        losses.add(loss)
+        found += [episodes.watch(numbers(step, loss)), episodes.pass_over(numbers(step, loss))]
+    found = [one for one in [*found, *episodes.close()] if one is not None]
+
+    assert bool(found) == is_told
