@@ -210,7 +210,8 @@ class ModelSettings(RecipeSection):
         if tokenizer.pad_token is None:
             msg = (
                 f"`{setting}` must have a tokenizer with a padding or an end token, got one with "
-                "neither; set pad_token in its tokenizer_config.json"
+                "neither; set eos_token, which ends a text, and pad_token in its "
+                "tokenizer_config.json, or copy that file from the model it was made of"
             )
             raise ModelError(msg)
         return tokenizer
