@@ -11,7 +11,7 @@ from mfwrap.callbacks.shared.run_log import run_logger
 from mfwrap.callbacks.shared.step_values import StepNumbers
 
 _FEWEST = 8
-"""Number of skipped updates in a row that is logged, as is each doubling of it."""
+"""Number of bad steps, or of skipped updates in a row, that is logged, as is each doubling."""
 
 
 @final

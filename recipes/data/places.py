@@ -6,21 +6,20 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (no __all__)
 
 _PACKAGE = "package:"
 _MOST_SHOWN = 6
 """Number of folders that are named."""
-
-_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
-"""Files of which a model or a tokenizer on the hub has one."""
 
 _MOST_SECONDS = 5.0
 """Time in which the hub must answer whether it has a model."""
@@ -109,11 +108,12 @@ def why_not_on_hub(name: str) -> str | None:
         Why the name is none that can be loaded, in a clause; ``None`` if the hub or the cache has
         it.
     """
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES):
+    cached = repo_folder_name(repo_id=name, repo_type="model")
+    if Path(constants.HF_HUB_CACHE, cached, "snapshots").is_dir():  # of any revision
         return None
     try:
-        get_hf_file_metadata(hf_hub_url(name, _FILES[0]), timeout=_MOST_SECONDS)
-    except (EntryNotFoundError, GatedRepoError):
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_MOST_SECONDS)
+    except (EntryNotFoundError, GatedRepoError, RevisionNotFoundError):
         return None  # the repository is there, and what else may be wrong is told when it is loaded
     except (HFValidationError, RepositoryNotFoundError):
         return "the hub does not have it (a private one needs `hf auth login`)"
