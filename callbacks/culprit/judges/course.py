@@ -49,6 +49,10 @@ _LEAST = 0.05
 _LEAST_OF_FIRST = 0.002
 """Least deviation of a loss, as a share of the first losses."""
 
+_LEAST_OF_BOTH_SIGNS = 0.05
+"""Least deviation of a loss that was zero at first, or below. That of a policy is rounding noise as
+long as all rewards are equal, and a tenth of an advantage when they are not."""
+
 _FEWEST_LOSSES = 3
 """Number of losses before one is judged: the first ones of a run may be anything."""
 
@@ -269,7 +273,10 @@ class LossCourse:
 
     def _least_deviation(self) -> float:
         """Return the deviation of a loss that was never noisy: a loss of almost zero may double."""
-        return 0.0 if self.first is None else _LEAST_OF_FIRST * abs(self.first)
+        if self.first is None:
+            return 0.0
+        least = _LEAST_OF_FIRST * abs(self.first)
+        return max(least, _LEAST_OF_BOTH_SIGNS) if self._was_negative or not self.first else least
 
     def forget(self) -> None:
         """Forget how far the last loss was from what was expected of it."""
@@ -371,10 +378,9 @@ class NormCourse:
         if len(values) < _LONGEST:
             return None
         logs = torch.tensor(values, dtype=torch.float64, device="cpu")
-        growth, mean = line_growth(logs[None], _LEAST_FIT).item(), logs.mean().item()
-        if growth < math.log(_NORM_RATIO):
+        if line_growth(logs[None], _LEAST_FIT).item() < math.log(_NORM_RATIO):
             return None
-        ends = math.exp(mean - growth / 2), math.exp(mean + growth / 2)
+        ends = math.exp(values[0]), math.exp(values[-1])
         return Shift("global norm", *ends, len(values), is_growth=True)
 
     def forget(self) -> None:

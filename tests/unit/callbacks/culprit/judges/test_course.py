@@ -359,6 +359,14 @@ def test_a_loss_of_both_signs_may_be_anything_at_first():
     assert course.add(-9.0) == "loss_drop"
 
 
+@pytest.mark.parametrize("first", [[0.0] * 20, [3e-9, -2e-9, 0.0, 1e-9] * 5])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_loss_of_a_policy_whose_rewards_were_all_equal(first, sign):
+    """It is zero but for rounding until one of them differs, which is ordinary."""
+    for later in (0.03, 0.2):
+        assert found([*first, sign * later, 0.0, later]) == []
+
+
 def test_a_loss_that_was_below_zero_before_may_be_so_again():
     """However long ago, also across a resume."""
     course = LossCourse()
