@@ -210,6 +210,12 @@ class OpenEpisode:
         """Whether the last loss is above the usual one from before the episode."""
         return bool(self.last_losses) and not self.is_back(self.last_losses[-1])
 
+    @property
+    def _stays_high(self) -> bool:
+        if len(self.last_losses) < _FEWEST_HIGH or not self.usual_loss:
+            return False
+        return 0 < _HIGH * self.usual_loss < statistics.median(self.last_losses)
+
     def is_back(self, loss: float) -> bool:
         """Tell whether a loss is about the usual one from before the episode, or less."""
         usual = self.usual_loss
@@ -217,9 +223,14 @@ class OpenEpisode:
 
     @property
     def has_ruined(self) -> bool:
-        """Whether the weights are ruined: the loss has diverged, by a cause that lies in them."""
-        has_diverged = bool(self.run_away) if self.is_over else self.has_diverged
-        return has_diverged and self.refined.get("cause", self.cause) not in _WITH_GOOD_WEIGHTS
+        """Whether the weights are ruined: the loss has diverged, by a cause that lies in them.
+
+        After the end, a loss that is still far above the usual one is enough.
+        """
+        is_high = self._stays_high if self.is_over else self.has_diverged
+        return (bool(self.run_away) or is_high) and self.refined.get(
+            "cause", self.cause
+        ) not in _WITH_GOOD_WEIGHTS
 
     def is_worse_than(self, loss: float | None) -> bool:
         """Tell whether the last losses are higher than a loss; false if it is unknown."""
@@ -547,8 +558,8 @@ class Episodes:
         if is_short or is_told or not 0 < _NO_LOWER * early.loss_before <= course.last:
             return None
         early.run_away = (
-            f"the loss is no lower at the end than before: {course.last:.4g}, after "
-            f"{early.loss_before:.4g}"
+            f"the loss is no lower at the end than before: about {course.last:.4g}, "
+            f"after {early.loss_before:.4g}"
         )
         early.has_relapsed, early.back_at = early.back_at is not None, None
         return early

@@ -411,6 +411,15 @@ def test_a_loss_that_comes_half_way_back_and_no_further(loss, said):
     assert episodes.close() == []
 
 
+@pytest.mark.parametrize(("loss", "step"), [(3.2, 20), (2.9, None), (2.4, None)])
+def test_a_loss_far_above_the_usual_one_after_an_episode_is_over(loss, step):
+    """What comes soon after is its consequence, although it may still come back."""
+    episodes, told = after_half_way(loss, 6)
+
+    assert told == [(25, "")]
+    assert episodes.diverged_step == step
+
+
 @pytest.mark.parametrize(("loss", "is_told"), [(2.5, True), (2.4, False)])
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_training_that_ends_with_a_loss_half_way_back(loss, is_told, is_resumed):
@@ -513,7 +522,7 @@ def test_a_loss_that_falls_no_lower(cause, at, num_steps, loss, is_told, is_resu
         episodes.watch(numbers(at + num_steps, loss))
 
     said = [one.as_record()["diverged"] for one in episodes.close()]
-    expected = ["the loss is no lower at the end than before: 5.45, after 5.5"]
+    expected = ["the loss is no lower at the end than before: about 5.45, after 5.5"]
     assert said == (expected if is_told else [])
     assert episodes.close() == []
 
@@ -563,7 +572,7 @@ def test_a_loss_that_comes_back_and_is_no_lower_at_the_end():
     assert not came_back.has_diverged
     assert at_the_end.has_diverged
     assert at_the_end.records[0]["diverged"] == (
-        "the loss is no lower at the end than before: 6.1, after 6.2"
+        "the loss is no lower at the end than before: about 6.1, after 6.2"
     )
 
 
