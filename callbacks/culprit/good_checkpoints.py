@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mfwrap.callbacks.culprit.anomaly_log import SHIFTS
-from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE
+from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE, MUCH_LOWER_RATE
 from mfwrap.checkpoints.run_folders import checkpoints_of_run
 from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.records.json_lines import read_json_lines
@@ -32,7 +32,7 @@ def good_checkpoints(episode: Episode, saved: Sequence[Path]) -> list[Path]:
     if advised := _ADVISED.search(record.get("suggestion") or ""):
         # The rate of that step is at fault, and no weights before it.
         return [each for each in saved if step_of_saved(each) < int(advised[1])]
-    if record.get("suggestion") == LOWER_RATE and episode.step <= _EARLY:
+    if record.get("suggestion") in {LOWER_RATE, MUCH_LOWER_RATE} and episode.step <= _EARLY:
         return []
     first = record.get("since", episode.step)
     return [each for each in saved if step_of_saved(each) < first - 1]

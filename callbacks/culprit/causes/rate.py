@@ -16,13 +16,17 @@ LOWER_RATE = "lower the learning rate, or warm it up over more steps"
 """What to do if updates have been too large, not since a jump of the rate. The weights from before
 such updates are those of the start."""
 
+MUCH_LOWER_RATE = "lower the learning rate by orders of magnitude"
+"""As `LOWER_RATE`, if no warm-up helps."""
+
 BEFORE_STEP = "go back to a checkpoint from before step"
 """Advice if the rate was good until then; the number of the step follows."""
 
 _CORRECT = f"correct the learning rate or its schedule, and {BEFORE_STEP}"
 
-LARGE_RATIO = 1.0
-"""Smallest ratio of an update to its weights that is too large, wherever it comes from."""
+LARGE_RATIO, _HUGE_RATIO = 1.0, 100.0
+"""Smallest ratio of an update to its weights that is too large, wherever it comes from, and of one
+that no warm-up would make ordinary."""
 
 ROW_RATIO, IN_A_ROW = 0.15, 8
 """Smallest ratio of each of some updates in a row that are too large together, and their number.
@@ -77,12 +81,13 @@ def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
                 f"{_CORRECT} {each.step}",
             )
         if each.rate_rise is not None:
-            now, number = each.rate_rise.now, each.rate_rise.num_steps
+            before, now, number = each.rate_rise
+            ratio = float(f"{each.rate_rise.ratio:.3g}")
             span = "in one step" if number == 1 else f"over {number} steps"
             return Cause(
                 "learning_rate",
                 f"the learning rate of step {each.step} was {now:.3g}: it has risen {span} to "
-                f"{each.rate_rise.ratio:.3g} times the highest rate before",
+                f"{ratio:g} times the {before:.3g} before",
                 f"{_CORRECT} {each.step - number + 1}",
             )
     return None
@@ -137,7 +142,7 @@ def large_updates(
         "learning_rate",
         f"the update of step {first.step}{at_rate} changed the weights by {ratio:.3g} "
         "times their size (0.001 is ordinary)",
-        LOWER_RATE,
+        MUCH_LOWER_RATE if ratio >= _HUGE_RATIO else LOWER_RATE,
     )
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE
+from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE, MUCH_LOWER_RATE
 from mfwrap.callbacks.culprit.good_checkpoints import divergence_in
 from mfwrap.records.run_record import read_run
 from mfwrap.report.episodes import headline
@@ -73,10 +73,11 @@ def test_where_a_training_has_diverged(tmp_path, saved, said):
         (5034, "checkpoint-25 is the newest from before"),
     ],
 )
-def test_a_rate_that_was_too_high_from_the_start(tmp_path, step, said):
+@pytest.mark.parametrize("advice", [LOWER_RATE, MUCH_LOWER_RATE])
+def test_a_rate_that_was_too_high_from_the_start(tmp_path, step, said, advice):
     """The checkpoints from before the loss rose have weights that it has moved too far."""
     first = {"step": step, "since": step - 5, "kind": "loss_shift", "cause": "learning_rate"}
-    first |= {"explanation": "too high", "suggestion": LOWER_RATE}
+    first |= {"explanation": "too high", "suggestion": advice}
     end = {"step": step, "kind": "loss_shift", "last_step": step + 31, "num_steps": 29}
     write_lines(tmp_path / "anomalies.jsonl", [first, {**end, "diverged": "it is"}])
     (tmp_path / "checkpoint-25").mkdir()

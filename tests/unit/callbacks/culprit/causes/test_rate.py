@@ -46,7 +46,7 @@ def test_a_rate_that_rises_for_several_steps():
     """The sentence says for how many, and the suggestion names the step before the rise."""
     found = cause("learning_rate_spike", trace({"rate_rise": RateRise(0.001, 0.006, 4)}))
     assert found.name == "learning_rate"
-    assert "was 0.006: it has risen over 4 steps to 6 times the highest" in found.explanation
+    assert "was 0.006: it has risen over 4 steps to 6 times the 0.001 before" in found.explanation
     assert found.suggestion.endswith("from before step 10")
 
 
@@ -70,6 +70,10 @@ def test_updates_as_large_as_the_weights():
     later = trace(large, large, large, HIGH_LOSS)
     assert cause(steps=later, rank={"earlier_losses": ()}).name == "learning_rate"
     assert cause(steps=later).name == "data", "the weights have the loss of the step before again"
+    assert found.suggestion == "lower the learning rate, or warm it up over more steps"
+    huge = {"update_ratio": 120.0}
+    found = cause("update_spike", trace(huge, huge, huge, huge))
+    assert found.suggestion == "lower the learning rate by orders of magnitude"
 
 
 @pytest.mark.parametrize(("initial", "is_named"), [(0.25, True), (1e-3, False), (None, False)])

@@ -253,7 +253,7 @@ def broken(network):
 @pytest.mark.parametrize(
     ("step", "detail"),
     [
-        (outside, "not searched: no call of the network was recorded"),
+        (outside, "not searched: no call of the network in training mode was recorded"),
         (alone, "not searched: the step has only one row"),
         (broken, "the search failed: ZeroDivisionError: division by zero"),
     ],
