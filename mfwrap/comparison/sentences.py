@@ -190,6 +190,8 @@ def _notes(comparison: Comparison) -> Iterator[str]:
 
 def _not_compared(comparison: Comparison) -> Iterator[str]:
     """Yield what would show more, if it were recorded in the compared steps."""
+    if any(found.at_start for found in comparison.differences):
+        return  # nothing is compared after that
     expected = [kind for kind in _EXPECTED if kind not in comparison.compared]
     if comparison.num_ranks[0] != comparison.num_ranks[1]:
         expected = [kind for kind in expected if kind != "random numbers"]

@@ -185,13 +185,24 @@ def _of_reward(error: BaseException, trainer: TrainerView) -> str | None:
     for reward in getattr(trainer, "reward_funcs", None) or ():
         if (frame := _frame_in(error, reward)) is None:
             continue
-        names = frame.f_locals
-        others = (one for one in names.values() if isinstance(one, dict))  # such as its **kwargs
-        found = (one.get("completions") for one in (names, *others))
-        first = next((one[0] for one in found if isinstance(one, list) and one), None)
+        names = dict(frame.f_locals)
+        for one in list(names.values()):
+            names |= one if isinstance(one, dict) else {}  # such as its **kwargs
+        lists = {key: one for key, one in names.items() if isinstance(one, list) and one}
+        first = lists.get("completions", [None])[0]
         if isinstance(first, str):
             return _TEXTS if _is_about(error, "string|str") else None
-        return _MESSAGES if isinstance(first, list) and _is_about(error, "list|dict") else None
+        if not (isinstance(first, list) and _is_about(error, "list|dict")):
+            return None
+        # The error may be about a column of the data whose values are lists, too.
+        of_rows = sorted(lists.keys() - {"prompts", "completions", "completion_ids"})
+        others = [
+            f"`{key}`"
+            for key in of_rows
+            if isinstance(lists[key][0], list) and lists[key] is not lists.get("completions")
+        ]
+        too = f"; the values of {' and '.join(others)} are lists, too" if others else ""
+        return _MESSAGES + too
     return None
 
 

@@ -137,7 +137,7 @@ def outside_of_replay(recorder: StepRecorder, *, loss_is_finite: bool) -> str | 
     """
     calls = recorder.last_step
     if not calls:
-        return "no call of the network was recorded"
+        return "no call of the network in training mode was recorded"
     losses = [call.loss for call in calls if call.loss is not None]
     if len(losses) < len(calls):
         return "the loss is computed outside of the network"

@@ -67,6 +67,7 @@ def test_starts():
     assert told(initial) == ["a and b: the initial weights differ: all 2."]
     expected = "a and b: after step 5, where a training started, the weights differ: w alone, of 2."
     assert told(resumed) == [expected]
+    assert told(resumed, compared=("loss",), next_fingerprints=6) == [expected]
 
 
 def test_causes():

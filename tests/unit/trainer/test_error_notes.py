@@ -212,6 +212,12 @@ def without_column(completions, **columns):
     return [columns["answer"] for _ in completions]
 
 
+def split(completions, terms, **_):
+    """Take a column of lists for texts."""
+    pairs = zip(completions, terms, strict=True)
+    return [float(each.split()[0] in one[0]["content"]) for one, each in pairs]
+
+
 def unfinished(completions, **_):
     """Read behind the end of the completions."""
     return [completions[len(completions)]]
@@ -226,6 +232,7 @@ def unfinished(completions, **_):
         (first_keys, True, MESSAGES),
         (contents_of, False, TEXTS),
         (without_column, True, None),
+        (split, True, '["content"]; the values of `terms` are lists, too'),
         (unfinished, True, None),
         (unfinished, False, None),
     ],
@@ -235,7 +242,7 @@ def test_completions_of_another_form(tmp_path, reward, is_of_messages, says):
     prompts = ["a b", "c d"]
     if is_of_messages:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    rows = Dataset.from_dict({"prompt": prompts * 8})
+    rows = Dataset.from_dict({"prompt": prompts * 8, "terms": [["a", "b"]] * 16})
     keywords = {"reward_funcs": reward, "train_dataset": rows, "eval_dataset": None}
     trainer = new_trainer("GRPO", tmp_path, MFTrainerMixin, extras=keywords)
     trainer.processing_class.chat_template = "{{ messages[0]['content'] }}"
