@@ -154,7 +154,7 @@ def train(
 def _train(
     checked: "Recipe", resume: str | None, skip_rows: str | None, *, overwrite: bool
 ) -> None:
-    from mfwrap.runner.resumption import check_resume  # noqa: PLC0415  (loads transformers)
+    from mfwrap.runner.resumption import check_resume, result_line  # noqa: PLC0415  (slow)
     from mfwrap.runner.run import run_recipe  # noqa: PLC0415  (loads transformers)
 
     chosen = True if resume == _RESUME_NEWEST else resume or False
@@ -171,9 +171,8 @@ def _train(
     finally:
         _leave_process_group()
     if is_first_process():
-        values = ", ".join(f"{name} {value:.6g}" for name, value in result.metrics.items())
         of = "" if result.checkpoint is None else f" ({result.checkpoint})"
-        echo(f"result: {values or 'not evaluated'}{of}")
+        echo(f"result: {result_line(result.folder, result.metrics)}{of}")
         page = shlex.join(["mfwrap", "report", str(result.folder)])
         echo(f"run folder: {result.folder}\nrun page: {page}")
 

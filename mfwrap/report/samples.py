@@ -42,8 +42,8 @@ def samples_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
         what, line = ("them", "lines") if len(places) > 1 else ("it", "line")
         codes = " ".join(f"<code>{html.escape(place, quote=False)}</code>" for place in places)
         lines.append(
-            f"to leave {what} out: write the {line} {codes} to a file, and give the file as "
-            "<code>--skip-rows</code> or <code>MFTrainer(skip_rows=...)</code>"
+            f"to leave {what} out of this pass: write the {line} {codes} to a file, and "
+            "give the file as <code>--skip-rows</code> or <code>MFTrainer(skip_rows=...)</code>"
         )
     num_steps = max(record.get("num_steps", 1) for record in records)
     num_searched = max(record.get("num_searched", 1) for record in records)

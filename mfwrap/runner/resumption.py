@@ -15,6 +15,9 @@ from mfwrap.runner.document import Path as KeyPath
 from mfwrap.runner.folder import RESULT, check_others_files, checkpoints
 from mfwrap.trainer.preflight import WITHOUT_EFFECT
 
+_MOST_SAID = 8
+"""Largest number of metrics in the last lines of a run: an evaluation by TRL has thirty."""
+
 
 def check_resume(run_folder: str, resume: str | bool, *, overwrite: bool) -> None:  # noqa: FBT001  (a path or True, as in the Trainer)
     """Check the options ``--resume`` and ``--overwrite`` before a training is built.
@@ -123,6 +126,19 @@ def _differences(own: Any, other: Any, path: KeyPath = ()) -> Iterator[tuple[Key
 
 def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
+
+
+def result_line(folder: Path, metrics: Mapping[str, float]) -> str:
+    """Return the first metrics of a run that has finished, and which file has the others.
+
+    Args:
+        folder: Run folder.
+        metrics: All metrics.
+    """
+    said = [f"{name} {value:.6g}" for name, value in metrics.items()]
+    if (num_more := len(said) - _MOST_SAID) > 0:
+        said[_MOST_SAID:] = [f"{num_more} more in {folder / RESULT}"]
+    return ", ".join(said) or "not evaluated"
 
 
 def write_result(folder: Path, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:

@@ -23,7 +23,10 @@ def text_of(record):
             [{"index": 77, "epoch": 2, "position": 40}],
             [
                 "data set index 77 (rank 1, micro-batch 2, row 3), epoch 2, position 40",
-                f'to leave it out: write the line {{"epoch": 2, "position": 40}} {GIVEN}',
+                (
+                    'to leave it out of this pass: write the line {"epoch": 2, "position": 40} '
+                    f"{GIVEN}"
+                ),
             ],
         ),
         (
@@ -32,7 +35,7 @@ def text_of(record):
                 "rank 1, micro-batch 2, row 3, epoch 0, position 1",
                 "rank 1, micro-batch 2, row 3, epoch 0, position 2",
                 (
-                    'to leave them out: write the lines {"epoch": 0, "position": 1} '
+                    'to leave them out of this pass: write the lines {"epoch": 0, "position": 1} '
                     f'{{"epoch": 0, "position": 2}} {GIVEN}'
                 ),
             ],

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from mfwrap.checkpoints.written_files import note_written, rewrite_list
 from mfwrap.runner import RecipeError, parse_recipe, run_recipe
 from mfwrap.runner.document import RecipeDocument, yaml_text
 from mfwrap.runner.folder import RESULT
-from mfwrap.runner.resumption import former_run, read_result, write_result
+from mfwrap.runner.resumption import former_run, read_result, result_line, write_result
 from support.ranks.recipes import run_again
 from support.recipe_texts import recipe_text
 
@@ -70,6 +71,17 @@ def test_results_that_are_not_finite(tmp_path):
     found, checkpoint = read_result(tmp_path)
     assert found == pytest.approx(metrics, nan_ok=True)
     assert checkpoint is None
+
+
+def test_the_line_of_many_metrics():
+    """It has the first ones, and says where the others are."""
+    metrics = {f"eval_{number}": float(number) for number in range(8)}
+    folder = Path("runs/a")
+
+    assert result_line(folder, {}) == "not evaluated"
+    assert result_line(folder, metrics).endswith("eval_6 6, eval_7 7")
+    more = metrics | {"eval_8": 8.0, "eval_9": 9.0}
+    assert result_line(folder, more).endswith("eval_7 7, 2 more in runs/a/result.json")
 
 
 def test_one_rank_says_that_a_run_has_finished(tmp_path, two_ranks):
