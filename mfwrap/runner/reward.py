@@ -55,6 +55,9 @@ _ANSWERS = frozenset({"completions", "completion_ids"})
 WITHHELD = frozenset({"prompt", "completion"})
 """Columns that TRL does not pass."""
 
+_OF_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Kinds of errors that an answer or a value of its row may cause."""
+
 _LIKE_A_SLIP = 0.85
 """Similarity of two keys above which one is the other with a slip of the pen."""
 
@@ -287,6 +290,38 @@ def _number(name: str, one: Any, told: Callable[[], str]) -> float | None:
     return number
 
 
+def _raising(
+    reward: Reward, given: Mapping[str, Any], number: int, error: BaseException
+) -> int | None:
+    """Return the first answer for which alone a reward function raises an error again.
+
+    Args:
+        reward: The function, which has failed.
+        given: Its arguments.
+        number: Number of answers.
+        error: What it has raised.
+
+    Returns:
+        The number of the answer; ``None`` if all of them are the same in this, or the error is of a
+        kind that values do not cause.
+    """
+    if not isinstance(error, _OF_VALUES):
+        return None
+    found = []
+    for index in range(number):
+        alone = {
+            key: [value[index]] if isinstance(value, list) and len(value) == number else value
+            for key, value in given.items()
+        }
+        try:
+            reward(**alone)
+        except _OF_VALUES:
+            found.append(index)
+        except Exception:  # noqa: BLE001  (the user's own code; the first error is the one to tell)
+            return None
+    return found[0] if 0 < len(found) < number else None
+
+
 def _checked(
     name: str,
     reward: Reward,
@@ -305,7 +340,13 @@ def _checked(
     def compute(**passed: Any) -> list[float | None]:
         answers = passed["completions"]
         wanted = f"a list of {len(answers)} numbers, one for each completion (or None)"
-        numbers = reward(**{key: value for key, value in passed.items() if key in taken})
+        given = {key: value for key, value in passed.items() if key in taken}
+        try:
+            numbers = reward(**given)
+        except Exception as error:
+            if (index := _raising(reward, given, len(answers), error)) is not None:
+                error.add_note(f"raised for {told(passed, index)}, but not for each answer")
+            raise
         listed = _listed(name, numbers, wanted)
         if len(listed) != len(answers):
             msg = f"{name} must return {wanted}, got {len(listed)}: {shown(listed)}"

@@ -63,6 +63,10 @@ def failing(completions):
     return [completions[len(completions)]]
 
 
+def inverse(completions, site, log_metric=None):
+    return [1 / (len(text) - (name == "web")) for text, name in zip(completions, site)]
+
+
 def by_number(completions):
     return {number: 1.0 for number, _ in enumerate(completions)}
 
@@ -457,6 +461,26 @@ def test_a_row_is_told_by_all_its_columns(text):
         reward(**PASSED)
 
     assert given == [{"prompt": "a?", "site": "web"}]
+
+
+def test_the_answer_for_which_a_reward_fails(text):
+    """It is told if others do not fail; a fault of the function itself fails for all of them."""
+    (make,) = checked(text({"type": "my_rewards.inverse"})).make_rewards
+    passed = {
+        "prompts": ["a?", "a?", "b?", "b?"],
+        "completions": ["xy", "x", "x", "xy"],
+        "site": ["web", "books", "web", "books"],
+    }
+    reward = make(["prompt", "site"], lambda row: f"rows.jsonl:{row['site']}")
+    with pytest.raises(ZeroDivisionError) as raised:
+        reward(**passed)
+    assert raised.value.__notes__ == [
+        "raised for 'x', an answer to 'b?' (rows.jsonl:web), but not for each answer"
+    ]
+    (make,) = checked(text({"type": "my_rewards.failing"})).make_rewards
+    with pytest.raises(IndexError) as raised:
+        make(["prompt", "site"])(**passed)
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_reward_of_trl_for_messages(text, tmp_path, capsys):
