@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mfwrap.records.rewards import ALIKE, is_constant
@@ -22,7 +23,7 @@ from mfwrap.runner.lengths import check_answers
 from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.recipe import Recipe, data_errors, read_document
 from mfwrap.runner.run import build_trainer, checked_rows
-from mfwrap.runner.tuning import Counted, rows_line
+from mfwrap.runner.tuning import rows_line
 
 _MAX_PARAMETERS = 30_000_000
 """A model with more parameters is not trained: its step may take minutes on a CPU."""
@@ -67,10 +68,10 @@ def rehearse(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> str
     with quiet(), recipe.code.importable():
         reason = _reason_to_skip(recipe)
         if reason is not None:
-            counts: list[Counted] = []
+            tables: list[Dataset] = []
             said: list[str] = []
-            rows = checked_rows(recipe, counts.append, said.append)
-            lines = [*said, rows_line(recipe, rows, next(iter(counts), None))]
+            rows = checked_rows(recipe, tables.append, said.append)
+            lines = [*said, rows_line(recipe, rows, tables)]
         else:
             lines = _try(recipe)
     for line in filter(None, lines):

@@ -71,7 +71,7 @@ from mfwrap.runner.recipe import (
 from mfwrap.runner.resumption import former_run, write_result
 from mfwrap.runner.reward import missing_values
 from mfwrap.runner.training import optimized, with_checked_loss
-from mfwrap.runner.tuning import Counted, tuning_of
+from mfwrap.runner.tuning import tuning_of
 from mfwrap.runner.unknown_tokens import check_known
 from mfwrap.runner.way_on import telling_the_way_on
 from mfwrap.trainer.display.console import StepProgressCallback
@@ -326,12 +326,11 @@ def build_trainer(
     # Set the seed before the model's weights are initialized. The Trainer sets the seed only later.
     set_seed(arguments.seed)
     with arguments.main_process_first():
-        counts: list[Counted] = []
+        tables: list[Dataset] = []
         is_main = arguments.process_index == 0
-        rows = checked_rows(recipe, counts.append, say if is_main else lambda _: None)
-        counted = next(iter(counts), None)
-        number = None if counted is None else counted.rows
-        arguments = _tuned(recipe, rows, counted, say)
+        rows = checked_rows(recipe, tables.append, say if is_main else lambda _: None)
+        number = len(tables[0]) if tables else None
+        arguments = _tuned(recipe, rows, tables, say)
         keywords = _keywords(recipe, rows, number)
         inputs = input_facts(recipe, rows, keywords["model"])
         keywords |= _adapter(recipe, keywords)
@@ -491,10 +490,10 @@ def _length(rows: Any) -> int | None:
 
 
 def _tuned(
-    recipe: Recipe, rows: Rows, counted: Counted | None, say: Callable[[str], None]
+    recipe: Recipe, rows: Rows, tables: Sequence[Dataset], say: Callable[[str], None]
 ) -> TrainingArguments:
     """Return the arguments of the training, and say what the rows are."""
-    tuning = tuning_of(recipe, rows, counted)
+    tuning = tuning_of(recipe, rows, tables)
     if tuning is None:
         return recipe.arguments
     if recipe.arguments.process_index == 0:
@@ -655,15 +654,16 @@ def _teacher(recipe: Recipe, teacher: ModelSettings, keywords: Mapping[str, Any]
 
 def checked_rows(
     recipe: Recipe,
-    count: Callable[[Counted], None] = lambda _: None,
+    note: Callable[[Dataset], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Rows:
     """Read the data of a recipe, and check that all rows fit the task.
 
     Args:
         recipe: The recipe.
-        count: Called with the numbers of rows, before some are held out or left out; not called for
-            rows of a stream, and for rows that are inputs of the model.
+        note: Called with all rows, with the task's columns, before some are held out or left out,
+            and then with those of a held-out file, if there is one; not called for rows of a
+            stream, and for rows that are inputs of the model.
         say: Called with a line about each column that a reward takes and some rows lack, and with a
             warning about each column of numbers that a value far from the others spoils, see
             `far_values`; not called for rows of a stream.
@@ -695,10 +695,8 @@ def checked_rows(
         _say_of_values(recipe, table, say, held_out=held_out)
         if not held_out:
             checked.append(table)
-            if not recipe.data.is_streamed:
-                empty = [row for form in forms for row in form.unanswered(table)]
-                count(Counted(len(table), empty))
-                far_values(recipe, table, say)
+        if not recipe.data.is_streamed:
+            note(table)
         if classes is not None:
             classes.check(table, names, is_closed=held_out and not recipe.data.is_streamed)
 
@@ -729,9 +727,11 @@ def _common_columns(train: Any, evaluation: Any) -> set[str]:
 def _say_of_values(
     recipe: Recipe, table: Dataset, say: Callable[[str], None], *, held_out: bool
 ) -> None:
-    """Say which columns that a reward takes have no value in some rows; not of a stream."""
+    """Say what of the values is unusual, see `checked_rows`; not of a stream."""
     if recipe.data.is_streamed:
         return
+    if not held_out:
+        far_values(recipe, table, say)
     kind = "held-out rows" if held_out else "rows"
     where = functools.partial(recipe.data.where, held_out=held_out)
     for line in missing_values(recipe.make_rewards, table, kind, where):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from mfwrap.recipes.data.forms import form_of
+from mfwrap.recipes.data.forms import Form, form_of
 from mfwrap.recipes.data.source import SOURCE, Rows
 from mfwrap.recipes.data.streams import column_names
 from mfwrap.recipes.models.chat_templates import CHOICES, template_text
@@ -31,21 +31,14 @@ class Tuning(NamedTuple):
     itself, that no chat template is applied to them."""
 
 
-class Counted(NamedTuple):
-    """Numbers of the rows that were read, before some are held out or left out."""
-
-    rows: int
-    unanswered: Sequence[int]
-    """Those, counted from 1, in which an answer to be learned has no text."""
-
-
-def rows_line(recipe: Recipe, rows: Rows, counted: Counted | None) -> str | None:
+def rows_line(recipe: Recipe, rows: Rows, tables: Sequence[Dataset]) -> str | None:
     """Return what the rows of a recipe are; ``None`` if its task has one form of rows.
 
     Args:
         recipe: The recipe.
         rows: Its rows, checked.
-        counted: Numbers of the rows; ``None`` for those of a stream.
+        tables: All rows that were read, and those of a held-out file, see `checked_rows`; empty for
+            a stream.
     """
     if not recipe.task.forms or rows.are_inputs:
         return None
@@ -56,25 +49,40 @@ def rows_line(recipe: Recipe, rows: Rows, counted: Counted | None) -> str | None
     used |= recipe.data.known_columns or set()
     unused = ", ".join(sorted(set(found) - used))
     unused = f"columns not used: {unused:.100}" if unused else ""
-    if isinstance(rows.train, Dataset) and (left := form.unused_in_turns(rows.train)):
+    if left := form.unused_in_turns(tables):
         unused = "; ".join(filter(None, [unused, f"not used: {', '.join(left)}"]))
-    said, empty = "streamed rows", ""
-    if counted is not None:
-        number, unanswered = counted
-        if unanswered:
-            first = recipe.data.where(unanswered[0], held_out=False)
-            empty = f", {len(unanswered):,} with an empty answer (the first {first})"
-        said = f"{number:,} row{'' if number == 1 else 's'}"
-        held_out = 0 if rows.evaluation is None else len(rows.evaluation)
-        # Rows of a file of their own are not among those that are counted here, and neither
-        # `max_train_samples` nor `max_eval_samples` may have left out any.
-        if held_out and number == len(rows.train) + held_out:
-            said = f"{said} ({len(rows.train):,} to train on, {held_out:,} held out)"
-    said = f"{said} of {form.name}{f' ({unused})' if unused else ''}"
-    return said + empty
+    numbered = _numbered(rows, tables)
+    return (
+        f"{numbered} of {form.name}{f' ({unused})' if unused else ''}{_empty(recipe, form, tables)}"
+    )
 
 
-def tuning_of(recipe: Recipe, rows: Rows, counted: Counted | None) -> Tuning | None:
+def _numbered(rows: Rows, tables: Sequence[Dataset]) -> str:
+    """Return the number of rows, and how many of them are trained on and held out."""
+    if not tables:
+        return "streamed rows"
+    number = sum(map(len, tables))
+    said = f"{number:,} row{'' if number == 1 else 's'}"
+    held_out = 0 if rows.evaluation is None else len(rows.evaluation)
+    # Neither `max_train_samples` nor `max_eval_samples` may have left out any.
+    if not held_out or number != len(rows.train) + held_out:
+        return said
+    return f"{said} ({len(rows.train):,} to train on, {held_out:,} held out)"
+
+
+def _empty(recipe: Recipe, form: Form, tables: Sequence[Dataset]) -> str:
+    """Return how many answers to be learned are empty, in a clause; empty without one."""
+    found = [
+        (row, number > 0) for number, table in enumerate(tables) for row in form.unanswered(table)
+    ]
+    if not found:
+        return ""
+    row, is_held_out = found[0]
+    first = recipe.data.where(row, held_out=is_held_out)
+    return f", {len(found):,} with an empty answer (the first {first})"
+
+
+def tuning_of(recipe: Recipe, rows: Rows, tables: Sequence[Dataset]) -> Tuning | None:
     """Return how the rows of a recipe are trained on; ``None`` if nothing is to be said of them.
 
     Of conversations, only the assistant's turns count in the loss, unless the recipe says otherwise
@@ -83,7 +91,7 @@ def tuning_of(recipe: Recipe, rows: Rows, counted: Counted | None) -> Tuning | N
     Args:
         recipe: The recipe.
         rows: Its rows, checked.
-        counted: Numbers of the rows; ``None`` for those of a stream.
+        tables: As of `rows_line`.
 
     Raises:
         RecipeError: If the rows need a chat template and there is none, or if only the assistant's
@@ -99,7 +107,7 @@ def tuning_of(recipe: Recipe, rows: Rows, counted: Counted | None) -> Tuning | N
         raw = _without_template(recipe)
     if form is None:
         return None if raw is None else Tuning(recipe.arguments, raw)
-    line = rows_line(recipe, rows, counted)
+    line = rows_line(recipe, rows, tables)
     arguments: Any = recipe.arguments
     if tokenizer is not None and form.is_of_turns and hasattr(arguments, "assistant_only_loss"):
         arguments = _with_answers_only(recipe, tokenizer)

@@ -62,18 +62,19 @@ class Form:
         numbered = enumerate(table, start=1)
         return [n for n, row in numbered if any(_is_unanswered(row[name]) for name in names)]
 
-    def unused_in_turns(self, rows: Dataset) -> list[str]:
+    def unused_in_turns(self, tables: Sequence[Dataset]) -> list[str]:
         """Return what of the turns, or for them, is not used, such as a key that weights a turn."""
         unused: set[str] = set()
         for name in self.columns:
-            keys = _keys_of_turns(rows, name)
+            keys = {key for rows in tables for key in _keys_of_turns(rows, name)}
             # Of ShareGPT's turns, only these are kept; others are passed to the chat template.
             is_sharegpt = "from" in keys and "role" not in keys
             unused |= keys - {"from", "value"} if is_sharegpt else keys & _WEIGHTS
         said = [f"{key!r} of turns" for key in sorted(unused)]
-        if "conversations" in self.columns and "system" in rows.column_names:
-            table = rows.select_columns(["conversations", "system"])
-            if number := sum(map(_has_two_systems, table)):
+        pair = ["conversations", "system"]
+        if pair[0] in self.columns:
+            both = [rows.select_columns(pair) for rows in tables if pair[1] in rows.column_names]
+            if number := sum(_has_two_systems(row) for rows in both for row in rows):
                 said.append(f"system of {number:,} rows, whose turns begin with one")
         return said
 

@@ -12,7 +12,7 @@ from mfwrap.runner import RecipeError, run_recipe
 from mfwrap.runner.preview import preview
 from mfwrap.runner.rehearsal import rehearse
 from mfwrap.runner.run import build_trainer, checked_rows
-from mfwrap.runner.tuning import Counted, rows_line, tuning_of
+from mfwrap.runner.tuning import rows_line, tuning_of
 from support.recipe_data import LANGUAGE, learned, recipe_of, save_tokenizer
 
 # Ignore the warnings that TRL and datasets emit.
@@ -54,9 +54,9 @@ RAW = (
 
 def line_of(recipe):
     """Return what is said about the rows of a recipe."""
-    numbers = []
-    rows = checked_rows(recipe, numbers.append)
-    return tuning_of(recipe, rows, *(numbers or [None])).line
+    tables = []
+    rows = checked_rows(recipe, tables.append)
+    return tuning_of(recipe, rows, tables).line
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,9 @@ def test_lines(section, task, row, training, line):
     recipe = recipe_of(task, section([row] * 3), max_length=64, **training)
 
     assert line_of(recipe) == f"3 rows of {line}"
-    rows = f"3 rows of {line}".partition(";")[0]
-    assert rows_line(recipe, checked_rows(recipe), Counted(3, [])) == rows
+    tables = []
+    rows = checked_rows(recipe, tables.append)
+    assert rows_line(recipe, rows, tables) == f"3 rows of {line}".partition(";")[0]
 
 
 def test_prompts_that_get_no_chat_template(section):
@@ -146,7 +147,8 @@ def test_rows_that_are_held_out_or_left_out_are_counted(section, tmp_path):
     assert said(eval_fraction=0.1) == "1,200 rows (1,080 to train on, 120 held out)"
     for limit in ({"max_train_samples": 10}, {"max_eval_samples": 10}):
         assert said(eval_fraction=0.5, **limit) == "1,200 rows"
-    assert said(**path) == said(eval_fraction=0) == "1,200 rows"
+    assert said(**path) == "1,201 rows (1,200 to train on, 1 held out)"
+    assert said(eval_fraction=0) == "1,200 rows"
 
 
 @pytest.mark.parametrize(
@@ -175,6 +177,20 @@ def test_empty_answers_are_counted(section, task, full, empty):
     recipe = recipe_of(task, section([full | empty] * 4, eval_fraction=0.5), max_length=64)
     assert "4 rows (2 to train on, 2 held out) of " in line_of(recipe)
     assert ", 4 with an empty answer (the first at " in line_of(recipe)
+
+
+def test_what_only_held_out_rows_have(section, tmp_path):
+    """Empty answers and keys of turns that are not used are told of a held-out file, too."""
+    file = tmp_path / "held_out.jsonl"
+    weighted = {"conversations": [TURNS[0], TURNS[1] | {"value": "", "weight": 0}]}
+    file.write_text("\n".join(map(json.dumps, [{"conversations": TURNS}, weighted])))
+    data = section([{"conversations": TURNS}] * 3, eval_path=str(file))
+
+    line = line_of(recipe_of("supervised_tuning", data, max_length=64))
+    assert line.startswith(
+        "5 rows (3 to train on, 2 held out) of ShareGPT conversations (not used: 'weight' of "
+        f"turns), 1 with an empty answer (the first at {file}:2); "
+    )
 
 
 def test_empty_answers_of_rows_that_are_left_out(section):
@@ -246,7 +262,7 @@ def test_a_task_with_one_form():
     """Nothing is said about the rows of a task that takes only one form."""
     recipe = recipe_of("causal_lm", {"type": "python_topics"})
 
-    assert tuning_of(recipe, checked_rows(recipe), Counted(3, [])) is None
+    assert tuning_of(recipe, checked_rows(recipe), []) is None
 
 
 @pytest.mark.parametrize(
