@@ -202,7 +202,9 @@ class RunNotes:
             notes.append(Cause("setting", listed(changes), look))
         if self._recorder is not None:
             kept = self._recorder.began_with_gradients
-            if kept and self._num_without >= _QUIET:
+            norms = self._recorder.second_gradients
+            since_begin = bool(norms) and _has_kept(norms, judgement.optimizer)
+            if since_begin or (kept and self._num_without >= _QUIET):
                 said = f"step {numbers.step} began with the gradients of the step before"
                 look = "look whether they are set to zero after each update"
                 notes.append(Cause("gradient", said, look))
@@ -253,6 +255,18 @@ class RunNotes:
 def _are_mostly_zero(norms: Tensor) -> bool:
     """Tell whether most norms are zero; false without norms. Synchronizes with the device."""
     return (norms == 0).float().mean().item() > 1 / 2
+
+
+def _has_kept(norms: Mapping[Tensor, Tensor], optimizer: Any) -> bool:
+    """Tell whether a step has begun with gradients of weights that the optimizer has.
+
+    Synchronizes with the device.
+    """
+    optimizer = unwrapped_optimizer(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        return False
+    known = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    return any(id(weight) in known and norm.item() > 0 for weight, norm in norms.items())
 
 
 def _unreached(network: nn.Module, optimizer: Any) -> list[Cause]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from mfwrap.callbacks.culprit.replay.targets import IGNORED, is_target
 from mfwrap.tensors.module_hooks import keep_out_of_copies
-from mfwrap.tensors.shards import is_distributed
+from mfwrap.tensors.norms import norms_of_each
+from mfwrap.tensors.shards import is_distributed, local_tensors
 from mfwrap.tensors.training_forwards import is_training_forward, replay
 from mfwrap.tensors.wrappers import unwrapped_network
 
@@ -168,6 +169,10 @@ class StepRecorder:
         self._begins_with_gradients = False
         self.began_with_gradients = False
         """Whether weights had gradients before the first call of the last completed step."""
+        self._second_gradients: dict[Tensor, Tensor] = {}
+        self.second_gradients: dict[Tensor, Tensor] = {}
+        """Norm of each gradient, shape ``()``, with which the first backward of the second step has
+        begun, if that is the last completed step. It is zero if the loop has zeroed them."""
         self.last_step: list[RecordedCall] = []
         """Calls of the last completed step, in their order."""
         self.earlier_step: list[RecordedCall] = []
@@ -206,6 +211,7 @@ class StepRecorder:
         """Make the current step the last completed step; release the inputs of earlier steps."""
         self.earlier_step, self.last_step = self.last_step, self._this_step
         self.began_with_gradients = bool(self._this_step) and self._begins_with_gradients
+        self.second_gradients, self._second_gradients = self._second_gradients, {}
         self._this_step = []
         for name, are_finite in (pair for each in self.last_columns for pair in each.items()):
             self._num_noted[name] = self._num_noted.get(name, 0) + 1
@@ -279,6 +285,7 @@ class StepRecorder:
         for handle in self._handles:
             handle.remove()
         self.holder = self.run_batch = None
+        self.second_gradients, self._second_gradients = {}, {}
         self.last_batches, self._batches = [], []
         self.earlier_step, self.last_step, self._this_step = [], [], []
         self.last_columns, self._columns = [], []
@@ -319,6 +326,16 @@ class StepRecorder:
             call.loss = loss.detach().clone().reshape(())
             if loss.requires_grad:
                 loss.register_hook(call.keep_gradient)
+            if loss.requires_grad and self._num_steps == 1 and len(self._this_step) == 1:
+                # A loop may zero the gradients as late as just before the backward.
+                loss.register_hook(self._keep_norms)
+
+    def _keep_norms(self, _: Tensor | None) -> None:
+        kept = {one: one.grad for one in self.network.parameters() if one.grad is not None}
+        if kept:
+            gradients = [one.detach() for one in local_tensors(kept.values())]
+            norms = norms_of_each(gradients, self.device)
+            self._second_gradients = dict(zip(kept, norms, strict=True))
 
     @property
     def first_call(self) -> RecordedCall | None:

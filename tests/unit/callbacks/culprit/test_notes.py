@@ -199,7 +199,7 @@ def test_another_loss_of_a_language_model_may_be_negative():
     network = language_model().train()
     recorder = StepRecorder(network)
     notes = RunNotes(network, Judges(network, 10), 50, recorder)
-    judged = SimpleNamespace(changed=lambda: ())
+    judged = SimpleNamespace(changed=lambda: (), optimizer=None)
     numbers = numbers_of(51, StepValues(loss=-1.0, global_norm=1.0))
     for batch, expected in (({}, []), ({"labels": tokens(1)["labels"]}, ["loss"])):
         output = network(input_ids=tokens(1)["input_ids"], **batch)
@@ -324,18 +324,27 @@ def test_weights_without_a_gradient_have_no_update(tmp_path):
     assert notes == []
 
 
-@pytest.mark.parametrize(("set_to_none", "steps"), [(True, [8]), (False, [])])
-def test_gradients_that_are_not_set_to_zero(tmp_path, set_to_none, steps):
-    """The step that begins with them is noted, unless the loop always keeps them, as zeros."""
+@pytest.mark.parametrize(
+    ("zeroes", "steps"),
+    [("late", [8]), ("as zeros", []), ("never", [2]), ("before the backward", []), ("own", [])],
+)
+def test_gradients_that_are_not_set_to_zero(tmp_path, zeroes, steps):
+    """The step that begins with them is noted, however the loop sets them to zero otherwise.
+
+    Gradients of weights that the optimizer does not have do no harm.
+    """
     network = language_model().train()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    weights = list(network.parameters())
+    optimizer = torch.optim.AdamW(weights[:-2] if zeroes == "own" else weights, lr=1e-3)
     with LoopMonitor(optimizer, tmp_path, model=network, replay=True) as monitor:
         for step in range(1, 11):
             loss = network(**tokens(step)).loss
+            if zeroes == "before the backward":
+                optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if step < 7:
-                optimizer.zero_grad(set_to_none=set_to_none)
+            if zeroes in {"as zeros", "own"} or (zeroes == "late" and step < 7):
+                optimizer.zero_grad(set_to_none=zeroes != "as zeros")
             monitor.end_step(loss)
 
     path = tmp_path / "anomalies.jsonl"
