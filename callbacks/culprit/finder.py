@@ -145,6 +145,7 @@ class CulpritFinder:
             self._kinds.rate_rise,
             loss=numbers.loss,
             global_norm=numbers.global_norm,
+            terms=numbers.losses,
         )
         self._trace.append(trace)
         if trace.rate_rise is not None:

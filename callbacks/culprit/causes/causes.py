@@ -64,6 +64,7 @@ _RULES = (
     _Rule(data.bad, "inferred"),
     _Rule(rate.growing_updates, "measured"),
     _Rule(rate.large_updates, "measured"),
+    _Rule(data.far_rows, "inferred"),
     _Rule(rate.large_all_along, "measured"),
 )
 """All rules, in the order in which they are asked.

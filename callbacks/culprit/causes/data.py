@@ -39,6 +39,9 @@ the step's loss from which on that is asked: the data of one earlier step say li
 _AGAIN = 0.25
 """Smallest share of its rise that a step must have once more if its data are at fault."""
 
+_FAR = 10.0
+"""Smallest ratio of the losses of some rows to the usual loss that makes them the cause."""
+
 _ORDINARY_RATIO = 0.05
 """Largest ratio of an update to its weights that does not explain a rise of the loss."""
 
@@ -148,6 +151,31 @@ def shifted(evidence: CauseEvidence) -> Cause | None:
         f"{found.again / found.then:.3g} times the loss that they had, and those of this step have "
         "theirs again",
         "look at the data of these steps, at their targets, and at what prepares them",
+    )
+
+
+def far_rows(evidence: CauseEvidence) -> Cause | None:
+    """Find a few rows that were run apart, with losses far above what is usual of the step.
+
+    That says enough even if it is unknown whether the loss of the step is unusual, as after a few
+    steps, or in a run that has had such rows before; and of a loss that the Trainer computes.
+    """
+    blamed = evidence.blamed
+    rows = () if blamed.search is None else blamed.search.rows
+    losses = [row.loss for row in rows if row.loss is not None]
+    least = min(losses) if losses and len(losses) == len(rows) else math.nan
+    has_moved = any(evidence.rise_of_updates(each) >= _LARGE_UPDATE for each in evidence.before)
+    if evidence.kind not in {"loss_spike", "spike"} or has_moved or has_spoilt(evidence.before):
+        return None
+    if not 0 < _FAR * blamed.usual_loss < least < math.inf:
+        return None
+    what = f"one row has a loss of {least:.4g}"
+    if len(rows) > 1:
+        what = f"{len(rows)} rows have losses of {least:.4g} or more"
+    return Cause(
+        "data",
+        f"{what} (usually {blamed.usual_loss:.4g})",
+        "look at the samples of this step",
     )
 
 

@@ -2,8 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import Kind
@@ -69,6 +70,8 @@ class StepTrace(NamedTuple):
 
     loss: float = math.nan
     global_norm: float | None = None
+    terms: Mapping[str, float] = MappingProxyType({})
+    """Losses that were reported by name, such as the terms of the loss."""
 
     def rate_lasts(self, rate: float) -> bool:
         """Tell whether a later rate is as high as the rise of this step made it."""

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Mapping
 
 from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import (
@@ -38,6 +39,9 @@ _ALIKE = 2.0
 _OUTSIDE_RISE, _OUTSIDE_SHARE = 2.5, 0.2
 """Smallest rise of the step's loss that began behind the network, and the largest share of it that
 the network's own losses have."""
+
+_RISEN_TERM = 3.0
+"""Smallest ratio of a term of the loss to its usual value that is named."""
 
 _OUTSIDE = "look at the code between the network's output and the backward"
 
@@ -155,20 +159,42 @@ def ruined_outside(evidence: CauseEvidence) -> Cause | None:
 
 
 def naming_terms(cause: Cause, evidence: CauseEvidence) -> Cause:
-    """Return a cause with the terms of a non-finite loss that are not finite themselves.
+    """Return a cause with the terms of the loss in which it shows, if there are several.
 
-    The terms are those that were reported by name.
+    The terms are those that were reported by name. Of a loss that is not finite, they are those
+    that are not finite themselves; of a spike, those that have risen threefold, if not all have.
     """
-    terms = evidence.blamed.terms
-    bad = [name for name, loss in terms.items() if not math.isfinite(loss)]
-    may_be_loss = cause.name in {"loss", UNKNOWN_CAUSE} and evidence.kind == "loss_not_finite"
-    if not may_be_loss or not bad or len(terms) == 1:
+    terms, said, what = evidence.blamed.terms, "", "the loss has risen"
+    may_be_loss = len(terms) > 1 and cause.name in {"loss", UNKNOWN_CAUSE}
+    if may_be_loss and evidence.kind == "loss_not_finite":
+        said, what = _terms_not_finite(terms), "the loss is not finite"
+    elif (may_be_loss or cause.name == "data") and evidence.kind in {"loss_spike", "spike"}:
+        said = _risen_terms(evidence)
+    if not said:
         return cause
+    return cause._replace(explanation=f"{cause.explanation or what}; of its terms, {said}")
+
+
+def _terms_not_finite(terms: Mapping[str, float]) -> str:
+    bad = [name for name, loss in terms.items() if not math.isfinite(loss)]
     numbers = ", ".join(f"{name} {loss:.4g}" for name, loss in terms.items())
-    return cause._replace(
-        explanation=f"{cause.explanation or 'the loss is not finite'}; of its terms, "
-        f"{' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite ({numbers})"
-    )
+    verb = "is" if len(bad) == 1 else "are"
+    return f"{' and '.join(bad)} {verb} not finite ({numbers})" if bad else ""
+
+
+def _risen_terms(evidence: CauseEvidence) -> str:
+    terms = evidence.blamed.terms
+    usual = {name: _usual_term(name, evidence) for name in terms}
+    risen = [name for name, loss in terms.items() if loss > _RISEN_TERM * usual[name] > 0]
+    said = [f"{name} has risen to {terms[name]:.4g} (usually {usual[name]:.4g})" for name in risen]
+    return " and ".join(said) if len(said) < len(terms) else ""
+
+
+def _usual_term(name: str, evidence: CauseEvidence) -> float:
+    """Return the median of a term in the last steps before this one; NaN if it is unknown."""
+    known = [each.terms.get(name, math.nan) for each in evidence.trace[:-1] if each.applied]
+    finite = [loss for loss in known if math.isfinite(loss)]
+    return statistics.median(finite) if finite else math.nan
 
 
 def vanished(evidence: CauseEvidence) -> Cause | None:

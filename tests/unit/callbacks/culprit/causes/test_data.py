@@ -30,6 +30,27 @@ def test_what_speaks_for_the_data(rank, name):
     assert cause(rank=rank).name == name
 
 
+@pytest.mark.parametrize(
+    ("losses", "steps", "said"),
+    [
+        ([90.0], (), "one row has a loss of 90 (usually 3)"),
+        ([90.0, 60.0], (), "2 rows have losses of 60 or more (usually 3)"),
+        ([90.0, 20.0], (), None),
+        ([90.0, None], (), None),
+        ([90.0], ({"update_ratio": 0.6},), None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["spike", "loss_spike"])
+def test_rows_far_above_the_usual_loss(kind, losses, steps, said):
+    """They are the cause of a spike of which else nothing is known, unless weights are spoilt."""
+    rows = tuple(BadRow(rank=0, micro_batch=0, row=2, loss=loss) for loss in losses)
+    rank = {**UNKNOWN, "search": RowSearch(rows, ""), "loss_score": math.nan}
+    found = cause(kind, trace(*steps, {}), rank=rank)
+
+    assert (found.name == "data") is (said is not None)
+    assert said is None or found.explanation == said
+
+
 def test_without_anything_that_speaks_for_one_of_them_both_are_named():
     """The reader learns what was ruled out, and that two causes are left."""
     said = cause(rank=UNKNOWN).explanation

@@ -1,5 +1,7 @@
 """Causes that lie in the loss, or between the loss and the gradients."""
 
+import math
+
 import pytest
 
 from mfwrap.callbacks.culprit.anomaly_log import BadRow
@@ -207,3 +209,30 @@ def test_rows_that_have_risen_by_the_same_amount(losses, micro_batch, name):
 
     assert (found.name, found.micro_batch) == (name, micro_batch)
     assert ("alike, and the gradients" in found.explanation) is (name == "loss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "terms", "said"),
+    [
+        ("loss_spike", {"ce": 2.1, "kl": 40.0}, "kl has risen to 40 (usually 5)"),
+        ("spike", {"ce": 2.1, "kl": 40.0}, "kl has risen to 40 (usually 5)"),
+        ("loss_spike", {"ce": 21.0, "kl": 40.0}, None),
+        ("loss_spike", {"ce": 2.1, "kl": 6.0}, None),
+        ("loss_spike", {"kl": 40.0}, None),
+        ("loss_spike", {"ce": 2.1, "new": 40.0}, None),
+        ("loss_not_finite", {"ce": 2.1, "kl": math.inf}, "kl is not finite (ce 2.1, kl inf)"),
+    ],
+)
+def test_terms_of_the_loss(kind, terms, said):
+    """Those in which the fault shows are named, unless it shows in all of them."""
+    usual = [{"ce": 2.0, "kl": loss} for loss in (5.0, 4.0, math.nan, 6.0)]
+    before = trace(*[{}] * 4)
+    steps = (
+        *(one._replace(terms=each) for one, each in zip(before, usual, strict=True)),
+        before[0],
+    )
+    loss = math.inf if kind == "loss_not_finite" else 40.0
+    found = cause(kind, steps, rank={"terms": terms, "earlier_losses": (), "loss": loss})
+
+    of_terms = found.explanation.partition("; of its terms, ")[2]
+    assert of_terms == (said or "")
