@@ -85,6 +85,10 @@ _DROP, _LOG_DROP, _DROPPED = -6.0, -5.0, 1 / 1.5
 """Largest scores of the loss and of its logarithm that are a drop of a single step, and the largest
 ratio of the loss to what was expected."""
 
+_OPPOSITE, _LEAST_EARLY_CHANGE = 0.5, 0.5
+"""Smallest share of the expected loss that one below zero has if its sign is wrong, and how far it
+must be away after the first few losses: those of a policy vary about zero by a few tenths."""
+
 _RUN_AWAY = 1e4
 """Smallest ratio of a loss below zero to the largest of the first losses, or to 1 where these are
 smaller, that is no fall of an ordinary loss. A log-likelihood falls below zero, too, and an actor's
@@ -224,7 +228,7 @@ class LossCourse:
         score = self.score / factor
         is_positive = not math.isnan(log) and self._log.num_distances > 0
         log_score = self._log.score(log) / factor if is_positive else math.nan
-        if loss < 0 < self._log.num_distances and not self._was_negative:
+        if self._log.num_distances > 0 and not self._was_negative and self._is_opposite(loss):
             # However little is known, the sign is.
             score, log_score = self.score, -math.inf
         # A loss on both sides of zero, such as that of a policy, may be anything for longer.
@@ -263,6 +267,12 @@ class LossCourse:
         is_new = bool(self.run_away) and not self._has_run_away
         self._has_run_away |= is_new
         return found or ("loss_drop" if is_new else None)
+
+    def _is_opposite(self, loss: float) -> bool:
+        """Tell whether a loss has the wrong sign, and is not just about zero, as of a policy."""
+        is_early = self._plain.num_distances < _EARLY
+        least = _LEAST_EARLY_CHANGE if is_early else 0.0
+        return loss < -_OPPOSITE * self.expected < 0 and self.expected - loss > least
 
     def _is_far_beyond(self, log: float) -> bool:
         """Tell whether a loss is a spike, however far the spikes before were; such is its score."""

@@ -359,6 +359,14 @@ def test_a_loss_of_both_signs_may_be_anything_at_first():
     assert course.add(-9.0) == "loss_drop"
 
 
+def test_a_loss_of_a_policy_that_begins_above_zero():
+    """Its first values below zero are ordinary; a wrong sign is none."""
+    assert found([0.109, 0.113, 0.104, -0.006, 0.123, -0.055, 0.067, -0.234]) == []
+    assert found([0.109, 0.113, 0.104, -0.2, 0.123, -0.055]) == []
+    assert found([0.9, 0.8, 0.9, -0.9]) == [(4, "loss_drop")]
+    assert found([*noisy(0.1, 20), -0.1]) == [(21, "loss_drop")]
+
+
 @pytest.mark.parametrize("first", [[0.0] * 20, [3e-9, -2e-9, 0.0, 1e-9] * 5])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_loss_of_a_policy_whose_rewards_were_all_equal(first, sign):
@@ -379,8 +387,8 @@ def test_a_loss_that_was_below_zero_before_may_be_so_again():
     earlier = LossCourse()
     earlier.load_state_dict(state)
 
-    assert [each.add(-0.2) for each in (course, later)] == [None, None]
-    assert earlier.add(-0.2) is not None
+    assert [each.add(-1.5) for each in (course, later)] == [None, None]
+    assert earlier.add(-1.5) is not None
 
 
 @pytest.mark.parametrize("power", [1, 3, "exponential"])
