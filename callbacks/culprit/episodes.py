@@ -270,7 +270,9 @@ class OpenEpisode:
         if self.run_away or not self.has_diverged:
             return self.run_away
         middle = statistics.median(self.last_losses)
-        return f"the loss had not come back by then: {middle:.4g}, after {self.usual_loss:.4g}"
+        return (
+            f"the loss had not come back by then: about {middle:.4g}, after {self.usual_loss:.4g}"
+        )
 
     def going_on(self) -> str:
         """Describe the episode in one line while it goes on."""
@@ -291,7 +293,11 @@ class OpenEpisode:
         """Describe the end of the episode in one line."""
         skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
         rows = f"samples of later steps: {self._rows()}" if self.later_samples else ""
-        back = "" if self.back_at is None else f"the loss was back at step {self.back_at}"
+        back = (
+            ""
+            if self.back_at is None
+            else f"the loss was near its former level at step {self.back_at}"
+        )
         told = dict.fromkeys(
             [self.refined.get("explanation") or self.latest or "", self.course(), back, rows]
         )
@@ -572,7 +578,7 @@ class Episodes:
         if len(away.last_losses) < _FEWEST_HIGH or any(map(away.is_back, away.last_losses)):
             return None
         middle, usual = statistics.median(away.last_losses), away.usual_loss
-        away.run_away = f"the loss has not come back since: {middle:.4g}, after {usual:.4g}"
+        away.run_away = f"the loss has not come back since: about {middle:.4g}, after {usual:.4g}"
         self._find_in_course(away)
         return away
 

@@ -375,7 +375,7 @@ def _explanation(record: Mapping[str, Any]) -> str:
     """Return what happened, how it ended for what grows, and whether the loss came back."""
     last, diverged = record.get("latest"), record.get("diverged")
     is_back = record.get("back") is not None
-    back = f"the loss was back at step {record['back']}" if is_back else ""
+    back = f"the loss was near its former level at step {record['back']}" if is_back else ""
     told = (record.get("explanation"), last and f"at last, {last}", diverged, back)
     return "; ".join(str(clause) for clause in told if clause)
 

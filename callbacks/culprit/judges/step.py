@@ -196,7 +196,8 @@ class StepScores(NamedTuple):
 
     update_ratio: float
     """Median over the weights of the ratio of the update to the weight, both as root mean squares.
-    Ordinary ratios are about 1e-3."""
+    Ordinary ratios are about 1e-3. For a weight that began at zero, the middle size of the others
+    is taken."""
 
     highest_state: float = math.nan
     """Highest score of the norm of a weight or a buffer, in a step with a sample of the state."""
@@ -247,6 +248,7 @@ class StepJudge:
         self._device = torch.device(device)
         self._quiet_steps = torch.zeros(len(self.watched), dtype=torch.int32, device=device)
         self._travel = torch.zeros(len(weights), device=device)
+        self._from_zero = torch.zeros(len(weights), dtype=torch.bool, device=device)
         self._zero_steps = torch.zeros(len(names), dtype=torch.int32, device=device)
         self._longest_zeros = torch.zeros_like(self._zero_steps)
         watched = [EXPERT.search(name) is None and name not in scalars for name in names]
@@ -280,6 +282,8 @@ class StepJudge:
             ordinary_update: Largest update, divided by the rate, that is never an anomaly.
         """
         window, device = self._window, self._device
+        if change is not None:
+            self._from_zero |= change.weight == 0
         unknown = torch.full((1,), torch.nan, device=device)
         norm = unknown if global_norm is None else global_norm.detach().float().reshape(1)
         norms = unknown.expand(self._split[1]) if local_norm is None else local_norm.float()
@@ -337,7 +341,7 @@ class StepJudge:
                 rate,
                 lowest,
                 rate if rate_factor == 1 else rate / rate_factor,
-                _median_ratio(change, unknown),
+                _median_ratio(change, self._from_zero, unknown),
             ]
         )
         if change is not None:
@@ -435,10 +439,18 @@ def _length(change: Change) -> Tensor:
     return torch.where(is_ruined, torch.inf, change.update.nan_to_num())
 
 
-def _median_ratio(change: Change | None, unknown: Tensor) -> Tensor:
+def _median_ratio(change: Change | None, from_zero: Tensor, unknown: Tensor) -> Tensor:
+    """Return the middle ratio of the updates to the weights, shape ``(1,)``.
+
+    A weight that began at zero, such as B of LoRA, has no size of its own at first: the middle one
+    of the other weights stands for it.
+    """
     if change is None or not change.update.numel():
         return unknown
-    ratios = torch.where(change.weight > 0, change.update / change.weight, torch.nan)
+    known = (change.weight > 0) & ~from_zero
+    usual = torch.where(known, change.weight, torch.nan).nanmedian()
+    size = torch.where(from_zero & usual.isfinite(), usual, change.weight)
+    ratios = torch.where(size > 0, change.update / size, torch.nan)
     return ratios.nanmedian().reshape(1)
 
 

@@ -265,7 +265,7 @@ def test_a_loss_that_does_not_come_back_has_diverged(is_resumed):
 
     record = end.as_record()
     assert (record["cause"], record["last_step"], record["num_steps"]) == ("diverged", 24, 5)
-    assert record["diverged"] == "the loss had not come back by then: 5, after 2"
+    assert record["diverged"] == "the loss had not come back by then: about 5, after 2"
     assert record["diverged"] in str(end)
 
 
@@ -386,7 +386,7 @@ def test_the_level_of_a_shift_is_its_middle_loss():
     for step in range(8, 16):
         assert episodes.pass_over(numbers(step, 8.5)) is None
 
-    assert "the loss had not come back by then: 8.5, after 4.67" in str(episodes.end())
+    assert "the loss had not come back by then: about 8.5, after 4.67" in str(episodes.end())
 
 
 def after_half_way(loss: float, num_steps: int) -> tuple[Episodes, list]:
@@ -405,7 +405,7 @@ def test_a_loss_that_comes_half_way_back_and_no_further(loss, said):
     """The end of the episode is told at once, and after 64 steps that the loss stays away."""
     episodes, told = after_half_way(loss, 80)
 
-    away = [] if said is None else [(25, f"the loss has not come back since: {said}")]
+    away = [] if said is None else [(25, f"the loss has not come back since: about {said}")]
     assert told == [(25, ""), *away]
     assert episodes.diverged_step == (None if said is None else 20)
     assert episodes.close() == []
@@ -444,7 +444,7 @@ def test_a_loss_that_is_back_after_a_divergence():
     assert episodes.astray is None
     assert told[:2] == [None, None]
     assert told[2].as_record()["back"] == 202
-    assert str(told[2]).endswith("the loss was back at step 202")
+    assert str(told[2]).endswith("the loss was near its former level at step 202")
 
 
 def test_a_divergence_that_goes_on_again_is_told_once():
@@ -546,7 +546,7 @@ def test_a_loss_that_rises_from_step_to_step(is_resumed):
         for end in (episodes.watch(numbers(step, loss)), episodes.pass_over(numbers(step, loss))):
             told += [] if end is None else [(step, end.run_away, end.back_at)]
 
-    away = "the loss has not come back since: 24.2, after 6.2"
+    away = "the loss has not come back since: about 24.2, after 6.2"
     assert told == [(23, away, None), (47, away, 47)]
     assert episodes.close() == []
 
