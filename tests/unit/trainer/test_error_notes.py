@@ -218,6 +218,11 @@ def split(completions, terms, **_):
     return [float(each.split()[0] in one[0]["content"]) for one, each in pairs]
 
 
+def of_team(completions, team, **_):
+    """Take a column for texts of which most are missing."""
+    return [float(each in one) for one, each in zip(completions, team, strict=True)]
+
+
 def unfinished(completions, **_):
     """Read behind the end of the completions."""
     return [completions[len(completions)]]
@@ -233,6 +238,7 @@ def unfinished(completions, **_):
         (contents_of, False, TEXTS),
         (without_column, True, None),
         (split, True, '["content"]; the values of `terms` are lists, too'),
+        (of_team, False, "`team` is None in some of these rows"),
         (unfinished, True, None),
         (unfinished, False, None),
     ],
@@ -242,7 +248,9 @@ def test_completions_of_another_form(tmp_path, reward, is_of_messages, says):
     prompts = ["a b", "c d"]
     if is_of_messages:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    rows = Dataset.from_dict({"prompt": prompts * 8, "terms": [["a", "b"]] * 16})
+    rows = Dataset.from_dict(
+        {"prompt": prompts * 8, "terms": [["a", "b"]] * 16, "team": ["a", *[None] * 15]}
+    )
     keywords = {"reward_funcs": reward, "train_dataset": rows, "eval_dataset": None}
     trainer = new_trainer("GRPO", tmp_path, MFTrainerMixin, extras=keywords)
     trainer.processing_class.chat_template = "{{ messages[0]['content'] }}"

@@ -168,6 +168,30 @@ def test_the_rate_does_not_make_an_update_an_anomaly():
     assert anomalies(scores(judged(judge_after(50), 5000, rate=1.0))) == set()
 
 
+def ratios_of(*changes: tuple[list[float], list[float]]) -> list[float]:
+    """Return the middle ratio of each step; takes updates, and the weights before them."""
+    judge = StepJudge((), ("a.A", "b.A", "a.B", "b.B"), "cpu")
+    steps = [Change(torch.tensor(update), torch.tensor(weight), None) for update, weight in changes]
+    return [scores(judge.judge(None, None, one, None, APPLIED)).update_ratio for one in steps]
+
+
+@pytest.mark.parametrize("rate", [1e-4, 5.0])
+def test_updates_of_weights_that_began_at_zero(rate):
+    """Those of LoRA's B count by the size of A, in the first step and later."""
+    first, later = [0.0, 0.0, rate, rate], [rate] * 4
+    found = ratios_of((first, [0.05, 0.05, 0.0, 0.0]), (later, [0.05, 0.05, rate, rate]))
+
+    assert found == pytest.approx([0.0, rate / 0.05])
+
+
+def test_updates_of_a_network_that_began_at_zero():
+    """Nothing is known of the first one, and later ones count by the weights themselves."""
+    first, second = ratios_of(([1.0] * 4, [0.0] * 4), ([1.0] * 4, [1.0, 1.0, 1.0, 2.0]))
+
+    assert math.isnan(first)
+    assert second == 1.0
+
+
 def test_updates_add_up_until_they_begin_anew():
     """An update that makes a weight non-finite is infinite; later ones add nothing to it."""
     judge = StepJudge(("w",), ("a", "b"), "cpu")
