@@ -24,6 +24,7 @@ from mfwrap.runner.objects import RecipeObjects
 from mfwrap.runner.recipe import Recipe, data_errors, read_document
 from mfwrap.runner.run import build_trainer, checked_rows
 from mfwrap.runner.tuning import rows_line
+from mfwrap.trainer.error_notes import OF_MESSAGES
 
 _MAX_PARAMETERS = 30_000_000
 """A model with more parameters is not trained: its step may take minutes on a CPU."""
@@ -167,6 +168,10 @@ def _rewards(trainer: Any) -> Iterator[str]:
             rewards = ", ".join(said)
             if log.get(ALIKE) == 1 and "teaches nothing" not in rewards:
                 rewards += "; the answers to each prompt got the same, which teaches nothing"
+            if "teaches nothing" in rewards and isinstance(
+                trainer.train_dataset[0]["prompt"], list
+            ):
+                rewards += f"; {OF_MESSAGES}"
             yield f"mean reward of the answers of the step, of up to {most} tokens: {rewards}"
 
 

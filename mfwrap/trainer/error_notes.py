@@ -39,10 +39,12 @@ _PADDING = (
     "pad the labels, too"
 )
 
-_MESSAGES = (
+OF_MESSAGES = (
     "the completions are lists of messages here, because the prompts are messages, so the text of "
     'one is completion[0]["content"]'
 )
+"""What a reward function gets whose prompts are lists of messages."""
+
 _TEXTS = (
     "the completions are plain strings here, because the prompts are texts, so a completion is its "
     'text itself, without [0]["content"]; or write the prompts as lists of messages'
@@ -205,7 +207,7 @@ def _of_reward(error: BaseException, trainer: TrainerView) -> str | None:
             if isinstance(lists[key][0], list) and lists[key] is not lists.get("completions")
         ]
         too = f"; the values of {' and '.join(others)} are lists, too" if others else ""
-        return _MESSAGES + too
+        return OF_MESSAGES + too
     return None
 
 

@@ -542,6 +542,25 @@ def test_rewards_that_are_the_same_for_the_answers_to_each_prompt(text, tmp_path
     assert "; the answers to each prompt got the same, which teaches" in capsys.readouterr().out
 
 
+def test_a_reward_that_takes_messages_for_texts(text, tmp_path, capsys):
+    """It raises nothing, so what the completions are is said where all rewards are the same."""
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "my_rewards.py").write_text(
+        "def found(completions, **_):\n    return [float('a' in one) for one in completions]\n"
+    )
+    recipe = text({"type": "my_rewards.found"}).replace(
+        '"tokenizer"', '"chat_template": "chatml", "tokenizer"'
+    )
+    (tmp_path / "r.yaml").write_text(recipe)
+    with pytest.raises(SystemExit):
+        main(["validate", "r.yaml", "--allow-code"])
+
+    out = capsys.readouterr().out
+    assert "which teaches nothing); the completions are lists of messages here, because" in out
+    assert 'the text of one is completion[0]["content"]' in out
+
+
 def test_one_of_two_rewards_that_is_always_the_same(text, tmp_path, capsys):
     """The log and the page name it, though the other one teaches."""
     rewards = [{"type": "my_rewards.ones"}, {"type": "my_rewards.capitals"}]
