@@ -229,8 +229,20 @@ def _in_one_line(error: Exception) -> str:
     if mark:
         message = f"{message.rpartition(chr(10))[0]} {inner.splitlines()[-1]}"
     notes = [_short(str(note)) for note in getattr(error, "__notes__", ())]
-    line = _short(message)
+    line, place = _short(message), _own_place(error)
+    notes += [place] if place else []
     return "; ".join([line.removesuffix("."), *notes]) if notes else line
+
+
+def _own_place(error: BaseException) -> str:
+    """Return file and line of the user's code that has raised an error; empty if it is unknown."""
+    folder, package = Path.cwd(), Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        is_installed = "site-packages" in file.parts or file.is_relative_to(package)
+        if file.is_relative_to(folder) and not is_installed:
+            return f"in {file.relative_to(folder)}:{frame.lineno}"
+    return ""
 
 
 def _short(text: str) -> str:

@@ -1,7 +1,9 @@
 """MFTrainer says in the run folder what the run was, if a monitor writes records there."""
 
 import functools
+import inspect
 import signal
+from pathlib import Path
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -155,8 +157,9 @@ def test_a_folder_of_the_monitor(tmp_path):
     assert read_facts(tmp_path / "run") == {}
 
 
-def test_an_error(tmp_path):
-    """The file says after which step, and the steps before the error are recorded."""
+def test_an_error(tmp_path, monkeypatch):
+    """The file says after which step and in which line, if it is the user's, and has the steps."""
+    monkeypatch.chdir(Path(__file__).parent)
 
     class Fail(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -171,7 +174,8 @@ def test_an_error(tmp_path):
 
     facts = read_facts(tmp_path)
     assert facts["state"] == "failed after step 3 (ArithmeticError)"
-    assert facts["error"] == "ArithmeticError: by a callback"
+    raising = inspect.getsourcelines(Fail.on_step_end)[1] + 3
+    assert facts["error"] == f"ArithmeticError: by a callback; in test_run_facts.py:{raising}"
     records = read_json_lines(tmp_path / "metrics.jsonl")
     assert [one["step"] for one in records if "loss" in one] == [1, 2, 3]
 
