@@ -1,6 +1,7 @@
 """MindFormers' training state monitor, and the search for the cause when a step goes wrong."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from transformers.trainer_callback import ExportableState
 from mfwrap import LocalNormStepOutput, StepOutput, StepReport
 from mfwrap.average.swap import training_weights
 from mfwrap.callbacks.culprit.anomaly_log import KINDS
+from mfwrap.callbacks.culprit.good_checkpoints import to_return_to
 from mfwrap.callbacks.shared.progress import global_batch_size
 from mfwrap.callbacks.shared.run_log import WarnOnce, run_logger
 from mfwrap.callbacks.shared.settings import saved_settings, takes_settings
@@ -212,6 +214,10 @@ class TrainingStateMonitor(MonitorCallback, ExportableState):
             found += self._run.bad_steps
             self._run.bad_steps.clear()
         return found
+
+    def checkpoints_to_keep(self, saved: Sequence[Path]) -> Sequence[Path]:
+        """Return the newest checkpoint from before the loss has left its course, if it has."""
+        return to_return_to(saved[-1].parent, saved) if saved else ()
 
     def take_row_places(self, places: RowPlaces | None) -> None:
         """Receive the function that tells where the rows of a step are in the training data."""

@@ -576,7 +576,8 @@ class Checkpoints:
 
         The Trainer's function deletes folders file by file, so a crash could leave half a
         checkpoint. Here its rule is followed: the newest and the best checkpoint are kept, and the
-        oldest others are removed until the limit is met.
+        oldest others are removed until the limit is met. In addition, a monitor may keep some: a
+        training that has diverged has to go back to one from before.
         """
         limit = self._trainer.args.save_total_limit
         if limit is None or limit <= 0:
@@ -587,7 +588,10 @@ class Checkpoints:
         folders = own_checkpoints(run_folder)
         num_removed = max(len(folders) - max(limit, len(protected)), 0)
         others = [folder for folder in folders if str(folder) not in protected]
-        remove_checkpoints(others[:num_removed], run_folder)
+        callbacks = monitors(self._trainer.callback_handler.callbacks)
+        wanted = {folder for one in callbacks for folder in one.checkpoints_to_keep(folders)}
+        removed = [folder for folder in others[:num_removed] if folder not in wanted]
+        remove_checkpoints(removed, run_folder)
 
     def output_folder(self, own: str) -> str:
         """Return the folder in which the Trainer writes or looks for checkpoints.

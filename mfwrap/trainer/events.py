@@ -90,6 +90,17 @@ class MonitorCallback(TrainerCallback):
         """
         return ()
 
+    def checkpoints_to_keep(self, saved: Sequence[Path]) -> Sequence[Path]:
+        """Return the checkpoints that ``save_total_limit`` is not to remove.
+
+        Called on the process that removes checkpoints, in any thread, after each save.
+
+        Args:
+            saved: The run's checkpoints, in the order of their steps.
+        """
+        del saved
+        return ()
+
     def take_row_places(self, places: RowPlaces | None) -> None:
         """Receive the function that tells where the rows of a step are in the training data.
 

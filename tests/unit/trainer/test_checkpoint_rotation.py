@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from mfwrap.callbacks import CheckpointMonitor
+from mfwrap.callbacks import CheckpointMonitor, TrainingStateMonitor
 from mfwrap.trainer import MFTrainer
 from support.resumed_training import PLAIN, StopAfter, new_trainer, resume, trained
+from support.trainer_runs import new_trainer as trainer_of
 from support.training_state import assert_same_state
 
 BEST = {
@@ -95,6 +96,32 @@ def test_a_run_whose_folder_was_moved(tmp_path):
 
     assert outcomes[0]["best"] == "checkpoint-2"
     assert outcomes[1] == outcomes[0]
+
+
+class RaiseRate(TrainerCallback):
+    """Raises the learning rate a thousandfold at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **known):
+        """Raise it for good."""
+        if state.global_step == self.step:
+            lr_scheduler.base_lrs = [1000 * rate for rate in lr_scheduler.base_lrs]
+            for group in optimizer.param_groups:
+                group["lr"] *= 1000
+
+
+@pytest.mark.parametrize(("rises_at", "kept"), [(20, [20, 50, 60]), (99, [50, 60])])
+def test_a_training_that_has_diverged(tmp_path, rises_at, kept):
+    """The newest checkpoint from before stays beside those of the limit, if a monitor looks."""
+    arguments = {"max_steps": 60, "save_strategy": "steps", "save_steps": 10, "save_total_limit": 2}
+    arguments |= {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 1}
+    callbacks = [TrainingStateMonitor(local_norm_format="jsonl"), RaiseRate(rises_at)]
+    trainer_of(MFTrainer, tmp_path, callbacks=callbacks, **arguments).train()
+
+    folders = [path.name for path in tmp_path.glob("checkpoint-*")]
+    assert sorted(folders) == [f"checkpoint-{step}" for step in kept]
 
 
 def test_the_best_model_at_the_end(tmp_path):
