@@ -75,13 +75,14 @@ class EpisodeLog:
             if begins and (self._is_main or not is_shared):
                 self._log.write(anomaly)
         if last is not None and last.num_steps > before and _is_told(last.num_steps):
-            self._tell_that_goes_on(last, numbers.step)
+            self._tell_that_goes_on(last, numbers)
 
-    def _tell_that_goes_on(self, episode: OpenEpisode, step: int) -> None:
+    def _tell_that_goes_on(self, episode: OpenEpisode, numbers: StepNumbers) -> None:
         # Overflows in a row are told as updates that were not made.
         told_otherwise = episode.num_skipped == episode.num_steps
         if not (episode.is_over or told_otherwise) and (self._is_main or not episode.is_shared):
-            run_logger(__package__).warning("step %d: %s", step, episode.going_on())
+            said = episode.going_on(numbers.loss)
+            run_logger(__package__).warning("step %d: %s", numbers.step, said)
 
     def note(self, notes: Iterable[Note]) -> None:
         """Write notes of this rank. What one rank notes, the others mostly note, too."""

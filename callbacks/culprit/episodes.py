@@ -274,13 +274,12 @@ class OpenEpisode:
             f"the loss had not come back by then: about {middle:.4g}, after {self.usual_loss:.4g}"
         )
 
-    def going_on(self) -> str:
-        """Describe the episode in one line while it goes on."""
-        loss = ""
+    def going_on(self, loss: float) -> str:
+        """Describe the episode in one line while it goes on; takes the loss of the step."""
+        said = ""
         if self.has_diverged:
-            middle = statistics.median(self.last_losses)
-            loss = f"; the loss is {middle:.4g}, after {self.usual_loss:.4g} before"
-        return f"the episode of step {self.step} goes on after {self.num_steps} bad steps{loss}"
+            said = f"; the loss is {loss:.4g}, after {self.usual_loss:.4g} before"
+        return f"the episode of step {self.step} goes on after {self.num_steps} bad steps{said}"
 
     def _rows(self) -> str:
         """Name the samples of later steps."""
@@ -293,13 +292,11 @@ class OpenEpisode:
         """Describe the end of the episode in one line."""
         skipped = f", {self.num_skipped} updates skipped" if self.num_skipped else ""
         rows = f"samples of later steps: {self._rows()}" if self.later_samples else ""
-        back = (
-            ""
-            if self.back_at is None
-            else f"the loss was near its former level at step {self.back_at}"
-        )
+        back = ""
+        if self.back_at is not None:
+            back = f"the loss was near its former level again at step {self.back_at}"
         told = dict.fromkeys(
-            [self.refined.get("explanation") or self.latest or "", self.course(), back, rows]
+            [self.refined.get("explanation") or self.latest or "", back or self.course(), rows]
         )
         said = "".join(f"; {clause}" for clause in told if clause)
         bad = "1 bad step" if self.num_steps == 1 else f"{self.num_steps} bad steps"

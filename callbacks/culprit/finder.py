@@ -46,7 +46,7 @@ _MOST_GROUPS = 8
 _TRACE = 10
 """Number of steps whose scores are kept, at least."""
 
-_NOT_IN_ROWS = frozenset({"weight", "weights", "other_weight", "targets", "mask"})
+_NOT_IN_ROWS = frozenset({"weight", "weights", "targets", "mask"})
 """Places of a fault for which all rows are alike."""
 
 _NOWHERE = frozenset({"input", "targets", "mask", "other_weight"})

@@ -9,7 +9,7 @@ from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE, MUCH_L
 from mfwrap.checkpoints.run_folders import checkpoints_of_run
 from mfwrap.records.episodes import Episode, episodes_of
 from mfwrap.records.json_lines import read_json_lines
-from mfwrap.records.run_record import loop_checkpoints, step_of_saved
+from mfwrap.records.run_record import loop_checkpoints, read_facts, step_of_saved
 
 _EARLY = 100
 """Last step at which updates that were too large are as old as the run."""
@@ -23,7 +23,13 @@ _ADVISED = re.compile(rf"{BEFORE_STEP} (\d+)")
 
 
 def good_checkpoints(episode: Episode, saved: Sequence[Path]) -> list[Path]:
-    """Return the checkpoints with weights from before an episode.
+    """Return the checkpoints with weights from before an episode."""
+    last = _last_good_step(episode)
+    return [each for each in saved if step_of_saved(each) <= last]
+
+
+def _last_good_step(episode: Episode) -> int:
+    """Return the last step whose weights are from before an episode; -1 if none are good.
 
     The weights that the step before it has left are those that it had, and may be its cause. If the
     rate was too high from the start on, no weights are good.
@@ -31,11 +37,16 @@ def good_checkpoints(episode: Episode, saved: Sequence[Path]) -> list[Path]:
     record = episode.records[0]
     if advised := _ADVISED.search(record.get("suggestion") or ""):
         # The rate of that step is at fault, and no weights before it.
-        return [each for each in saved if step_of_saved(each) < int(advised[1])]
+        return int(advised[1]) - 1
     if record.get("suggestion") in {LOWER_RATE, MUCH_LOWER_RATE} and episode.step <= _EARLY:
-        return []
-    first = record.get("since", episode.step)
-    return [each for each in saved if step_of_saved(each) < first - 1]
+        return -1
+    return int(record.get("since", episode.step)) - 2
+
+
+def _good_start(episode: Episode, resumed: Sequence[int]) -> str:
+    """Return which checkpoint of another folder a run was resumed from, if it has good weights."""
+    good = [step for step in resumed if step <= _last_good_step(episode)]
+    return f"the checkpoint of step {good[-1]} that it was resumed from" if good else ""
 
 
 def undiverged_checkpoints(folder: Path, saved: Sequence[Path]) -> list[Path]:
@@ -66,6 +77,8 @@ def divergence_in(folder: Path) -> str:
     good = good_checkpoints(episode, saved)
     if good:
         which = f"{good[-1].name} is the newest from before"
+    elif start := _good_start(episode, read_facts(folder).get("resumed") or ()):
+        which = f"{start} is from before"
     elif saved:
         which = _NONE_GOOD
         which += " with a lower learning rate" if first.get("cause") == "learning_rate" else ""
@@ -105,9 +118,16 @@ def episodes_in(folder: Path) -> list[Episode]:
     return episodes_of([(0, read_json_lines(file) if file.is_file() else [])])
 
 
-def newest_good(episode: Episode, saved: Sequence[Path]) -> str:
-    """Return a clause with the newest good checkpoint; empty for a run without checkpoints."""
-    if not saved:
-        return ""
-    good = good_checkpoints(episode, saved)
-    return f"; {good[-1].name} is the newest from before" if good else "; no checkpoint is good"
+def newest_good(episode: Episode, saved: Sequence[Path], resumed: Sequence[int]) -> str:
+    """Return a clause with the newest good checkpoint; empty for a run without checkpoints.
+
+    Args:
+        episode: Episode from which the loss has not come back.
+        saved: Checkpoints of the run.
+        resumed: Steps at which the run was resumed, also from a checkpoint of another folder.
+    """
+    if good := good_checkpoints(episode, saved):
+        return f"; {good[-1].name} is the newest from before"
+    if start := _good_start(episode, resumed):
+        return f"; {start} is from before"
+    return "; no checkpoint is good" if saved else ""

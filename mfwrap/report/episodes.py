@@ -5,7 +5,6 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mfwrap.callbacks.culprit.anomaly_log import KINDS, SHIFTS
@@ -133,7 +132,7 @@ def headline(runs: Sequence[RunRecord]) -> str:
 def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     name = f"{html.escape(run.name)}: " if len(runs) > 1 else ""
     diverged = next((one for one in run.episodes if one.has_diverged), None)
-    told = "" if diverged is None else _diverged(diverged, run.checkpoints)
+    told = "" if diverged is None else _diverged(diverged, run)
     told += _untaught(run)
     # What has ended a failed run comes first.
     before, after = (f"{_end(run)} ", "") if "error" in run.facts else ("", f" {_end(run)}")
@@ -160,14 +159,15 @@ def _headline(run: RunRecord, number: int, runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _diverged(episode: Episode, saved: Sequence[Path]) -> str:
+def _diverged(episode: Episode, run: RunRecord) -> str:
     """Say that the loss has not come back, and which checkpoint is from before.
 
     Another computation of the loss is no divergence.
     """
     if episode.cause in _OF_LOSS:
         return f"The loss has not come back since step {shown_from(episode)}. "
-    return f"Diverged at step {shown_from(episode)}{newest_good(episode, saved)}. "
+    good = newest_good(episode, run.checkpoints, run.facts.get("resumed") or ())
+    return f"Diverged at step {shown_from(episode)}{good}. "
 
 
 def _untaught(run: RunRecord) -> str:
@@ -375,8 +375,9 @@ def _explanation(record: Mapping[str, Any]) -> str:
     """Return what happened, how it ended for what grows, and whether the loss came back."""
     last, diverged = record.get("latest"), record.get("diverged")
     is_back = record.get("back") is not None
-    back = f"the loss was near its former level at step {record['back']}" if is_back else ""
-    told = (record.get("explanation"), last and f"at last, {last}", diverged, back)
+    if is_back:
+        diverged = f"the loss was near its former level again at step {record['back']}"
+    told = (record.get("explanation"), last and f"at last, {last}", diverged)
     return "; ".join(str(clause) for clause in told if clause)
 
 

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping
 
-from mfwrap.callbacks.culprit.anomaly_log import UNKNOWN_CAUSE
+from mfwrap.callbacks.culprit.anomaly_log import OF_TERMS, UNKNOWN_CAUSE
 from mfwrap.callbacks.culprit.causes.evidence import (
     Cause,
     CauseEvidence,
@@ -172,7 +172,7 @@ def naming_terms(cause: Cause, evidence: CauseEvidence) -> Cause:
         said = _risen_terms(evidence)
     if not said:
         return cause
-    return cause._replace(explanation=f"{cause.explanation or what}; of its terms, {said}")
+    return cause._replace(explanation=f"{cause.explanation or what}{OF_TERMS}{said}")
 
 
 def _terms_not_finite(terms: Mapping[str, float]) -> str:

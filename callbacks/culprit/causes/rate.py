@@ -87,7 +87,7 @@ def _rate_of(steps: Sequence[StepTrace]) -> Cause | None:
             return Cause(
                 "learning_rate",
                 f"the learning rate of step {each.step} was {now:.3g}: it has risen {span} to "
-                f"{ratio:g} times the {before:.3g} before",
+                f"{ratio:g} times the rates before, which were {before:.3g} at most",
                 f"{_CORRECT} {each.step - number + 1}",
             )
     return None

@@ -29,6 +29,7 @@ from mfwrap.callbacks.culprit.replay.replay import (
     origins_in_columns,
     undisturbed,
 )
+from mfwrap.callbacks.culprit.replay.targets import IGNORED, is_target
 from mfwrap.callbacks.culprit.replay.verdict import outside_of_replay
 from mfwrap.collectives import num_ranks, this_rank
 from mfwrap.compatibility.torch import BatchNorm
@@ -103,6 +104,9 @@ class RowSearch(NamedTuple):
     span: str = ""
     """Where the rows of the step are in the data, if that is known and none is named."""
 
+    lack_targets: bool = False
+    """Whether none of the rows that are named has a target."""
+
 
 def find_rows(
     recorder: StepRecorder,
@@ -160,7 +164,19 @@ def find_rows(
     if not is_exact and loss is not None and losses and max(losses) < loss:
         # One of the rows of a mean is not below it: the update has changed what they had.
         return RowSearch((), _OTHERS_NOW)
-    return found._replace(is_exact=is_exact)
+    return found._replace(is_exact=is_exact, lack_targets=_lack_targets(calls, found.rows))
+
+
+def _lack_targets(calls: Sequence[RecordedCall], rows: Sequence[BadRow]) -> bool:
+    """Tell whether none of some rows has a target; false without rows, or columns of targets."""
+    targets = [
+        tensor[row.row] != IGNORED
+        for row in rows
+        for call in [calls[row.micro_batch]]
+        for name, tensor in tensors_in([call.positional, call.keywords])
+        if is_target(name, tensor) and tensor.dim() > 1 and row.row < len(tensor)
+    ]
+    return bool(targets) and not any(bool(each.any()) for each in targets)
 
 
 def _of_columns(recorder: StepRecorder) -> tuple[BadRow, ...]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, final
 
-from mfwrap.callbacks.culprit.anomaly_log import Anomaly, BadRow, Kind
+from mfwrap.callbacks.culprit.anomaly_log import NON_FINITE, OF_TERMS, Anomaly, BadRow, Kind
 from mfwrap.callbacks.culprit.replay.batch_rows import BatchRows
 from mfwrap.callbacks.culprit.replay.recorder import StepRecorder, tensors_in
 from mfwrap.callbacks.culprit.replay.rows import MOST_NAMED, RowSearch, find_rows
@@ -182,11 +182,25 @@ def with_samples(anomaly: Anomaly, searches: Sequence[RowSearch | None]) -> Anom
     detail = (named or done)[0].detail
     if not named and anomaly.cause in _CAUSES_IN_DATA:
         detail += done[0].span
+    if named and anomaly.kind in NON_FINITE and all(each.lack_targets for each in named):
+        anomaly = _without_targets(anomaly, len(rows))
     return dataclasses.replace(
         anomaly,
         samples=tuple(row for row in rows if _order(row) <= _order(rows[0]) / _SIMILAR),
         samples_detail=detail,
         are_samples_exact=all(each.is_exact for each in named) if named else None,
+    )
+
+
+def _without_targets(anomaly: Anomaly, num_rows: int) -> Anomaly:
+    """Return an anomaly of rows without targets; a mean over none of them is not finite."""
+    what = "a row" if num_rows == 1 else f"{num_rows} rows"
+    _, mark, terms = (anomaly.explanation or "").partition(OF_TERMS)
+    return dataclasses.replace(
+        anomaly,
+        cause="data",
+        explanation=f"{what} without targets made the loss non-finite{mark}{terms}",
+        suggestion="leave out rows without targets; if texts are cut, allow more tokens",
     )
 
 

@@ -98,5 +98,5 @@ def test_what_is_told_after_an_end_is_not_told_again(caplog):
     assert caplog.messages[1:] == [
         "the episode of step 2 ended at step 4 after 3 bad steps",
         "after the episode of step 2, the loss has not come back since: about 2.9, after 2",
-        "after the episode of step 2, the loss was near its former level at step 92",
+        "after the episode of step 2, the loss was near its former level again at step 92",
     ]

@@ -444,7 +444,7 @@ def test_a_loss_that_is_back_after_a_divergence():
     assert episodes.astray is None
     assert told[:2] == [None, None]
     assert told[2].as_record()["back"] == 202
-    assert str(told[2]).endswith("the loss was near its former level at step 202")
+    assert str(told[2]).endswith("the loss was near its former level again at step 202")
 
 
 def test_a_divergence_that_goes_on_again_is_told_once():

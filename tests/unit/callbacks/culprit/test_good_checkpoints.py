@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mfwrap.callbacks.culprit.causes.rate import LOWER_RATE, MUCH_LOWER_RATE
+from mfwrap.callbacks.culprit.causes.rate import BEFORE_STEP, LOWER_RATE, MUCH_LOWER_RATE
 from mfwrap.callbacks.culprit.good_checkpoints import divergence_in
 from mfwrap.records.run_record import read_run
 from mfwrap.report.episodes import headline
@@ -82,6 +82,29 @@ def test_a_rate_that_was_too_high_from_the_start(tmp_path, step, said, advice):
     write_lines(tmp_path / "anomalies.jsonl", [first, {**end, "diverged": "it is"}])
     (tmp_path / "checkpoint-25").mkdir()
     assert divergence_in(tmp_path).endswith(f"; {said}")
+
+
+@pytest.mark.parametrize(
+    ("resumed", "said"),
+    [
+        ([40], "the checkpoint of step 40 that it was resumed from is from before"),
+        ([40, 60], "the checkpoint of step 40 that it was resumed from is from before"),
+        ([60], "no checkpoint has good weights: start anew with a lower learning rate"),
+    ],
+)
+def test_a_run_that_was_resumed_from_another_folder(tmp_path, resumed, said):
+    """Its own checkpoints are all from after a rate was raised, and that one is not."""
+    first = {"step": 41, "kind": "learning_rate_spike", "cause": "learning_rate"}
+    first |= {"explanation": "it rose", "suggestion": f"correct it, and {BEFORE_STEP} 41"}
+    end = {"step": 41, "kind": "learning_rate_spike", "last_step": 80, "num_steps": 40}
+    write_lines(tmp_path / "anomalies.jsonl", [first, {**end, "diverged": "it is"}])
+    (tmp_path / "run.json").write_text(json.dumps({"resumed": resumed}))
+    (tmp_path / "checkpoint-60").mkdir()
+
+    assert divergence_in(tmp_path).endswith(f"; {said}")
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 60, "loss": 1.0}])
+    on_page = "no checkpoint is good" if "start anew" in said else said
+    assert f"Diverged at step 41; {on_page}. " in headline([read_run(tmp_path)])
 
 
 def test_a_run_that_has_come_back(tmp_path):

@@ -46,7 +46,7 @@ def test_a_rate_that_rises_for_several_steps():
     """The sentence says for how many, and the suggestion names the step before the rise."""
     found = cause("learning_rate_spike", trace({"rate_rise": RateRise(0.001, 0.006, 4)}))
     assert found.name == "learning_rate"
-    assert "was 0.006: it has risen over 4 steps to 6 times the 0.001 before" in found.explanation
+    assert "was 0.006: it has risen over 4 steps to 6 times the rates before" in found.explanation
     assert found.suggestion.endswith("from before step 10")
 
 

@@ -143,7 +143,7 @@ def draw(*_):
 def test_a_good_step_names_no_row():
     """If all rows are alike, none stands out; so too if all of them are non-finite."""
     step = planted("tokens", None, 0)
-    rows, detail, is_exact, rows_losses, _ = search(step.recorder)
+    rows, detail, is_exact, rows_losses, *_ = search(step.recorder)
     losses = re.fullmatch(
         r"rows were run one by one: none of 16 stands alone, with losses from (.*) to (.*)",
         detail,
