@@ -55,7 +55,7 @@ _AFTER_RUNNING_AWAY = (
 _USUAL_CAUSES = frozenset({UNKNOWN_CAUSE, DIVERGED, "data", "rank_data"})
 """Causes that may be of the run's own nature."""
 
-_EARLY, _LONG, _NO_LOWER, _LEARNED = 20, 20, 0.97, 0.9
+_EARLY, _LONG, _NO_LOWER, _LEARNED = 20, 20, 0.95, 0.9
 """Step before which a run has hardly learned anything, the smallest number of steps in which it
 should have, the smallest ratio of a loss that is no lower than before, and the largest one of a run
 that has learned."""

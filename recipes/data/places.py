@@ -80,11 +80,14 @@ def check_place(setting: str, name: str, files: Collection[str], content: str) -
         return
     similar = similar_folder(name, files)
     is_path = Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    is_path |= is_file(name)
     why_not = None if is_path or similar is None else why_not_on_hub(name)
     if is_path or why_not is not None:
         run = _MODEL_OF_A_RUN.fullmatch(name)
         made = "" if run is None else f"; the run of the recipe `{run[1]}` writes it"
         made = made or ("; this is a file, name its folder" if is_file(name) else "")
+        if name.startswith("~"):
+            made = f"; `~` is not replaced here, write {str(Path(name).expanduser())!r}"
         made = made or _meant(similar)
         got = f"{name!r}: no folder here, and {why_not}" if why_not else f"{name!r}"
         msg = f"`{setting}` must be an existing folder, or a name on the hub, got {got}{made}"

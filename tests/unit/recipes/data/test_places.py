@@ -60,6 +60,18 @@ def test_the_model_of_a_run():
         check_place("path", "runs/causal_lm/model", ("a.json",), "a test")
 
 
+def test_a_file_in_place_of_its_folder(tmp_path, monkeypatch):
+    """It is no name on the hub, although it has the form of one; nor is a home folder replaced."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"got 'mine/model.safetensors'; this is a file, name its"):
+        check_place("path", "mine/model.safetensors", ("config.json",), "a model folder")
+    with pytest.raises(ValueError, match=r"got '~/mine'; `~` is not replaced here, write '/home/"):
+        check_place("path", "~/mine", ("config.json",), "a model folder")
+
+
 def test_a_folder_must_have_its_files(tmp_path):
     """A folder needs one of the files; a name of the hub's form is accepted."""
     says = "got the folder '/etc' without a.json or b.json; if it should have one, download or copy"
