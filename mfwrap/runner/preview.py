@@ -24,7 +24,7 @@ from mfwrap.runner.recipe import Recipe, data_errors
 from mfwrap.runner.rehearsal import failure, limited, quiet
 from mfwrap.runner.reward import WITHHELD
 from mfwrap.runner.run import build_trainer, checked_rows, task_keywords
-from mfwrap.runner.tuning import tuning_of
+from mfwrap.runner.tuning import numbered_rows, tuning_of
 
 _MAX_ROWS = 1_000
 """Number of rows to prepare, enough to fill packed sequences. All rows are checked."""
@@ -132,11 +132,14 @@ def _prepare(recipe: Recipe, *, held_out: bool, say: Callable[[str], None]) -> _
 def _texts(recipe: Recipe, num_rows: int, *, held_out: bool) -> Iterator[str]:
     """Yield the lines of texts that the Trainer tokenizes itself in each step."""
     said: list[str] = []
-    found = checked_rows(recipe, say=said.append)
+    tables: list[Dataset] = []
+    found = checked_rows(recipe, tables.append, said.append)
+    if not recipe.task.forms:
+        said.append(numbered_rows(found, tables))
     rows = found.evaluation if held_out else found.train
     if rows is None:
         raise recipe.document.error(("data",), _NO_ROWS)
-    if (tuning := tuning_of(recipe, found, None)) is not None:
+    if (tuning := tuning_of(recipe, found, tables)) is not None:
         said.append(tuning.line)
     names = column_names(rows)
     needed = needed_columns(recipe.task.needs_of(recipe.data), names) or {}

@@ -51,14 +51,19 @@ def rows_line(recipe: Recipe, rows: Rows, tables: Sequence[Dataset]) -> str | No
     unused = f"columns not used: {unused:.100}" if unused else ""
     if left := form.unused_in_turns(tables):
         unused = "; ".join(filter(None, [unused, f"not used: {', '.join(left)}"]))
-    numbered = _numbered(rows, tables)
+    numbered = numbered_rows(rows, tables)
     return (
         f"{numbered} of {form.name}{f' ({unused})' if unused else ''}{_empty(recipe, form, tables)}"
     )
 
 
-def _numbered(rows: Rows, tables: Sequence[Dataset]) -> str:
-    """Return the number of rows, and how many of them are trained on and held out."""
+def numbered_rows(rows: Rows, tables: Sequence[Dataset]) -> str:
+    """Return the number of rows, and how many of them are trained on and held out.
+
+    Args:
+        rows: Rows of a recipe, checked.
+        tables: As of `rows_line`.
+    """
     if not tables:
         return "streamed rows"
     number = sum(map(len, tables))

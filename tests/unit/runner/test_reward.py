@@ -333,7 +333,8 @@ def test_values_that_rows_lack(text, tmp_path):
 
     assert [one for one in said if "missing" in one] == [line]
     assert [one for one in tried if "missing" in one] == [line]
-    assert preview(recipe, 1)[:3] == [line, RAW, ""]
+    split = "12 rows (10 to train on, 2 held out)"
+    assert preview(recipe, 1)[:4] == [line, split, RAW, ""]
 
 
 def test_a_column_that_a_class_takes(text, tmp_path):

@@ -73,6 +73,8 @@ def test_pairs_are_shown(pairs):
     lines = preview(recipe_of("embedding", pairs | {"eval_fraction": 0}, model=BERT), 1)
 
     assert lines == [
+        "32 rows",
+        "",
         "row 1: anchor 4 tokens, positive 9 tokens",
         "  anchor           one?",
         "  positive         it is one",

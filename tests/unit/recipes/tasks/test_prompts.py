@@ -102,13 +102,13 @@ def test_prompts_are_shown(prompts, json_lines):
     reward = "reward.type=think_format_reward"
     lines = preview(recipe_of("reward_tuning", prompts, reward, num_generations=2), 1)
 
-    assert lines[:2] == [RAW, ""]
-    assert lines[2].startswith("row 1: prompt ")
-    assert lines[4:] == ["  for the reward   site: 'web'", ""]
+    assert lines[:3] == ["16 rows (8 to train on, 8 held out)", RAW, ""]
+    assert lines[3].startswith("row 1: prompt ")
+    assert lines[5:] == ["  for the reward   site: 'web'", ""]
     turn = [{"role": "user", "content": "Is it?"}]
     data = json_lines([{"prompt": turn}] * 4, "chat.jsonl")
     lines = preview(recipe_of("distillation", data, f"teacher={json.dumps(TEACHER)}"), 1)
-    assert lines == ["row 1: prompt 8 tokens", "  prompt           <|user|>Is it?<|reply|>", ""]
+    assert lines[2:] == ["row 1: prompt 8 tokens", "  prompt           <|user|>Is it?<|reply|>", ""]
 
 
 def test_rewards_of_the_first_step(prompts):
