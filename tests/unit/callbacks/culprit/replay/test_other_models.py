@@ -109,7 +109,7 @@ def train(kind, network, teacher, folder, rows=ROWS):
         train_sampling_strategy="sequential",
     )
     monitor = TrainingStateMonitor(folder=folder, replay=True)
-    callbacks = [monitor] if teacher is None else [monitor, Break(teacher)]
+    callbacks = [monitor, Break(teacher)] if isinstance(teacher, nn.Linear) else [monitor]
     trainer = kind(network, arguments, train_dataset=rows, callbacks=callbacks)
     if kind is Distilling:
         trainer.teacher = teacher
@@ -144,3 +144,46 @@ def test_a_loss_whose_other_models_are_finite(tmp_path):
 
     assert (record["cause"], record["where"], record["name"]) == ("data", "targets", "labels")
     assert sorted(row["index"] for row in record["samples"]) == [6, 7]
+
+
+class Table(nn.Module):
+    """A teacher with an answer for each input, of which one is not a number."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.answers = nn.Embedding(8, 2)
+        nn.init.constant_(self.answers.weight[bad], math.nan)
+
+    def forward(self, inputs):
+        return self.answers(inputs[:, 0].long())
+
+
+def test_a_teacher_that_is_wrong_about_one_row(tmp_path):
+    """The weight is the cause, and the row that it has reached is named."""
+    (record,) = train(Distilling, Network(), Table(5), tmp_path)
+
+    assert (record["step"], record["cause"]) == (3, "loss")
+    assert record["name"] == "teacher.answers.weight"
+    assert [row["index"] for row in record["samples"]] == [5]
+
+
+class MeanOfRows(MFTrainer):
+    """Computes the mean of the rows' means over their targets."""
+
+    def compute_loss(self, model, inputs, return_outputs=None, **_):
+        logits = model(inputs["inputs"])[:, None, :].expand(-1, 3, -1)
+        labels = inputs["labels"]
+        losses = functional.cross_entropy(logits.mT, labels, reduction="none")
+        return (losses.sum(1) / (labels != -100).sum(1)).mean()
+
+
+def test_a_row_without_targets(tmp_path):
+    """A mean over none of its tokens is not finite: the row is the cause, and not the code."""
+    rows = [dict(row, labels=torch.tensor([0, 1, -100])) for row in ROWS]
+    rows[5]["labels"] = torch.tensor([-100] * 3)
+    (record,) = train(MeanOfRows, Network(), None, tmp_path, rows)
+
+    assert (record["step"], record["cause"]) == (3, "data")
+    assert record["explanation"] == "a row without targets made the loss non-finite"
+    assert "allow more tokens" in record["suggestion"]
+    assert [row["index"] for row in record["samples"]] == [5]
